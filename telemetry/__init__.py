@@ -1,0 +1,37 @@
+"""See inside a PyTorch model while it trains.
+
+Names are imported when they are first used, so that ``import telemetry`` and the parts that only
+read or draw records do not load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from telemetry.events.summary_writer import SummaryWriter
+    from telemetry.logger import HookLogger
+    from telemetry.records import Alert, TelemetryAlert
+
+__all__ = ["Alert", "HookLogger", "SummaryWriter", "TelemetryAlert", "__version__"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Alert": "telemetry.records",
+    "HookLogger": "telemetry.logger",
+    "SummaryWriter": "telemetry.events.summary_writer",
+    "TelemetryAlert": "telemetry.records",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

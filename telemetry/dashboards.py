@@ -1,0 +1,135 @@
+"""One step's record as TensorBoard's own dashboards show it: which tags, for which layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from telemetry.events import summaries
+from telemetry.images import encode_png
+from telemetry.records import Alert, Layout, Parameter, StepRecord, TensorRecord
+from telemetry.selection import spread
+
+MANY_PARAMETERS = 64
+"""Above, curves are drawn for some layers only: TensorBoard shows one card for each."""
+SHOWN_OF_MANY = 12
+
+_ACTIVATION_CURVES: Mapping[str, Callable[[TensorRecord], float]] = {
+    "activation_mean": lambda record: record.sketch.mean,
+    "activation_rms": lambda record: record.sketch.rms,
+    "activation_min": lambda record: record.sketch.min,
+    "activation_max": lambda record: record.sketch.max,
+    "zero_fraction": lambda record: record.sketch.zero_fraction,
+    "dead_units": lambda record: record.dead_fraction,
+}
+
+
+def values_of(record: StepRecord) -> Iterator[Summary.Value]:
+    """Everything to write for one step; on a step that is not measured in full the total norm.
+
+    Tags are ``statistic/NNNN.name`` with the module's place in the forward order.
+    """
+    yield summaries.scalar("grad_norm/total", record.total_grad_norm)
+    if not record.full:
+        return
+    yield from _parameter_curves(record)
+    yield from _activation_curves(record)
+    yield from _histograms(record)
+    yield from _images(record)
+
+
+def alert_value(alert: Alert, number: int) -> Summary.Value:
+    """An alert as a text with a tag of its own: of texts that share one, TensorBoard drops some."""
+    where = f".{alert.module_name}" if alert.module_name else ""
+    tag = f"alert/{number:04d}.{alert.kind}{where}"
+    lines = f"**{alert.severity}** at step {alert.step}\n\n{alert.message}"
+    return summaries.text(tag, lines.replace("\n", "  \n"))
+
+
+def _parameter_curves(record: StepRecord) -> Iterator[Summary.Value]:
+    layout = record.layout
+    parameters = [layout.parameters[index] for index in layout.depth_order]
+    tag_of = {p.name: _parameter_tag(layout, p) for p in parameters}
+    present = zip(layout.parameters, record.grad_norms, record.grad_present, strict=True)
+    grad_norms = {p.name: float(norm) for p, norm, has_grad in present if has_grad}
+    weight_norms = {name: weight.sketch.norm for name, weight in record.weights.items()}
+    names = list(tag_of)
+    yield from _curves("grad_norm", names, tag_of, grad_norms)
+    yield from _curves("update_ratio", names, tag_of, record.update_ratios)
+    yield from _curves("weight_norm", names, tag_of, weight_norms)
+    for group, rate in enumerate(record.learning_rates):
+        yield summaries.scalar(f"learning_rate/{group}", rate)
+
+
+def _activation_curves(record: StepRecord) -> Iterator[Summary.Value]:
+    tag_of = {name: _output_tag(record.layout, name) for name in record.activations}
+    names = sorted(tag_of, key=tag_of.__getitem__)
+    for statistic, value in _ACTIVATION_CURVES.items():
+        values = {name: value(tensor) for name, tensor in record.activations.items()}
+        yield from _curves(statistic, names, tag_of, values)
+    for name, tensor in record.activations.items():
+        if tensor.sketch.nonfinite_count:
+            yield summaries.scalar(f"nonfinite/{tag_of[name]}", tensor.sketch.nonfinite_count)
+
+
+def _curves(
+    statistic: str, names: Sequence[str], tag_of: Mapping[str, str], values: Mapping[str, float]
+) -> Iterator[Summary.Value]:
+    """A point for each name that has a value; of many names some, and the range over all."""
+    many = len(names) > MANY_PARAMETERS
+    for name in spread(names, SHOWN_OF_MANY) if many else names:
+        value = values.get(name)
+        if value is not None and not np.isnan(value):
+            yield summaries.scalar(f"{statistic}/{tag_of[name]}", value)
+    if many:
+        finite = np.array([value for value in values.values() if np.isfinite(value)])
+        if finite.size:
+            yield summaries.scalar(f"{statistic}/min", float(finite.min()))
+            yield summaries.scalar(f"{statistic}/median", float(np.median(finite)))
+            yield summaries.scalar(f"{statistic}/max", float(finite.max()))
+
+
+def _histograms(record: StepRecord) -> Iterator[Summary.Value]:
+    layout = record.layout
+    for name, tensor in record.activations.items():
+        yield _histogram(f"activation/{_output_tag(layout, name)}", tensor)
+    for name, tensor in record.activation_grads.items():
+        yield _histogram(f"activation_grad/{_output_tag(layout, name)}", tensor)
+    for parameter in layout.parameters:
+        tag = _parameter_tag(layout, parameter)
+        if parameter.name in record.grads:
+            yield _histogram(f"grad/{tag}", record.grads[parameter.name])
+        if parameter.name in record.weights:
+            yield _histogram(f"weight/{tag}", record.weights[parameter.name])
+
+
+def _histogram(tag: str, tensor: TensorRecord) -> Summary.Value:
+    return summaries.histogram(tag, *tensor.sketch.histogram())
+
+
+def _images(record: StepRecord) -> Iterator[Summary.Value]:
+    for name, pixels in record.feature_maps.items():
+        yield _image(f"feature_maps/{_output_tag(record.layout, name)}", pixels)
+    for name, pixels in record.filters.items():
+        yield _image(f"filters/{_output_tag(record.layout, name)}", pixels)
+    if record.input is not None:
+        yield _image("input", record.input)
+
+
+def _image(tag: str, pixels: NDArray[np.uint8]) -> Summary.Value:
+    height, width, _ = pixels.shape
+    return summaries.image(tag, [encode_png(pixels)], width, height)
+
+
+def _parameter_tag(layout: Layout, parameter: Parameter) -> str:
+    return f"{layout.position[parameter.module_name]:04d}.{parameter.name}"
+
+
+def _output_tag(layout: Layout, name: str) -> str:
+    """``NNNN.name`` of a module's output; the model itself goes by the name of its class."""
+    module_name = name.partition("[")[0]
+    position = layout.position[module_name]
+    return f"{position:04d}.{name if module_name else layout.modules[position].type_name + name}"

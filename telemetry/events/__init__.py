@@ -1,0 +1,13 @@
+"""Event files: building, writing and reading what TensorBoard shows."""
+
+from telemetry.events.file_writer import FileWriter
+from telemetry.events.local_files import list_event_files
+from telemetry.events.reading import CorruptEventFileError, EventReader, read_events
+
+__all__ = [
+    "CorruptEventFileError",
+    "EventReader",
+    "FileWriter",
+    "list_event_files",
+    "read_events",
+]

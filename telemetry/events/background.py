@@ -1,0 +1,182 @@
+"""Hands records to one background thread, which writes them; the caller never waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+_logger = logging.getLogger(__name__)
+
+_RECORD_OVERHEAD_BYTES = 64  # what a waiting record costs beside its bytes
+_WAKE_BYTES = 1 << 20
+# Measurements make way at the limit. The others must not be lost, but nor may a disk that stays
+# away for a day eat the memory that training needs.
+_HARD_LIMIT_FACTOR = 4
+_PATIENCE_S = 30.0
+
+
+class Files(Protocol):
+    """Where records go: local or remote files. Only the background thread uses them."""
+
+    def write(self, records: deque[bytes], *, urgent: bool) -> None:
+        """Takes away from the left what it has written; raises what stopped it."""
+
+    def close(self) -> None: ...
+
+
+class BackgroundWriter:
+    """A bounded queue of records, and the thread that empties it.
+
+    What cannot be written waits in the queue, and is tried again every ``flush_s``.
+
+    Args:
+        files: Where the records go.
+        name: What log messages call this writer.
+        flush_s: The longest time in seconds that a record waits before it is written.
+        max_pending_bytes: A droppable record that finds so much waiting is dropped; any other
+            at four times as much.
+
+    Attributes:
+        dropped_count: Droppable records that found the queue full.
+        lost_count: Others that found it full, and all that could not be written in the end.
+        failure: What stopped the latest write; None if it succeeded.
+    """
+
+    def __init__(self, files: Files, *, name: str, flush_s: float, max_pending_bytes: int) -> None:
+        self.dropped_count = 0
+        self.lost_count = 0
+        self.failure: Exception | None = None
+        self._files = files
+        self._name = name
+        self._flush_s = flush_s
+        self._max_pending_bytes = max_pending_bytes
+        # Its lock is re-entrant: a signal handler may add a record while its thread adds one.
+        self._changed = threading.Condition()
+        self._pending: deque[bytes] = deque()
+        self._pending_bytes = 0  # of _pending and of the records that are being written
+        self._flush_wanted = True  # the first round begins the file
+        self._closing = False
+        self._rounds_begun = 0
+        self._rounds_done = 0
+        self._finished = False
+        self._thread = threading.Thread(target=self._run, name="telemetry-events", daemon=True)
+        self._thread.start()
+
+    def put(self, record: bytes, *, droppable: bool, flush: bool) -> None:
+        """Adds a record to the queue; drops it if the queue is full. Never waits for the disk.
+
+        Raises:
+            OSError: The writer is closed.
+        """
+        size = len(record) + _RECORD_OVERHEAD_BYTES
+        with self._changed:
+            if self._closing:
+                raise OSError(f"{self._name}: the writer is closed")
+            if self._pending_bytes + size > self._limit(droppable):
+                self._count_drop(droppable)
+                return
+            self._pending.append(record)
+            self._pending_bytes += size
+            if flush:
+                self._flush_wanted = True
+            if self._is_due():
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Waits until everything added so far has been written, or has failed to be."""
+        with self._changed:
+            self._flush_wanted = True
+            self._changed.notify_all()
+            next_round = self._rounds_begun + 1
+            self._changed.wait_for(
+                lambda: self._finished or self._rounds_done >= next_round, _PATIENCE_S
+            )
+
+    def close(self) -> None:
+        """Writes what waits, ends the thread, and tells what was lost."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+            # Not Thread.join(): a signal handler that closes the writer may have interrupted
+            # this very thread in put(), and only a wait here gives its lock away.
+            if not self._changed.wait_for(lambda: self._finished, _PATIENCE_S):
+                self.lost_count += len(self._pending)
+        if self.dropped_count or self.lost_count:
+            _logger.warning(
+                "%s: %d measurements were dropped because the queue was full, and %d other events "
+                "could not be written%s",
+                self._name,
+                self.dropped_count,
+                self.lost_count,
+                f" ({self.failure})" if self.failure else "",
+            )
+
+    def _limit(self, droppable: bool) -> int:
+        return self._max_pending_bytes * (1 if droppable else _HARD_LIMIT_FACTOR)
+
+    def _is_due(self) -> bool:
+        # After a failure only the clock or a wish to flush makes for another attempt.
+        many = self._pending_bytes >= _WAKE_BYTES and self.failure is None
+        return many or self._flush_wanted or self._closing
+
+    def _count_drop(self, droppable: bool) -> None:
+        if self.failure is None and not self.dropped_count + self.lost_count:
+            _logger.warning(
+                "%s: events come faster than they can be written; measurements are dropped",
+                self._name,
+            )
+        if droppable:
+            self.dropped_count += 1
+        else:
+            self.lost_count += 1
+
+    def _run(self) -> None:
+        while not self._write_round():
+            pass
+        self._attempt(self._files.close)
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+    def _write_round(self) -> bool:
+        """Waits until it is time to, then writes what there is; tells whether that was the last."""
+        with self._changed:
+            self._changed.wait_for(self._is_due, self._flush_s)
+            records, self._pending = self._pending, deque()
+            taken_bytes = self._pending_bytes
+            urgent = self._flush_wanted or self._closing
+            self._flush_wanted = False
+            last = self._closing
+            self._rounds_begun += 1
+        self._attempt(lambda: self._files.write(records, urgent=urgent))
+        with self._changed:
+            self._pending.extendleft(reversed(records))
+            self._pending_bytes -= taken_bytes - _total_bytes(records)
+            if last:
+                self.lost_count += len(records)
+            self._rounds_done += 1
+            self._changed.notify_all()
+        return last
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # nothing that goes wrong with a file may end this thread
+            if self.failure is None:
+                _logger.warning(
+                    "%s: cannot write events, they wait in memory meanwhile: %s", self._name, error
+                )
+            self.failure = error
+        else:
+            if self.failure is not None:
+                _logger.info("%s: events are written again", self._name)
+            self.failure = None
+
+
+def _total_bytes(records: Iterable[bytes]) -> int:
+    return sum(len(record) + _RECORD_OVERHEAD_BYTES for record in records)

@@ -1,0 +1,98 @@
+"""Writes records to event files in a remote directory, through local copies of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections import deque
+
+import fsspec
+
+from telemetry.events.local_files import LocalFiles
+
+_logger = logging.getLogger(__name__)
+
+_SYNC_S = 5.0
+_MAX_FILE_BYTES = 8 << 20
+
+
+def is_remote(log_dir: str) -> bool:
+    """Whether this is a URL such as ``s3://bucket/run``, and not a path."""
+    return "://" in log_dir
+
+
+class RemoteFiles:
+    """The event files that one writer makes in a store that fsspec can reach.
+
+    Such stores cannot append, so records go to a file in a local temporary directory, which is
+    uploaded every few seconds if it has grown. A file that has reached 8 MiB is followed by
+    another, so that one upload stays small. While the store is away the local files grow; what
+    it has not got when the writer is closed stays there, and a warning says where.
+
+    Args:
+        url: The directory; made if it is missing.
+        filename_suffix: Appended to every file's name.
+
+    Raises:
+        ValueError: fsspec knows no such protocol.
+        ImportError: The package that handles this protocol is not installed.
+    """
+
+    def __init__(self, url: str, filename_suffix: str = "") -> None:
+        self._url = url
+        self._store, self._root = fsspec.core.url_to_fs(url)
+        self._spool = tempfile.mkdtemp(prefix="telemetry-events-")
+        self._local = LocalFiles(
+            self._spool,
+            filename_suffix,
+            max_file_bytes=_MAX_FILE_BYTES,
+            names_elsewhere=self._uploaded_names,
+        )
+        self._uploaded_bytes: dict[str, int] = {}
+        self._next_sync_s = 0.0
+
+    def write(self, records: deque[bytes], *, urgent: bool = False) -> None:
+        """Writes records to the local file; uploads it every few seconds, or now if urgent.
+
+        Raises:
+            OSError: The local file could not be written.
+            Exception: The store could not be reached; every store has errors of its own. No
+                record remains in the queue then: the next call tries the upload again.
+        """
+        self._local.write(records)
+        if urgent or time.monotonic() >= self._next_sync_s:
+            self._upload()
+
+    def close(self) -> None:
+        """Leaves nothing on the local disk, unless the store still lacks it."""
+        self._local.close()
+        try:
+            self._upload()
+            os.rmdir(self._spool)
+        except Exception as error:  # of any store
+            _logger.warning(
+                "%s could not be reached (%s). What it lacks is in %s: copy these files there",
+                self._url,
+                error,
+                self._spool,
+            )
+
+    def _uploaded_names(self) -> list[str]:
+        try:
+            return list(self._store.ls(self._root, detail=False))
+        except Exception:  # of any store: there is no such directory yet, or it is away
+            return []
+
+    def _upload(self) -> None:
+        self._next_sync_s = time.monotonic() + _SYNC_S
+        self._store.makedirs(self._root, exist_ok=True)
+        for name in sorted(os.listdir(self._spool)):
+            path = os.path.join(self._spool, name)
+            size = os.path.getsize(path)
+            if size > self._uploaded_bytes.get(name, 0):
+                self._store.put_file(path, f"{self._root}/{name}")
+                self._uploaded_bytes[name] = size
+            if path != self._local.path:
+                os.unlink(path)

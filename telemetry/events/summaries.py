@@ -1,0 +1,127 @@
+"""Builds the values of an event: scalars, histograms, images, texts and plain tensors.
+
+Each is one ``Summary.Value`` that TensorBoard shows with either of its loaders. The fast loader
+shows a tensor only when its metadata names a data class, so every tensor here does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from tensorboard.compat.proto import types_pb2
+from tensorboard.compat.proto.summary_pb2 import (
+    DATA_CLASS_BLOB_SEQUENCE,
+    DATA_CLASS_TENSOR,
+    Summary,
+    SummaryMetadata,
+)
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+_DTYPES = {
+    np.dtype(np.float32): types_pb2.DT_FLOAT,
+    np.dtype(np.float64): types_pb2.DT_DOUBLE,
+    np.dtype(np.int32): types_pb2.DT_INT32,
+    np.dtype(np.int64): types_pb2.DT_INT64,
+    np.dtype(np.uint8): types_pb2.DT_UINT8,
+}
+
+
+def scalar(tag: str, value: float) -> Summary.Value:
+    """One point of a curve; kept in float32, as ``SummaryWriter.add_scalar`` does.
+
+    Without metadata, because readers take a bare ``simple_value`` for a scalar: it is a third
+    of the size, and ``EventAccumulator.Scalars`` finds it.
+    """
+    return Summary.Value(tag=tag, simple_value=value)
+
+
+def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) -> Summary.Value:
+    """A histogram of ``k`` buckets, for the Histograms and Distributions dashboards.
+
+    Args:
+        tag: Name of the chart.
+        left: Left edges, shape ``[k]``, ascending.
+        right: Right edges, shape ``[k]``.
+        counts: Elements per bucket, shape ``[k]``; ``k`` may be 0.
+
+    Returns:
+        A tensor of shape ``[k, 3]``, float32 if the counts are exact in it and the edges
+        finite, else float64. Readable by ``EventAccumulator.Tensors``.
+    """
+    wide = np.stack([left, right, counts], axis=1).astype(np.float64, copy=False)
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(np.float32)
+    exact = np.array_equal(narrow[:, 2], wide[:, 2]) and np.isfinite(narrow[:, :2]).all()
+    return tensor(tag, narrow if exact else wide, "histograms")
+
+
+def image(tag: str, png: Sequence[bytes], width: int, height: int) -> Summary.Value:
+    """One or more pictures of the same size, each an encoded PNG; TensorBoard shows them all.
+
+    Args:
+        tag: Name of the card.
+        png: The encoded pictures.
+        width: Width of each, in pixels.
+        height: Height of each, in pixels.
+    """
+    strings = [str(width).encode(), str(height).encode(), *png]
+    return Summary.Value(
+        tag=tag,
+        metadata=_metadata("images", data_class=DATA_CLASS_BLOB_SEQUENCE),
+        tensor=_string_tensor(strings),
+    )
+
+
+def text(tag: str, markdown: str) -> Summary.Value:
+    """A text, shown as Markdown. Of two texts with one tag and step only the last is shown."""
+    return Summary.Value(
+        tag=tag,
+        metadata=_metadata("text"),
+        tensor=_string_tensor([markdown.encode()]),
+    )
+
+
+def tensor(
+    tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: bytes = b""
+) -> Summary.Value:
+    """Data of any plugin: an array, or a string of bytes.
+
+    Args:
+        tag: Name of the data.
+        array: float32, float64, int32, int64 or uint8, any shape; or ``bytes``, which becomes
+            a string tensor of shape ``[1]``.
+        plugin_name: The plugin that reads it.
+        content: That plugin's own metadata; readers keep only that of a tag's first value.
+
+    Raises:
+        KeyError: The array has another dtype.
+    """
+    if isinstance(array, bytes):
+        proto = _string_tensor([array])
+    else:
+        proto = TensorProto(
+            dtype=_DTYPES[array.dtype],
+            tensor_shape=_shape(array.shape),
+            tensor_content=array.tobytes(),
+        )
+    return Summary.Value(tag=tag, metadata=_metadata(plugin_name, content), tensor=proto)
+
+
+def _metadata(
+    plugin_name: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR
+) -> SummaryMetadata:
+    plugin_data = SummaryMetadata.PluginData(plugin_name=plugin_name, content=content)
+    return SummaryMetadata(plugin_data=plugin_data, data_class=data_class)
+
+
+def _string_tensor(strings: Sequence[bytes]) -> TensorProto:
+    shape = _shape((len(strings),))
+    return TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=strings)
+
+
+def _shape(sizes: Sequence[int]) -> TensorShapeProto:
+    return TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])

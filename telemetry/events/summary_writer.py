@@ -1,0 +1,123 @@
+"""The drop-in for torch's ``SummaryWriter``: the same calls, another file writer."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from torch.utils import tensorboard
+from torch.utils.tensorboard.summary import hparams, scalar
+
+from telemetry.events import summaries
+from telemetry.events.file_writer import FileWriter
+
+
+class SummaryWriter(tensorboard.SummaryWriter):
+    """Writes to TensorBoard like ``torch.utils.tensorboard.SummaryWriter``, and never fails.
+
+    Every ``add_*`` method takes the same arguments and writes the same tags. Adding does not
+    wait, and raises for wrong arguments alone: of a full disk, a removed directory or a store
+    that is away the training loop hears nothing; ``FileWriter`` says what happens then. What is
+    added after ``close()`` goes to another new file, as with torch.
+
+    In a forked child, and as an unpickled or deep copy, a writer writes nothing, and logs that
+    once; a process that wants to write opens a writer of its own.
+
+    Args:
+        log_dir: The run's directory, or a URL that fsspec understands such as
+            ``s3://bucket/run``. ``runs/<date>_<host><comment>`` if omitted.
+        comment: Appended to the default ``log_dir``.
+        purge_step: A run resumes at this step: TensorBoard hides what was logged earlier for
+            this step and later ones.
+        max_queue: Accepted and not used: the queue is bounded in bytes, and adding never waits.
+        flush_secs: The longest time in seconds that an event waits before it is written.
+        filename_suffix: Appended to the name of every event file.
+
+    Raises:
+        OSError: The directory or the first file cannot be made.
+        ValueError: The directory's name is none, or the URL's protocol is unknown.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None = None,
+        comment: str = "",
+        purge_step: int | None = None,
+        max_queue: int = 10,
+        flush_secs: float = 1.0,
+        filename_suffix: str = "",
+    ) -> None:
+        super().__init__(log_dir, comment, purge_step, max_queue, flush_secs, filename_suffix)
+        # Whoever cannot write at all should hear it before the training, not after it.
+        file_writer = self._get_file_writer()
+        file_writer.flush()
+        if isinstance(failure := file_writer.failure, OSError):
+            self.close()
+            raise failure
+
+    def _get_file_writer(self) -> FileWriter:
+        if self.all_writers is None:
+            self.file_writer = self._open(self.log_dir)
+            self.all_writers = {self.file_writer.get_logdir(): self.file_writer}
+            if self.purge_step is not None:
+                start = SessionLog(status=SessionLog.START)
+                self.file_writer.add_event(Event(session_log=start), self.purge_step)
+                self.purge_step = None
+        return self.file_writer
+
+    def _open(self, log_dir: str | os.PathLike[str]) -> FileWriter:
+        return FileWriter(log_dir, flush_s=self.flush_secs, filename_suffix=self.filename_suffix)
+
+    def add_scalar(
+        self,
+        tag: str,
+        scalar_value: Any,
+        global_step: int | None = None,
+        walltime: float | None = None,
+        new_style: bool = False,
+        double_precision: bool = False,
+    ) -> None:
+        if type(scalar_value) is float and not new_style:
+            value = summaries.scalar(tag, scalar_value)
+            self._get_file_writer().write_values([value], global_step, walltime)
+        else:
+            super().add_scalar(
+                tag, scalar_value, global_step, walltime, new_style, double_precision
+            )
+
+    def add_scalars(
+        self,
+        main_tag: str,
+        tag_scalar_dict: Mapping[str, Any],
+        global_step: int | None = None,
+        walltime: float | None = None,
+    ) -> None:
+        walltime = time.time() if walltime is None else walltime
+        log_dir = self._get_file_writer().get_logdir()
+        for tag, value in tag_scalar_dict.items():
+            # One run for each curve, named as torch names it.
+            run_dir = f"{log_dir}/{main_tag.replace('/', '_')}_{tag}"
+            if run_dir not in self.all_writers:
+                self.all_writers[run_dir] = self._open(run_dir)
+            summary = scalar(main_tag, value)
+            self.all_writers[run_dir].add_summary(summary, global_step, walltime)
+
+    def add_hparams(
+        self,
+        hparam_dict: dict[str, Any],
+        metric_dict: dict[str, Any],
+        hparam_domain_discrete: dict[str, list[Any]] | None = None,
+        run_name: str | None = None,
+        global_step: int | None = None,
+    ) -> None:
+        if type(hparam_dict) is not dict or type(metric_dict) is not dict:
+            raise TypeError("hparam_dict and metric_dict should be dictionary.")
+        run_dir = os.path.join(self._get_file_writer().get_logdir(), run_name or str(time.time()))
+        with SummaryWriter(run_dir) as writer:
+            for summary in hparams(hparam_dict, metric_dict, hparam_domain_discrete):
+                writer._get_file_writer().add_summary(summary, global_step)
+            for tag, value in metric_dict.items():
+                writer.add_scalar(tag, value, global_step)

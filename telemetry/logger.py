@@ -1,0 +1,316 @@
+"""``HookLogger``: watches a model in training and writes what it sees to TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.tensorboard import SummaryWriter
+
+from telemetry.alerts import default_rules
+from telemetry.capture import Capture, Content
+from telemetry.faults import Faults
+from telemetry.host_copy import HostCopy
+from telemetry.pipeline import LoggedScalars, Pipeline
+from telemetry.records import Alert, Rule, TelemetryAlert
+from telemetry.schedule import every
+from telemetry.selection import Selection, Selector
+
+log = logging.getLogger("telemetry")
+
+
+class HookLogger:
+    """Logs activations, gradients, weights and alerts of a model while it trains.
+
+    ::
+
+        with HookLogger(model, SummaryWriter("runs/mnist"), every_n_steps=100):
+            train()  # an unchanged loop
+
+    Steps are counted by the optimizer's own steps. At steps 0, N, 2N, ... everything is measured;
+    on all others only the norms of the gradients, which is what most alerts need. Training is not
+    changed: same losses, gradients, parameters and random numbers. A fault of the logger is
+    reported through ``logging`` and never raised into the loop.
+
+    The model is held weakly. Without ``with``, the logger lives until :meth:`close`, until the
+    model is gone, or until the interpreter exits, whichever comes first; nothing need be kept.
+
+    Args:
+        model: In training, on any device. It may be wrapped or moved afterwards.
+        writer: A ``torch.utils.tensorboard.SummaryWriter``, which stays open, or a log directory.
+        every_n_steps: Measure in full at steps 0, N, 2N, ...
+        optimizer: Whose steps count; default: the first torch optimizer that steps parameters of
+            this model.
+        modules: Watched modules: a glob over ``named_modules()``, a class, a
+            ``predicate(name, module)``, or several of these; default: every leaf module.
+        exclude: Modules that are not watched, likewise.
+        activations: Measure what modules return.
+        activation_gradients: Measure the gradients with respect to that.
+        gradients: Measure the gradients of parameters.
+        weights: Measure parameters and how far each step moves them.
+        images: Draw feature maps and filters of convolutions, and the input.
+        alerts: Rules that look at each step; None: the default rules; ``()``: none.
+        on_alert: Called with each :class:`Alert` on a background thread, or ``"raise"`` to raise
+            :class:`TelemetryAlert` from the end of an optimizer step, :meth:`log`, :meth:`step` or
+            the end of the ``with`` block.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument has a value that cannot be meant, such as a glob that matches no
+            module, a closed writer or a model without parameters.
+        OSError: The log directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        writer: SummaryWriter | str | os.PathLike[str],
+        *,
+        every_n_steps: int = 100,
+        optimizer: Optimizer | None = None,
+        modules: Selector | Iterable[Selector] | None = None,
+        exclude: Selector | Iterable[Selector] | None = None,
+        activations: bool = True,
+        activation_gradients: bool = True,
+        gradients: bool = True,
+        weights: bool = True,
+        images: bool = True,
+        alerts: Iterable[Rule] | None = None,
+        on_alert: Callable[[Alert], None] | Literal["raise"] | None = None,
+    ) -> None:
+        _check_model(model)
+        schedule = every(every_n_steps)
+        selection = Selection.parse(modules, exclude)
+        selection.check(model)
+        primary = _check_optimizer(optimizer, model)
+        rules = default_rules() if alerts is None else _check_rules(alerts)
+        if not (on_alert is None or on_alert == "raise" or callable(on_alert)):
+            raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable or "raise"')
+        self._writer, self._owns_writer = _open_writer(writer)
+        self._on_alert = on_alert
+        self._alerts: list[Alert] = []
+        self._to_raise: Alert | None = None
+        self._faults = Faults()
+        self._pipeline = Pipeline(
+            sink=_file_sink(self._writer),
+            flush_sink=self._writer.flush,
+            rules=rules,
+            on_alert=self._note_alert,
+            faults=self._faults,
+        )
+        self._capture = Capture(
+            model,
+            selection=selection,
+            is_due=schedule,
+            content=Content(
+                activations=activations,
+                activation_gradients=activation_gradients,
+                gradients=gradients,
+                weights=weights,
+                images=images,
+            ),
+            deliver=self._pipeline.submit,
+            safe_point=self._raise_if_asked,
+            primary=primary,
+            faults=self._faults,
+        )
+        # Keeps this logger until the model is gone or the interpreter exits, and then closes it.
+        self._finalizer = weakref.finalize(model, HookLogger.close, self)
+        self._capture.attach()
+
+    def __repr__(self) -> str:
+        state = "attached" if self._capture.attached else "removed"
+        return f"<HookLogger {state} step={self._capture.step} log_dir={self.log_dir!r}>"
+
+    def __enter__(self) -> HookLogger:
+        self.attach()
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+        if exception is None:
+            self._raise_if_asked()
+
+    @property
+    def log_dir(self) -> str:
+        """Where the events go."""
+        return str(self._writer.log_dir)
+
+    @property
+    def current_step(self) -> int:
+        """Optimizer steps completed since the logger was made."""
+        return self._capture.step
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """The alerts so far, oldest first; waits until the steps so far have been judged."""
+        self._pipeline.flush()
+        return tuple(self._alerts)
+
+    def log(self, **scalars: float | Tensor) -> None:
+        """Write scalars at the current step: ``logger.log(loss=loss, accuracy=0.97)``.
+
+        Args:
+            scalars: Numbers or tensors with one element, by tag. A tensor on an accelerator is
+                copied without waiting for it. ``loss`` is what the alerts look at.
+
+        Raises:
+            TypeError: A value is no number.
+            ValueError: A tensor has more than one element.
+        """
+        values = {name: _scalar(name, value) for name, value in scalars.items()}
+        self._pipeline.submit_scalars(
+            LoggedScalars(step=self._capture.step, wall_time=time.time(), values=values)
+        )
+        self._raise_if_asked()
+
+    def step(self) -> None:
+        """End a step in a loop that has no ``torch.optim.Optimizer``.
+
+        Call it after the update and before gradients are cleared.
+        """
+        if self._capture.attached:
+            self._capture.manual_step()
+        self._raise_if_asked()
+
+    def flush(self) -> None:
+        """Wait until everything so far has been judged and written."""
+        self._pipeline.flush()
+
+    def remove(self) -> None:
+        """Take all hooks off; :meth:`attach` puts them back and goes on with the count."""
+        self._capture.detach()
+
+    def attach(self) -> None:
+        """Put the hooks back after :meth:`remove`; harmless when they are there.
+
+        Raises:
+            ValueError: The logger is closed.
+        """
+        if not self._finalizer.alive:
+            raise ValueError("HookLogger.attach(): the logger is closed; make a new one")
+        self._capture.attach()
+
+    def close(self) -> None:
+        """Take all hooks off, write what is waiting, tell what was lost. Harmless when repeated.
+
+        The writer is flushed; it is closed if this logger opened it.
+        """
+        self._finalizer.detach()
+        self._capture.detach()
+        self._pipeline.close()
+        if self._owns_writer:
+            self._writer.close()
+            self._owns_writer = False
+
+    def _note_alert(self, alert: Alert) -> None:
+        self._alerts.append(alert)
+        if self._on_alert == "raise":
+            self._to_raise = self._to_raise or alert
+        elif self._on_alert is not None:
+            self._on_alert(alert)
+
+    def _raise_if_asked(self) -> None:
+        alert, self._to_raise = self._to_raise, None
+        if alert is not None and threading.current_thread().name != "telemetry":
+            raise TelemetryAlert(alert)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"HookLogger(model=...): must be a torch.nn.Module, not {_type(model)}")
+    if next(model.parameters(), None) is None:
+        raise ValueError(
+            f"HookLogger(model={type(model).__name__}): has no parameters, nothing can be trained"
+        )
+
+
+def _check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
+    if optimizer is None:
+        return None
+    # Lightning and Accelerate wrap optimizers; it is the wrapped one that runs the hooks.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(
+            f"HookLogger(optimizer=...): must be a torch.optim.Optimizer, not {_type(optimizer)}; "
+            "call logger.step() in a loop that has none"
+        )
+    ours = {id(parameter) for parameter in model.parameters()}
+    if not any(id(p) in ours for group in inner.param_groups for p in group["params"]):
+        raise ValueError("HookLogger(optimizer=...): holds none of the model's parameters")
+    return inner
+
+
+def _check_rules(alerts: Any) -> Sequence[Rule]:
+    if not isinstance(alerts, Iterable) or isinstance(alerts, str):
+        raise TypeError(f"HookLogger(alerts={alerts!r}): must be a sequence of rules, () for none")
+    rules = tuple(alerts)
+    for rule in rules:
+        if not callable(rule):
+            raise TypeError(f"HookLogger(alerts=...): {rule!r} is no rule: it cannot be called")
+    return rules
+
+
+def _open_writer(writer: object) -> tuple[SummaryWriter, bool]:
+    """The writer, and whether it was opened here."""
+    if isinstance(writer, SummaryWriter):
+        # A closed writer would silently begin another file.
+        if writer.file_writer is None:
+            raise ValueError("HookLogger(writer=...): is closed; open a new SummaryWriter")
+        return writer, False
+    if not isinstance(writer, str | os.PathLike):
+        raise TypeError(
+            "HookLogger(writer=...): must be a torch.utils.tensorboard.SummaryWriter or a log "
+            f"directory, not {_type(writer)}"
+        )
+    try:
+        return SummaryWriter(os.fspath(Path(writer).expanduser())), True
+    except OSError as error:
+        raise type(error)(
+            f"HookLogger(writer={os.fspath(writer)!r}): cannot be written: {error}"
+        ) from error
+
+
+def _file_sink(writer: SummaryWriter) -> Callable[..., None]:
+    def write(
+        values: Sequence[Summary.Value], *, step: int, wall_time: float, droppable: bool
+    ) -> None:
+        event = Event(summary=Summary(value=values))
+        file_writer = writer._get_file_writer()  # type: ignore[no-untyped-call]
+        file_writer.add_event(event, step, wall_time)
+
+    return write
+
+
+def _scalar(name: str, value: object) -> float | HostCopy:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"HookLogger.log({name}=...): has {value.numel()} elements; reduce it to one, "
+                "for example by .mean()"
+            )
+        return HostCopy(value.detach().reshape(()))
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(f"HookLogger.log({name}={value!r}): must be a number") from None
+
+
+def _type(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

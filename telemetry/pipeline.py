@@ -1,0 +1,209 @@
+"""The background thread: captured steps become records, records become alerts and events."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
+
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from telemetry import dashboards
+from telemetry.capture import CapturedStep
+from telemetry.events import summaries
+from telemetry.faults import Faults
+from telemetry.host_copy import HostCopy
+from telemetry.records import Alert, Rule, StepRecord
+
+log = logging.getLogger("telemetry")
+
+MAX_STEPS_WAITING = 1000
+MAX_FULL_STEPS_WAITING = 4
+CLOSE_TIMEOUT_S = 60.0
+
+
+class Sink(Protocol):
+    """Where values go: the writer's file."""
+
+    def __call__(
+        self, values: Sequence[Summary.Value], *, step: int, wall_time: float, droppable: bool
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoggedScalars:
+    """What the user logged at one step; tensors perhaps still on their way to the host."""
+
+    step: int
+    wall_time: float
+    values: Mapping[str, float | HostCopy]
+
+
+class Pipeline:
+    """Takes steps from the training thread and never makes it wait.
+
+    At most 1000 steps wait, 4 of them measured in full; more are dropped, counted and told. What
+    the user logged is never dropped. In a forked child everything is ignored.
+
+    Args:
+        sink: Takes the values to write, on the background thread.
+        flush_sink: Brings what was written to the file.
+        rules: Look at each record in turn.
+        on_alert: Told of each alert, on the background thread.
+        faults: Where to tell what failed.
+    """
+
+    def __init__(
+        self,
+        *,
+        sink: Sink,
+        flush_sink: Callable[[], None],
+        rules: Iterable[Rule],
+        on_alert: Callable[[Alert], None],
+        faults: Faults,
+    ) -> None:
+        self._sink = sink
+        self._flush_sink = flush_sink
+        self._rules = tuple(rules)
+        self._on_alert = on_alert
+        self._faults = faults
+        # Not a Queue: its lock is not reentrant, and close() may run from the garbage collector
+        # while the same thread is inside of submit().
+        self._queue: SimpleQueue[CapturedStep | LoggedScalars | threading.Event | None]
+        self._queue = SimpleQueue()
+        self._full_taken = 0
+        self._full_done = 0
+        self._scalars: dict[int, dict[str, float]] = {}
+        self._alert_count = 0
+        self._pid = os.getpid()
+        self._closed = False
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._thread.start()
+
+    def submit(self, captured: CapturedStep) -> None:
+        """Take a finished step, or drop it if too many are waiting."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        full_waiting = self._full_taken - self._full_done
+        if self._queue.qsize() >= MAX_STEPS_WAITING or (
+            captured.full and full_waiting >= MAX_FULL_STEPS_WAITING
+        ):
+            self._drop(captured.step)
+            return
+        self._full_taken += captured.full
+        self._queue.put(captured)
+
+    def submit_scalars(self, scalars: LoggedScalars) -> None:
+        """Take what the user logged."""
+        if not self._closed and os.getpid() == self._pid:
+            self._queue.put(scalars)
+
+    def flush(self) -> None:
+        """Wait until everything taken so far is written; at once on the background thread."""
+        if self._closed or os.getpid() != self._pid or self._on_own_thread():
+            return
+        done = threading.Event()
+        self._queue.put(done)
+        if not done.wait(CLOSE_TIMEOUT_S):
+            log.warning("telemetry: writing takes longer than %.0f s", CLOSE_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Write what is waiting and end the thread; harmless when done twice."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._queue.put(None)
+        if not self._on_own_thread():
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if self.dropped:
+            log.warning("telemetry: %d steps were dropped, training was faster", self.dropped)
+
+    def _on_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _drop(self, step: int) -> None:
+        self.dropped += 1
+        if self.dropped == 1:
+            log.warning(
+                "telemetry: step %d is not recorded, earlier ones are still being written; "
+                "a larger every_n_steps keeps up (told once, counted until close)",
+                step,
+            )
+
+    # --- on the background thread --------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._take(item)
+            except Exception:
+                self._faults.report("to record a step")
+        self._flush()
+
+    def _take(self, item: CapturedStep | LoggedScalars | threading.Event) -> None:
+        if isinstance(item, threading.Event):
+            self._flush()
+            item.set()
+        elif isinstance(item, LoggedScalars):
+            self._write_scalars(item)
+        else:
+            try:
+                self._write_step(item)
+            finally:
+                self._full_done += item.full
+
+    def _flush(self) -> None:
+        try:
+            self._flush_sink()
+        except Exception:
+            self._faults.report("to flush the event file")
+
+    def _write_scalars(self, item: LoggedScalars) -> None:
+        values = {
+            name: float(value.wait()) if isinstance(value, HostCopy) else value
+            for name, value in item.values.items()
+        }
+        self._scalars.setdefault(item.step, {}).update(values)
+        self._sink(
+            [summaries.scalar(name, value) for name, value in values.items()],
+            step=item.step,
+            wall_time=item.wall_time,
+            droppable=False,
+        )
+
+    def _write_step(self, captured: CapturedStep) -> None:
+        scalars = self._scalars.get(captured.step, {})
+        self._scalars = {s: v for s, v in self._scalars.items() if s > captured.step}
+        record = captured.record(scalars)
+        for alert in self._judge(record):
+            self._raise_alert(alert, record.wall_time)
+        self._sink(
+            list(dashboards.values_of(record)),
+            step=record.step,
+            wall_time=record.wall_time,
+            droppable=True,
+        )
+
+    def _judge(self, record: StepRecord) -> Iterable[Alert]:
+        for rule in self._rules:
+            try:
+                yield from rule(record)
+            except Exception:
+                self._faults.report(f"to apply the rule {getattr(rule, '__name__', rule)!r}")
+
+    def _raise_alert(self, alert: Alert, wall_time: float) -> None:
+        level = logging.ERROR if alert.severity == "error" else logging.WARNING
+        log.log(level, "step %d: %s", alert.step, alert.message)
+        value = dashboards.alert_value(alert, self._alert_count)
+        self._alert_count += 1
+        self._sink([value], step=alert.step, wall_time=wall_time, droppable=False)
+        self._flush()
+        try:
+            self._on_alert(alert)
+        except Exception:
+            self._faults.report("to call on_alert")

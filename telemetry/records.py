@@ -1,0 +1,206 @@
+"""Values: what was measured at one training step, and what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.sketch import Sketch
+
+Severity = Literal["warning", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """One training fault, as it was noticed.
+
+    Attributes:
+        kind: What is wrong: ``exploding_gradient``, ``vanishing_gradient`` or ``nonfinite``.
+        severity: ``error`` if the run is lost unless something changes, else ``warning``.
+        step: Optimizer steps completed when the measurement was taken, from 0.
+        module_name: The culprit, as in ``named_modules()``; None if it is the loss or all of it.
+        value: The measured figure that the rule looked at.
+        threshold: The figure it was compared with, in the same unit.
+        message: What was seen, where, and what people usually try; at most three lines.
+    """
+
+    kind: str
+    severity: Severity
+    step: int
+    module_name: str | None
+    value: float
+    threshold: float
+    message: str
+
+
+class TelemetryAlert(RuntimeError):  # noqa: N818 - what is raised is the alert
+    """Raised between two steps where the user asked for it (``on_alert="raise"``).
+
+    Attributes:
+        alert: What was found.
+    """
+
+    def __init__(self, alert: Alert) -> None:
+        super().__init__(alert.message)
+        self.alert = alert
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """One module of the model: its name in ``named_modules()`` and the name of its class."""
+
+    name: str
+    type_name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter: its name in ``named_parameters()``, the module that owns it, its shape."""
+
+    name: str
+    module_name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The model as the records see it. Records of one layout share one object.
+
+    Attributes:
+        modules: Modules that are watched or own a parameter, in forward order as far as known.
+        parameters: In the order of ``named_parameters()``, which is that of
+            :attr:`StepRecord.grad_norms`.
+    """
+
+    modules: tuple[Module, ...]
+    parameters: tuple[Parameter, ...]
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Place of each module in the forward order, by name."""
+        return {module.name: index for index, module in enumerate(self.modules)}
+
+    @cached_property
+    def depth_order(self) -> NDArray[np.intp]:
+        """Indices into :attr:`parameters`, sorted by the forward position of their modules."""
+        positions = [self.position[parameter.module_name] for parameter in self.parameters]
+        return np.argsort(np.array(positions, dtype=np.intp), kind="stable")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorRecord:
+    """What was in one tensor during one step, all its calls and micro-batches together.
+
+    Attributes:
+        sketch: Histogram and exact moments of all elements.
+        calls: How many tensors were merged into it.
+        unit_min: Smallest value of each unit or channel, float32, shape ``[units]``; None where
+            there are no units to tell apart. NaN where the unit has one.
+        unit_max: Largest value of each unit, likewise.
+    """
+
+    sketch: Sketch
+    calls: int = 1
+    unit_min: NDArray[np.float32] | None = None
+    unit_max: NDArray[np.float32] | None = None
+
+    @property
+    def dead_fraction(self) -> float:
+        """Share of units that were zero throughout; NaN where units are not told apart."""
+        if self.unit_min is None or self.unit_max is None or self.unit_min.size == 0:
+            return math.nan
+        return float(np.mean((self.unit_min == 0) & (self.unit_max == 0)))
+
+    @staticmethod
+    def merge_all(records: Iterable[TensorRecord]) -> TensorRecord:
+        """One record as if all tensors had been one; units only if every tensor has as many."""
+        items = list(records)
+        if len(items) == 1:
+            return items[0]
+        lows, highs = [r.unit_min for r in items], [r.unit_max for r in items]
+        return TensorRecord(
+            sketch=Sketch.merge_all(r.sketch for r in items),
+            calls=sum(r.calls for r in items),
+            unit_min=_merge_units(np.minimum, lows),
+            unit_max=_merge_units(np.maximum, highs),
+        )
+
+
+def _merge_units(
+    pick: np.ufunc, arrays: list[NDArray[np.float32] | None]
+) -> NDArray[np.float32] | None:
+    known = [array for array in arrays if array is not None]
+    if len(known) < len(arrays) or len({array.shape for array in known}) != 1:
+        return None
+    merged: NDArray[np.float32] = pick.reduce(known)
+    return merged
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepRecord:
+    """Everything that was measured at one optimizer step.
+
+    Attributes:
+        step: Optimizer steps completed before this one, from 0.
+        wall_time: When the step ended, seconds since the epoch.
+        layout: Names and order of what follows.
+        grad_norms: L2 norm of each parameter's gradient as the optimizer used it, float64, shape
+            ``[parameters]``; 0 where there was none.
+        grad_present: Whether the parameter had a gradient, bool, shape ``[parameters]``.
+        grad_finite: Whether all elements of the gradient were finite, bool, shape ``[parameters]``.
+        learning_rates: Of each parameter group.
+        scalars: What the user logged for this step, by name.
+        full: Whether the tensors below were measured at this step.
+        activations: Outputs of each watched module that ran, in forward order, by module name.
+        activation_grads: Gradients with respect to those outputs.
+        grads: Gradients by parameter name, accumulated and unscaled.
+        weights: Parameters before the step, by parameter name.
+        update_ratios: ``||after - before|| / ||before||`` by parameter name.
+        feature_maps: Pictures of convolutions' outputs, uint8 ``[height, width, 3]``, by module
+            name.
+        filters: Pictures of convolutions' weights, likewise.
+        input: A picture of the batch that the model was given, likewise.
+    """
+
+    step: int
+    wall_time: float
+    layout: Layout
+    grad_norms: NDArray[np.float64]
+    grad_present: NDArray[np.bool_]
+    grad_finite: NDArray[np.bool_]
+    learning_rates: tuple[float, ...] = ()
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    full: bool = False
+    activations: Mapping[str, TensorRecord] = field(default_factory=dict)
+    activation_grads: Mapping[str, TensorRecord] = field(default_factory=dict)
+    grads: Mapping[str, TensorRecord] = field(default_factory=dict)
+    weights: Mapping[str, TensorRecord] = field(default_factory=dict)
+    update_ratios: Mapping[str, float] = field(default_factory=dict)
+    feature_maps: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
+    filters: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
+    input: NDArray[np.uint8] | None = None
+
+    @cached_property
+    def total_grad_norm(self) -> float:
+        """L2 norm of all gradients together: the root of the sum of their squared norms."""
+        return float(np.sqrt(np.square(self.grad_norms).sum()))
+
+    @property
+    def loss(self) -> float | None:
+        """What the user logged as ``loss``, if anything."""
+        return self.scalars.get("loss")
+
+
+Rule = Callable[[StepRecord], Iterable[Alert]]
+"""Looks at one step's measurements; remembers what it needs of the earlier ones."""

@@ -1,0 +1,25 @@
+"""At which optimizer steps to take a full measurement."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Schedule(Protocol):
+    """Whether a step is measured in full. It has to answer alike on all ranks."""
+
+    def __call__(self, step: int) -> bool: ...
+
+
+def every(n: int) -> Schedule:
+    """Steps 0, n, 2n, ...
+
+    Raises:
+        TypeError: ``n`` is no ``int``.
+        ValueError: ``n`` is below 1.
+    """
+    if not isinstance(n, int) or isinstance(n, bool):
+        raise TypeError(f"HookLogger(every_n_steps={n!r}): must be an int")
+    if n < 1:
+        raise ValueError(f"HookLogger(every_n_steps={n}): must be at least 1")
+    return lambda step: step % n == 0

@@ -1,0 +1,183 @@
+"""Which modules of a model are watched."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TypeAlias, TypeVar
+
+from torch import nn
+
+T = TypeVar("T")
+Predicate: TypeAlias = Callable[[str, nn.Module], bool]
+Selector: TypeAlias = str | type[nn.Module] | Predicate
+
+# Where wrappers keep the module they wrap: torch.compile, FSDP1, activation checkpointing.
+_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# The same for DistributedDataParallel and DataParallel. Only at the root: users like the name, too.
+_WRAPPED_ROOT = "module"
+# torch.nn.utils.parametrize adds this child to a module, which stays a leaf to its user.
+_PARAMETRIZATIONS = "parametrizations"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which modules to watch. Holds no model, so that it can be applied to it again and again.
+
+    Attributes:
+        modules: A module is watched if one of these says so; None: if it is a leaf.
+        exclude: It is not watched if one of these says so.
+    """
+
+    modules: tuple[Predicate, ...] | None = None
+    exclude: tuple[Predicate, ...] = ()
+
+    @staticmethod
+    def parse(
+        modules: Selector | Iterable[Selector] | None = None,
+        exclude: Selector | Iterable[Selector] | None = None,
+    ) -> Selection:
+        """A selection from the arguments of ``HookLogger``.
+
+        Args:
+            modules: A glob over the names in ``named_modules()`` (case counts, ``*`` crosses dots,
+                what wrappers add to a name may be left out), a module class, a
+                ``predicate(name, module) -> bool``, or several of these.
+            exclude: Likewise.
+
+        Raises:
+            TypeError: It is something else.
+        """
+        return Selection(
+            modules=None if modules is None else _parse("modules", modules),
+            exclude=() if exclude is None else _parse("exclude", exclude),
+        )
+
+    def apply(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The watched modules of ``model`` as it is now, in the order of ``named_modules()``.
+
+        A module with several names comes once, under the first. The model itself has the name "".
+        Wrappers are never watched, what they wrap is.
+        """
+        return self._filter(_candidates(model))
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse what cannot be meant for this model.
+
+        Raises:
+            ValueError: A glob matches no module, or nothing is left of what was asked for.
+        """
+        candidates = _candidates(model)
+        for argument, predicates in (("modules", self.modules or ()), ("exclude", self.exclude)):
+            for glob in predicates:
+                if isinstance(glob, _Glob) and not _filter_by(glob, candidates):
+                    raise ValueError(_explain_no_match(argument, glob.pattern, candidates))
+        if (self.modules is not None or self.exclude) and not self._filter(candidates):
+            at_fault = "exclude" if replace(self, exclude=())._filter(candidates) else "modules"
+            raise ValueError(
+                f"HookLogger({at_fault}=...): leaves none of the {_count(candidates)} to watch"
+            )
+
+    def _filter(self, candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        wanted = (_is_leaf,) if self.modules is None else self.modules
+        return {
+            name: module
+            for name, module in candidates.items()
+            if any(says(name, module) for says in wanted)
+            and not any(says(name, module) for says in self.exclude)
+        }
+
+
+def clean_name(name: str) -> str:
+    """The name without what wrappers add: torch.compile, FSDP1, checkpointing, DDP's ``module.``.
+
+    A model of the user's own that calls a child of the root ``module`` loses that, too.
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPED]
+    return ".".join(parts[1:] if parts[0:1] == [_WRAPPED_ROOT] else parts)
+
+
+def cleaned(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """The values by their clean names; by the full ones should two of those be the same."""
+    full = dict(named)
+    short = {clean_name(name): value for name, value in full.items()}
+    return short if len(short) == len(full) else full
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """At most ``most`` of the items, evenly over their order, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+@dataclass(frozen=True)
+class _Glob:
+    pattern: str
+
+    def __call__(self, name: str, module: nn.Module) -> bool:
+        return fnmatchcase(name, self.pattern) or fnmatchcase(clean_name(name), self.pattern)
+
+
+@dataclass(frozen=True)
+class _IsInstance:
+    module_type: type[nn.Module]
+
+    def __call__(self, name: str, module: nn.Module) -> bool:
+        return isinstance(module, self.module_type)
+
+
+def _is_leaf(name: str, module: nn.Module) -> bool:
+    """Whether a user would say that it computes something itself."""
+    children = {key for key, child in module._modules.items() if child is not None}
+    # ParameterList and its like have no forward: hooks on them never fire.
+    can_run = type(module).forward is not nn.Module.forward
+    is_part = _PARAMETRIZATIONS in name.split(".")
+    return can_run and not is_part and not children - {_PARAMETRIZATIONS}
+
+
+def _is_wrapper(name: str, module: nn.Module) -> bool:
+    children = list(module._modules)
+    if children == [_WRAPPED_ROOT]:
+        return clean_name(name) == ""
+    return len(children) == 1 and children[0] in _WRAPPED
+
+
+def _candidates(model: nn.Module) -> dict[str, nn.Module]:
+    return {n: module for n, module in model.named_modules() if not _is_wrapper(n, module)}
+
+
+def _filter_by(predicate: Predicate, candidates: dict[str, nn.Module]) -> list[str]:
+    return [name for name, module in candidates.items() if predicate(name, module)]
+
+
+def _parse(argument: str, value: Selector | Iterable[Selector]) -> tuple[Predicate, ...]:
+    if isinstance(value, (str, type)) or not isinstance(value, Iterable):
+        value = (value,)
+    return tuple(_to_predicate(argument, item) for item in value)
+
+
+def _to_predicate(argument: str, selector: Selector) -> Predicate:
+    if isinstance(selector, str):
+        return _Glob(selector)
+    if isinstance(selector, type) and issubclass(selector, nn.Module):
+        return _IsInstance(selector)
+    if callable(selector) and not isinstance(selector, (type, nn.Module)):
+        return selector
+    raise TypeError(
+        f"HookLogger({argument}={selector!r}): must be a glob over module names, a module class, "
+        "a predicate(name, module), or several of these"
+    )
+
+
+def _explain_no_match(argument: str, pattern: str, names: Collection[str]) -> str:
+    parts = list(filter(None, map(clean_name, names)))
+    closest = difflib.get_close_matches(pattern, parts, n=2, cutoff=0)
+    message = f'HookLogger({argument}="{pattern}"): matches none of the {_count(names)}'
+    return f"{message}; the closest names are {', '.join(closest)}" if closest else message
+
+
+def _count(names: Collection[str]) -> str:
+    return f"{len(names)} module{'' if len(names) == 1 else 's'}"

@@ -1,0 +1,269 @@
+"""A mergeable histogram over logarithmic buckets, with exact moments beside it.
+
+The buckets are those of bfloat16's leading bits: three bits of mantissa, so eight buckets per
+octave, at places that do not depend on the data. Counts of two sketches therefore simply add up,
+across calls, micro-batches, steps and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from math import fsum, inf, nan, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LAST_BUCKET = 2039
+"""The largest bucket of a finite number; 2040 would be infinity and above it NaN."""
+
+# Rounding float32 to bfloat16 keeps the upper 16 bits, to nearest even; the bucket is what is left
+# after dropping 4 more. A tie at a bucket's edge has an odd bfloat16 below it and an even one
+# above, so it always rounds up: adding half a unit before the shift says the same.
+_HALF_BFLOAT16_UNIT = 0x8000
+_BUCKET_SHIFT = 20
+
+
+@cache
+def edges() -> NDArray[np.float32]:
+    """Lower limits ``E[0..2040]`` of the buckets' magnitudes, float32, read-only.
+
+    Bucket ``j`` holds ``E[j] <= |x| < E[j + 1]``, for a tensor of any dtype, bfloat16 included: an
+    edge is half a bfloat16 unit below the first such number of its bucket. ``E[1]`` is 1.42e-39,
+    and from 1.3e-38 on an edge is at most 1.125 times the one before it.
+    """
+    bits = (np.arange(LAST_BUCKET + 2, dtype=np.uint32) << _BUCKET_SHIFT) - _HALF_BFLOAT16_UNIT
+    bits[0] = 0
+    result = bits.view(np.float32)
+    result.flags.writeable = False
+    return result
+
+
+def bucket_indices(finite: NDArray[Any]) -> NDArray[np.int16]:
+    """The signed bucket of each number, rounded to float32 first; same shape.
+
+    The sign is that of the number, and 0 stands for ``|x| < E[1]`` of either sign. Magnitudes from
+    ``E[2040]`` (3.396e38) on are counted in the last bucket.
+    """
+    with np.errstate(over="ignore"):
+        bits = np.abs(np.asarray(finite).astype(np.float32)).view(np.uint32)
+    magnitude = np.minimum((bits + np.uint32(_HALF_BFLOAT16_UNIT)) >> _BUCKET_SHIFT, LAST_BUCKET)
+    signed: NDArray[np.int16] = magnitude.astype(np.int16)
+    return np.where(np.asarray(finite) < 0, -signed, signed)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sketch:
+    """What is kept of a tensor's values; sketches of several tensors can be merged.
+
+    Attributes:
+        count: All elements, those that are not finite included.
+        nan_count: Elements that are NaN.
+        positive_inf_count: Elements that are ``+inf``.
+        negative_inf_count: Elements that are ``-inf``.
+        zero_count: Elements equal to zero, of either sign; exact.
+        min: Smallest finite value, NaN if there is none.
+        max: Largest finite value, NaN if there is none.
+        sum: Sum of the finite values.
+        sum_squares: Sum of the squares of the finite values.
+        buckets: The buckets that hold anything, ascending, int16, shape ``[k]``. Bucket ``b > 0``
+            holds ``E[b] <= x < E[b + 1]`` with ``E = edges()``, ``b < 0`` its mirror image, and 0
+            what lies within ``±E[1]``. The outermost hold whatever finite lies beyond them.
+        counts: Finite values in each of them, float64, shape ``[k]``; they add up to
+            ``finite_count``. Fractional where only a sample was counted and scaled up.
+    """
+
+    count: int
+    nan_count: int
+    positive_inf_count: int
+    negative_inf_count: int
+    zero_count: int
+    min: float
+    max: float
+    sum: float
+    sum_squares: float
+    buckets: NDArray[np.int16]
+    counts: NDArray[np.float64]
+
+    @staticmethod
+    def empty() -> Sketch:
+        """The sketch of no elements; merging with it changes nothing."""
+        return Sketch(
+            count=0,
+            nan_count=0,
+            positive_inf_count=0,
+            negative_inf_count=0,
+            zero_count=0,
+            min=nan,
+            max=nan,
+            sum=0.0,
+            sum_squares=0.0,
+            buckets=np.empty(0, np.int16),
+            counts=np.empty(0, np.float64),
+        )
+
+    @property
+    def nonfinite_count(self) -> int:
+        return self.nan_count + self.positive_inf_count + self.negative_inf_count
+
+    @property
+    def finite_count(self) -> int:
+        return self.count - self.nonfinite_count
+
+    @property
+    def mean(self) -> float:
+        """Mean of the finite values; NaN if there is none."""
+        return self.sum / self.finite_count if self.finite_count else nan
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the finite values; NaN if there is none."""
+        return sqrt(self.sum_squares / self.finite_count) if self.finite_count else nan
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation of the finite values; NaN if there is none.
+
+        It comes from the two sums, so where it is far below the mean, their error dominates.
+        """
+        if not self.finite_count:
+            return nan
+        return sqrt(max(self.sum_squares / self.finite_count - self.mean * self.mean, 0.0))
+
+    @property
+    def norm(self) -> float:
+        """Euclidean norm of the finite values."""
+        return sqrt(self.sum_squares)
+
+    @property
+    def zero_fraction(self) -> float:
+        """Share of zeros among all elements; NaN if there are no elements."""
+        return self.zero_count / self.count if self.count else nan
+
+    def quantile(self, q: float) -> float:
+        """The finite value that a share ``q`` of the finite values does not exceed.
+
+        It lies in the same bucket as the exact one (NumPy's ``inverted_cdf``), at most 12.5 % from
+        it for numbers of 1.3e-38 and more. ``q=0`` and ``q=1`` give the extremes. Values within
+        bucket 0 count as 0.
+
+        Raises:
+            ValueError: ``q`` is not within 0 and 1.
+        """
+        if not 0 <= q <= 1:
+            raise ValueError(f"quantile({q}): must be between 0 and 1")
+        if not self.counts.size:
+            return nan
+        below_or_in = np.cumsum(self.counts)
+        # Rounding may leave a scaled-up total below the target; it is the last bucket then.
+        target = min(q * self.finite_count, below_or_in[-1])
+        i = int(np.searchsorted(below_or_in, target))
+        bucket = int(self.buckets[i])
+        left, right = _limits(np.asarray([bucket]))
+        if bucket == 0:
+            value = 0.0
+        else:
+            low, high = max(float(left[0]), self.min), min(float(right[0]), self.max)
+            share_inside = 1 - (below_or_in[i] - target) / self.counts[i]
+            value = low + (high - low) * float(share_inside)
+        return min(max(value, self.min), self.max)
+
+    def merge(self, other: Sketch) -> Sketch:
+        """The sketch of both tensors' values together."""
+        return Sketch.merge_all((self, other))
+
+    @staticmethod
+    def merge_all(sketches: Iterable[Sketch]) -> Sketch:
+        """The sketch of all these tensors' values together; of no elements if there are none."""
+        parts = [sketch for sketch in sketches if sketch.count]
+        if len(parts) < 2:
+            return parts[0] if parts else Sketch.empty()
+        dense = np.bincount(
+            np.concatenate([part.buckets for part in parts]).astype(np.intp) + LAST_BUCKET,
+            weights=np.concatenate([part.counts for part in parts]),
+        )
+        filled = np.flatnonzero(dense)
+        return Sketch(
+            count=sum(part.count for part in parts),
+            nan_count=sum(part.nan_count for part in parts),
+            positive_inf_count=sum(part.positive_inf_count for part in parts),
+            negative_inf_count=sum(part.negative_inf_count for part in parts),
+            zero_count=sum(part.zero_count for part in parts),
+            min=float(np.fmin.reduce([part.min for part in parts])),
+            max=float(np.fmax.reduce([part.max for part in parts])),
+            sum=_sum([part.sum for part in parts]),
+            sum_squares=_sum([part.sum_squares for part in parts]),
+            buckets=(filled - LAST_BUCKET).astype(np.int16),
+            counts=dense[filled].astype(np.float64, copy=False),
+        )
+
+    def histogram(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Left edges, right edges and counts, ascending and without gaps, for plots.
+
+        The outer edges are the exact minimum and maximum. Where buckets between two filled ones
+        hold nothing, one empty bucket stands for them all. Three empty arrays if there is no finite
+        value; a bucket of no width if all are equal.
+        """
+        left, right = _limits(self.buckets)
+        if left.size:
+            left[0], right[-1] = self.min, self.max
+        gap = np.flatnonzero(left[1:] > right[:-1])
+        return (
+            np.insert(left, gap + 1, right[gap]),
+            np.insert(right, gap + 1, left[gap + 1]),
+            np.insert(self.counts, gap + 1, 0.0),
+        )
+
+
+def sketch_array(x: NDArray[Any]) -> Sketch:
+    """The sketch of a NumPy array of any numeric dtype and shape, in float64 throughout.
+
+    Complex numbers count with their absolute value.
+
+    Raises:
+        TypeError: The dtype does not hold numbers.
+    """
+    x = np.asarray(x)
+    if x.dtype.kind not in "biufc":
+        raise TypeError(f"sketch_array: cannot take dtype {x.dtype}; convert it to a numeric one")
+    if x.dtype.kind == "c":
+        x = np.abs(x.astype(np.complex128))
+    values = x.astype(np.float64).reshape(-1)
+    finite = values[np.isfinite(values)]
+    buckets, counts = np.unique(bucket_indices(finite), return_counts=True)
+    with np.errstate(over="ignore"):
+        sum_squares = float(np.square(finite).sum())
+    return Sketch(
+        count=values.size,
+        nan_count=int(np.isnan(values).sum()),
+        positive_inf_count=int(np.isposinf(values).sum()),
+        negative_inf_count=int(np.isneginf(values).sum()),
+        zero_count=int((finite == 0).sum()),
+        min=float(finite.min()) if finite.size else nan,
+        max=float(finite.max()) if finite.size else nan,
+        sum=float(finite.sum()),
+        sum_squares=sum_squares,
+        buckets=buckets,
+        counts=counts.astype(np.float64),
+    )
+
+
+def _limits(buckets: NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Left and right edges of signed buckets, as new float64 arrays; the outermost are infinite."""
+    magnitude = np.abs(buckets.astype(np.intp))
+    wide = edges().astype(np.float64)
+    wide[-1] = inf
+    near, far = wide[magnitude], wide[magnitude + 1]
+    left = np.where(buckets > 0, near, -far)
+    right = np.where(buckets < 0, -near, far)
+    return left, right
+
+
+def _sum(parts: list[float]) -> float:
+    """The correctly rounded sum, so that the order of merging does not matter."""
+    try:
+        return fsum(parts)
+    except (OverflowError, ValueError):  # beyond float64, or infinities of both signs
+        return sum(parts)

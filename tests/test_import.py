@@ -1,0 +1,47 @@
+"""Importing telemetry is quick, and loads torch only when a name that needs it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import telemetry
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints for this code."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
+def test_import_takes_less_than_50_ms() -> None:
+    code = (
+        "import time; start = time.perf_counter(); import telemetry; "
+        "print(time.perf_counter() - start)"
+    )
+    assert min(float(run_python(code)) for _ in range(5)) < 0.050
+
+
+def test_import_loads_neither_torch_nor_numpy() -> None:
+    code = "import sys, telemetry; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    assert run_python(code) == "[]"
+
+
+def test_an_alert_is_usable_without_torch() -> None:
+    code = "import sys; from telemetry import Alert; print('torch' in sys.modules)"
+    assert run_python(code) == "False"
+
+
+@pytest.mark.parametrize("name", [n for n in telemetry.__all__ if not n.startswith("_")])
+def test_public_names_are_importable_and_listed(name: str) -> None:
+    assert getattr(telemetry, name).__name__ == name
+    assert name in dir(telemetry)
+
+
+def test_unknown_names_raise_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'HokLogger'"):
+        _ = telemetry.HokLogger

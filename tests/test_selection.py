@@ -1,0 +1,227 @@
+"""Which modules are watched: leaves by default, or what globs, types and predicates pick."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils.parametrizations import weight_norm
+
+from telemetry.selection import Selection, Selector, clean_name, cleaned, spread
+
+
+class Net(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), nn.Sequential(nn.Conv2d(2, 2, 3))
+        )
+        self.dropout = nn.Dropout()
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+LEAVES = ["encoder.0.0", "encoder.0.1", "encoder.1.0", "dropout", "head"]
+
+
+def watched(model: nn.Module, modules: object = None, exclude: object = None) -> list[str]:
+    selection = Selection.parse(modules, exclude)  # type: ignore[arg-type]
+    selection.check(model)
+    return list(selection.apply(model))
+
+
+def test_every_leaf_is_watched_by_default() -> None:
+    model = Net()
+    selected = Selection.parse().apply(model)
+    assert list(selected) == LEAVES
+    assert all(model.get_submodule(name) is module for name, module in selected.items())
+
+
+def test_a_model_without_parts_is_watched_itself() -> None:
+    assert watched(nn.Linear(1, 1)) == [""]
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        ("head", ["head"]),
+        ("encoder.?", ["encoder.0", "encoder.1"]),
+        ("encoder.*", ["encoder.0", "encoder.0.0", "encoder.0.1", "encoder.1", "encoder.1.0"]),
+        (["head", "*.0.0"], ["encoder.0.0", "head"]),
+        (nn.Conv2d, ["encoder.0.0", "encoder.1.0"]),
+        ((nn.Linear, nn.ReLU, nn.LSTM), ["encoder.0.1", "head"]),
+        (lambda name, module: isinstance(module, nn.Sequential) and "." in name,
+         ["encoder.0", "encoder.1"]),
+        ([nn.Linear, "dropout", lambda name, module: name == ""], ["", "dropout", "head"]),
+        (("head",) * 2, ["head"]),
+    ],
+)  # fmt: skip
+def test_modules_picks_by_glob_type_and_predicate(modules: Selector, names: list[str]) -> None:
+    assert watched(Net(), modules) == names
+
+
+@pytest.mark.parametrize(
+    ("exclude", "names"),
+    [
+        ("encoder.*", ["dropout", "head"]),
+        (nn.Dropout, ["encoder.0.0", "encoder.0.1", "encoder.1.0", "head"]),
+        (["head", lambda name, module: name.endswith(".1")], ["encoder.0.0", "encoder.1.0",
+                                                               "dropout"]),
+    ],
+)  # fmt: skip
+def test_exclude_leaves_out_by_glob_type_and_predicate(exclude: object, names: list[str]) -> None:
+    assert watched(Net(), exclude=exclude) == names
+
+
+def test_exclude_wins_over_modules() -> None:
+    assert watched(Net(), modules="encoder.*", exclude=["encoder.1*", nn.Sequential]) == [
+        "encoder.0.0",
+        "encoder.0.1",
+    ]
+
+
+def test_globs_tell_upper_from_lower_case() -> None:
+    with pytest.raises(ValueError, match="matches none"):
+        watched(Net(), "Head")
+
+
+def test_a_glob_that_matches_nothing_names_the_closest() -> None:
+    model = nn.ModuleDict({"encoder": nn.Sequential(*(nn.Identity() for _ in range(35)))})
+    with pytest.raises(
+        ValueError,
+        match=r'HookLogger\(modules="encodr\.1"\): matches none of the 37 modules; '
+        r"the closest names are encoder\.1, encoder\.\d+",
+    ):
+        watched(model, ["encoder.*", "encodr.1"])
+
+
+def test_an_exclude_glob_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'exclude="drpout"\): .*names are dropout'):
+        watched(Net(), exclude="drpout")
+
+
+def test_a_glob_on_a_model_without_parts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'modules="fc"\): matches none of the 1 module$'):
+        watched(nn.Linear(1, 1), "fc")
+
+
+@pytest.mark.parametrize(
+    ("modules", "exclude", "message"),
+    [
+        (nn.LSTM, None, r"HookLogger\(modules=\.\.\.\): leaves none of the 9 modules"),
+        ((), None, r"HookLogger\(modules=\.\.\.\): leaves none"),
+        (None, "*", r"HookLogger\(exclude=\.\.\.\): leaves none"),
+        (nn.LSTM, "head", r"HookLogger\(modules=\.\.\.\): leaves none"),
+        (nn.Linear, nn.Module, r"HookLogger\(exclude=\.\.\.\): leaves none"),
+    ],
+)
+def test_a_selection_of_nothing_is_refused(modules: object, exclude: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        watched(Net(), modules, exclude)
+
+
+@pytest.mark.parametrize("argument", ["modules", "exclude"])
+@pytest.mark.parametrize("value", [3, [3], int, nn.Linear(1, 1), ["head", None], b"head"])
+def test_other_selectors_are_refused(argument: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"HookLogger\({argument}=.*must be a glob"):
+        Selection.parse(**{argument: value})  # type: ignore[arg-type]
+
+
+def test_replaced_modules_are_found_when_applied_again() -> None:
+    model = Net()
+    selection = Selection.parse("head*")
+    selection.check(model)
+    model.head = nn.Sequential(nn.Linear(2, 2))  # type: ignore[assignment]
+    assert list(selection.apply(model)) == ["head", "head.0"]
+    del model.head
+    assert selection.apply(model) == {}
+
+
+def test_a_shared_module_comes_once_under_its_first_name() -> None:
+    shared = nn.Linear(1, 1)
+    assert watched(nn.Sequential(shared, nn.ReLU(), shared)) == ["0", "1"]
+
+
+def test_modules_that_cannot_run_are_no_leaves() -> None:
+    model = Net()
+    model.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
+    model.spare = nn.ModuleList()
+    assert watched(model) == LEAVES
+
+
+def test_a_missing_child_does_not_make_a_parent() -> None:
+    layer = nn.Linear(1, 1)
+    layer.register_module("bias_net", None)
+    assert watched(nn.Sequential(layer)) == ["0"]
+
+
+def test_a_child_that_a_user_called_module_is_no_wrapped_one() -> None:
+    block = nn.Sequential()
+    block.module = nn.Linear(1, 1)
+    model = nn.Sequential(block, nn.ReLU())
+    assert watched(model, "0*") == ["0", "0.module"]
+
+
+def test_a_parametrized_module_stays_a_leaf() -> None:
+    assert watched(nn.Sequential(weight_norm(nn.Linear(2, 2)), nn.ReLU())) == ["0", "1"]
+
+
+def test_wrappers_are_not_watched_and_globs_need_not_spell_them() -> None:
+    model = torch.compile(nn.DataParallel(Net()), backend="eager")
+    prefix = "_orig_mod.module"
+    assert watched(model) == [f"{prefix}.{leaf}" for leaf in LEAVES]
+    assert watched(model, "head") == watched(model, f"{prefix}.head") == [f"{prefix}.head"]
+    assert watched(model, lambda name, module: clean_name(name) == "") == [prefix]
+
+
+def test_a_checkpointed_block_is_watched_once() -> None:
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1)))
+    assert watched(model, "0") == ["0._checkpoint_wrapped_module"]
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("", ""),
+        ("module", ""),
+        ("_orig_mod", ""),
+        ("encoder.0", "encoder.0"),
+        ("module.encoder.0", "encoder.0"),
+        ("_orig_mod.module.encoder.0", "encoder.0"),
+        ("module._orig_mod.encoder.0.weight", "encoder.0.weight"),
+        ("_fsdp_wrapped_module.a._fsdp_wrapped_module.b", "a.b"),
+        ("a._checkpoint_wrapped_module.b", "a.b"),
+        ("encoder.module.0", "encoder.module.0"),
+        ("modules.0", "modules.0"),
+    ],
+)
+def test_names_are_cleaned_of_wrappers(name: str, clean: str) -> None:
+    assert clean_name(name) == clean
+
+
+def test_clean_names_are_the_keys_unless_two_are_the_same() -> None:
+    assert cleaned([("module.a", 1), ("module.b", 2)]) == {"a": 1, "b": 2}
+    assert cleaned([("module.a", 1), ("a", 2)]) == {"module.a": 1, "a": 2}
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "kept"),
+    [(0, 3, []), (3, 3, [0, 1, 2]), (5, 3, [0, 2, 4]), (100, 4, [0, 33, 66, 99]), (4, 2, [0, 3])],
+)
+def test_a_spread_keeps_the_ends_and_even_steps(count: int, most: int, kept: list[int]) -> None:
+    assert spread(range(count), most) == kept
+
+
+def test_ten_thousand_modules_take_far_less_than_a_tenth_of_a_second() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.ReLU(), nn.ReLU()) for _ in range(3333)))
+    selection = Selection.parse("*.1", nn.Linear)
+    started = time.process_time()
+    assert len(selection.apply(model)) == 3333
+    assert time.process_time() - started < 0.1

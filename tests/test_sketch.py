@@ -1,0 +1,245 @@
+"""Buckets, moments, quantiles and merging of sketches, against NumPy in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from telemetry.sketch import LAST_BUCKET, Sketch, bucket_indices, edges, sketch_array
+
+EDGES = edges().astype(np.float64)
+
+float32_arrays = arrays(np.float32, st.integers(0, 50), elements=st.floats(width=32))
+moderate_arrays = arrays(
+    np.float64, st.integers(1, 80), elements=st.floats(-1e6, 1e6, allow_subnormal=False)
+)
+
+
+def searched_buckets(finite: NDArray[np.floating]) -> NDArray[np.int64]:
+    """What the docstring promises, by comparing in float64."""
+    values = finite.astype(np.float64)
+    magnitude = np.searchsorted(EDGES, np.abs(values), side="right") - 1
+    return np.copysign(np.minimum(magnitude, LAST_BUCKET), values).astype(np.int64)
+
+
+def rounded_to_bfloat16_bits(x: NDArray[np.float32]) -> NDArray[np.uint32]:
+    """The upper half of the bits after rounding to nearest even, in uint64 arithmetic."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint32)
+
+
+def assert_same(actual: Sketch, expected: Sketch) -> None:
+    for field in fields(Sketch):
+        got, wanted = getattr(actual, field.name), getattr(expected, field.name)
+        if field.name in ("sum", "sum_squares"):
+            np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-300, err_msg=field.name)
+        else:
+            np.testing.assert_array_equal(got, wanted, err_msg=field.name)
+
+
+# --- buckets -------------------------------------------------------------------------------------
+
+
+def test_edges_ascend_eight_to_an_octave() -> None:
+    assert edges().shape == (LAST_BUCKET + 2,)
+    assert edges()[0] == 0
+    assert np.all(np.diff(EDGES) > 0)
+    normal = EDGES[9:]
+    np.testing.assert_array_equal(normal[8:] / normal[:-8], 2)
+    assert (normal[1:] / normal[:-1]).max() <= 1.125
+
+
+def test_edges_cannot_be_changed_by_a_caller() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        edges()[0] = 1
+
+
+def test_every_bfloat16_number_is_in_the_bucket_of_its_leading_bits() -> None:
+    pattern = np.arange(1 << 16, dtype=np.uint32)
+    x = (pattern << 16).view(np.float32)
+    finite = np.isfinite(x)
+    found = bucket_indices(x[finite])
+    leading = ((pattern & 0x7FFF) >> 4).astype(np.int64)[finite]
+    np.testing.assert_array_equal(np.abs(found), leading)
+    np.testing.assert_array_equal(found, searched_buckets(x[finite]))
+
+
+def test_every_float16_number_is_between_its_edges() -> None:
+    x = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    x = x[np.isfinite(x)]
+    np.testing.assert_array_equal(bucket_indices(x), searched_buckets(x))
+
+
+def test_random_float32_bits_and_ties_are_between_their_edges() -> None:
+    random = np.random.default_rng(0).integers(0, 1 << 32, 300_000, dtype=np.uint32)
+    ties = (np.arange(1 << 16, dtype=np.uint32) << 16) | 0x8000
+    x = np.concatenate([random, ties - 1, ties, ties + 1]).view(np.float32)
+    x = x[np.isfinite(x)]
+    found = bucket_indices(x)
+    np.testing.assert_array_equal(found, searched_buckets(x))
+    after_rounding = (rounded_to_bfloat16_bits(x) & 0x7FFF) >> 4
+    np.testing.assert_array_equal(np.abs(found), np.minimum(after_rounding, LAST_BUCKET))
+
+
+def test_numbers_beyond_float32_are_in_the_outermost_buckets() -> None:
+    sketch = sketch_array(np.array([1e300, -1e300, 1e-300, 0.0]))
+    assert sketch.buckets.tolist() == [-LAST_BUCKET, 0, LAST_BUCKET]
+    assert sketch.counts.tolist() == [1, 2, 1]
+    assert (sketch.min, sketch.max, sketch.quantile(1)) == (-1e300, 1e300, 1e300)
+
+
+def test_bucket_indices_keep_the_shape() -> None:
+    assert bucket_indices(np.float64(-1.0)).shape == ()
+    assert bucket_indices(np.ones((2, 3))).shape == (2, 3)
+
+
+# --- one array -----------------------------------------------------------------------------------
+
+
+@given(float32_arrays)
+def test_moments_and_counts_are_those_of_numpy(x: NDArray[np.float32]) -> None:
+    sketch = sketch_array(x)
+    wide = x.astype(np.float64)
+    finite = wide[np.isfinite(wide)]
+    assert sketch.count == x.size
+    assert sketch.finite_count == finite.size == sketch.counts.sum()
+    assert sketch.nonfinite_count == x.size - finite.size
+    assert sketch.nan_count == np.isnan(x).sum()
+    assert sketch.positive_inf_count == np.isposinf(x).sum()
+    assert sketch.negative_inf_count == np.isneginf(x).sum()
+    assert sketch.zero_count == (x == 0).sum()
+    if finite.size:
+        assert (sketch.min, sketch.max) == (finite.min(), finite.max())
+        np.testing.assert_allclose(sketch.mean, finite.mean(), rtol=1e-12)
+        np.testing.assert_allclose(sketch.rms, np.sqrt(np.mean(finite**2)), rtol=1e-12)
+        np.testing.assert_allclose(sketch.norm, np.linalg.norm(finite), rtol=1e-12)
+        np.testing.assert_allclose(sketch.std, finite.std(), rtol=1e-6, atol=1e-7 * sketch.rms)
+
+
+@pytest.mark.parametrize("x", [np.empty(0), np.full(3, np.nan)], ids=["empty", "all NaN"])
+def test_without_finite_values_statistics_are_nan(x: NDArray[np.float64]) -> None:
+    sketch = sketch_array(x)
+    assert (sketch.finite_count, sketch.sum, sketch.norm) == (0, 0, 0)
+    for value in (sketch.min, sketch.max, sketch.mean, sketch.rms, sketch.std):
+        assert math.isnan(value)
+    assert math.isnan(sketch.quantile(0.5))
+    assert [part.size for part in sketch.histogram()] == [0, 0, 0]
+
+
+def test_zero_fraction_is_of_all_elements() -> None:
+    assert sketch_array(np.array([0.0, -0.0, 1.0, np.nan])).zero_fraction == 0.5
+    assert math.isnan(Sketch.empty().zero_fraction)
+
+
+def test_squares_beyond_float64_are_infinite_and_raise_nothing() -> None:
+    sketch = sketch_array(np.array([1e200, -1e200]))
+    assert (sketch.sum_squares, sketch.rms) == (math.inf, math.inf)
+    assert not sketch.std < math.inf
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "u1", "i8", "u8", "f2", "f4", "f8"])
+def test_numeric_dtypes_count_by_value(dtype: str) -> None:
+    assert_same(
+        sketch_array(np.array([0, 1, 1], dtype=dtype)), sketch_array(np.array([0.0, 1.0, 1.0]))
+    )
+
+
+def test_complex_numbers_count_by_absolute_value() -> None:
+    assert_same(sketch_array(np.array([3 + 4j, 0j])), sketch_array(np.array([5.0, 0.0])))
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(TypeError, match="dtype object"):
+        sketch_array(np.array([None]))
+
+
+# --- quantiles -----------------------------------------------------------------------------------
+
+
+@given(moderate_arrays, st.floats(0, 1))
+def test_quantile_is_in_the_bucket_of_the_exact_one(x: NDArray[np.float64], q: float) -> None:
+    sketch = sketch_array(x)
+    exact = np.sort(x)[max(math.ceil(q * x.size) - 1, 0)]
+    found = sketch.quantile(q)
+    assert sketch.min <= found <= sketch.max
+    # A limit belongs to the next bucket, and float32 rounding moves the float64 values.
+    assert abs(found - exact) <= 0.126 * abs(exact) + 2e-38
+
+
+@given(float32_arrays)
+def test_quantiles_0_and_1_are_the_extremes(x: NDArray[np.float32]) -> None:
+    sketch = sketch_array(x)
+    near = np.abs(x[np.isfinite(x)]).min(initial=math.inf) < EDGES[1]
+    if sketch.finite_count and not near:
+        assert (sketch.quantile(0), sketch.quantile(1)) == (sketch.min, sketch.max)
+
+
+@given(float32_arrays)
+def test_quantiles_ascend(x: NDArray[np.float32]) -> None:
+    sketch = sketch_array(x)
+    quantiles = [sketch.quantile(q) for q in np.linspace(0, 1, 21)]
+    assert not np.any(np.diff(quantiles) < 0)
+
+
+def test_quantile_of_mostly_zeros_is_zero() -> None:
+    assert sketch_array(np.array([0.0, 0.0, 0.0, 1.0])).quantile(0.5) == 0
+
+
+@pytest.mark.parametrize("q", [-0.1, 1.1, math.nan])
+def test_quantile_outside_0_and_1_is_refused(q: float) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Sketch.empty().quantile(q)
+
+
+# --- merging -------------------------------------------------------------------------------------
+
+
+@given(st.lists(float32_arrays, max_size=5))
+def test_merging_equals_counting_everything_at_once(parts: list[NDArray[np.float32]]) -> None:
+    together = sketch_array(np.concatenate([np.empty(0, np.float32), *parts]))
+    assert_same(Sketch.merge_all(sketch_array(part) for part in parts), together)
+
+
+@given(float32_arrays, float32_arrays)
+def test_merge_does_not_depend_on_the_order(x: NDArray[np.float32], y: NDArray[np.float32]) -> None:
+    a, b = sketch_array(x), sketch_array(y)
+    assert_same(a.merge(b), b.merge(a))
+    assert_same(a.merge(Sketch.empty()), a)
+
+
+def test_merged_infinite_sums_raise_nothing() -> None:
+    huge = sketch_array(np.array([1.7e308]))
+    assert huge.merge(huge).sum == math.inf
+
+
+# --- histogram -----------------------------------------------------------------------------------
+
+
+@given(float32_arrays)
+def test_histogram_is_contiguous_and_counts_every_finite_value(x: NDArray[np.float32]) -> None:
+    sketch = sketch_array(x)
+    left, right, counts = sketch.histogram()
+    assert counts.sum() == sketch.finite_count
+    np.testing.assert_array_equal(left[1:], right[:-1])
+    assert np.all(left <= right)
+    if counts.size:
+        assert (left[0], right[-1]) == (sketch.min, sketch.max)
+
+
+def test_histogram_drops_to_zero_once_in_each_gap() -> None:
+    left, right, counts = sketch_array(np.array([-1.0, 1.0, 1.1, 8.0])).histogram()
+    assert counts.tolist() == [1, 0, 2, 0, 1] or counts.tolist() == [1, 0, 1, 1, 0, 1]
+    assert left[1] == -right[1]
+    assert np.all(right > left)
+
+
+def test_histogram_of_a_constant_is_one_bucket_without_width() -> None:
+    left, right, counts = sketch_array(np.full(7, 3.0)).histogram()
+    assert (left.tolist(), right.tolist(), counts.tolist()) == ([3], [3], [7])
