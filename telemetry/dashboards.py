@@ -30,11 +30,25 @@ _ACTIVATION_CURVES: Mapping[str, Callable[[TensorRecord], float]] = {
 def values_of(record: StepRecord) -> Iterator[Summary.Value]:
     """Everything to write for one step; on a step that is not measured in full the total norm.
 
-    Tags are ``statistic/NNNN.name`` with the module's place in the forward order.
+    Tags are ``statistic/NNNN.name`` with the module's place in the forward order; those of a phase
+    begin with its name.
     """
+    if record.phase:
+        for value in (*_activation_curves(record), *_histograms(record), *_images(record)):
+            value.tag = f"{record.phase}/{value.tag}"
+            yield value
+        return
     yield summaries.scalar("grad_norm/total", record.total_grad_norm)
+    if record.loss_scale is not None:
+        yield summaries.scalar("scaler/scale", record.loss_scale)
+        yield summaries.scalar("scaler/skipped_steps", record.skipped_steps)
     if not record.full:
         return
+    if record.total_grad_norm_before_clipping is not None:
+        before = record.total_grad_norm_before_clipping
+        yield summaries.scalar("grad_norm/total_before_clipping", before)
+    if record.clipped_fraction is not None:
+        yield summaries.scalar("grad_norm/clipped_fraction", record.clipped_fraction)
     yield from _parameter_curves(record)
     yield from _activation_curves(record)
     yield from _histograms(record)

@@ -22,6 +22,11 @@ class HostCopy:
         self._event = torch.Event(device=tensor.device)
         self._event.record()
 
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the values take."""
+        return self._values.nbytes
+
     def wait(self) -> Tensor:
         """The values, on the CPU; same shape and dtype."""
         if self._event is not None:

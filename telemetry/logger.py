@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -102,7 +103,7 @@ class HookLogger:
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
         self._faults = Faults()
-        self._pipeline = Pipeline(
+        self._pipeline = pipeline = Pipeline(
             sink=_file_sink(self._writer),
             flush_sink=self._writer.flush,
             rules=rules,
@@ -112,7 +113,7 @@ class HookLogger:
         self._capture = Capture(
             model,
             selection=selection,
-            is_due=schedule,
+            is_due=lambda step: schedule(step) or pipeline.full_wanted,
             content=Content(
                 activations=activations,
                 activation_gradients=activation_gradients,
@@ -179,6 +180,28 @@ class HookLogger:
             LoggedScalars(step=self._capture.step, wall_time=time.time(), values=values)
         )
         self._raise_if_asked()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Measure the activations of a part of the run that is not training, under its own tags.
+
+        ::
+
+            with logger.phase("validation"), torch.no_grad():
+                validate(model)
+
+        Every forward pass inside is measured, whatever the step, and none counts as training;
+        tags begin with the name: ``validation/activation/...``. Outside of a phase, passes in
+        evaluation mode or without gradients are not measured.
+
+        Args:
+            name: Begins the tags.
+
+        Raises:
+            ValueError: ``name`` is empty.
+        """
+        if not name:
+            raise ValueError("HookLogger.phase(name=''): must not be empty, it begins the tags")
+        return self._capture.phase(name)
 
     def step(self) -> None:
         """End a step in a loop that has no ``torch.optim.Optimizer``.
@@ -292,7 +315,7 @@ def _file_sink(writer: SummaryWriter) -> Callable[..., None]:
         values: Sequence[Summary.Value], *, step: int, wall_time: float, droppable: bool
     ) -> None:
         event = Event(summary=Summary(value=values))
-        file_writer = writer._get_file_writer()  # type: ignore[no-untyped-call]
+        file_writer = writer._get_file_writer()
         file_writer.add_event(event, step, wall_time)
 
     return write

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
@@ -22,7 +22,7 @@ from telemetry.records import Alert, Rule, StepRecord
 log = logging.getLogger("telemetry")
 
 MAX_STEPS_WAITING = 1000
-MAX_FULL_STEPS_WAITING = 4
+MAX_BYTES_WAITING = 64 * 2**20
 CLOSE_TIMEOUT_S = 60.0
 
 
@@ -46,13 +46,16 @@ class LoggedScalars:
 class Pipeline:
     """Takes steps from the training thread and never makes it wait.
 
-    At most 1000 steps wait, 4 of them measured in full; more are dropped, counted and told. What
-    the user logged is never dropped. In a forked child everything is ignored.
+    At most 1000 steps or 64 MiB of them wait; more are dropped, counted and told. What the user
+    logged is never dropped. In a forked child everything is ignored.
 
     Args:
         sink: Takes the values to write, on the background thread.
         flush_sink: Brings what was written to the file.
-        rules: Look at each record in turn.
+        rules: Look at each record in turn. A rule may have an attribute ``wants_full``, which asks
+            for a full measurement of the next step (:attr:`full_wanted`), and a method
+            ``on_loss(step, loss)``, which is told each loss when it is logged: a loss may come
+            again and again without a step.
         on_alert: Told of each alert, on the background thread.
         faults: Where to tell what failed.
     """
@@ -75,13 +78,15 @@ class Pipeline:
         # while the same thread is inside of submit().
         self._queue: SimpleQueue[CapturedStep | LoggedScalars | threading.Event | None]
         self._queue = SimpleQueue()
-        self._full_taken = 0
-        self._full_done = 0
+        # Two counts with one writing thread each, where one count would need a lock.
+        self._bytes_taken = 0
+        self._bytes_done = 0
         self._scalars: dict[int, dict[str, float]] = {}
         self._alert_count = 0
         self._pid = os.getpid()
         self._closed = False
         self.dropped = 0
+        self.full_wanted = False
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 
@@ -89,13 +94,11 @@ class Pipeline:
         """Take a finished step, or drop it if too many are waiting."""
         if self._closed or os.getpid() != self._pid:
             return
-        full_waiting = self._full_taken - self._full_done
-        if self._queue.qsize() >= MAX_STEPS_WAITING or (
-            captured.full and full_waiting >= MAX_FULL_STEPS_WAITING
-        ):
+        bytes_waiting = self._bytes_taken - self._bytes_done
+        if self._queue.qsize() >= MAX_STEPS_WAITING or bytes_waiting > MAX_BYTES_WAITING:
             self._drop(captured.step)
             return
-        self._full_taken += captured.full
+        self._bytes_taken += captured.nbytes
         self._queue.put(captured)
 
     def submit_scalars(self, scalars: LoggedScalars) -> None:
@@ -155,7 +158,7 @@ class Pipeline:
             try:
                 self._write_step(item)
             finally:
-                self._full_done += item.full
+                self._bytes_done += item.nbytes
 
     def _flush(self) -> None:
         try:
@@ -175,13 +178,15 @@ class Pipeline:
             wall_time=item.wall_time,
             droppable=False,
         )
+        if "loss" in values:
+            self._tell(self._judge_loss(item.step, values["loss"]), item.wall_time)
 
     def _write_step(self, captured: CapturedStep) -> None:
         scalars = self._scalars.get(captured.step, {})
-        self._scalars = {s: v for s, v in self._scalars.items() if s > captured.step}
         record = captured.record(scalars)
-        for alert in self._judge(record):
-            self._raise_alert(alert, record.wall_time)
+        if not record.phase:
+            self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
+            self._tell(self._judge(record), record.wall_time)
         self._sink(
             list(dashboards.values_of(record)),
             step=record.step,
@@ -189,14 +194,33 @@ class Pipeline:
             droppable=True,
         )
 
-    def _judge(self, record: StepRecord) -> Iterable[Alert]:
+    def _judge(self, record: StepRecord) -> Iterator[Alert]:
         for rule in self._rules:
             try:
                 yield from rule(record)
             except Exception:
-                self._faults.report(f"to apply the rule {getattr(rule, '__name__', rule)!r}")
+                self._report(rule)
+        self.full_wanted = any(getattr(rule, "wants_full", False) for rule in self._rules)
 
-    def _raise_alert(self, alert: Alert, wall_time: float) -> None:
+    def _judge_loss(self, step: int, loss: float) -> Iterator[Alert]:
+        for rule in self._rules:
+            on_loss = getattr(rule, "on_loss", None)
+            if on_loss is None:
+                continue
+            try:
+                yield from on_loss(step, loss)
+            except Exception:
+                self._report(rule)
+
+    def _report(self, rule: Rule) -> None:
+        name = getattr(rule, "__name__", None) or type(rule).__name__
+        self._faults.report(f"to apply the rule {name!r}")
+
+    def _tell(self, alerts: Iterable[Alert], wall_time: float) -> None:
+        for alert in alerts:
+            self._tell_one(alert, wall_time)
+
+    def _tell_one(self, alert: Alert, wall_time: float) -> None:
         level = logging.ERROR if alert.severity == "error" else logging.WARNING
         log.log(level, "step %d: %s", alert.step, alert.message)
         value = dashboards.alert_value(alert, self._alert_count)

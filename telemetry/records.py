@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from telemetry.sketch import Sketch
 
 Severity = Literal["warning", "error"]
+Stage = Literal["begin", "worse", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class Alert:
         value: The measured figure that the rule looked at.
         threshold: The figure it was compared with, in the same unit.
         message: What was seen, where, and what people usually try; at most three lines.
+        consequences: Other faults that this one explains, in words: they are not told again.
+        stage: Whether the fault begins, grows worse or has ended.
     """
 
     kind: str
@@ -37,6 +40,8 @@ class Alert:
     value: float
     threshold: float
     message: str
+    consequences: tuple[str, ...] = ()
+    stage: Stage = "begin"
 
 
 class TelemetryAlert(RuntimeError):  # noqa: N818 - what is raised is the alert
@@ -122,6 +127,15 @@ class TensorRecord:
             return math.nan
         return float(np.mean((self.unit_min == 0) & (self.unit_max == 0)))
 
+    def scaled(self, factor: float) -> TensorRecord:
+        """As if all elements had been multiplied by a positive, finite factor."""
+        return replace(
+            self,
+            sketch=self.sketch.scaled(factor),
+            unit_min=None if self.unit_min is None else self.unit_min * np.float32(factor),
+            unit_max=None if self.unit_max is None else self.unit_max * np.float32(factor),
+        )
+
     @staticmethod
     def merge_all(records: Iterable[TensorRecord]) -> TensorRecord:
         """One record as if all tensors had been one; units only if every tensor has as many."""
@@ -159,9 +173,20 @@ class StepRecord:
             ``[parameters]``; 0 where there was none.
         grad_present: Whether the parameter had a gradient, bool, shape ``[parameters]``.
         grad_finite: Whether all elements of the gradient were finite, bool, shape ``[parameters]``.
+        phase: Name of a part of the run that is not training, such as ``validation``; then only
+            activations and pictures were measured. Empty for a step of training.
         learning_rates: Of each parameter group.
         scalars: What the user logged for this step, by name.
-        full: Whether the tensors below were measured at this step.
+        loss_scale: Factor of a ``GradScaler`` on the loss; all gradients here are without it.
+        skipped_steps: Steps that a ``GradScaler`` has skipped since the record before.
+        skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the
+            gradients are not finite by design.
+        full: Whether what follows was measured at this step.
+        total_grad_norm_before_clipping: Norm of all gradients at the end of the backward pass.
+        clipped_fraction: Share of all full steps so far at which clipping made them smaller.
+        nan_buffers: Buffers that hold a NaN, by their names in ``named_buffers()``.
+        nonfinite_parameters: Parameters that held a NaN or Inf before the step. Also on steps that
+            are not full, if a gradient is not finite and on the CPU.
         activations: Outputs of each watched module that ran, in forward order, by module name.
         activation_grads: Gradients with respect to those outputs.
         grads: Gradients by parameter name, accumulated and unscaled.
@@ -179,9 +204,17 @@ class StepRecord:
     grad_norms: NDArray[np.float64]
     grad_present: NDArray[np.bool_]
     grad_finite: NDArray[np.bool_]
+    phase: str = ""
     learning_rates: tuple[float, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float | None = None
+    skipped_steps: int = 0
+    skipped: bool = False
     full: bool = False
+    total_grad_norm_before_clipping: float | None = None
+    clipped_fraction: float | None = None
+    nan_buffers: tuple[str, ...] = ()
+    nonfinite_parameters: tuple[str, ...] = ()
     activations: Mapping[str, TensorRecord] = field(default_factory=dict)
     activation_grads: Mapping[str, TensorRecord] = field(default_factory=dict)
     grads: Mapping[str, TensorRecord] = field(default_factory=dict)

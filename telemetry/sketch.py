@@ -8,14 +8,15 @@ across calls, micro-batches, steps and ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from math import fsum, inf, nan, sqrt
+from math import fsum, inf, log2, nan, sqrt
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+BUCKETS_PER_OCTAVE = 8
 LAST_BUCKET = 2039
 """The largest bucket of a finite number; 2040 would be infinity and above it NaN."""
 
@@ -169,6 +170,26 @@ class Sketch:
             share_inside = 1 - (below_or_in[i] - target) / self.counts[i]
             value = low + (high - low) * float(share_inside)
         return min(max(value, self.min), self.max)
+
+    def scaled(self, factor: float) -> Sketch:
+        """The sketch of the values times a positive, finite factor.
+
+        Counts are exact if the factor is a power of two, and else up to half a bucket off; values
+        that leave or enter the range of normal float32 numbers stay in the outermost buckets.
+        """
+        shift = round(BUCKETS_PER_OCTAVE * log2(factor))
+        moved = np.abs(self.buckets.astype(np.int32)) + shift
+        moved = np.where(self.buckets == 0, 0, np.clip(moved, 1, LAST_BUCKET))
+        buckets, place = np.unique(np.sign(self.buckets) * moved, return_inverse=True)
+        return replace(
+            self,
+            min=self.min * factor,
+            max=self.max * factor,
+            sum=self.sum * factor,
+            sum_squares=self.sum_squares * factor * factor,
+            buckets=buckets.astype(np.int16),
+            counts=np.bincount(place, weights=self.counts).astype(np.float64, copy=False),
+        )
 
     def merge(self, other: Sketch) -> Sketch:
         """The sketch of both tensors' values together."""

@@ -7,10 +7,16 @@ answer when the name behind it is gone, so that a new release costs detail and n
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
+from types import FrameType
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+_MAX_FRAMES_BELOW_SCALER = 16
+"""Calls between ``GradScaler.step`` and an optimizer's hook: 6 in PyTorch, more with wrappers."""
 
 NO_TASK = -1
 """What :func:`backward_task` answers outside a backward pass."""
@@ -26,7 +32,7 @@ def backward_task() -> int:
     return int(current()) if current is not None else NO_TASK
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> bool:
+def at_end_of_backward(callback: Callable[[], object]) -> bool:
     """Run ``callback`` when the backward pass that this thread is in has ended.
 
     Returns False, and does nothing, where the autograd engine offers no queue.
@@ -42,8 +48,9 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
 class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
     """Run PyTorch operations that neither autograd nor any mode of the caller sees.
 
-    Switches off gradients, autocast, torch-function and torch-dispatch modes: the statistics must
-    not enter the cache of selective checkpointing, be recorded as a graph or run in half precision.
+    Switches off gradients, inference mode, autocast, torch-function and torch-dispatch modes: the
+    statistics must not enter the cache of selective checkpointing, be recorded as a graph or run in
+    half precision.
     A class, because entering a generator costs more than most of what runs inside.
     """
 
@@ -65,6 +72,7 @@ def _any_mode() -> bool:
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._is_any_autocast_enabled()
+        or torch.is_inference_mode_enabled()
     )
 
 
@@ -72,12 +80,56 @@ def _without_modes() -> contextlib.ExitStack:
     from torch.utils._python_dispatch import _disable_current_modes
 
     stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
     stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(_disable_current_modes())
     for device_type in {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}:
         if torch.is_autocast_enabled(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
+
+
+def calling_scaler() -> GradScaler | None:
+    """The GradScaler in whose ``step()`` this thread is; None outside of one.
+
+    It is found on the call stack: a scaler announces itself only to fused optimizers.
+    """
+    step_code = GradScaler.step.__code__
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MAX_FRAMES_BELOW_SCALER):
+        if frame is None:
+            return None
+        if frame.f_code is step_code:
+            scaler = frame.f_locals.get("self")
+            return scaler if isinstance(scaler, GradScaler) else None
+        frame = frame.f_back
+    return None
+
+
+def scaler_state(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:
+    """The scaler's factor and its count of good steps, tensors of shape ``[1]`` on its device.
+
+    Its public methods would wait for the device. None where the private names are gone.
+    """
+    scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
+    if isinstance(scale, Tensor) and isinstance(tracker, Tensor):
+        return scale, tracker
+    return None
+
+
+def keep_in_graph(operator: torch._ops.OpOverload) -> bool:
+    """Keep an operator without results in compiled graphs, and its calls in order.
+
+    Returns False where that cannot be said: the compiler then drops it as dead code, and compiled
+    modules show no activations.
+    """
+    try:
+        from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+    except ImportError:
+        return False
+    _register_effectful_op(operator, _EffectType.ORDERED)
+    return True
 
 
 def is_being_traced(tensor: Tensor) -> bool:

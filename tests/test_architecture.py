@@ -25,7 +25,16 @@ LAYERS = [
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 
 # What reads and draws records starts within a moment; importing torch takes seconds.
-TORCH_FREE = {"sketch", "records", "schedule", "events", "tensorboard_plugin", "report", "cli"}
+TORCH_FREE = {
+    "sketch",
+    "records",
+    "schedule",
+    "faults",
+    "events",
+    "tensorboard_plugin",
+    "report",
+    "cli",
+}
 USES_TORCH = {"telemetry.events.summary_writer"}
 
 

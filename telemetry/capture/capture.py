@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from telemetry import images
+from telemetry.capture.captured import CapturedStep, RunTotals
+from telemetry.capture.layout import LayoutKeeper
 from telemetry.capture.module_hooks import ModuleHooks
 from telemetry.capture.optimizer_hooks import OptimizerHooks
 from telemetry.capture.parameters import ParameterTable, UpdateProbe, local, read_norms
-from telemetry.capture.window import CapturedStep, Window
+from telemetry.capture.scaler import read_scaler
+from telemetry.capture.window import Window
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
-from telemetry.records import Layout, Module
 from telemetry.schedule import Schedule
 from telemetry.selection import Selection, cleaned, spread
-from telemetry.torch_private import undisturbed
+from telemetry.torch_private import calling_scaler, undisturbed
+
+log = logging.getLogger("telemetry")
 
 PICTURED_MODULES = 12
 """Convolutions whose feature maps are drawn; more are thinned evenly over the depth."""
+
+_NAMED_AT_MOST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +86,21 @@ class Capture:
         self._faults = faults
         self._table = ParameterTable(model)
         self._foreign: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._forward_order: dict[str, None] = {}
-        self._layout = _layout(model, selection, self._table, ())
+        self._layout = LayoutKeeper(model, selection, self._table)
+        self._totals = RunTotals()
         self._measurer = Measurer()
         self._window = Window(step=0, measurer=None)
-        self._hooks: ModuleHooks | None = None
+        self._hooks = ModuleHooks(
+            model,
+            faults,
+            activations=content.activations,
+            activation_grads=content.activation_gradients,
+            backward_ended=self._backward_ended,
+        )
         self._clock: OptimizerHooks | None = None
         self._probes: dict[int, UpdateProbe] = {}
-        self._thread: int | None = None
+        self._by_hand = False
+        self._told_silent = False
         self.step = 0
 
     # --- attaching ---------------------------------------------------------------------------
@@ -107,7 +122,7 @@ class Capture:
         if self._clock is not None:
             self._clock.remove()
             self._clock = None
-        self._disarm()
+        self._hooks.remove()
 
     # --- the listener of the optimizers' hooks ----------------------------------------------
 
@@ -133,8 +148,7 @@ class Capture:
 
     def passes_over(self) -> None:
         """Observe no more passes in this step: a closure's further evaluations."""
-        if self._hooks is not None:
-            self._hooks.stop()
+        self._hooks.stop()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See how far the parameters have moved."""
@@ -150,8 +164,10 @@ class Capture:
     def step_completed(self) -> None:
         """Hand the step over and prepare for the next."""
         try:
-            self._disarm()
-            self._deliver(self._window.close(layout=self._current_layout(), wall_time=time.time()))
+            if self._window.full:
+                self._tell_silent_modules(self._window)
+            self._hooks.disarm()
+            self._hand_over(self._window)
         except Exception:
             self._faults.report("to hand over a step")
         self.step += 1
@@ -161,18 +177,40 @@ class Capture:
         """Let the logger raise between steps, if it was asked to."""
         self._safe_point()
 
+    # --- without an optimizer, and apart from training ----------------------------------------
+
     def manual_step(self) -> None:
         """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
         model = self._model()
         if model is None:
             return
+        self._by_hand = True
         try:
             with undisturbed():
                 self._table.refresh(model)
                 self._measure(list(enumerate(model.parameters())))
+                for probe in self._probes.values():
+                    self._window.updates += probe.read()
         except Exception:
             self._faults.report("to read the gradients")
         self.step_completed()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure every forward pass inside, as a phase of its own; none of them is training."""
+        model = self._model()
+        if model is None or not self.attached:
+            yield
+            return
+        hooks = ModuleHooks(model, self._faults, activations=True, activation_grads=False)
+        window = Window(step=self.step, measurer=Measurer(), phase=name)
+        with self._hooks.paused():
+            try:
+                self._arm(model, hooks, window)
+                yield
+            finally:
+                hooks.remove()
+                self._hand_over(window)
 
     # --- one step ------------------------------------------------------------------------------
 
@@ -186,65 +224,73 @@ class Capture:
         try:
             if self._table.refresh(model):
                 self._foreign.clear()
-            self._arm(model)
+            self._arm(model, self._hooks, self._window)
+            if self._by_hand and self._content.weights:
+                # Nothing tells when such a loop is about to change the parameters.
+                with undisturbed():
+                    self._probes[0] = UpdateProbe(list(enumerate(model.parameters())))
         except Exception:
             self._faults.report("to attach its hooks")
-            self._disarm()
+            self._hooks.disarm()
 
-    def _arm(self, model: nn.Module) -> None:
+    def _arm(self, model: nn.Module, hooks: ModuleHooks, window: Window) -> None:
         watched = cleaned(self._selection.apply(model).items())
-        pictured = spread(
-            [name for name, m in watched.items() if isinstance(m, nn.modules.conv._ConvNd)],
-            PICTURED_MODULES,
-        )
-        content = self._content
-        self._hooks = ModuleHooks(
-            model,
-            watched,
-            self._window,
-            self._faults,
-            activations=content.activations,
-            activation_grads=content.activation_gradients,
-            image_modules=frozenset(pictured if content.images else ()),
-            input_image=content.images,
-            thread=self._thread,
-        )
+        convolutions = [n for n, m in watched.items() if isinstance(m, nn.modules.conv._ConvNd)]
+        drawn = spread(convolutions, PICTURED_MODULES) if self._content.images else []
+        hooks.arm(watched, window, pictured=frozenset(drawn), input_picture=self._content.images)
 
-    def _disarm(self) -> None:
-        if self._hooks is not None:
-            self._thread = self._hooks.thread or self._thread
-            self._hooks.remove()
-            self._hooks = None
+    def _hand_over(self, window: Window) -> None:
+        model = self._model()
+        layout = self._layout.current(model, window.order)
+        self._deliver(window.close(layout=layout, totals=self._totals, wall_time=time.time()))
 
     def _read_gradients(self, optimizer: Optimizer) -> None:
+        window = self._window
+        scaler = calling_scaler()
+        if scaler is not None:
+            window.scaler = read_scaler(scaler, optimizer, self.step)
         parameters = self._table.of(optimizer)
         self._measure(parameters)
-        self._window.learning_rates += [
+        window.learning_rates += [
             HostCopy(rate) if isinstance(rate, Tensor) else float(rate)
             for rate in (group.get("lr", math.nan) for group in optimizer.param_groups)
         ]
-        if self._window.measurer is not None and self._content.weights:
+        if window.full and self._content.weights:
             self._probes[id(optimizer)] = UpdateProbe(parameters)
 
     def _measure(self, parameters: Sequence[tuple[int, Tensor]]) -> None:
         """Norms of all gradients; on full steps the gradients and parameters themselves."""
-        window, names = self._window, [p.name for p in self._table.parameters]
+        window = self._window
         grads = [(i, p.grad) for i, p in parameters if p.grad is not None]
-        window.norms += read_norms(grads)
-        if window.measurer is None:
+        norms = read_norms(grads)
+        window.norms += norms
+        # After the step all is NaN; only now can a broken parameter be told from a bad batch.
+        if window.full or any(reading.known_nonfinite for reading in norms):
+            window.parameter_norms += read_norms(parameters)
+        if not window.full:
             return
+        names = [p.name for p in self._table.parameters]
         if self._content.gradients:
             for index, grad in grads:
                 window.observe("grads", names[index], local(grad))
         if self._content.weights:
             for index, parameter in parameters:
                 window.observe("weights", names[index], local(parameter.detach()))
+        self._read_buffers(window)
         if self._content.images:
             self._take_filters(window)
 
+    def _read_buffers(self, window: Window) -> None:
+        model = self._model()
+        if model is not None and not window.buffer_names:
+            named = cleaned(model.named_buffers())
+            floats = {name: b for name, b in named.items() if b.is_floating_point()}
+            window.buffer_names = list(floats)
+            window.buffer_norms = read_norms(list(enumerate(floats.values())))
+
     def _take_filters(self, window: Window) -> None:
         """The weights of the convolution that ran first."""
-        if self._hooks is None or window.filters:
+        if window.filters:
             return
         for name in window.order:
             module = self._hooks.watched[name]
@@ -254,36 +300,39 @@ class Capture:
                     window.filters[name] = HostCopy(sample)
                 return
 
-    # --- the model's layout ------------------------------------------------------------------
-
-    def _current_layout(self) -> Layout:
-        """The layout, made anew when parameters were replaced or a module ran for the first time.
-
-        The forward order is that of first calls; a module that never ran follows the module before
-        it in ``named_modules()``.
-        """
+    def _backward_ended(self, window: Window) -> None:
+        """A backward pass is over: gradients are reduced over ranks and not yet clipped."""
         model = self._model()
-        new = [name for name in self._window.order if name not in self._forward_order]
-        if model is not None and (new or self._layout.parameters is not self._table.parameters):
-            self._forward_order.update(dict.fromkeys(new))
-            self._layout = _layout(model, self._selection, self._table, self._forward_order)
-        return self._layout
+        if model is None:
+            return
+        try:
+            with undisturbed():
+                window.norms_before_clipping = read_norms(
+                    [(i, p.grad) for i, p in enumerate(model.parameters()) if p.grad is not None]
+                )
+        except Exception:
+            self._faults.report("to read the gradients before clipping")
 
-
-def _layout(
-    model: nn.Module, selection: Selection, table: ParameterTable, forward_order: Iterable[str]
-) -> Layout:
-    types = {name: type(module).__name__ for name, module in cleaned(model.named_modules()).items()}
-    shown = set(cleaned(selection.apply(model).items())) | {p.module_name for p in table.parameters}
-    rank = {name: index for index, name in enumerate(forward_order)}
-    ranked: list[tuple[int, str]] = []
-    last = -1
-    for name in types:
-        last = rank.get(name, last)
-        if name in shown:
-            ranked.append((last, name))
-    ranked.sort(key=lambda pair: pair[0])
-    return Layout(
-        modules=tuple(Module(name=name, type_name=types[name]) for _, name in ranked),
-        parameters=table.parameters,
-    )
+    def _tell_silent_modules(self, window: Window) -> None:
+        """Name, once, the watched modules that did not run in the first full step."""
+        silent = [name for name in self._hooks.watched if name not in window.order]
+        if self._told_silent or not silent:
+            return
+        self._told_silent = True
+        if len(silent) == len(self._hooks.watched):
+            log.warning(
+                "telemetry: no module was seen running at step %d, so activations are missing. "
+                "Either the model was not in training mode, or its forward pass was compiled "
+                "before HookLogger was made: make it earlier, or call "
+                "torch._dynamo.reset_code_caches() once after making it, or train the logged steps "
+                'under torch.compiler.set_stance("force_eager").',
+                window.step,
+            )
+            return
+        names = ", ".join(silent[:_NAMED_AT_MOST])
+        more = f" and {len(silent) - _NAMED_AT_MOST} more" if len(silent) > _NAMED_AT_MOST else ""
+        log.warning(
+            "telemetry: %d of %d watched modules did not run at step %d, nothing is logged for "
+            "their outputs: %s%s",
+            len(silent), len(self._hooks.watched), window.step, names, more,
+        )  # fmt: skip

@@ -113,6 +113,11 @@ class NormReading:
     norms: HostCopy
     largest_known: bool
 
+    @property
+    def known_nonfinite(self) -> bool:
+        """Whether a norm is not finite, as far as that is known without waiting."""
+        return not self.largest_known and not bool(self.norms.wait().isfinite().all())
+
     def read(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Norms, float64 ``[k]``, and whether all elements were finite, ``[k]``."""
         values = self.norms.wait().to(torch.float64).numpy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 _logger = logging.getLogger(__name__)
@@ -52,9 +52,11 @@ class BackgroundWriter:
         self._files = files
         self._name = name
         self._flush_s = flush_s
-        self._max_pending_bytes = max_pending_bytes
-        # Its lock is re-entrant: a signal handler may add a record while its thread adds one.
-        self._changed = threading.Condition()
+        self._droppable_limit = max_pending_bytes
+        self._hard_limit = max_pending_bytes * _HARD_LIMIT_FACTOR
+        # Re-entrant: a signal handler may add a record while its thread is adding one.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._pending: deque[bytes] = deque()
         self._pending_bytes = 0  # of _pending and of the records that are being written
         self._flush_wanted = True  # the first round begins the file
@@ -72,10 +74,11 @@ class BackgroundWriter:
             OSError: The writer is closed.
         """
         size = len(record) + _RECORD_OVERHEAD_BYTES
-        with self._changed:
+        with self._lock:
             if self._closing:
                 raise OSError(f"{self._name}: the writer is closed")
-            if self._pending_bytes + size > self._limit(droppable):
+            limit = self._droppable_limit if droppable else self._hard_limit
+            if self._pending_bytes + size > limit:
                 self._count_drop(droppable)
                 return
             self._pending.append(record)
@@ -106,23 +109,13 @@ class BackgroundWriter:
             # this very thread in put(), and only a wait here gives its lock away.
             if not self._changed.wait_for(lambda: self._finished, _PATIENCE_S):
                 self.lost_count += len(self._pending)
-        if self.dropped_count or self.lost_count:
-            _logger.warning(
-                "%s: %d measurements were dropped because the queue was full, and %d other events "
-                "could not be written%s",
-                self._name,
-                self.dropped_count,
-                self.lost_count,
-                f" ({self.failure})" if self.failure else "",
-            )
-
-    def _limit(self, droppable: bool) -> int:
-        return self._max_pending_bytes * (1 if droppable else _HARD_LIMIT_FACTOR)
+        self._tell_losses()
 
     def _is_due(self) -> bool:
         # After a failure only the clock or a wish to flush makes for another attempt.
-        many = self._pending_bytes >= _WAKE_BYTES and self.failure is None
-        return many or self._flush_wanted or self._closing
+        if self._pending_bytes >= _WAKE_BYTES and self.failure is None:
+            return True
+        return self._flush_wanted or self._closing
 
     def _count_drop(self, droppable: bool) -> None:
         if self.failure is None and not self.dropped_count + self.lost_count:
@@ -135,13 +128,25 @@ class BackgroundWriter:
         else:
             self.lost_count += 1
 
+    def _tell_losses(self) -> None:
+        losses = []
+        if self.dropped_count:
+            losses.append(f"{self.dropped_count} measurements were dropped, the queue was full")
+        if self.lost_count:
+            reason = self.failure or "the queue was full"
+            losses.append(f"{self.lost_count} events could not be written ({reason})")
+        if losses:
+            _logger.warning("%s: %s", self._name, "; ".join(losses))
+
     def _run(self) -> None:
-        while not self._write_round():
-            pass
-        self._attempt(self._files.close)
-        with self._changed:
-            self._finished = True
-            self._changed.notify_all()
+        try:
+            while not self._write_round():
+                pass
+            self._files.close()
+        finally:
+            with self._changed:
+                self._finished = True
+                self._changed.notify_all()
 
     def _write_round(self) -> bool:
         """Waits until it is time to, then writes what there is; tells whether that was the last."""
@@ -153,7 +158,7 @@ class BackgroundWriter:
             self._flush_wanted = False
             last = self._closing
             self._rounds_begun += 1
-        self._attempt(lambda: self._files.write(records, urgent=urgent))
+        self._write(records, urgent)
         with self._changed:
             self._pending.extendleft(reversed(records))
             self._pending_bytes -= taken_bytes - _total_bytes(records)
@@ -163,14 +168,12 @@ class BackgroundWriter:
             self._changed.notify_all()
         return last
 
-    def _attempt(self, action: Callable[[], None]) -> None:
+    def _write(self, records: deque[bytes], urgent: bool) -> None:
         try:
-            action()
+            self._files.write(records, urgent=urgent)
         except Exception as error:  # nothing that goes wrong with a file may end this thread
             if self.failure is None:
-                _logger.warning(
-                    "%s: cannot write events, they wait in memory meanwhile: %s", self._name, error
-                )
+                _logger.warning("%s: events cannot be written for now: %s", self._name, error)
             self.failure = error
         else:
             if self.failure is not None:

@@ -12,9 +12,8 @@ from typing import Any
 from tensorboard.compat.proto.event_pb2 import Event, TaggedRunMetadata
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from telemetry.events.background import BackgroundWriter
+from telemetry.events.background import BackgroundWriter, Files
 from telemetry.events.local_files import LocalFiles
-from telemetry.events.remote_files import RemoteFiles, is_remote
 
 _logger = logging.getLogger(__name__)
 
@@ -51,9 +50,8 @@ class FileWriter:
         self._log_dir = os.fspath(log_dir)
         if b"\0" in os.fsencode(self._log_dir):
             raise ValueError(f"FileWriter({self._log_dir!r}): a path cannot hold a NUL character")
-        files_type = RemoteFiles if is_remote(self._log_dir) else LocalFiles
         self._background: BackgroundWriter | None = BackgroundWriter(
-            files_type(self._log_dir, filename_suffix),
+            _files_in(self._log_dir, filename_suffix),
             name=self._log_dir,
             flush_s=flush_s,
             max_pending_bytes=max_pending_bytes,
@@ -106,11 +104,7 @@ class FileWriter:
         event.wall_time = time.time() if walltime is None else walltime
         if step is not None:
             event.step = int(step)
-        background = self._background_here()
-        if background is None:
-            self._tell_inert()
-        else:
-            background.put(event.SerializeToString(), droppable=droppable, flush=flush)
+        self._put(event, droppable, flush)
 
     def write_values(
         self,
@@ -122,8 +116,12 @@ class FileWriter:
         flush: bool = False,
     ) -> None:
         """Adds one event with many values, which costs far less than one event for each."""
-        event = Event(summary=Summary(value=values))
-        self.add_event(event, step, walltime, droppable=droppable, flush=flush)
+        event = Event(
+            wall_time=time.time() if walltime is None else walltime,
+            step=0 if step is None else int(step),
+        )
+        event.summary.value.extend(values)
+        self._put(event, droppable, flush)
 
     def add_summary(
         self, summary: Summary, global_step: int | None = None, walltime: float | None = None
@@ -153,17 +151,19 @@ class FileWriter:
             self._at_exit.cancel()
             background.close()
 
-    def _background_here(self) -> BackgroundWriter | None:
-        return self._background if os.getpid() == self._process_id else None
-
-    def _tell_inert(self) -> None:
-        if not self._told_inert:
+    def _put(self, event: Event, droppable: bool, flush: bool) -> None:
+        if background := self._background_here():
+            background.put(event.SerializeToString(), droppable=droppable, flush=flush)
+        elif not self._told_inert:
+            self._told_inert = True
             _logger.warning(
                 "%s: this writer is a copy in another process or of another writer, and writes "
                 "nothing; open one here to write from here",
                 self._log_dir,
             )
-        self._told_inert = True
+
+    def _background_here(self) -> BackgroundWriter | None:
+        return self._background if os.getpid() == self._process_id else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_log_dir": self._log_dir}
@@ -173,3 +173,11 @@ class FileWriter:
         self._background = None
         self._process_id = -1  # of none
         self._told_inert = False
+
+
+def _files_in(log_dir: str, filename_suffix: str) -> Files:
+    if "://" not in log_dir:
+        return LocalFiles(log_dir, filename_suffix)
+    from telemetry.events.remote_files import RemoteFiles  # fsspec is optional
+
+    return RemoteFiles(log_dir, filename_suffix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 import google_crc32c
 
@@ -16,21 +17,24 @@ _CHECKSUM = struct.Struct("<I")
 
 def frame(data: bytes) -> bytes:
     """One record as it stands in a file."""
-    length = _LENGTH.pack(len(data))
-    return b"".join((length, _checksum(length), data, _checksum(data)))
+    return b"".join((_header(len(data)), data, _checksum(data)))
 
 
 def data_length(header: bytes) -> int | None:
     """How many bytes of data follow these 12; None if the header is damaged."""
-    length = header[: _LENGTH.size]
-    if header[_LENGTH.size :] != _checksum(length):
-        return None
-    return int(_LENGTH.unpack(length)[0])
+    (length,) = _LENGTH.unpack_from(header)
+    return length if header == _header(length) else None
 
 
 def is_intact(data: bytes, footer: bytes) -> bool:
     """Whether the data is what was written."""
     return footer == _checksum(data)
+
+
+@lru_cache(maxsize=1024)  # a run writes records of few different lengths
+def _header(length: int) -> bytes:
+    packed = _LENGTH.pack(length)
+    return packed + _checksum(packed)
 
 
 def _checksum(data: bytes) -> bytes:

@@ -18,11 +18,6 @@ _SYNC_S = 5.0
 _MAX_FILE_BYTES = 8 << 20
 
 
-def is_remote(log_dir: str) -> bool:
-    """Whether this is a URL such as ``s3://bucket/run``, and not a path."""
-    return "://" in log_dir
-
-
 class RemoteFiles:
     """The event files that one writer makes in a store that fsspec can reach.
 

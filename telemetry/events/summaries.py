@@ -7,6 +7,7 @@ shows a tensor only when its metadata names a data class, so every tensor here d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from tensorboard.compat.proto.summary_pb2 import (
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _DTYPES = {
     np.dtype(np.float32): types_pb2.DT_FLOAT,
     np.dtype(np.float64): types_pb2.DT_DOUBLE,
@@ -52,11 +54,11 @@ def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) ->
         A tensor of shape ``[k, 3]``, float32 if the counts are exact in it and the edges
         finite, else float64. Readable by ``EventAccumulator.Tensors``.
     """
-    wide = np.stack([left, right, counts], axis=1).astype(np.float64, copy=False)
-    with np.errstate(over="ignore"):
-        narrow = wide.astype(np.float32)
-    exact = np.array_equal(narrow[:, 2], wide[:, 2]) and np.isfinite(narrow[:, :2]).all()
-    return tensor(tag, narrow if exact else wide, "histograms")
+    wide = np.array([left, right, counts], dtype=np.float64).T
+    fits = not len(wide) or (wide[0, 0] >= -_FLOAT32_MAX and wide[-1, 1] <= _FLOAT32_MAX)
+    if fits and ((narrow := wide.astype(np.float32))[:, 2] == wide[:, 2]).all():
+        return tensor(tag, narrow, "histograms")
+    return tensor(tag, wide, "histograms")
 
 
 def image(tag: str, png: Sequence[bytes], width: int, height: int) -> Summary.Value:
@@ -111,6 +113,8 @@ def tensor(
     return Summary.Value(tag=tag, metadata=_metadata(plugin_name, content), tensor=proto)
 
 
+# Building these takes longer than the rest of a value; the value they are put into copies them.
+@lru_cache(maxsize=256)
 def _metadata(
     plugin_name: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR
 ) -> SummaryMetadata:
@@ -118,10 +122,11 @@ def _metadata(
     return SummaryMetadata(plugin_data=plugin_data, data_class=data_class)
 
 
+@lru_cache(maxsize=256)
+def _shape(sizes: tuple[int, ...]) -> TensorShapeProto:
+    return TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
+
+
 def _string_tensor(strings: Sequence[bytes]) -> TensorProto:
     shape = _shape((len(strings),))
     return TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=strings)
-
-
-def _shape(sizes: Sequence[int]) -> TensorShapeProto:
-    return TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])

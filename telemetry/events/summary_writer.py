@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils import tensorboard
 from torch.utils.tensorboard.summary import hparams, scalar
 
@@ -41,6 +42,10 @@ class SummaryWriter(tensorboard.SummaryWriter):
         ValueError: The directory's name is none, or the URL's protocol is unknown.
     """
 
+    # For torch these are None, and what it puts there later has no type.
+    file_writer: FileWriter | None  # type: ignore[assignment]
+    all_writers: dict[str, FileWriter] | None  # type: ignore[assignment]
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str] | None = None,
@@ -59,7 +64,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
             raise failure
 
     def _get_file_writer(self) -> FileWriter:
-        if self.all_writers is None:
+        if self.file_writer is None or self.all_writers is None:
             self.file_writer = self._open(self.log_dir)
             self.all_writers = {self.file_writer.get_logdir(): self.file_writer}
             if self.purge_step is not None:
@@ -80,12 +85,11 @@ class SummaryWriter(tensorboard.SummaryWriter):
         new_style: bool = False,
         double_precision: bool = False,
     ) -> None:
-        if type(scalar_value) is float and not new_style:
-            value = summaries.scalar(tag, scalar_value)
-            self._get_file_writer().write_values([value], global_step, walltime)
+        if new_style:
+            super().add_scalar(tag, scalar_value, global_step, walltime, True, double_precision)
         else:
-            super().add_scalar(
-                tag, scalar_value, global_step, walltime, new_style, double_precision
+            self._get_file_writer().write_values(
+                [_scalar(tag, scalar_value)], global_step, walltime
             )
 
     def add_scalars(
@@ -97,13 +101,15 @@ class SummaryWriter(tensorboard.SummaryWriter):
     ) -> None:
         walltime = time.time() if walltime is None else walltime
         log_dir = self._get_file_writer().get_logdir()
+        assert self.all_writers is not None
         for tag, value in tag_scalar_dict.items():
             # One run for each curve, named as torch names it.
             run_dir = f"{log_dir}/{main_tag.replace('/', '_')}_{tag}"
             if run_dir not in self.all_writers:
                 self.all_writers[run_dir] = self._open(run_dir)
-            summary = scalar(main_tag, value)
-            self.all_writers[run_dir].add_summary(summary, global_step, walltime)
+            self.all_writers[run_dir].write_values(
+                [_scalar(main_tag, value)], global_step, walltime
+            )
 
     def add_hparams(
         self,
@@ -115,9 +121,18 @@ class SummaryWriter(tensorboard.SummaryWriter):
     ) -> None:
         if type(hparam_dict) is not dict or type(metric_dict) is not dict:
             raise TypeError("hparam_dict and metric_dict should be dictionary.")
-        run_dir = os.path.join(self._get_file_writer().get_logdir(), run_name or str(time.time()))
-        with SummaryWriter(run_dir) as writer:
-            for summary in hparams(hparam_dict, metric_dict, hparam_domain_discrete):
-                writer._get_file_writer().add_summary(summary, global_step)
-            for tag, value in metric_dict.items():
-                writer.add_scalar(tag, value, global_step)
+        descriptions = hparams(hparam_dict, metric_dict, hparam_domain_discrete)  # type: ignore[no-untyped-call]
+        metrics = [_scalar(tag, value) for tag, value in metric_dict.items()]
+        log_dir = self._get_file_writer().get_logdir()
+        file_writer = self._open(os.path.join(log_dir, run_name or str(time.time())))
+        for summary in descriptions:
+            file_writer.add_summary(summary, global_step)
+        file_writer.write_values(metrics, global_step)
+        file_writer.close()
+
+
+def _scalar(tag: str, value: Any) -> Summary.Value:
+    """A scalar from anything that torch's ``add_scalar`` takes: numbers, arrays, tensors."""
+    if type(value) is float:  # what torch does for the others costs five times as much
+        return summaries.scalar(tag, value)
+    return scalar(tag, value).value[0]  # type: ignore[no-untyped-call]

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Board
+from board import ReadBoard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -14,8 +13,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
 
 from telemetry.events import summaries
-
-ReadBoard = Callable[[Path], Board]
 
 
 def write(logdir: Path, *values: Summary.Value, step: int = 3) -> None:

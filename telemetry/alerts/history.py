@@ -1,0 +1,41 @@
+"""What a figure used to be in this run: a bounded memory with robust statistics."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+NORMAL_CONSISTENT = 1.4826
+"""Median absolute deviation to standard deviation, for a normal distribution."""
+
+
+class History:
+    """The last values of a figure; its usual level and how far it usually strays from it.
+
+    Args:
+        length: How many values are kept.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._values: deque[float] = deque(maxlen=length)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self._values))
+
+    @property
+    def highest(self) -> float:
+        return max(self._values)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation, estimated from the median absolute deviation."""
+        values = np.asarray(self._values)
+        return NORMAL_CONSISTENT * float(np.median(np.abs(values - np.median(values))))

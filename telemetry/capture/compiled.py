@@ -1,0 +1,74 @@
+"""An operator that lets compiled graphs show a tensor to the module hooks.
+
+torch.compile traces a hook only if it finds it at the first compiled call, and would either break
+the graph at what our hooks do or trace it into the graph. So under the compiler a hook emits
+``telemetry::observe``, which the compiler takes as opaque and runs as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from telemetry.torch_private import keep_in_graph
+
+_SCHEMA = "observe(Tensor x, Tensor number, int index, bool backward) -> ()"
+
+
+class Observer(Protocol):
+    """Who is shown the tensors of one module."""
+
+    def in_graph(self, tensor: Tensor, index: int, backward: bool) -> None:
+        """A compiled graph runs: its module returned ``tensor``, or has its gradient."""
+
+
+_observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(observer: Observer) -> Tensor:
+    """A number for the observer, to give to :func:`observe`; the observer is held weakly.
+
+    It is a tensor of shape ``[]``: an int would be a constant of the graph, and each of several
+    equal layers would be compiled anew.
+    """
+    number = next(_numbers)
+    _observers[number] = observer
+    return torch.tensor(number, device="cpu")
+
+
+def observe(output: Tensor, number: Tensor, index: int) -> None:
+    """Emit operators that show ``output`` and later its gradient; to be traced by the compiler."""
+    torch.ops.telemetry.observe(output, number, index, False)
+    if output.requires_grad:
+
+        def show_gradient(grad: Tensor) -> Tensor:
+            torch.ops.telemetry.observe(grad, number, index, True)
+            return grad
+
+        output.register_hook(show_gradient)
+
+
+def _show(x: Tensor, number: Tensor, index: int, backward: bool) -> None:
+    observer = _observers.get(int(number))
+    if observer is not None:
+        observer.in_graph(x, index, backward)
+
+
+def _define() -> tuple[torch.library.Library, Callable[..., None]]:
+    library = torch.library.Library("telemetry", "DEF")
+    # A graph that is replayed runs no Python.
+    library.define(_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))
+    library.impl("observe", _show, "CompositeExplicitAutograd")
+    library.impl("observe", lambda x, number, index, backward: None, "Meta")
+    operator = torch.ops.telemetry.observe.default
+    keep_in_graph(operator)
+    return library, operator
+
+
+_LIBRARY, _OPERATOR = _define()

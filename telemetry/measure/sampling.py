@@ -1,0 +1,157 @@
+"""Samples of large tensors, and histograms from codes of leading bits.
+
+A code is the upper 12 bits of a float32 number after rounding it to bfloat16: sign, exponent and
+three bits of mantissa. Codes 0..2047 are bucket 0, 1, ... of positive numbers, 2048..4095 those of
+negative ones; see :func:`telemetry.sketch.edges`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from telemetry.measure.moments import Moments
+from telemetry.measure.tensors import SERIAL_ELEMENTS, values_of, working
+from telemetry.sketch import LAST_BUCKET, bucket_indices
+
+SAMPLE_ELEMENTS = 65_536
+"""Tensors of more elements are sampled for their histogram."""
+
+# Runs of this many elements, a prime number of elements apart. A step that divides a tensor's sizes
+# (any power of two) would see the same few channels or columns only.
+_RUN = 16
+
+CODES = 4096
+_NEGATIVE = CODES // 2
+
+
+def block_sample(tensor: Tensor) -> Tensor:
+    """About 65,536 elements spread evenly over a larger tensor, always the same ones.
+
+    Returns:
+        Shape ``[k, 16]``, on the same device; a view if the tensor is dense. All of the tensor if
+        it has at most 65,536 elements.
+    """
+    step = sample_step(tensor.numel())
+    if step == 0:
+        return tensor
+    values = values_of(tensor, None)
+    dense = tensor.contiguous() if values is None else values.tensor.contiguous()
+    return _runs(dense.view(-1), step, 0)
+
+
+@lru_cache(maxsize=4096)
+def sample_step(count: int) -> int:
+    """Elements from one run of a sample to the next; 0 if everything is taken."""
+    if count <= SAMPLE_ELEMENTS:
+        return 0
+    step = -(-_RUN * count // SAMPLE_ELEMENTS)
+    while any(step % divisor == 0 for divisor in range(2, int(step**0.5) + 1)):
+        step += 1
+    return step
+
+
+def _runs(flat: Tensor, step: int, first: int) -> Tensor:
+    count = max(0, (flat.numel() - first - _RUN) // step + 1)
+    return flat.as_strided((count, _RUN), (step, 1), flat.storage_offset() + first)
+
+
+class Sample:
+    """A sample of one tensor's values, as bfloat16.
+
+    Args:
+        count: Elements of the tensor.
+        memory: Where to keep the sample: 1-D, bfloat16, :func:`sample_size` of ``count`` elements.
+    """
+
+    def __init__(self, count: int, memory: Tensor) -> None:
+        self._step = sample_step(count)
+        self._memory = memory
+        self._seen = 0
+        self._taken = 0
+
+    def add(self, flat: Tensor) -> None:
+        """Take some of the tensor, or of its next piece: 1-D and contiguous."""
+        if self._step:
+            rows = _runs(flat, self._step, -self._seen % self._step)
+            self._seen += flat.numel()
+            parts = rows.split(SERIAL_ELEMENTS // _RUN)
+        else:
+            parts = flat.split(SERIAL_ELEMENTS)
+        for part in parts:
+            end = self._taken + part.numel()
+            # By way of float32 or float64: float16 to bfloat16 is slow.
+            self._memory[self._taken : end].view(part.shape).copy_(working(part))
+            self._taken = end
+
+    def histogram(self, moments: Moments) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+        """Buckets and counts of the tensor that has these moments.
+
+        The sample says how the values that are not zero are distributed; zeros are counted exactly,
+        and the buckets of the minimum and the maximum are always there.
+        """
+        bits = self._memory[: self._taken].view(torch.int16).numpy().view(np.uint16)
+        buckets, counts = histogram_of_codes(
+            _count_codes(bits >> 4), moments.positive_inf_count, moments.negative_inf_count
+        )
+        if counts.sum() == moments.finite_count:
+            return buckets, counts
+        zeros_taken = bits.size - int(np.count_nonzero(bits << 1))
+        return _scaled(buckets, counts, zeros_taken, moments)
+
+
+def sample_size(count: int) -> int:
+    """Elements of memory that a :class:`Sample` needs for a tensor of ``count`` elements."""
+    step = sample_step(count)
+    return _RUN * (count // step + 1) if step else count
+
+
+def _count_codes(codes: NDArray[np.integer]) -> NDArray[np.int64]:
+    counts = np.zeros(CODES, np.int64)
+    for part in torch.from_numpy(codes.view(np.int16)).split(SERIAL_ELEMENTS):
+        counts += torch.bincount(part, minlength=CODES).numpy()
+    return counts
+
+
+def histogram_of_codes(
+    code_counts: NDArray[np.integer], positive_inf_count: int, negative_inf_count: int
+) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+    """Non-empty buckets of the finite values, ascending, and their counts.
+
+    Args:
+        code_counts: How often each code occurs, shape ``[4096]``.
+        positive_inf_count: How many of them are ``+inf``: finite numbers from 3.396e38 on have the
+            same code, and belong to the last bucket.
+        negative_inf_count: The same for ``-inf``.
+    """
+    by_bucket = np.concatenate([code_counts[:_NEGATIVE:-1], code_counts[:_NEGATIVE]])
+    zero = _NEGATIVE - 1
+    by_bucket[zero] += code_counts[_NEGATIVE]
+    first, last = zero - LAST_BUCKET, zero + LAST_BUCKET
+    by_bucket[first] += max(by_bucket[first - 1] - negative_inf_count, 0)
+    by_bucket[last] += max(by_bucket[last + 1] - positive_inf_count, 0)
+    finite = by_bucket[first : last + 1]
+    (filled,) = finite.astype(np.bool_).nonzero()
+    return (filled - LAST_BUCKET).astype(np.int16), finite[filled].astype(np.float64)
+
+
+def _scaled(
+    buckets: NDArray[np.int16], counts: NDArray[np.float64], zeros_taken: int, moments: Moments
+) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+    """Scale a sample's histogram up to all finite values of the tensor."""
+    dense = np.zeros(2 * LAST_BUCKET + 1)
+    dense[buckets.astype(np.intp) + LAST_BUCKET] = counts
+    dense[LAST_BUCKET] -= zeros_taken
+    nonzero_count = moments.finite_count - moments.zero_count
+    if nonzero_count:
+        extremes = np.array([x for x in (moments.min, moments.max) if x != 0])
+        slots = bucket_indices(extremes).astype(np.intp) + LAST_BUCKET
+        dense[slots] = np.maximum(dense[slots], 1)
+        dense *= nonzero_count / dense.sum()
+    dense[LAST_BUCKET] += moments.zero_count
+    filled = np.flatnonzero(dense)
+    return (filled - LAST_BUCKET).astype(np.int16), dense[filled]

@@ -1,0 +1,110 @@
+"""Small tensors in CPU memory: copied at once, reduced together later on another thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from telemetry.measure.moments import FloatArray, tensor_record, unit_extremes
+from telemetry.measure.sampling import CODES, histogram_of_codes
+from telemetry.measure.tensors import Values, unit_shape, working
+from telemetry.records import TensorRecord
+from telemetry.sketch import Sketch, sketch_array
+
+SMALL_ELEMENTS = 16_384
+"""Tensors of more elements are not small: they are cheaper to reduce than to copy and reduce."""
+
+BATCH_ELEMENTS = 65_536
+"""Memory for tensors to be reduced together; what that needs fits in a core's cache."""
+
+
+class SmallTensors:
+    """Copies of small tensors, one after the other, reduced together.
+
+    Args:
+        memory: Where to keep them: 1-D, float32 or float64.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._starts: list[int] = []
+        self._unit_shapes: list[tuple[int, int, int] | None] = []
+        self._end = 0
+        self._records: list[TensorRecord] | None = None
+
+    def has_room(self, count: int) -> bool:
+        """Whether a tensor of ``count`` elements can be added."""
+        return self._end + count <= self._memory.numel()
+
+    def add(self, values: Values) -> int:
+        """Copy a tensor that is not empty and for which there is room; its number."""
+        tensor, start = values.tensor, self._end
+        end = start + tensor.numel()
+        if tensor.is_contiguous():
+            at = self._memory.storage_offset() + start
+            target = self._memory.as_strided(tensor.shape, tensor.stride(), at)
+        else:
+            target = self._memory[start:end].view(tensor.shape)
+        target.copy_(working(tensor) if tensor.is_complex() else tensor)
+        axis = values.unit_axis
+        self._unit_shapes.append(None if axis is None else unit_shape(tensor.shape, axis))
+        self._starts.append(start)
+        self._end = end
+        return len(self._starts) - 1
+
+    def record(self, number: int) -> TensorRecord:
+        """What was in a tensor. Reduces them all at the first call; add no more then."""
+        if self._records is None:
+            self._records = self._reduce()
+        return self._records[number]
+
+    def _reduce(self) -> list[TensorRecord]:
+        values: FloatArray = self._memory[: self._end].numpy()
+        tensors: list[FloatArray] = np.split(values, self._starts[1:])
+        with np.errstate(over="ignore", invalid="ignore"):
+            sketches = list(_sketches(values, self._starts, tensors))
+        return [
+            tensor_record(sketch, None if shape is None else unit_extremes(tensor.reshape(shape)))
+            for sketch, tensor, shape in zip(sketches, tensors, self._unit_shapes, strict=True)
+        ]
+
+
+def _sketches(values: FloatArray, starts: list[int], tensors: list[FloatArray]) -> Iterator[Sketch]:
+    """Sketch of each tensor, as :func:`sketch_array` would make it; ``values`` are all of them."""
+    lows = np.minimum.reduceat(values, starts).tolist()
+    highs = np.maximum.reduceat(values, starts).tolist()
+    # At most 16,384 each, which int16 can count.
+    zeros = np.add.reduceat((values == 0).view(np.int8), starts, dtype=np.int16).tolist()
+    wide = values.astype(np.float64)
+    sums = np.add.reduceat(wide, starts).tolist()
+    sums_squares = np.add.reduceat(np.square(wide, out=wide), starts).tolist()
+    codes = np.split(_codes(values), starts[1:])
+    for i, tensor in enumerate(tensors):
+        if isfinite(lows[i]) and isfinite(highs[i]):
+            buckets, counts = histogram_of_codes(np.bincount(codes[i], minlength=CODES), 0, 0)
+            yield Sketch(
+                count=tensor.size,
+                nan_count=0,
+                positive_inf_count=0,
+                negative_inf_count=0,
+                zero_count=zeros[i],
+                min=lows[i],
+                max=highs[i],
+                sum=sums[i],
+                sum_squares=sums_squares[i],
+                buckets=buckets,
+                counts=counts,
+            )
+        else:
+            yield sketch_array(tensor)
+
+
+def _codes(values: FloatArray) -> NDArray[np.uint16]:
+    """The code of each number; of NaN an arbitrary one."""
+    bits = values.astype(np.float32, copy=False).view(np.uint32) + np.uint32(0x8000)
+    codes: NDArray[np.uint16] = np.right_shift(bits, np.uint32(20), out=bits).astype(np.uint16)
+    return codes

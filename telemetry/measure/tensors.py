@@ -1,0 +1,146 @@
+"""Which values of a tensor are measured, and how they lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+# PyTorch's parallel loops run on the calling thread alone below this many elements (their grain
+# size, 32768). Above it they wait for a pool of threads: microseconds on an idle machine, but
+# milliseconds where other processes hold the cores, a thousand times what the work itself takes.
+SERIAL_ELEMENTS = 32_000
+
+_FLOAT32 = ("float32", "float16", "bfloat16", "bool", "int8", "uint8", "int16", "uint16")
+_FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+# float64 holds what float32 would round or, for the magnitude of complex numbers, overflow.
+_COMPLEX = ("complex32", "bcomplex32", "complex64", "complex128")
+_FLOAT64 = ("float64", "int32", "uint32", "int64", "uint64", *_COMPLEX)
+
+WORKING_DTYPE: dict[torch.dtype, torch.dtype] = {
+    **{getattr(torch, name): torch.float32 for name in _FLOAT32},
+    **{getattr(torch, f"float8_{name}"): torch.float32 for name in _FLOAT8},
+    **{getattr(torch, name): torch.float64 for name in _FLOAT64 if hasattr(torch, name)},
+}
+"""What each measurable dtype is reduced in; bits, quantized and 4-bit dtypes are not measurable."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Values:
+    """The values of one tensor that are stored somewhere, each once.
+
+    Attributes:
+        tensor: Strided, detached, of a measurable dtype, axes in the order of memory if it is
+            dense. Complex numbers stand for their magnitude.
+        unit_axis: Axis of ``tensor`` that tells units apart, not negative; None if none does.
+        implied_zeros: Zeros that a sparse tensor has besides.
+    """
+
+    tensor: Tensor
+    unit_axis: int | None
+    implied_zeros: int = 0
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        return WORKING_DTYPE[self.tensor.dtype]
+
+    def collapsed(self) -> Values:
+        """The same with as few axes as tell units apart: one, or three, ``[outer, units, inner]``.
+
+        Itself if the tensor is not dense.
+        """
+        if not self.tensor.is_contiguous():
+            return self
+        if self.unit_axis is None:
+            return Values(tensor=self.tensor.view(-1), unit_axis=None)
+        shape = unit_shape(self.tensor.shape, self.unit_axis)
+        return Values(tensor=self.tensor.view(shape), unit_axis=1)
+
+
+def unit_shape(shape: Sequence[int], unit_axis: int) -> tuple[int, int, int]:
+    """Elements before, along and after the axis of units."""
+    return prod(shape[:unit_axis]), shape[unit_axis], prod(shape[unit_axis + 1 :])
+
+
+def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
+    """What is to be measured of ``tensor``; None if nothing can be.
+
+    The units of a sparse tensor are not told apart. An uncoalesced one is measurable on the CPU
+    only, since elsewhere coalescing would wait for the device.
+
+    Raises:
+        IndexError: The tensor has no axis ``unit_axis``.
+    """
+    if (
+        tensor.dtype not in WORKING_DTYPE
+        or tensor.is_meta
+        or tensor.is_nested
+        # A wrapper without values of its own: FakeTensor, DTensor, a functional tensor.
+        or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    ):
+        return None
+    tensor = tensor.detach()
+    if tensor.is_neg() or tensor._is_zerotensor():
+        tensor = tensor.clone()  # it stood for the negative of its memory, or for zeros without any
+    if tensor.layout is not torch.strided:
+        return _stored_values(tensor)
+    if unit_axis is not None:
+        if not -tensor.ndim <= unit_axis < tensor.ndim:
+            raise IndexError(f"unit_axis={unit_axis}: the tensor has {tensor.ndim} axes")
+        unit_axis %= tensor.ndim
+    if tensor.is_contiguous():
+        return Values(tensor=tensor, unit_axis=unit_axis)
+    return _in_memory_order(tensor, unit_axis)
+
+
+def _stored_values(tensor: Tensor) -> Values | None:
+    if tensor.layout is torch.sparse_coo:
+        if not (tensor.is_cpu or tensor.is_coalesced()):
+            return None
+        stored = tensor.coalesce().values()
+    elif tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
+        stored = tensor.to_dense()
+    else:
+        stored = tensor.values()
+    return Values(
+        tensor=stored.contiguous(), unit_axis=None, implied_zeros=tensor.numel() - stored.numel()
+    )
+
+
+def _in_memory_order(tensor: Tensor, unit_axis: int | None) -> Values:
+    stride = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda axis: -stride[axis])
+    permuted = tensor.permute(order)
+    if not permuted.is_contiguous():
+        return Values(tensor=tensor, unit_axis=unit_axis)
+    return Values(tensor=permuted, unit_axis=None if unit_axis is None else order.index(unit_axis))
+
+
+def pieces(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
+    """Where to cut a tensor of this shape into pieces of at most ``limit`` elements.
+
+    They come in the order of the elements. Those of a contiguous tensor are contiguous.
+    """
+    return _pieces(tuple(slice(0, size) for size in shape), 0, limit)
+
+
+def _pieces(whole: tuple[slice, ...], axis: int, limit: int) -> Iterator[tuple[slice, ...]]:
+    count = prod(part.stop - part.start for part in whole)
+    if count <= limit:
+        yield whole
+        return
+    start, stop = whole[axis].start, whole[axis].stop
+    step = max(1, (stop - start) * limit // count)
+    for first in range(start, stop, step):
+        part = slice(first, min(first + step, stop))
+        yield from _pieces((*whole[:axis], part, *whole[axis + 1 :]), axis + 1, limit)
+
+
+def working(tensor: Tensor) -> Tensor:
+    """The values in their working dtype, complex numbers as magnitudes; itself if they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128).abs()
+    return tensor.to(WORKING_DTYPE[tensor.dtype])

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from telemetry.events import FileWriter, read_events, remote_files, summaries
+from telemetry.events.remote_files import RemoteFiles
+from telemetry.events.summary_writer import SummaryWriter
+
+
+class Store:
+    """fsspec's store in memory, which can be away."""
+
+    def __init__(self) -> None:
+        self.fs = fsspec.filesystem("memory")
+
+    def steps(self) -> list[list[int]]:
+        """The steps in each file of ``memory://logs/run``, in the order of names."""
+        return [self._read(name) for name in sorted(self.fs.find("/logs/run"))]
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """The body runs while no call reaches the store."""
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("the store is away")  # no OSError: every store has its own
+
+        with pytest.MonkeyPatch.context() as patch:
+            for method in ("ls", "makedirs", "put_file"):
+                patch.setattr(MemoryFileSystem, method, fail)
+            yield
+
+    def _read(self, name: str) -> list[int]:
+        with tempfile.NamedTemporaryFile() as copy:
+            self.fs.get_file(name, copy.name)
+            return [event.step for event in read_events(copy.name) if event.HasField("summary")]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty store; local copies are made below ``tmp_path``."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store = Store()
+    yield store
+    store.fs.rm("/logs", recursive=True)
+
+
+def record(step: int) -> bytes:
+    values = [summaries.scalar("loss", step)]
+    event = Event(wall_time=1.0, step=step, summary=Summary(value=values))
+    return bytes(event.SerializeToString())
+
+
+def write(files: RemoteFiles, *steps: int, urgent: bool = False) -> None:
+    waiting = deque(map(record, steps))
+    try:
+        files.write(waiting, urgent=urgent)
+    finally:
+        assert not waiting
+
+
+def test_tensorboard_reads_a_run_in_memory(store: Store) -> None:
+    with SummaryWriter("memory://logs/run") as writer:
+        writer.add_scalar("loss", 0.5, 3)
+        writer.flush()
+        first = EventAccumulator("memory://logs/run").Reload().Scalars("loss")
+        writer.add_scalar("loss", 0.25, 4)
+
+    second = EventAccumulator("memory://logs/run").Reload().Scalars("loss")
+
+    assert [(event.step, event.value) for event in first] == [(3, 0.5)]
+    assert [(event.step, event.value) for event in second] == [(3, 0.5), (4, 0.25)]
+
+
+def test_a_file_is_uploaded_again_when_it_has_grown(store: Store) -> None:
+    files = RemoteFiles("memory://logs/run")
+
+    write(files, 0, 1, urgent=True)
+    assert store.steps() == [[0, 1]]
+    write(files, 2, urgent=True)
+    assert store.steps() == [[0, 1, 2]]
+    files.close()
+
+
+def test_uploads_are_some_seconds_apart(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(remote_files.time, "monotonic", lambda: now)
+    files = RemoteFiles("memory://logs/run")
+
+    write(files, 0)
+    write(files, 1)
+    assert store.steps() == [[0]]
+    now += remote_files._SYNC_S
+    write(files)
+    assert store.steps() == [[0, 1]]
+    files.close()
+
+
+def test_nothing_remains_on_the_local_disk(store: Store, tmp_path: Path) -> None:
+    files = RemoteFiles("memory://logs/run")
+    write(files, 0)
+
+    files.close()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_upload_stays_small(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_files, "_MAX_FILE_BYTES", 200)
+    files = RemoteFiles("memory://logs/run")
+
+    for step in range(9):
+        write(files, step, urgent=True)
+        (spool,) = tmp_path.glob("telemetry-events-*")
+        assert len(list(spool.iterdir())) == 1
+
+    files.close()
+    steps = store.steps()
+    assert len(steps) > 1
+    assert list(itertools.chain(*steps)) == list(range(9))
+
+
+def test_a_resumed_run_sorts_behind_the_earlier_files(store: Store) -> None:
+    earlier = "/logs/run/events.out.tfevents.2000000000.host.1.0"
+    store.fs.pipe_file(earlier, b"")
+    files = RemoteFiles("memory://logs/run")
+
+    write(files, 5)
+    files.close()
+
+    assert store.steps() == [[], [5]]
+
+
+def test_a_store_that_is_away_for_a_while_loses_nothing(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    with store.away():
+        writer = FileWriter("memory://logs/run")
+        for step in range(3):
+            writer.write_values([summaries.scalar("loss", step)], step)
+            writer.flush()
+        assert "the store is away" in str(writer.failure)
+    writer.flush()
+    assert store.steps() == [[0, 1, 2]]
+    with store.away():
+        writer.write_values([summaries.scalar("loss", 3)], 3)
+        writer.flush()
+    writer.close()
+
+    assert store.steps() == [[0, 1, 2, 3]]
+    assert writer.lost_count == 0
+    assert len(caplog.messages) == 2  # one for each absence
+
+
+def test_what_the_store_never_got_stays_on_the_local_disk(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = FileWriter("memory://logs/run")
+    writer.flush()
+    with store.away():
+        writer.write_values([summaries.scalar("loss", 3)], 3)
+        writer.close()
+
+    (spool,) = tmp_path.glob("telemetry-events-*")
+    (path,) = spool.iterdir()
+    assert [event.step for event in read_events(path)][-1] == 3
+    assert f"What it lacks is in {spool}" in caplog.messages[-1]

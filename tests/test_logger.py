@@ -1,0 +1,539 @@
+"""HookLogger as its users meet it: arguments, life cycle, and what lands in TensorBoard."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.tensorboard import SummaryWriter
+from twins import Recorder, assert_left_alone
+
+from telemetry import Alert, HookLogger, TelemetryAlert
+from telemetry.records import StepRecord
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(4 * 6 * 6, 5),
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def train(model: nn.Module, logger: HookLogger | None = None, steps: int = 5) -> Iterator[Tensor]:
+    """Images for a model that begins with a convolution, else three features."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    is_cnn = isinstance(next(model.children()), nn.Conv2d)
+    for _ in range(steps):
+        inputs = torch.rand(8, 1, 8, 8) if is_cnn else torch.rand(8, 3)
+        loss = F.cross_entropy(model(inputs), torch.randint(0, 2, (8,)))
+        optimizer.zero_grad()
+        loss.backward()
+        if logger is not None:
+            logger.log(loss=loss)
+        optimizer.step()
+        yield loss
+
+
+def run_through(iterator: Iterator[object]) -> None:
+    for _ in iterator:
+        pass
+
+
+def load(log_dir: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(log_dir), size_guidance={"tensors": 0, "scalars": 0})
+    return accumulator.Reload()
+
+
+def scalars(log_dir: Path, tag: str) -> dict[int, float]:
+    return {event.step: event.value for event in load(log_dir).Scalars(tag)}
+
+
+def histogram_at(log_dir: Path, tag: str, step: int) -> np.ndarray:
+    [event] = [event for event in load(log_dir).Tensors(tag) if event.step == step]
+    return make_ndarray(event.tensor_proto)
+
+
+# --- training is left alone ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 2])
+def test_training_is_the_same_bit_for_bit(tmp_path: Path, every_n_steps: int) -> None:
+    outcome = assert_left_alone(small_cnn, train, tmp_path, every_n_steps=every_n_steps)
+    assert [record.step for record in outcome.records] == [0, 1, 2, 3, 4]
+    assert [record.step for record in outcome.full] == list(range(0, 5, every_n_steps))
+
+
+def test_hooks_are_on_the_model_only_on_logged_steps(tmp_path: Path) -> None:
+    model = small_cnn()
+
+    def hooks() -> int:
+        on_modules = sum(len(m._forward_hooks) + len(m._backward_hooks) for m in model.modules())
+        on_parameters = sum(
+            len(p._post_accumulate_grad_hooks or ()) + len(p._backward_hooks or ())
+            for p in model.parameters()
+        )
+        return on_modules + on_parameters
+
+    counts = []
+    with HookLogger(model, tmp_path, every_n_steps=3):
+        counts.append(hooks() > 0)
+        for _ in train(model, steps=6):
+            counts.append(hooks() > 0)
+    assert counts == [True, False, False, True, False, False, True]
+    assert hooks() == 0
+
+
+def test_hooks_are_removed_when_the_body_raises(tmp_path: Path) -> None:
+    model = mlp()
+    with pytest.raises(KeyError), HookLogger(model, tmp_path):
+        raise KeyError
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_fault_of_ours_is_told_once_and_does_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken_rule(record: StepRecord) -> list[Alert]:
+        raise RuntimeError("planted")
+
+    model = mlp()
+    with HookLogger(model, tmp_path, alerts=[broken_rule]):
+        run_through(train(model))
+    assert caplog.text.count("telemetry failed to apply the rule 'broken_rule'") == 1
+    assert len(scalars(tmp_path, "grad_norm/total")) == 5
+
+
+# --- what is logged ------------------------------------------------------------------------------
+
+
+class HandCaptured:
+    """The tensors of each step, taken by hooks of the test's own."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.outputs: dict[str, np.ndarray] = {}
+        self.output_grads: dict[str, np.ndarray] = {}
+        for name, module in model.named_children():
+            module.register_forward_hook(lambda m, a, out, name=name: self._take(name, out))
+
+    def _take(self, name: str, output: Tensor) -> None:
+        self.outputs[name] = output.detach().double().numpy()
+        output.register_hook(
+            lambda grad: self.output_grads.__setitem__(name, grad.double().numpy().copy())
+        )
+
+
+def test_logged_values_are_those_that_numpy_computes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    captured = HandCaptured(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with HookLogger(model, tmp_path, alerts=()):
+        F.cross_entropy(model(torch.rand(8, 3)), torch.randint(0, 2, (8,))).backward()
+        before = {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
+        grads = {name: p.grad.double().numpy().copy() for name, p in model.named_parameters()}
+        optimizer.step()
+    after = {name: p.detach().double().numpy() for name, p in model.named_parameters()}
+
+    def scalar(tag: str) -> float:
+        return scalars(tmp_path, tag)[0]
+
+    total = np.sqrt(sum(np.square(grad).sum() for grad in grads.values()))
+    assert scalar("grad_norm/total") == pytest.approx(total, rel=1e-6)
+    assert scalar("learning_rate/0") == pytest.approx(0.5)
+    for name, grad in grads.items():
+        tag = f"{int(name[0]):04d}.{name}"
+        norm = np.linalg.norm
+        moved = norm(after[name] - before[name]) / norm(before[name])
+        assert scalar(f"grad_norm/{tag}") == pytest.approx(norm(grad), rel=1e-6)
+        assert scalar(f"weight_norm/{tag}") == pytest.approx(norm(before[name]), rel=1e-6)
+        assert scalar(f"update_ratio/{tag}") == pytest.approx(moved, rel=1e-4)
+        assert_histogram_of(grad, histogram_at(tmp_path, f"grad/{tag}", 0))
+        assert_histogram_of(before[name], histogram_at(tmp_path, f"weight/{tag}", 0))
+    for name, output in captured.outputs.items():
+        tag = f"{int(name):04d}.{name}"
+        dead = np.mean((output == 0).all(axis=0))
+        assert scalar(f"activation_mean/{tag}") == pytest.approx(output.mean(), rel=1e-5)
+        assert scalar(f"activation_rms/{tag}") == pytest.approx(np.sqrt((output**2).mean()))
+        assert scalar(f"activation_min/{tag}") == pytest.approx(output.min())
+        assert scalar(f"activation_max/{tag}") == pytest.approx(output.max())
+        assert scalar(f"zero_fraction/{tag}") == pytest.approx(np.mean(output == 0))
+        assert scalar(f"dead_units/{tag}") == pytest.approx(dead)
+        assert_histogram_of(output, histogram_at(tmp_path, f"activation/{tag}", 0))
+        grad = captured.output_grads[name]
+        assert_histogram_of(grad, histogram_at(tmp_path, f"activation_grad/{tag}", 0))
+
+
+def assert_histogram_of(values: np.ndarray, buckets: np.ndarray) -> None:
+    """``buckets`` ``[k, 3]`` hold left edge, right edge and count of ``values``."""
+    values = values.ravel()
+    assert buckets[:, 2].sum() == values.size
+    assert buckets[0, 0] == pytest.approx(values.min())
+    assert buckets[-1, 1] == pytest.approx(values.max())
+    for left, right, count in buckets[1:-1]:
+        assert count == np.sum((left <= values) & (values < right))
+
+
+def test_images_show_feature_maps_filters_and_input(tmp_path: Path) -> None:
+    model = small_cnn()
+    with HookLogger(model, tmp_path, every_n_steps=2):
+        run_through(train(model))
+    accumulator = load(tmp_path)
+    for tag in ("feature_maps/0000.0", "filters/0000.0", "input"):
+        events = accumulator.Tensors(tag)
+        assert [event.step for event in events] == [0, 2, 4]
+        width, height, png = events[0].tensor_proto.string_val
+        assert int(width) > 8
+        assert int(height) > 8
+        assert png.startswith(b"\x89PNG")
+
+
+def test_names_are_numbered_in_forward_order(tmp_path: Path) -> None:
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = nn.Linear(4, 2)
+            self.first = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    model = Reversed()
+    recorder = Recorder()
+    with HookLogger(model, tmp_path, alerts=[recorder]):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.rand(2, 3)).sum().backward()
+        optimizer.step()
+    assert [m.name for m in recorder.records[0].layout.modules] == ["first", "second"]
+    tags = load(tmp_path).Tags()["scalars"]
+    assert "grad_norm/0000.first.weight" in tags
+    assert "grad_norm/0001.second.weight" in tags
+
+
+def test_many_parameters_show_twelve_layers_and_their_range(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)])
+    with HookLogger(model, tmp_path, alerts=()):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.rand(2, 2)).sum().backward()
+        optimizer.step()
+    tags = load(tmp_path).Tags()
+    curves = {tag.partition("/")[2] for tag in tags["scalars"] if tag.startswith("grad_norm/")}
+    assert {"total", "min", "median", "max"} < curves
+    assert sum(curve[0].isdigit() for curve in curves) == 12
+    assert "0000.0.weight" in curves
+    assert "0039.39.bias" in curves
+    assert sum(tag.startswith("grad/") for tag in tags["tensors"]) == 80
+
+
+def test_every_step_has_its_gradient_norms(tmp_path: Path) -> None:
+    model, recorder = mlp(), Recorder()
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=100):
+        expected = []
+        for _ in train(model, steps=4):
+            expected.append([p.grad.double().norm().item() for p in model.parameters()])
+    np.testing.assert_allclose([r.grad_norms for r in recorder.records], expected, rtol=1e-6)
+    assert list(scalars(tmp_path, "grad_norm/total")) == [0, 1, 2, 3]
+
+
+def test_norms_tell_overflowing_squares_from_infinite_gradients(tmp_path: Path) -> None:
+    model, recorder = nn.Linear(2, 1), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with HookLogger(model, tmp_path, alerts=[recorder]):
+        for value in (1e25, float("inf"), float("nan")):
+            model.weight.grad = torch.tensor([[value, 0.0]])
+            optimizer.step()
+    large, infinite, nan = recorder.records
+    assert large.grad_norms[0] == pytest.approx(1e25)
+    assert large.grad_finite.all()
+    assert not infinite.grad_finite[0]
+    assert not nan.grad_finite[0]
+
+
+def test_user_scalars_are_written_at_the_current_step(tmp_path: Path) -> None:
+    model = mlp()
+    recorder = Recorder()
+    with HookLogger(model, tmp_path, alerts=[recorder]) as logger:
+        losses = [loss.item() for loss in train(model, logger, steps=3)]
+        logger.log(accuracy=0.5, epoch=np.int64(1))
+    assert scalars(tmp_path, "loss") == pytest.approx(dict(enumerate(losses)))
+    assert scalars(tmp_path, "accuracy") == {3: 0.5}
+    assert [record.loss for record in recorder.records] == pytest.approx(losses)
+
+
+# --- selecting -----------------------------------------------------------------------------------
+
+
+def test_content_can_be_switched_off(tmp_path: Path) -> None:
+    model = small_cnn()
+    switches = ("activations", "activation_gradients", "gradients", "weights", "images")
+    with HookLogger(model, tmp_path, **dict.fromkeys(switches, False)):
+        run_through(train(model))
+    assert load(tmp_path).Tags()["tensors"] == []
+    tags = load(tmp_path).Tags()["scalars"]
+    assert {tag.partition("/")[0] for tag in tags} == {"grad_norm", "learning_rate"}
+
+
+def test_only_selected_modules_are_watched(tmp_path: Path) -> None:
+    model, recorder = small_cnn(), Recorder()
+    with HookLogger(model, tmp_path, modules=nn.Module, exclude=["0", nn.Flatten, nn.Sequential]):
+        pass
+    with HookLogger(model, tmp_path, modules="[12]", alerts=[recorder]):
+        run_through(train(model, steps=1))
+    assert list(recorder.records[0].activations) == ["1", "2"]
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def test_the_first_optimizer_of_this_model_counts_the_steps(tmp_path: Path) -> None:
+    model, other, recorder = mlp(), mlp(), Recorder()
+    with HookLogger(model, tmp_path, alerts=[recorder]) as logger:
+        run_through(train(other, steps=3))
+        assert logger.current_step == 0
+        run_through(train(model, steps=2))
+        assert logger.current_step == 2
+    assert [record.step for record in recorder.records] == [0, 1]
+
+
+def test_the_named_optimizer_counts_the_steps(tmp_path: Path) -> None:
+    model, recorder = mlp(), Recorder()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    second = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    with HookLogger(model, tmp_path, optimizer=second, alerts=[recorder]):
+        for _ in range(2):
+            model(torch.rand(4, 3)).sum().backward()
+            first.step()
+            second.step()
+    assert [record.step for record in recorder.records] == [0, 1]
+    assert all(record.grad_present.all() for record in recorder.records)
+
+
+def test_steps_are_counted_by_hand_without_an_optimizer(tmp_path: Path) -> None:
+    model, recorder = mlp(), Recorder()
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
+        for _ in range(3):
+            model(torch.rand(4, 3)).sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+            logger.step()
+            model.zero_grad()
+    assert [record.step for record in recorder.records] == [0, 1, 2]
+    assert [record.full for record in recorder.records] == [True, False, True]
+    assert recorder.records[2].activations
+    assert all(record.total_grad_norm > 0 for record in recorder.records)
+
+
+# --- life cycle ----------------------------------------------------------------------------------
+
+
+def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+    logger = HookLogger(mlp(), tmp_path)
+    logger.close()
+    logger.close()
+
+
+def test_removing_and_attaching_again_goes_on_with_the_count(tmp_path: Path) -> None:
+    model, recorder = mlp(), Recorder()
+    with HookLogger(model, tmp_path, alerts=[recorder]) as logger:
+        run_through(train(model, steps=2))
+        logger.remove()
+        assert not any(module._forward_hooks for module in model.modules())
+        run_through(train(model, steps=2))
+        logger.attach()
+        run_through(train(model, steps=1))
+    assert [record.step for record in recorder.records] == [0, 1, 2]
+
+
+def test_a_closed_logger_cannot_be_attached(tmp_path: Path) -> None:
+    logger = HookLogger(mlp(), tmp_path)
+    logger.close()
+    with pytest.raises(ValueError, match="closed; make a new one"):
+        logger.attach()
+
+
+def test_two_loggers_of_one_model_do_not_disturb_each_other(tmp_path: Path) -> None:
+    model, recorders = mlp(), [Recorder(), Recorder()]
+    with (
+        HookLogger(model, tmp_path / "a", alerts=[recorders[0]], every_n_steps=1),
+        HookLogger(model, tmp_path / "b", alerts=[recorders[1]], every_n_steps=2),
+    ):
+        run_through(train(model, steps=3))
+    one, two = (recorder.records for recorder in recorders)
+    assert [record.full for record in one] == [True, True, True]
+    assert [record.full for record in two] == [True, False, True]
+    assert one[2].activations["0"].sketch.sum == two[2].activations["0"].sketch.sum
+
+
+def test_a_given_writer_stays_open(tmp_path: Path) -> None:
+    writer = SummaryWriter(tmp_path)
+    model = mlp()
+    with HookLogger(model, writer):
+        run_through(train(model))
+    writer.add_scalar("after", 1.0, 0)
+    writer.close()
+    assert scalars(tmp_path, "after") == {0: 1.0}
+    assert len(scalars(tmp_path, "grad_norm/total")) == 5
+
+
+def test_a_logger_that_nobody_keeps_goes_on_until_the_model_is_gone(tmp_path: Path) -> None:
+    model = mlp()
+    HookLogger(model, tmp_path)
+    run_through(train(model, steps=2))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(scalars(tmp_path, "grad_norm/total")) == 2
+
+
+def test_a_script_that_never_closes_loses_nothing(tmp_path: Path) -> None:
+    script = """
+        import sys, torch
+        from torch import nn
+        from telemetry import HookLogger
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        HookLogger(model, sys.argv[1])
+        for _ in range(3):
+            model(torch.rand(4, 2)).sum().backward()
+            optimizer.step()
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=True, timeout=120
+    )
+    assert list(scalars(tmp_path, "grad_norm/total")) == [0, 1, 2]
+
+
+# --- alerts --------------------------------------------------------------------------------------
+
+
+def fault_at(step: int) -> object:
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        if record.step == step:
+            yield Alert(
+                kind="nonfinite",
+                severity="error",
+                step=record.step,
+                module_name="0",
+                value=1.0,
+                threshold=0.0,
+                message="planted fault\nin module 0\ntry to remove it",
+            )
+
+    return rule
+
+
+def test_an_alert_is_kept_logged_written_and_handed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, told = mlp(), []
+    with HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert=told.append) as logger:
+        run_through(train(model))
+        [alert] = logger.alerts
+    assert (alert.kind, alert.step, alert.module_name) == ("nonfinite", 1, "0")
+    assert told == [alert]
+    [message] = [r for r in caplog.records if "planted fault" in r.getMessage()]
+    assert message.levelno == logging.ERROR
+    [tag] = [tag for tag in load(tmp_path).Tags()["tensors"] if tag.startswith("alert/")]
+    assert tag == "alert/0000.nonfinite.0"
+
+
+def test_an_alert_raises_between_two_steps_if_asked_to(tmp_path: Path) -> None:
+    model = mlp()
+    with (
+        pytest.raises(TelemetryAlert, match="planted fault") as raised,
+        HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert="raise") as logger,
+    ):
+        for _ in train(model, steps=100):
+            logger.flush()
+    assert raised.value.alert.step == 1
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_callback_that_fails_is_told_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+
+    def broken(alert: Alert) -> None:
+        raise RuntimeError("planted in the callback")
+
+    with HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert=broken):
+        run_through(train(model))
+    assert "planted in the callback" in caplog.text
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "mlp"}, TypeError, r"HookLogger\(model=...\): must be a torch.nn.Module"),
+        ({"model": nn.ReLU()}, ValueError, "has no parameters"),
+        ({"writer": 3}, TypeError, r"HookLogger\(writer=...\): must be .* or a log directory"),
+        ({"every_n_steps": 0}, ValueError, r"HookLogger\(every_n_steps=0\): must be at least 1"),
+        ({"every_n_steps": 0.5}, TypeError, r"every_n_steps=0.5\): must be an int"),
+        ({"optimizer": "adam"}, TypeError, r"optimizer=...\): must be a torch.optim.Optimizer"),
+        (
+            {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)},
+            ValueError,
+            "holds none of the model's parameters",
+        ),
+        ({"modules": "1x"}, ValueError, "matches none of the 4 modules; the closest names are"),
+        ({"modules": 7}, TypeError, r"HookLogger\(modules=7\)"),
+        ({"exclude": nn.Module}, ValueError, "leaves none"),
+        ({"alerts": "all"}, TypeError, r"HookLogger\(alerts='all'\)"),
+        ({"alerts": [1]}, TypeError, "1 is no rule"),
+        ({"on_alert": "stop"}, TypeError, 'must be a callable or "raise"'),
+    ],
+)
+def test_bad_arguments_are_named(
+    tmp_path: Path, options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        HookLogger(**{"model": mlp(), "writer": tmp_path, **options})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_closed_writer_is_refused(tmp_path: Path) -> None:
+    writer = SummaryWriter(tmp_path)
+    writer.close()
+    with pytest.raises(ValueError, match=r"HookLogger\(writer=...\): is closed"):
+        HookLogger(mlp(), writer)
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"HookLogger\(writer='.*file/run'\): cannot be written"):
+        HookLogger(mlp(), tmp_path / "file" / "run")
+
+
+def test_logging_what_is_no_number_is_refused(tmp_path: Path) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path) as logger:
+        with pytest.raises(ValueError, match=r"log\(loss=...\): has 2 elements"):
+            logger.log(loss=torch.zeros(2))
+        with pytest.raises(TypeError, match=r"log\(loss='low'\): must be a number"):
+            logger.log(loss="low")

@@ -1,0 +1,109 @@
+"""Two runs of one training loop, bare and watched: they must not differ in a single bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from telemetry import Alert, HookLogger
+from telemetry.records import StepRecord
+
+Loop = Callable[[nn.Module, "HookLogger | None"], Iterable[object]]
+
+
+class Recorder:
+    """A rule that finds nothing and keeps every record."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self.records.append(record)
+        return ()
+
+
+@dataclass
+class Outcome:
+    """What a run of a loop left behind."""
+
+    model: nn.Module
+    yielded: list[Any]
+    random_numbers: tuple[float, float, float]
+    records: list[StepRecord] = field(default_factory=list)
+
+    @property
+    def full(self) -> list[StepRecord]:
+        return [record for record in self.records if record.full]
+
+
+def run(make: Callable[[], nn.Module], loop: Loop, log_dir: Path | None, **options: Any) -> Outcome:
+    """Train ``make()`` by ``loop``, watched if there is a ``log_dir``.
+
+    The loop yields whatever is to be compared (losses, gradients); tensors are copied.
+    """
+    seed(0)
+    model = make()
+    seed(1)
+    if log_dir is None:
+        yielded = [_copy(value) for value in loop(model, None)]
+        return Outcome(model, yielded, draw())
+    recorder = Recorder()
+    options = {"every_n_steps": 1, "alerts": [recorder], **options}
+    with HookLogger(model, log_dir, **options) as logger:
+        yielded = [_copy(value) for value in loop(model, logger)]
+        numbers = draw()
+    return Outcome(model, yielded, numbers, recorder.records)
+
+
+def assert_left_alone(
+    make: Callable[[], nn.Module], loop: Loop, log_dir: Path, **options: Any
+) -> Outcome:
+    """Run twins and compare them bit for bit; what the watched one saw."""
+    bare, watched = run(make, loop, None), run(make, loop, log_dir, **options)
+    assert bare.random_numbers == watched.random_numbers
+    assert len(bare.yielded) == len(watched.yielded)
+    for expected, got in zip(bare.yielded, watched.yielded, strict=True):
+        assert_same(expected, got)
+    for (name, expected), got in zip(
+        bare.model.state_dict().items(), watched.model.state_dict().values(), strict=True
+    ):
+        assert_same(expected, got, name)
+    for (name, parameter), twin in zip(
+        bare.model.named_parameters(), watched.model.parameters(), strict=True
+    ):
+        assert_same(parameter.grad, twin.grad, f"{name}.grad")
+    return watched
+
+
+def assert_same(expected: object, got: object, name: str = "") -> None:
+    """Equal to the bit, NaN included."""
+    if isinstance(expected, Tensor):
+        assert isinstance(got, Tensor), name
+        if expected.is_sparse:
+            expected, got = expected.coalesce().to_dense(), got.coalesce().to_dense()
+        assert torch.equal(expected.isnan(), got.isnan()), name
+        assert torch.equal(expected.nan_to_num(0), got.nan_to_num(0)), name
+    else:
+        assert expected == got or (expected != expected and got != got), name
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    np.random.seed(number)  # noqa: NPY002 - the global stream is what is being compared
+    random.seed(number)
+
+
+def draw() -> tuple[float, float, float]:
+    """The next number of each global stream."""
+    return torch.rand(()).item(), float(np.random.rand()), random.random()  # noqa: NPY002
+
+
+def _copy(value: object) -> object:
+    return value.detach().clone() if isinstance(value, Tensor) else value

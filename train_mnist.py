@@ -1,0 +1,147 @@
+"""Train a small CNN on MNIST and watch it in TensorBoard: ``python train_mnist.py --help``.
+
+The loop is the usual one. Telemetry adds the ``with HookLogger(...)`` around it, and ``logger.log``
+for the curves that only the loop knows. ``--fault`` breaks the training on purpose, to show what
+the alerts say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
+from torchvision.datasets import MNIST
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from telemetry import HookLogger
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    logging.basicConfig(format="%(message)s")  # shows the alerts while training
+    torch.manual_seed(args.seed)
+    device = torch.device(args.device)
+    train_set, test_set = load_data(args.data)
+    batches = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
+
+    model = build_model(args.fault).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+
+    with (
+        SummaryWriter(args.log_dir) as writer,
+        HookLogger(model, writer, every_n_steps=args.every_n_steps) as logger,
+        logging_redirect_tqdm(),
+    ):
+        for epoch in range(args.epochs):
+            model.train()
+            progress = tqdm(batches, desc=f"epoch {epoch + 1}/{args.epochs}", unit="batch")
+            for images, labels in progress:
+                images, labels = images.to(device), labels.to(device)
+                if args.fault == "nonfinite" and logger.current_step == args.every_n_steps:
+                    images = images / 0  # one bad batch
+                if args.fault == "exploding" and logger.current_step == 20:
+                    optimizer.param_groups[0]["lr"] *= 100
+
+                logits = model(images)
+                loss = nn.functional.cross_entropy(logits, labels)
+                logger.log(loss=loss, accuracy=(logits.argmax(1) == labels).float().mean())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+            logger.log(test_accuracy=accuracy(model, test_set, device))
+
+    print(f"\ntraining accuracy {accuracy(model, train_set, device):.2%}")
+    print(f"test accuracy     {accuracy(model, test_set, device):.2%}")
+    print(f"alerts            {len(logger.alerts) or 'none'}")
+    for alert in logger.alerts:
+        print(f"  {alert.kind} in {alert.module_name} at step {alert.step}")
+    print(f"\nLook at it with:\n  tensorboard --logdir {args.log_dir}")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a small CNN on MNIST and watch it in TensorBoard.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    log_dir = f"runs/mnist-{time.strftime('%Y%m%d-%H%M%S')}"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    faults = ("none", "exploding", "vanishing", "nonfinite")
+    parser.add_argument("--data", type=Path, default="data", help="folder of the MNIST images")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the training set")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step")
+    parser.add_argument("--lr", type=float, default=0.03, help="learning rate of SGD")
+    parser.add_argument("--every-n-steps", type=int, default=50, help="measure all at these steps")
+    parser.add_argument("--log-dir", default=log_dir, help="folder for TensorBoard")
+    parser.add_argument("--device", default=device, help="where to train")
+    parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
+    parser.add_argument("--fault", choices=faults, default="none", help="break the training")
+    return parser.parse_args(arguments)
+
+
+def load_data(folder: Path) -> tuple[TensorDataset, TensorDataset]:
+    """Training and test set; small digits of another kind if MNIST cannot be downloaded."""
+    socket.setdefaulttimeout(10)  # torchvision would wait for a silent server without end
+    try:
+        train, test = (MNIST(folder, train=train, download=True) for train in (True, False))
+    except (OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0].rstrip(":")
+        print(f"No MNIST ({reason}); training on scikit-learn's 8×8 digits, enlarged, instead.")
+        return load_small_digits()
+    return as_dataset(train.data, train.targets), as_dataset(test.data, test.targets)
+
+
+def load_small_digits() -> tuple[TensorDataset, TensorDataset]:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    small = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
+    images = nn.functional.interpolate(small, size=(28, 28), mode="bilinear")[:, 0]
+    labels = torch.from_numpy(digits.target)
+    return as_dataset(images[:1437], labels[:1437]), as_dataset(images[1437:], labels[1437:])
+
+
+def as_dataset(images: Tensor, labels: Tensor) -> TensorDataset:
+    """Gray levels 0 to 255, ``[N, 28, 28]``, normalized by MNIST's mean and deviation."""
+    return TensorDataset((images[:, None].float() / 255 - 0.1307) / 0.3081, labels)
+
+
+def build_model(fault: str) -> nn.Module:
+    hidden = [nn.Linear(32 * 5 * 5, 64), nn.ReLU()]
+    if fault == "vanishing":  # a sigmoid's slope is 1/4 at most, and ten multiply
+        hidden += [layer for _ in range(10) for layer in (nn.Linear(64, 64), nn.Sigmoid())]
+    model = nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(1, 16, kernel_size=3), relu1=nn.ReLU(), pool1=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(16, 32, kernel_size=3), relu2=nn.ReLU(), pool2=nn.MaxPool2d(2),
+            flatten=nn.Flatten(), hidden=nn.Sequential(*hidden), output=nn.Linear(64, 10),
+        )
+    )  # fmt: skip
+    if fault == "exploding":  # too large to begin with, and then the learning rate rises
+        for parameter in model.parameters():
+            parameter.data *= 2
+    return model
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, dataset: TensorDataset, device: torch.device) -> float:
+    """Share of right answers, 0 to 1."""
+    model.eval()
+    right = [
+        model(images.to(device)).argmax(dim=1).cpu() == labels
+        for images, labels in DataLoader(dataset, batch_size=500)
+    ]
+    return torch.cat(right).float().mean().item()
+
+
+if __name__ == "__main__":
+    main()
