@@ -1,6 +1,6 @@
 """What recording costs: training steps with and without it, interleaved in one process.
 
-    python benchmarks/overhead.py [--quick] [--device cuda] [--json FILE]
+    python benchmarks/overhead.py [--quick] [--device cuda] [--threads N] [--json FILE]
 
 Blocks of a few steps of every variant follow each other in random order, round after round, each
 on its own copy of the model; the table gives medians. A block ends when all that it recorded is
@@ -312,8 +312,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few rounds: figures are rough")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="of torch; its own default if not given")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     machine = describe_machine(device)
     print(machine)

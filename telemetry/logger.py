@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Literal
 
@@ -17,13 +15,15 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils import tensorboard
 
 from telemetry.alerts import default_rules
 from telemetry.capture import Capture, Content
+from telemetry.events.file_writer import FileWriter
+from telemetry.events.summary_writer import SummaryWriter
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
-from telemetry.pipeline import LoggedScalars, Pipeline
+from telemetry.pipeline import LoggedScalars, Pipeline, Sink
 from telemetry.records import Alert, Rule, TelemetryAlert
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
@@ -49,7 +49,8 @@ class HookLogger:
 
     Args:
         model: In training, on any device. It may be wrapped or moved afterwards.
-        writer: A ``torch.utils.tensorboard.SummaryWriter``, which stays open, or a log directory.
+        writer: A :class:`telemetry.SummaryWriter` or ``torch.utils.tensorboard.SummaryWriter``,
+            which stays open, or a log directory or URL, for which one of the former is opened.
         every_n_steps: Measure in full at steps 0, N, 2N, ...
         optimizer: Whose steps count; default: the first torch optimizer that steps parameters of
             this model.
@@ -65,6 +66,8 @@ class HookLogger:
         on_alert: Called with each :class:`Alert` on a background thread, or ``"raise"`` to raise
             :class:`TelemetryAlert` from the end of an optimizer step, :meth:`log`, :meth:`step` or
             the end of the ``with`` block.
+        first_step: Number of the first step, of a run that is resumed. In a log directory,
+            TensorBoard then hides what was logged earlier for this step and later ones.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -76,7 +79,7 @@ class HookLogger:
     def __init__(
         self,
         model: nn.Module,
-        writer: SummaryWriter | str | os.PathLike[str],
+        writer: tensorboard.SummaryWriter | str | os.PathLike[str],
         *,
         every_n_steps: int = 100,
         optimizer: Optimizer | None = None,
@@ -89,6 +92,7 @@ class HookLogger:
         images: bool = True,
         alerts: Iterable[Rule] | None = None,
         on_alert: Callable[[Alert], None] | Literal["raise"] | None = None,
+        first_step: int = 0,
     ) -> None:
         _check_model(model)
         schedule = every(every_n_steps)
@@ -98,13 +102,14 @@ class HookLogger:
         rules = default_rules() if alerts is None else _check_rules(alerts)
         if not (on_alert is None or on_alert == "raise" or callable(on_alert)):
             raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable or "raise"')
-        self._writer, self._owns_writer = _open_writer(writer)
+        _check_first_step(first_step)
+        self._writer, self._owns_writer = _open_writer(writer, first_step)
         self._on_alert = on_alert
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
         self._faults = Faults()
         self._pipeline = pipeline = Pipeline(
-            sink=_file_sink(self._writer),
+            sink=_sink_to(self._writer),
             flush_sink=self._writer.flush,
             rules=rules,
             on_alert=self._note_alert,
@@ -125,9 +130,11 @@ class HookLogger:
             safe_point=self._raise_if_asked,
             primary=primary,
             faults=self._faults,
+            first_step=first_step,
         )
-        # Keeps this logger until the model is gone or the interpreter exits, and then closes it.
-        self._finalizer = weakref.finalize(model, HookLogger.close, self)
+        # Keeps this logger until the model is gone or the process exits, and then closes it. Unlike
+        # atexit it also runs in a process of multiprocessing, and before the writer's own (0).
+        self._finalizer = Finalize(model, self.close, exitpriority=10)
         self._capture.attach()
 
     def __repr__(self) -> str:
@@ -155,7 +162,7 @@ class HookLogger:
 
     @property
     def current_step(self) -> int:
-        """Optimizer steps completed since the logger was made."""
+        """Number of the step in progress: ``first_step`` and the optimizer steps since."""
         return self._capture.step
 
     @property
@@ -226,7 +233,7 @@ class HookLogger:
         Raises:
             ValueError: The logger is closed.
         """
-        if not self._finalizer.alive:
+        if not self._finalizer.still_active():
             raise ValueError("HookLogger.attach(): the logger is closed; make a new one")
         self._capture.attach()
 
@@ -235,7 +242,7 @@ class HookLogger:
 
         The writer is flushed; it is closed if this logger opened it.
         """
-        self._finalizer.detach()
+        self._finalizer.cancel()
         self._capture.detach()
         self._pipeline.close()
         if self._owns_writer:
@@ -250,8 +257,8 @@ class HookLogger:
             self._on_alert(alert)
 
     def _raise_if_asked(self) -> None:
-        alert, self._to_raise = self._to_raise, None
-        if alert is not None and threading.current_thread().name != "telemetry":
+        if self._to_raise is not None and not self._pipeline.on_own_thread():
+            alert, self._to_raise = self._to_raise, None
             raise TelemetryAlert(alert)
 
 
@@ -290,9 +297,16 @@ def _check_rules(alerts: Any) -> Sequence[Rule]:
     return rules
 
 
-def _open_writer(writer: object) -> tuple[SummaryWriter, bool]:
+def _check_first_step(first_step: object) -> None:
+    if not isinstance(first_step, int) or isinstance(first_step, bool):
+        raise TypeError(f"HookLogger(first_step={first_step!r}): must be an int")
+    if first_step < 0:
+        raise ValueError(f"HookLogger(first_step={first_step}): must not be negative")
+
+
+def _open_writer(writer: object, first_step: int) -> tuple[tensorboard.SummaryWriter, bool]:
     """The writer, and whether it was opened here."""
-    if isinstance(writer, SummaryWriter):
+    if isinstance(writer, tensorboard.SummaryWriter):
         # A closed writer would silently begin another file.
         if writer.file_writer is None:
             raise ValueError("HookLogger(writer=...): is closed; open a new SummaryWriter")
@@ -302,21 +316,24 @@ def _open_writer(writer: object) -> tuple[SummaryWriter, bool]:
             "HookLogger(writer=...): must be a torch.utils.tensorboard.SummaryWriter or a log "
             f"directory, not {_type(writer)}"
         )
+    log_dir = os.path.expanduser(os.fspath(writer))
     try:
-        return SummaryWriter(os.fspath(Path(writer).expanduser())), True
+        return SummaryWriter(log_dir, purge_step=first_step or None), True
     except OSError as error:
-        raise type(error)(
-            f"HookLogger(writer={os.fspath(writer)!r}): cannot be written: {error}"
-        ) from error
+        raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
 
 
-def _file_sink(writer: SummaryWriter) -> Callable[..., None]:
+def _sink_to(writer: tensorboard.SummaryWriter) -> Sink:
     def write(
         values: Sequence[Summary.Value], *, step: int, wall_time: float, droppable: bool
     ) -> None:
-        event = Event(summary=Summary(value=values))
-        file_writer = writer._get_file_writer()
-        file_writer.add_event(event, step, wall_time)
+        file_writer: Any = writer.file_writer
+        if file_writer is None:
+            raise ValueError("the SummaryWriter was closed before the HookLogger")
+        if isinstance(file_writer, FileWriter):
+            file_writer.write_values(values, step, wall_time, droppable=droppable)
+        else:
+            file_writer.add_event(Event(summary=Summary(value=values)), step, wall_time)
 
     return write
 

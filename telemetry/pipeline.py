@@ -108,7 +108,7 @@ class Pipeline:
 
     def flush(self) -> None:
         """Wait until everything taken so far is written; at once on the background thread."""
-        if self._closed or os.getpid() != self._pid or self._on_own_thread():
+        if self._closed or os.getpid() != self._pid or self.on_own_thread():
             return
         done = threading.Event()
         self._queue.put(done)
@@ -121,12 +121,13 @@ class Pipeline:
             return
         self._closed = True
         self._queue.put(None)
-        if not self._on_own_thread():
+        if not self.on_own_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
         if self.dropped:
             log.warning("telemetry: %d steps were dropped, training was faster", self.dropped)
 
-    def _on_own_thread(self) -> bool:
+    def on_own_thread(self) -> bool:
+        """Whether the caller is the background thread: a rule or a callback."""
         return threading.current_thread() is self._thread
 
     def _drop(self, step: int) -> None:

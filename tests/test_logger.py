@@ -328,6 +328,21 @@ def test_the_named_optimizer_counts_the_steps(tmp_path: Path) -> None:
     assert all(record.grad_present.all() for record in recorder.records)
 
 
+def test_a_resumed_run_goes_on_with_its_steps(tmp_path: Path) -> None:
+    model, recorder = mlp(), Recorder()
+    with HookLogger(model, tmp_path, alerts=(), every_n_steps=2):
+        run_through(train(model, steps=5))
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2, first_step=3):
+        run_through(train(model, steps=4))
+    assert list(scalars(tmp_path, "grad_norm/total")) == [0, 1, 2, 3, 4, 5, 6]
+    assert [(r.step, r.full) for r in recorder.records] == [
+        (3, False),
+        (4, True),
+        (5, False),
+        (6, True),
+    ]
+
+
 def test_steps_are_counted_by_hand_without_an_optimizer(tmp_path: Path) -> None:
     model, recorder = mlp(), Recorder()
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
@@ -465,8 +480,7 @@ def test_an_alert_raises_between_two_steps_if_asked_to(tmp_path: Path) -> None:
         pytest.raises(TelemetryAlert, match="planted fault") as raised,
         HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert="raise") as logger,
     ):
-        for _ in train(model, steps=100):
-            logger.flush()
+        run_through(logger.flush() for _ in train(model, steps=100))
     assert raised.value.alert.step == 1
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -506,6 +520,7 @@ def test_a_callback_that_fails_is_told_and_training_goes_on(
         ({"exclude": nn.Module}, ValueError, "leaves none"),
         ({"alerts": "all"}, TypeError, r"HookLogger\(alerts='all'\)"),
         ({"alerts": [1]}, TypeError, "1 is no rule"),
+        ({"first_step": -1}, ValueError, r"first_step=-1\): must not be negative"),
         ({"on_alert": "stop"}, TypeError, 'must be a callable or "raise"'),
     ],
 )

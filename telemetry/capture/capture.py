@@ -62,6 +62,7 @@ class Capture:
         safe_point: Called between steps; may raise into the training loop.
         primary: Whose steps count; None: the first optimizer that steps the model's parameters.
         faults: Where hooks tell what failed.
+        first_step: Number of the first step.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Capture:
         safe_point: Callable[[], None],
         primary: Optimizer | None,
         faults: Faults,
+        first_step: int = 0,
     ) -> None:
         self._model = weakref.ref(model)
         self._selection = selection
@@ -101,7 +103,7 @@ class Capture:
         self._probes: dict[int, UpdateProbe] = {}
         self._by_hand = False
         self._told_silent = False
-        self.step = 0
+        self.step = first_step
 
     # --- attaching ---------------------------------------------------------------------------
 

@@ -62,8 +62,12 @@ class LargeTensor:
         self._sample.add(tensor.view(-1))
         array = tensor.numpy() if tensor.dtype is dtype else None
         for index in pieces(tensor.shape, PIECE_ELEMENTS):
-            piece = _convert(tensor[index], scratch.wide(dtype)) if array is None else array[index]
-            self._add(piece, values, index, scratch)
+            self._add(
+                _convert(tensor[index], scratch.wide(dtype)) if array is None else array[index],
+                values,
+                index,
+                scratch,
+            )
 
     def _add(
         self, piece: FloatArray, values: Values, index: tuple[slice, ...], scratch: Scratch

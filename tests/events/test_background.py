@@ -11,7 +11,7 @@ import pytest
 from telemetry.events import background
 from telemetry.events.background import BackgroundWriter
 
-WAIT_S = 10
+WAIT_S = 5
 NEVER_S = 3600.0
 
 
@@ -218,6 +218,21 @@ def test_what_cannot_be_written_is_tried_again_in_order(caplog: pytest.LogCaptur
     writer.close()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "no space left" in caplog.messages[0]
+
+
+def test_what_is_added_during_a_failing_write_comes_after_it() -> None:
+    files = MemoryFiles()
+    writer = make_writer(files)
+    files.failure = OSError("no space left")
+
+    with files.hanging():
+        start_hanging_write(writer, files)
+        put(writer, b"a")
+    writer.flush()
+    files.failure = None
+    writer.close()
+
+    assert files.written == [b"in flight", b"a"]
 
 
 def test_a_failing_disk_is_not_tried_at_every_record() -> None:
