@@ -134,21 +134,27 @@ class Recording:
     finish: Callable[[], None] = lambda: None  # waits until all of it is written
 
 
-def record_nothing(model: nn.Module, writer: SummaryWriter) -> Recording:
+def record_nothing(model: nn.Module, log_dir: Path) -> Recording:
     return Recording()
 
 
-def record_every_step(model: nn.Module, writer: SummaryWriter) -> Recording:
-    return Recording(finish=HookLogger(model, writer, every_n_steps=1).flush)
+def record_every_step(model: nn.Module, log_dir: Path) -> Recording:
+    return Recording(finish=HookLogger(model, log_dir, every_n_steps=1).flush)
 
 
-def record_none_of_these_steps(model: nn.Module, writer: SummaryWriter) -> Recording:
+def record_every_step_without_images(model: nn.Module, log_dir: Path) -> Recording:
+    """The content of :func:`record_naively`, and more."""
+    return Recording(finish=HookLogger(model, log_dir, every_n_steps=1, images=False).flush)
+
+
+def record_none_of_these_steps(model: nn.Module, log_dir: Path) -> Recording:
     """Attached, but after step 0 no step is due."""
-    return Recording(finish=HookLogger(model, writer, every_n_steps=1_000_000).flush)
+    return Recording(finish=HookLogger(model, log_dir, every_n_steps=1_000_000).flush)
 
 
-def record_naively(model: nn.Module, writer: SummaryWriter) -> Recording:
+def record_naively(model: nn.Module, log_dir: Path) -> Recording:
     """``add_histogram`` of the same tensors, as tutorials show it; no images, no alerts."""
+    writer = SummaryWriter(str(log_dir))
     step = 0
 
     def observe(name: str, output: Tensor) -> None:
@@ -171,10 +177,11 @@ def record_naively(model: nn.Module, writer: SummaryWriter) -> Recording:
     return Recording(after_step=after_step, finish=writer.flush)
 
 
-VARIANTS: Mapping[str, Callable[[nn.Module, SummaryWriter], Recording]] = {
+VARIANTS: Mapping[str, Callable[[nn.Module, Path], Recording]] = {
     "bare": record_nothing,
     "not due": record_none_of_these_steps,
     "every step": record_every_step,
+    "same, no images": record_every_step_without_images,
     "add_histogram": record_naively,
 }
 
@@ -218,7 +225,7 @@ class Training:
             outputs = self._model(self._inputs)
         self._labels = torch.randint(workload.classes, outputs.shape[:-1], device=device)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3, momentum=0.9)
-        self._recording = VARIANTS[variant](self._model, SummaryWriter(str(folder)))
+        self._recording = VARIANTS[variant](self._model, folder)
         self._train(steps=1)  # step 0
 
     def run_block(self) -> Block:

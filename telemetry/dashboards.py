@@ -39,11 +39,11 @@ def values_of(record: StepRecord) -> Iterator[Summary.Value]:
             yield value
         return
     yield summaries.scalar("grad_norm/total", record.total_grad_norm)
+    if not record.full:
+        return
     if record.loss_scale is not None:
         yield summaries.scalar("scaler/scale", record.loss_scale)
         yield summaries.scalar("scaler/skipped_steps", record.skipped_steps)
-    if not record.full:
-        return
     if record.total_grad_norm_before_clipping is not None:
         before = record.total_grad_norm_before_clipping
         yield summaries.scalar("grad_norm/total_before_clipping", before)
@@ -59,8 +59,8 @@ def alert_value(alert: Alert, number: int) -> Summary.Value:
     """An alert as a text with a tag of its own: of texts that share one, TensorBoard drops some."""
     where = f".{alert.module_name}" if alert.module_name else ""
     tag = f"alert/{number:04d}.{alert.kind}{where}"
-    lines = f"**{alert.severity}** at step {alert.step}\n\n{alert.message}"
-    return summaries.text(tag, lines.replace("\n", "  \n"))
+    message = alert.message.replace("\n", "  \n")  # Markdown's line break
+    return summaries.text(tag, f"**{alert.severity}** at step {alert.step}\n\n{message}")
 
 
 def _parameter_curves(record: StepRecord) -> Iterator[Summary.Value]:

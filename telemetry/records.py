@@ -178,7 +178,7 @@ class StepRecord:
         learning_rates: Of each parameter group.
         scalars: What the user logged for this step, by name.
         loss_scale: Factor of a ``GradScaler`` on the loss; all gradients here are without it.
-        skipped_steps: Steps that a ``GradScaler`` has skipped since the record before.
+        skipped_steps: Steps that a ``GradScaler`` has skipped so far.
         skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the
             gradients are not finite by design.
         full: Whether what follows was measured at this step.

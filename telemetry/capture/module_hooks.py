@@ -172,10 +172,9 @@ class ModuleHooks:
         """The gradient of an output; kept only if this backward pass reaches a parameter."""
         if window is not self._window:
             return  # a graph kept from an earlier step
-        axis = self._unit_axis(hook, grad)
         with undisturbed():
             name = _output_name(hook.name, index)
-            window.observe("activation_grads", name, grad, unit_axis=axis, task=backward_task())
+            window.observe("activation_grads", name, grad, task=backward_task())
 
     def on_graph(self, hook: _ForwardHook, tensor: Tensor, index: int, backward: bool) -> None:
         """A compiled graph shows an output or its gradient."""

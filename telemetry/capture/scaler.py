@@ -67,16 +67,16 @@ class SkippedSteps:
     """Counts skipped steps from one reading to the next; call it once a step, in order."""
 
     def __init__(self) -> None:
+        self._total = 0
         self._expected: tuple[int, float] | None = None
 
     def __call__(self, reading: ScalerReading) -> int:
-        """Steps skipped since the reading before; 0 if that was not the step before."""
+        """Steps skipped so far; none are counted where a reading between is missing."""
         scale, tracker = reading.factor, int(reading.growth_tracker.wait())
-        skipped = 0
         if self._expected is not None and self._expected[0] == reading.step:
             shrunk = self._expected[1] / scale if scale > 0 else math.inf
             if shrunk > 1 and math.isfinite(shrunk):
-                skipped = round(math.log(shrunk, 1 / reading.backoff_factor))
+                self._total += round(math.log(shrunk, 1 / reading.backoff_factor))
         if reading.skipped:
             after = scale * reading.backoff_factor
         elif tracker + 1 == reading.growth_interval:
@@ -85,4 +85,5 @@ class SkippedSteps:
             after = scale
         # A step that a fused optimizer skipped was called, so it was counted as one.
         self._expected = reading.step + 1, after
-        return skipped + reading.skipped
+        self._total += reading.skipped
+        return self._total

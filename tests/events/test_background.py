@@ -278,8 +278,30 @@ def test_close_does_not_wait_for_ever(
         writer.close()
         (told,) = caplog.messages
 
-    assert "events could not be written" in told
+    assert "1 events could not be written" in told
+    assert "has not ended within 0.05 s" in told
     writer._thread.join(WAIT_S)
+
+
+def test_an_interrupted_close_can_be_finished() -> None:
+    files = MemoryFiles()
+    writer = make_writer(files)
+
+    with files.hanging():
+        start_hanging_write(writer, files)
+        put(writer, b"a")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer._changed, "wait_for", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                writer.close()
+    writer.close()  # as the interpreter does when it exits
+
+    assert files.written == [b"in flight", b"a"]
+    assert files.is_closed
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_closed_writer_refuses_records() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,44 @@ def test_a_moved_directory_is_written_on(tmp_path: Path) -> None:
 
     (path,) = list_event_files(tmp_path / "renamed")
     assert steps_in(path) == [0, 1]
+
+
+def test_a_file_that_cannot_be_looked_at_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = LocalFiles(str(tmp_path))
+    write(files, record(0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)  # as of a file that is gone from an NFS server
+        with pytest.raises(OSError, match="stale"):
+            files.write(deque([record(1)]))
+    write(files, record(1))
+    files.close()
+
+    assert [steps_in(path) for path in list_event_files(tmp_path)] == [[0], [1]]
+
+
+def test_an_error_on_closing_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class NetworkFile(FileIO):
+        def close(self) -> None:
+            super().close()
+            fail()
+
+    monkeypatch.setattr(local_files, "FileIO", NetworkFile)
+    files = LocalFiles(str(tmp_path))
+    write(files, record(0))
+
+    files.close()
+
+    (told,) = caplog.messages
+    assert "may lack its end: stale" in told
+
+
+def fail(*_: object) -> None:
+    raise OSError("stale")
 
 
 def test_a_large_file_is_followed_by_another(tmp_path: Path) -> None:

@@ -247,8 +247,11 @@ def test_a_deep_copied_model_that_holds_a_writer_writes_nothing(
         twin = copy.deepcopy(model)
 
         twin.writer.add_scalar("loss", 1.0, 3)
+        twin.writer.add_scalars("all", {"train": 1.0}, 3)
+        twin.writer.add_hparams({"lr": 0.1}, {"best": 0.5})
         twin.writer.flush()
         twin.writer.close()
+        twin.writer.add_scalar("loss", 1.0, 4)
 
     assert read_runs(tmp_path) == {".": []}
     assert "writes nothing" in caplog.text

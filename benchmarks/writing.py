@@ -1,0 +1,213 @@
+"""What writing costs: telemetry's event writer against torch's, interleaved in one process.
+
+    python benchmarks/writing.py [--quick] [--json FILE]
+
+The first tables are CPU time per value, in microseconds: of all threads until the file is closed,
+and the share of the thread that adds the values. "calls" are methods of the drop-in
+``SummaryWriter``, one event for each value; "batches" are events of 100 values, as ``HookLogger``
+writes them; "ready batches" leave out what it takes to build the values.
+
+The last table is how much longer a loop of pure Python takes while it writes 1000 histograms per
+second. Figures are medians over the rounds; ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from overhead import describe_machine
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils import tensorboard
+
+from telemetry import SummaryWriter
+from telemetry.events import FileWriter, summaries
+
+TAG = "grad_norm/0007.encoder.layers.2"
+BATCH = 100
+
+# A histogram of 100 buckets: as our summaries take it, and as torch's method does.
+EDGES = np.linspace(-3.0, 3.0, 101)
+COUNTS = np.arange(100.0)
+LIMITS, BUCKETS = EDGES[1:].tolist(), COUNTS.tolist()
+
+# --- what is written
+
+
+def add_scalars(writer: tensorboard.SummaryWriter, count: int) -> None:
+    for step in range(count):
+        writer.add_scalar(TAG, 0.5, step)
+
+
+def add_histograms(writer: tensorboard.SummaryWriter, count: int) -> None:
+    for step in range(count):
+        writer.add_histogram_raw(TAG, -3.0, 3.0, 100, 0.0, 1.0, LIMITS, BUCKETS, step)
+
+
+def build_scalar() -> Summary.Value:
+    return summaries.scalar(TAG, 0.5)
+
+
+def build_histogram() -> Summary.Value:
+    return summaries.histogram(TAG, EDGES[:-1], EDGES[1:], COUNTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Writes events of 100 values; builds the values each time, unless they are ready."""
+
+    build: Callable[[], Summary.Value]
+    ready: bool = False
+
+    def __call__(self, writer: FileWriter, count: int) -> None:
+        values = [self.build() for _ in range(BATCH)]
+        for step in range(count // BATCH):
+            if not self.ready:
+                values = [self.build() for _ in range(BATCH)]
+            writer.write_values(values, step, droppable=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to write values."""
+
+    writer: Callable[[str], tensorboard.SummaryWriter | FileWriter]
+    add: Callable[..., None]  # (writer, count)
+    count: int
+
+
+KINDS: Mapping[str, Mapping[str, Variant]] = {
+    "scalar": {
+        "torch": Variant(writer=tensorboard.SummaryWriter, add=add_scalars, count=1000),
+        "calls": Variant(writer=SummaryWriter, add=add_scalars, count=5000),
+        "batches": Variant(writer=FileWriter, add=Batches(build=build_scalar), count=20_000),
+        "ready batches": Variant(
+            writer=FileWriter, add=Batches(build=build_scalar, ready=True), count=20_000
+        ),
+    },
+    "histogram of 100 buckets": {
+        "torch": Variant(writer=tensorboard.SummaryWriter, add=add_histograms, count=200),
+        "calls": Variant(writer=SummaryWriter, add=add_histograms, count=2000),
+        "batches": Variant(writer=FileWriter, add=Batches(build=build_histogram), count=2000),
+        "ready batches": Variant(
+            writer=FileWriter, add=Batches(build=build_histogram, ready=True), count=2000
+        ),
+    },
+}
+
+# --- measuring
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """CPU time per value in microseconds; how many times cheaper than torch's it is."""
+
+    cpu_us: float
+    caller_us: float
+    cheaper: float
+
+
+def run_once(variant: Variant) -> tuple[float, float]:
+    """CPU time in s of all threads and of this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = variant.writer(folder)
+        process, thread = time.process_time(), time.thread_time()
+        variant.add(writer, variant.count)
+        thread = time.thread_time() - thread
+        writer.close()
+        return time.process_time() - process, thread
+
+
+def measure_costs(variants: Mapping[str, Variant], rounds: int) -> dict[str, Cost]:
+    runs = []
+    for _ in range(rounds):
+        times = {name: run_once(variant) for name, variant in variants.items()}
+        runs.append(
+            {
+                name: (process / variants[name].count, thread / variants[name].count)
+                for name, (process, thread) in times.items()
+            }
+        )
+    return {
+        name: Cost(
+            cpu_us=statistics.median(run[name][0] for run in runs) * 1e6,
+            caller_us=statistics.median(run[name][1] for run in runs) * 1e6,
+            cheaper=statistics.median(run["torch"][0] / run[name][0] for run in runs),
+        )
+        for name in variants
+    }
+
+
+def loop_s(write: Callable[[int], None], chunks: int) -> float:
+    """Wall time of a fixed amount of Python work that writes 1000 values a second."""
+    start = time.perf_counter()
+    written = 0
+    for _ in range(chunks):
+        sum(i * i for i in range(20_000))
+        due = int((time.perf_counter() - start) * 1000) - written
+        write(due)
+        written += due
+    return time.perf_counter() - start
+
+
+def measure_slowdown(rounds: int, chunks: int) -> dict[str, float]:
+    """Time of the loop over that of the loop which writes nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch_writer = tensorboard.SummaryWriter(f"{folder}/torch")
+        our_writer = SummaryWriter(f"{folder}/calls")
+        file_writer = FileWriter(f"{folder}/batches")
+        writes: dict[str, Callable[[int], None]] = {
+            "nothing": lambda count: None,
+            "torch": lambda count: add_histograms(torch_writer, count),
+            "calls": lambda count: add_histograms(our_writer, count),
+            "batches": lambda count: file_writer.write_values(
+                [build_histogram() for _ in range(count)]
+            ),
+        }
+        runs = [{n: loop_s(write, chunks) for n, write in writes.items()} for _ in range(rounds)]
+        for writer in (torch_writer, our_writer, file_writer):
+            writer.close()
+    return {name: statistics.median(run[name] / run["nothing"] for run in runs) for name in writes}
+
+
+# --- telling
+
+
+def print_costs(kind: str, costs: Mapping[str, Cost]) -> None:
+    print(f"\nµs per {kind}\n{'':16}{'CPU':>10}{'caller':>10}{'cheaper':>10}")
+    for name, cost in costs.items():
+        print(f"  {name:14}{cost.cpu_us:10.2f}{cost.caller_us:10.2f}{cost.cheaper:9.1f}×")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds: figures are rough")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    machine = describe_machine(torch.device("cpu"))
+    print(machine)
+    figures: dict[str, object] = {}
+    for kind, variants in KINDS.items():
+        costs = measure_costs(variants, rounds=3 if args.quick else 15)
+        print_costs(kind, costs)
+        figures[kind] = {name: asdict(cost) for name, cost in costs.items()}
+    slowdowns = measure_slowdown(rounds=2 if args.quick else 5, chunks=500)
+    print("\nA loop of pure Python that writes 1000 histograms per second takes")
+    for name, slowdown in slowdowns.items():
+        print(f"  {name:14}{slowdown:10.2f}×")
+    figures["slowdown"] = slowdowns
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine, "figures": figures}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""How accelerators' tensors are measured: on CPU tensors against the CPU's way, and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from telemetry.measure import Measurer, device
+from telemetry.measure.device import DeviceTensors
+from telemetry.measure.tensors import WORKING_DTYPE, values_of
+from telemetry.records import TensorRecord
+from telemetry.sketch import sketch_array
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=[device.PIECE_ELEMENTS, 1000], ids=["one piece", "many pieces"])
+def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "PIECE_ELEMENTS", request.param)
+
+
+def measure(*tensors: Tensor, unit_axis: int | None = None) -> list[TensorRecord]:
+    """As on an accelerator: everything is reduced there and sent at once."""
+    device_tensors = DeviceTensors()
+    pending = []
+    for tensor in tensors:
+        values = values_of(tensor, unit_axis)
+        assert values is not None
+        pending.append(device_tensors.add(values))
+    device_tensors.send()
+    return [record() for record in pending]
+
+
+def on_host(tensor: Tensor, unit_axis: int | None = None) -> TensorRecord:
+    measurer = Measurer()
+    measurer.add(tensor, unit_axis=unit_axis)
+    return measurer.finish().reduce()[0]
+
+
+def assert_same(actual: TensorRecord, expected: TensorRecord) -> None:
+    a, b = actual.sketch, expected.sketch
+    for name in ("count", "nan_count", "positive_inf_count", "negative_inf_count", "zero_count"):
+        assert getattr(a, name) == getattr(b, name), name
+    np.testing.assert_array_equal([a.min, a.max], [b.min, b.max])
+    atol = 1e-6 * (b.finite_count * b.sum_squares) ** 0.5
+    np.testing.assert_allclose(a.sum, b.sum, rtol=0, atol=atol)
+    np.testing.assert_allclose(a.sum_squares, b.sum_squares, rtol=1e-6)
+    np.testing.assert_array_equal(a.buckets, b.buckets)
+    np.testing.assert_array_equal(a.counts, b.counts)
+    np.testing.assert_array_equal(actual.unit_min, expected.unit_min)
+    np.testing.assert_array_equal(actual.unit_max, expected.unit_max)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def random_bits(count: int) -> Tensor:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, count, dtype=np.uint32)
+    return torch.from_numpy(bits.view(np.float32))
+
+
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize("dtype", WORKING_DTYPE, ids=str)
+@pytest.mark.filterwarnings("ignore:.*support is experimental:UserWarning")
+def test_every_dtype_is_measured_as_on_the_host(dtype: torch.dtype) -> None:
+    tensor = (normal(5_000) * 3).abs().to(dtype)
+    assert_same(*measure(tensor), on_host(tensor))
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_any_bits_are_measured_exactly() -> None:
+    tensor = random_bits(60_000)
+    assert_same(*measure(tensor), on_host(tensor))
+    assert_same(*measure(tensor), TensorRecord(sketch=sketch_array(tensor.numpy())))
+
+
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [float("nan")],
+        [float("inf")],
+        [-float("inf"), 3.4e38],
+        [0.0, -0.0],
+        [1e30],
+        [1e-25],
+        [-1e-45],
+    ],
+    ids=str,
+)
+def test_extreme_values(numbers: list[float]) -> None:
+    tensor = torch.tensor(numbers).repeat(1500)
+    assert_same(*measure(tensor), on_host(tensor))
+
+
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize("axis", [None, 0, 1, -1])
+def test_layouts_and_units(axis: int | None) -> None:
+    tensor = normal(4, 6, 30, 30).relu()
+    tensor[0, 2] = float("nan")
+    views = [
+        tensor,
+        tensor.to(memory_format=torch.channels_last),
+        tensor[:, ::2, :, 3:],
+        tensor[:, :1].expand(-1, 3, -1, -1),
+        tensor.transpose(1, 3),
+    ]
+    for record, view in zip(measure(*views, unit_axis=axis), views, strict=True):
+        assert_same(record, on_host(view, axis))
+
+
+def test_the_histogram_is_of_all_elements() -> None:
+    tensor = normal(200_000)
+    (record,) = measure(tensor)
+    assert_same(record, TensorRecord(sketch=sketch_array(tensor.numpy())))
+
+
+def test_nothing_depends_on_deterministic_mode() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        (record,) = measure(normal(5_000))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(record, on_host(normal(5_000)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_gpu_is_never_waited_for(deterministic: bool) -> None:
+    tensors = [
+        normal(100),
+        normal(8, 16, 30, 30).to(memory_format=torch.channels_last),
+        normal(5_000_000),
+        random_bits(100_000),
+        normal(100_000).bfloat16(),
+        normal(60_000).half()[::2],
+        torch.arange(100_000),
+        normal(10, 10) > 0,
+        torch.empty(0, 3),
+    ]
+    on_device = [tensor.cuda() for tensor in tensors]
+    measurer = Measurer()
+    torch.use_deterministic_algorithms(deterministic)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for tensor in on_device:
+            measurer.add(tensor, unit_axis=1 if tensor.ndim > 1 else None)
+        measurements = measurer.finish()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.use_deterministic_algorithms(False)
+    for tensor, record in zip(tensors, measurements.reduce(), strict=True):
+        expected = on_host(tensor, 1 if tensor.ndim > 1 else None)
+        if tensor.numel() > 65_536:
+            exact = sketch_array(tensor.to(torch.float64).numpy())
+            expected = replace(expected, sketch=exact)
+        assert_same(record, expected)

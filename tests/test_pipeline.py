@@ -1,0 +1,225 @@
+"""The background thread: order, bounds, forks, and what happens when something fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from telemetry import pipeline as pipeline_module
+from telemetry.capture.captured import CapturedStep, RunTotals
+from telemetry.faults import Faults
+from telemetry.pipeline import LoggedScalars, Pipeline
+from telemetry.records import Alert, Layout, Rule, StepRecord
+
+
+class Sink:
+    """Keeps what is written; ``gate`` holds the background thread up."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, list[str], bool]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = False
+
+    def __call__(
+        self, values: Sequence[Summary.Value], *, step: int, wall_time: float, droppable: bool
+    ) -> None:
+        assert self.gate.wait(30)
+        if self.fails:
+            raise OSError("no space left on device")
+        self.written.append((step, [value.tag for value in values], droppable))
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, tags, _ in self.written if "grad_norm/total" in tags]
+
+
+@pytest.fixture
+def sink() -> Sink:
+    return Sink()
+
+
+def make(sink: Sink, *rules: Rule, told: list[Alert] | None = None) -> Pipeline:
+    return Pipeline(
+        sink=sink,
+        flush_sink=lambda: None,
+        rules=rules,
+        on_alert=(told if told is not None else []).append,
+        faults=Faults(),
+    )
+
+
+def captured(step: int) -> CapturedStep:
+    return CapturedStep(
+        step=step,
+        wall_time=0.0,
+        layout=Layout(modules=(), parameters=()),
+        phase="",
+        totals=RunTotals(),
+        norms=(),
+        norms_before_clipping=(),
+        parameter_norms=(),
+        buffer_names=(),
+        buffer_norms=(),
+        updates=(),
+        learning_rates=(),
+        scaler=None,
+        measurements=None,
+        observations=(),
+        committed=frozenset(),
+        feature_maps={},
+        filters={},
+        input=None,
+    )
+
+
+def scalars(step: int, **values: float) -> LoggedScalars:
+    return LoggedScalars(step=step, wall_time=0.0, values=values)
+
+
+def an_alert(step: int) -> Alert:
+    return Alert(
+        kind="nonfinite",
+        severity="warning",
+        step=step,
+        module_name=None,
+        value=np.nan,
+        threshold=0.0,
+        message="planted",
+    )
+
+
+def test_steps_are_written_in_order_by_the_time_flush_returns(sink: Sink) -> None:
+    pipeline = make(sink)
+    for step in range(5):
+        pipeline.submit(captured(step))
+    pipeline.flush()
+    assert sink.steps == [0, 1, 2, 3, 4]
+    pipeline.close()
+
+
+def test_steps_that_do_not_fit_are_dropped_counted_and_told(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline_module, "MAX_STEPS_WAITING", 3)
+    pipeline = make(sink)
+    sink.gate.clear()
+    for step in range(10):
+        pipeline.submit(captured(step))
+        pipeline.submit_scalars(scalars(step, accuracy=0.5))
+    dropped = pipeline.dropped
+    sink.gate.set()
+    pipeline.close()
+    assert dropped >= 6
+    assert len(sink.steps) == 10 - dropped
+    assert sum("accuracy" in tags for _, tags, _ in sink.written) == 10
+    assert caplog.text.count("is not recorded") == 1
+    assert f"{dropped} steps were dropped" in caplog.text
+
+
+def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(sink: Sink) -> None:
+    pipeline = make(sink, lambda record: [an_alert(record.step)])
+    pipeline.submit_scalars(scalars(0, loss=1.0))
+    pipeline.submit(captured(0))
+    pipeline.close()
+    assert [droppable for _, _, droppable in sink.written] == [False, False, True]
+
+
+def test_a_step_gets_the_scalars_logged_for_it(sink: Sink) -> None:
+    seen: list[StepRecord] = []
+
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        seen.append(record)
+        yield from ()
+
+    pipeline = make(sink, rule)
+    pipeline.submit_scalars(scalars(0, loss=3.0))
+    pipeline.submit_scalars(scalars(0, accuracy=0.1))
+    pipeline.submit(captured(0))
+    pipeline.submit(captured(1))
+    pipeline.close()
+    assert [record.scalars for record in seen] == [{"loss": 3.0, "accuracy": 0.1}, {}]
+
+
+def test_a_rule_hears_of_losses_that_no_step_follows(sink: Sink) -> None:
+    class Rule:
+        def __call__(self, record: StepRecord) -> Iterator[Alert]:
+            yield from ()
+
+        def on_loss(self, step: int, loss: float) -> Iterator[Alert]:
+            if loss > 1:
+                yield an_alert(step)
+
+    told: list[Alert] = []
+    pipeline = make(sink, Rule(), told=told)
+    pipeline.submit_scalars(scalars(7, loss=2.0))
+    pipeline.close()
+    assert [alert.step for alert in told] == [7]
+
+
+def test_a_rule_can_ask_for_a_full_measurement(sink: Sink) -> None:
+    class Rule:
+        wants_full = False
+
+        def __call__(self, record: StepRecord) -> Iterator[Alert]:
+            self.wants_full = record.step == 1
+            yield from ()
+
+    pipeline = make(sink, Rule())
+    wanted = []
+    for step in range(3):
+        pipeline.submit(captured(step))
+        pipeline.flush()
+        wanted.append(pipeline.full_wanted)
+    pipeline.close()
+    assert wanted == [False, True, False]
+
+
+def test_a_writer_that_fails_is_told_once_and_the_next_steps_are_taken(
+    sink: Sink, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = make(sink)
+    sink.fails = True
+    pipeline.submit(captured(0))
+    pipeline.submit(captured(1))
+    pipeline.flush()
+    sink.fails = False
+    pipeline.submit(captured(2))
+    pipeline.close()
+    assert sink.steps == [2]
+    assert caplog.text.count("telemetry failed to record a step") == 1
+
+
+def test_nothing_is_taken_after_close(sink: Sink) -> None:
+    pipeline = make(sink)
+    pipeline.close()
+    pipeline.submit(captured(0))
+    pipeline.submit_scalars(scalars(0, loss=1.0))
+    pipeline.flush()
+    pipeline.close()
+    assert sink.written == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_neither_writes_nor_hangs(sink: Sink) -> None:
+    pipeline = make(sink)
+    child = os.fork()
+    if child == 0:
+        pipeline.submit(captured(0))
+        pipeline.flush()
+        pipeline.close()
+        os._exit(7)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(done[1]) == 7
+    pipeline.submit(captured(1))
+    pipeline.close()
+    assert sink.steps == [1]
