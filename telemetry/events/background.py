@@ -15,6 +15,7 @@ _WAKE_BYTES = 1 << 20
 # Measurements make way at the limit. The others must not be lost, but nor may a disk that stays
 # away for a day eat the memory that training needs.
 _HARD_LIMIT_FACTOR = 4
+_MIN_FLUSH_S = 0.01  # torch's writer takes flush_secs=0, too
 _PATIENCE_S = 30.0
 
 
@@ -51,7 +52,7 @@ class BackgroundWriter:
         self.failure: Exception | None = None
         self._files = files
         self._name = name
-        self._flush_s = flush_s
+        self._flush_s = max(flush_s, _MIN_FLUSH_S)
         self._droppable_limit = max_pending_bytes
         self._hard_limit = max_pending_bytes * _HARD_LIMIT_FACTOR
         # Re-entrant: a signal handler may add a record while its thread is adding one.
@@ -101,7 +102,7 @@ class BackgroundWriter:
     def close(self) -> None:
         """Writes what waits, ends the thread, and tells what was lost."""
         with self._changed:
-            if self._closing:
+            if self._finished:
                 return
             self._closing = True
             self._changed.notify_all()
@@ -135,6 +136,8 @@ class BackgroundWriter:
         if self.lost_count:
             reason = self.failure or "the queue was full"
             losses.append(f"{self.lost_count} events could not be written ({reason})")
+        if not self._finished:
+            losses.append(f"the latest write has not ended within {_PATIENCE_S:g} s")
         if losses:
             _logger.warning("%s: %s", self._name, "; ".join(losses))
 

@@ -65,6 +65,11 @@ class FileWriter:
         return self._log_dir
 
     @property
+    def is_inert(self) -> bool:
+        """Whether this is a copy, which writes nothing."""
+        return self._background_here() is None
+
+    @property
     def dropped_count(self) -> int:
         """Droppable events that were dropped because too many waited."""
         return self._background.dropped_count if self._background else 0
@@ -148,8 +153,8 @@ class FileWriter:
     def close(self) -> None:
         """Writes what waits, for 30 s at most, and tells how many events were lost, if any."""
         if background := self._background_here():
-            self._at_exit.cancel()
             background.close()
+            self._at_exit.cancel()
 
     def _put(self, event: Event, droppable: bool, flush: bool) -> None:
         if background := self._background_here():

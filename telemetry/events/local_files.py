@@ -75,11 +75,11 @@ class LocalFiles:
         """
         if not records and self._is_begun:
             return
-        if self._file is not None and self._is_finished(self._file):
-            self._leave()
-        if self._file is None:
-            self._open()
         try:
+            if self._file is not None and self._is_finished(self._file):
+                self._leave()
+            if self._file is None:
+                self._open()
             while records:
                 self._append(records)
         except OSError:
@@ -103,7 +103,6 @@ class LocalFiles:
         except OSError:
             with suppress(OSError):  # or every attempt on a full disk would leave a file
                 os.unlink(self._file.name)
-            self._leave()
             raise
         self._is_begun = True
 
@@ -150,8 +149,10 @@ class LocalFiles:
             return
         with suppress(OSError):  # readers bear a torn record; without it the file is clean
             self._file.truncate(self._size)
-        with suppress(OSError):
+        try:
             self._file.close()
+        except OSError as error:  # a network file system may tell late that it had no room
+            _logger.warning("%s may lack its end: %s", self._file.name, error)
         self._file = None
 
 

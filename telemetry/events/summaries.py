@@ -55,10 +55,11 @@ def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) ->
         finite, else float64. Readable by ``EventAccumulator.Tensors``.
     """
     wide = np.array([left, right, counts], dtype=np.float64).T
-    fits = not len(wide) or (wide[0, 0] >= -_FLOAT32_MAX and wide[-1, 1] <= _FLOAT32_MAX)
-    if fits and ((narrow := wide.astype(np.float32))[:, 2] == wide[:, 2]).all():
-        return tensor(tag, narrow, "histograms")
-    return tensor(tag, wide, "histograms")
+    if len(wide) and not (wide[0, 0] >= -_FLOAT32_MAX and wide[-1, 1] <= _FLOAT32_MAX):
+        return tensor(tag, wide, "histograms")
+    narrow = wide.astype(np.float32)
+    inexact = np.count_nonzero(narrow[:, 2] != wide[:, 2])
+    return tensor(tag, wide if inexact else narrow, "histograms")
 
 
 def image(tag: str, png: Sequence[bytes], width: int, height: int) -> Summary.Value:
@@ -70,21 +71,14 @@ def image(tag: str, png: Sequence[bytes], width: int, height: int) -> Summary.Va
         width: Width of each, in pixels.
         height: Height of each, in pixels.
     """
-    strings = [str(width).encode(), str(height).encode(), *png]
-    return Summary.Value(
-        tag=tag,
-        metadata=_metadata("images", data_class=DATA_CLASS_BLOB_SEQUENCE),
-        tensor=_string_tensor(strings),
-    )
+    value = Summary.Value(tag=tag, metadata=_metadata("images", b"", DATA_CLASS_BLOB_SEQUENCE))
+    _set_strings(value.tensor, [str(width).encode(), str(height).encode(), *png])
+    return value
 
 
 def text(tag: str, markdown: str) -> Summary.Value:
     """A text, shown as Markdown. Of two texts with one tag and step only the last is shown."""
-    return Summary.Value(
-        tag=tag,
-        metadata=_metadata("text"),
-        tensor=_string_tensor([markdown.encode()]),
-    )
+    return tensor(tag, markdown.encode(), "text")
 
 
 def tensor(
@@ -102,15 +96,14 @@ def tensor(
     Raises:
         KeyError: The array has another dtype.
     """
+    value = Summary.Value(tag=tag, metadata=_metadata(plugin_name, content))
     if isinstance(array, bytes):
-        proto = _string_tensor([array])
+        _set_strings(value.tensor, [array])
     else:
-        proto = TensorProto(
-            dtype=_DTYPES[array.dtype],
-            tensor_shape=_shape(array.shape),
-            tensor_content=array.tobytes(),
-        )
-    return Summary.Value(tag=tag, metadata=_metadata(plugin_name, content), tensor=proto)
+        value.tensor.dtype = _DTYPES[array.dtype]
+        value.tensor.tensor_shape.CopyFrom(_shape(array.shape))
+        value.tensor.tensor_content = array.tobytes()
+    return value
 
 
 # Building these takes longer than the rest of a value; the value they are put into copies them.
@@ -127,6 +120,7 @@ def _shape(sizes: tuple[int, ...]) -> TensorShapeProto:
     return TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
 
 
-def _string_tensor(strings: Sequence[bytes]) -> TensorProto:
-    shape = _shape((len(strings),))
-    return TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=strings)
+def _set_strings(tensor: TensorProto, strings: Sequence[bytes]) -> None:
+    tensor.dtype = types_pb2.DT_STRING
+    tensor.tensor_shape.CopyFrom(_shape((len(strings),)))
+    tensor.string_val.extend(strings)

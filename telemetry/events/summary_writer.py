@@ -76,6 +76,15 @@ class SummaryWriter(tensorboard.SummaryWriter):
     def _open(self, log_dir: str | os.PathLike[str]) -> FileWriter:
         return FileWriter(log_dir, flush_s=self.flush_secs, filename_suffix=self.filename_suffix)
 
+    def _open_below(self, run_dir: str) -> FileWriter:
+        own = self._get_file_writer()
+        return own if own.is_inert else self._open(run_dir)
+
+    def close(self) -> None:
+        # Torch's would begin a new file after it; a copy stays inert.
+        if self.file_writer is not None and not self.file_writer.is_inert:
+            super().close()
+
     def add_scalar(
         self,
         tag: str,
@@ -106,7 +115,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
             # One run for each curve, named as torch names it.
             run_dir = f"{log_dir}/{main_tag.replace('/', '_')}_{tag}"
             if run_dir not in self.all_writers:
-                self.all_writers[run_dir] = self._open(run_dir)
+                self.all_writers[run_dir] = self._open_below(run_dir)
             self.all_writers[run_dir].write_values(
                 [_scalar(main_tag, value)], global_step, walltime
             )
@@ -121,10 +130,10 @@ class SummaryWriter(tensorboard.SummaryWriter):
     ) -> None:
         if type(hparam_dict) is not dict or type(metric_dict) is not dict:
             raise TypeError("hparam_dict and metric_dict should be dictionary.")
-        descriptions = hparams(hparam_dict, metric_dict, hparam_domain_discrete)  # type: ignore[no-untyped-call]
+        descriptions = hparams(hparam_dict, metric_dict, hparam_domain_discrete)
         metrics = [_scalar(tag, value) for tag, value in metric_dict.items()]
         log_dir = self._get_file_writer().get_logdir()
-        file_writer = self._open(os.path.join(log_dir, run_name or str(time.time())))
+        file_writer = self._open_below(os.path.join(log_dir, run_name or str(time.time())))
         for summary in descriptions:
             file_writer.add_summary(summary, global_step)
         file_writer.write_values(metrics, global_step)
@@ -135,4 +144,4 @@ def _scalar(tag: str, value: Any) -> Summary.Value:
     """A scalar from anything that torch's ``add_scalar`` takes: numbers, arrays, tensors."""
     if type(value) is float:  # what torch does for the others costs five times as much
         return summaries.scalar(tag, value)
-    return scalar(tag, value).value[0]  # type: ignore[no-untyped-call]
+    return scalar(tag, value).value[0]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections import deque
@@ -317,10 +318,9 @@ def test_a_directory_made_read_only_is_written_on_and_tried_again(
 
 
 @pytest.fixture
-def world_writable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def world_writable() -> Iterator[Path]:
     """A directory that another user may write to; those of pytest are for their owner only."""
-    directory = Path("/tmp") / f"telemetry-test-{os.getpid()}"
-    directory.mkdir()
+    directory = Path(tempfile.mkdtemp())
     directory.chmod(0o777)
     yield directory
     shutil.rmtree(directory)
