@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -17,6 +18,7 @@ from telemetry.capture import CapturedStep
 from telemetry.events import summaries
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
+from telemetry.plugin_data import Recorder
 from telemetry.records import Alert, Rule, StepRecord
 
 log = logging.getLogger("telemetry")
@@ -83,6 +85,7 @@ class Pipeline:
         self._bytes_done = 0
         self._scalars: dict[int, dict[str, float]] = {}
         self._alert_count = 0
+        self._page = Recorder()
         self._pid = os.getpid()
         self._closed = False
         self.dropped = 0
@@ -163,6 +166,11 @@ class Pipeline:
 
     def _flush(self) -> None:
         try:
+            pending = list(self._page.pending_values())
+            if pending:
+                self._sink(
+                    pending, step=self._page.last_step, wall_time=time.time(), droppable=True
+                )
             self._flush_sink()
         except Exception:
             self._faults.report("to flush the event file")
@@ -188,11 +196,12 @@ class Pipeline:
         if not record.phase:
             self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
             self._tell(self._judge(record), record.wall_time)
+        droppable = not self._page.begins_layout(record)
         self._sink(
-            list(dashboards.values_of(record)),
+            [*dashboards.values_of(record), *self._page.values_of(record)],
             step=record.step,
             wall_time=record.wall_time,
-            droppable=True,
+            droppable=droppable,
         )
 
     def _judge(self, record: StepRecord) -> Iterator[Alert]:
@@ -224,9 +233,12 @@ class Pipeline:
     def _tell_one(self, alert: Alert, wall_time: float) -> None:
         level = logging.ERROR if alert.severity == "error" else logging.WARNING
         log.log(level, "step %d: %s", alert.step, alert.message)
-        value = dashboards.alert_value(alert, self._alert_count)
+        values = [
+            dashboards.alert_value(alert, self._alert_count),
+            self._page.alert_value(alert),
+        ]
         self._alert_count += 1
-        self._sink([value], step=alert.step, wall_time=wall_time, droppable=False)
+        self._sink(values, step=alert.step, wall_time=wall_time, droppable=False)
         self._flush()
         try:
             self._on_alert(alert)

@@ -100,10 +100,18 @@ def clean_name(name: str) -> str:
 
 
 def cleaned(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """The values by their clean names; by the full ones should two of those be the same."""
+    """The values by their clean names; by the full ones should two of those be the same.
+
+    A wrapper and what it wraps have one clean name; it stands for what is wrapped.
+    """
     full = dict(named)
-    short = {clean_name(name): value for name, value in full.items()}
-    return short if len(short) == len(full) else full
+    chosen: dict[str, str] = {}
+    for name in full:
+        other = chosen.get(clean_name(name))
+        if other is not None and not f"{name}.".startswith(f"{other}." if other else ""):
+            return full
+        chosen[clean_name(name)] = name
+    return {short: full[name] for short, name in chosen.items()}
 
 
 def spread(items: Sequence[T], most: int) -> list[T]:

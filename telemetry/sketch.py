@@ -251,11 +251,11 @@ def sketch_array(x: NDArray[Any]) -> Sketch:
         raise TypeError(f"sketch_array: cannot take dtype {x.dtype}; convert it to a numeric one")
     if x.dtype.kind == "c":
         x = np.abs(x.astype(np.complex128))
-    values = x.astype(np.float64).reshape(-1)
-    finite = values[np.isfinite(values)]
+    with np.errstate(over="ignore", invalid="ignore"):  # of sums, and of signaling NaN
+        values = x.astype(np.float64).reshape(-1)
+        finite = values[np.isfinite(values)]
+        total, total_squares = float(finite.sum()), float(np.square(finite).sum())
     buckets, counts = np.unique(bucket_indices(finite), return_counts=True)
-    with np.errstate(over="ignore"):
-        sum_squares = float(np.square(finite).sum())
     return Sketch(
         count=values.size,
         nan_count=int(np.isnan(values).sum()),
@@ -264,8 +264,8 @@ def sketch_array(x: NDArray[Any]) -> Sketch:
         zero_count=int((finite == 0).sum()),
         min=float(finite.min()) if finite.size else nan,
         max=float(finite.max()) if finite.size else nan,
-        sum=float(finite.sum()),
-        sum_squares=sum_squares,
+        sum=total,
+        sum_squares=total_squares,
         buckets=buckets,
         counts=counts.astype(np.float64),
     )

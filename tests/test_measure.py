@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,10 +30,13 @@ SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1.42e-39, 1e-38, 3.4e38, -3.4e38]
 NONFINITE = [float("nan"), float("inf"), float("-inf"), float("inf")]
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+@pytest.fixture
+def often_interrupted() -> Iterator[None]:
+    """Threads take turns as often as Python lets them."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
 
 
 def measure(tensor: Tensor, unit_axis: int | None = None, **options: Any) -> TensorRecord:
@@ -118,6 +122,16 @@ def test_every_16_bit_pattern_is_measured_exactly(dtype: torch.dtype, size: int)
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     for part in bits.view(dtype).split(size):
         assert_exact(measure(part).sketch, to_float64(part))
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_random_bits_are_measured_with_their_units(dtype: torch.dtype, size: int) -> None:
+    random = np.random.default_rng(0).integers(0, 1 << 32, size, dtype=np.uint32)
+    tensor = torch.from_numpy(random.view(np.float32)).to(dtype).view(-1, 100)
+    record = measure(tensor, unit_axis=1)
+    assert_exact(record.sketch, to_float64(tensor))
+    assert_units(record, to_float64(tensor), 1)
 
 
 def test_random_float32_bits_and_ties_are_measured_exactly() -> None:
@@ -236,7 +250,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "one number expanded": lambda t: t[0, 0, 0, 0].expand(t.shape),
     "with an offset": lambda t: t[1:],
     "parameter": lambda t: nn.Parameter(t.clone()),
-    "negative bit": lambda t: torch.complex(t, t).conj().imag,
+    "negative bit": lambda t: torch._neg_view(t),
+    "negative bit, not dense": lambda t: torch.complex(t, t).conj().imag,
     "conjugate": lambda t: torch.complex(t, t).conj(),
     "zeros without memory": lambda t: torch._efficientzerotensor(t.shape),
 }
@@ -397,6 +412,17 @@ def test_extremes_of_any_shape(x: NDArray[np.float32]) -> None:
     np.testing.assert_array_equal(high, x.max(axis=(0, 2)))
 
 
+@pytest.mark.parametrize("count", [255, 256, 299, 3_000])
+@pytest.mark.parametrize("width", [1, 3, 48, 200, 255])
+def test_extremes_in_any_row_are_found(count: int, width: int) -> None:
+    for row in {0, 1, count // 2, count - 2, count - 1}:
+        x = np.zeros((count, width, 1))
+        x[row] = np.arange(width)[:, None] - 10
+        low, high = unit_extremes(x)
+        np.testing.assert_array_equal(low, np.minimum(x[row, :, 0], 0))
+        np.testing.assert_array_equal(high, np.maximum(x[row, :, 0], 0))
+
+
 @SIZES
 def test_units_are_dead_or_not_a_number_one_by_one(size: int) -> None:
     tensor = normal(size // 4, 4)
@@ -506,7 +532,8 @@ def test_memory_is_bounded_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
             measurer.add(torch.zeros(16_000))
 
     step(2)
-    measurer.finish().reduce()
+    kept = measurer.finish()
+    kept.reduce()
     assert sum(allocated) == 1, "a small model needs one block"
     step(2)
     measurer.finish().reduce()
@@ -514,10 +541,10 @@ def test_memory_is_bounded_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
     step(200)
     measurer.finish()  # dropped
     assert sum(allocated) == 4, "a large one has no more than it may"
-    step(60)
     allocated.clear()
-    assert len(measurer.finish().reduce()) == 60
+    step(60)
     assert allocated == [], "those of the dropped step came back"
+    assert len(measurer.finish().reduce()) == 60
 
 
 def test_reducing_twice_gives_the_same() -> None:
@@ -549,7 +576,7 @@ def test_steps_are_reduced_on_another_thread_while_the_next_is_taken() -> None:
         assert len(records) == 31
 
 
-def test_several_threads_may_add() -> None:
+def test_several_threads_may_add(often_interrupted: None) -> None:
     measurer = Measurer()
     places: dict[float, list[int | None]] = {}
 
@@ -577,7 +604,9 @@ def test_training_is_left_alone(size: int) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         measure(tensor, unit_axis=1)
-        measure(tensor.detach().relu().to_sparse())
+        measure(tensor * 2j)
+        measure(tensor[:, 1:])
+        measure(tensor.relu().to_sparse())
     finally:
         torch.use_deterministic_algorithms(was)
     assert torch.equal(torch.get_rng_state(), state)

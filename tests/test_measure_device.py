@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,12 +14,6 @@ from telemetry.measure.device import DeviceTensors
 from telemetry.measure.tensors import WORKING_DTYPE, values_of
 from telemetry.records import TensorRecord
 from telemetry.sketch import sketch_array
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(params=[device.PIECE_ELEMENTS, 1000], ids=["one piece", "many pieces"])
@@ -119,6 +112,23 @@ def test_layouts_and_units(axis: int | None) -> None:
         assert_same(record, on_host(view, axis))
 
 
+class Elsewhere(Tensor):
+    """Says that it is not in CPU memory."""
+
+    is_cpu = False
+
+
+def test_the_measurer_brings_everything_over_in_one_copy() -> None:
+    tensors = [normal(10, 3), normal(100, 700), torch.empty(0)]
+    measurer = Measurer()
+    for tensor in tensors:
+        measurer.add(tensor.as_subclass(Elsewhere))
+    measurer.add(tensors[0])
+    records = measurer.finish().reduce()
+    for tensor, record in zip([*tensors, tensors[0]], records, strict=True):
+        assert_same(record, TensorRecord(sketch=sketch_array(tensor.numpy())))
+
+
 def test_the_histogram_is_of_all_elements() -> None:
     tensor = normal(200_000)
     (record,) = measure(tensor)
@@ -132,6 +142,15 @@ def test_nothing_depends_on_deterministic_mode() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert_same(record, on_host(normal(5_000)))
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_not_waited_for_to_coalesce() -> None:
+    tensor = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (5,), check_invariants=True).cuda()
+    measurer = Measurer()
+    assert measurer.add(tensor) is None
+    assert measurer.add(tensor.coalesce()) == 0
+    assert_same(*measurer.finish().reduce(), on_host(tensor.cpu()))
 
 
 @pytest.mark.gpu

@@ -211,6 +211,15 @@ def test_clean_names_are_the_keys_unless_two_are_the_same() -> None:
     assert cleaned([("module.a", 1), ("a", 2)]) == {"module.a": 1, "a": 2}
 
 
+def test_a_clean_name_stands_for_what_is_wrapped() -> None:
+    model = torch.compile(nn.DataParallel(Net()), backend="eager")
+    modules = cleaned(model.named_modules())
+    assert modules.keys() == dict(Net().named_modules()).keys()
+    assert isinstance(modules[""], Net)
+    block = nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1)))
+    assert [type(m) for m in cleaned(block.named_modules()).values()] == [nn.Sequential, nn.Linear]
+
+
 @pytest.mark.parametrize(
     ("count", "most", "kept"),
     [(0, 3, []), (3, 3, [0, 1, 2]), (5, 3, [0, 2, 4]), (100, 4, [0, 33, 66, 99]), (4, 2, [0, 3])],

@@ -219,6 +219,27 @@ def test_merged_infinite_sums_raise_nothing() -> None:
     assert huge.merge(huge).sum == math.inf
 
 
+@given(moderate_arrays, st.integers(-20, 20))
+def test_scaling_by_a_power_of_two_is_exact(x: NDArray[np.float64], exponent: int) -> None:
+    x[np.abs(x) < 1e-30] = 0
+    factor = 2.0**exponent
+    assert_same(sketch_array(x).scaled(factor), sketch_array(x * factor))
+
+
+@given(moderate_arrays, st.floats(1e-6, 1e6))
+def test_scaling_by_any_factor_is_off_by_half_a_bucket(
+    x: NDArray[np.float64], factor: float
+) -> None:
+    x[np.abs(x) < 1e-30] = 0
+    scaled, exact = sketch_array(x).scaled(factor), sketch_array(x * factor)
+    assert (scaled.count, scaled.zero_count) == (exact.count, exact.zero_count)
+    np.testing.assert_allclose(scaled.counts.sum(), scaled.finite_count)
+    np.testing.assert_allclose([scaled.min, scaled.max], [exact.min, exact.max])
+    np.testing.assert_allclose(scaled.norm, exact.norm)
+    for q in (0.1, 0.5, 0.9):
+        np.testing.assert_allclose(scaled.quantile(q), exact.quantile(q), rtol=0.26, atol=1e-37)
+
+
 # --- histogram -----------------------------------------------------------------------------------
 
 

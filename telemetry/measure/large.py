@@ -14,8 +14,8 @@ from telemetry.measure.sampling import Sample
 from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
 from telemetry.records import TensorRecord
 
-# A piece is read five times: half a megabyte of float32 stays in a core's cache meanwhile.
-PIECE_ELEMENTS = 1 << 17
+# A piece is read five times: a megabyte of float32 mostly stays in a core's cache meanwhile.
+PIECE_ELEMENTS = 1 << 18
 
 
 class Scratch:
@@ -49,57 +49,47 @@ class LargeTensor:
 
     def __init__(self, values: Values, scratch: Scratch, sample_memory: Tensor) -> None:
         values = values.collapsed()
-        tensor, dtype = values.tensor, values.working_dtype
+        tensor, dtype, axis = values.tensor, values.working_dtype, values.unit_axis
         self._moments = Moments()
         self._sample = Sample(tensor.numel(), sample_memory)
-        self._units: tuple[FloatArray, FloatArray] | None = None
+        self._unit_axis = axis
+        unit_count = 0 if axis is None else tensor.shape[axis]
+        self._unit_min, self._unit_max = np.full(unit_count, inf), np.full(unit_count, -inf)
         if not tensor.is_contiguous():
             for index in pieces(tensor.shape, SERIAL_ELEMENTS):
                 piece = working(tensor[index]).contiguous()
                 self._sample.add(piece.view(-1))
-                self._add(piece.numpy(), values, index, scratch)
+                self._add(piece.numpy(), index, scratch.flags())
             return
         self._sample.add(tensor.view(-1))
         array = tensor.numpy() if tensor.dtype is dtype else None
         for index in pieces(tensor.shape, PIECE_ELEMENTS):
-            self._add(
-                _convert(tensor[index], scratch.wide(dtype)) if array is None else array[index],
-                values,
-                index,
-                scratch,
-            )
+            if array is None:
+                self._add(_convert(tensor[index], scratch.wide(dtype)), index, scratch.flags())
+            else:
+                self._add(array[index], index, scratch.flags())
 
-    def _add(
-        self, piece: FloatArray, values: Values, index: tuple[slice, ...], scratch: Scratch
-    ) -> None:
+    def _add(self, piece: FloatArray, index: tuple[slice, ...], flags: NDArray[np.bool_]) -> None:
         flat = piece.reshape(-1)
-        if values.unit_axis is None:
+        if self._unit_axis is None:
             low, high = np.minimum.reduce(flat), np.maximum.reduce(flat)
         else:
-            extremes = unit_extremes(piece.reshape(unit_shape(piece.shape, values.unit_axis)))
-            low, high = extremes[0].min(), extremes[1].max()
-            self._add_units(
-                extremes, index[values.unit_axis], values.tensor.shape[values.unit_axis]
-            )
-        self._moments.add(flat, float(low), float(high), scratch.flags())
+            low, high = self._add_units(piece, self._unit_axis, index[self._unit_axis])
+        self._moments.add(flat, float(low), float(high), flags)
 
-    def _add_units(
-        self, extremes: tuple[FloatArray, FloatArray], units: slice, unit_count: int
-    ) -> None:
-        lows, highs = extremes
-        if self._units is None:
-            self._units = (
-                np.full(unit_count, inf, lows.dtype),
-                np.full(unit_count, -inf, lows.dtype),
-            )
-        low, high = self._units[0][units], self._units[1][units]
-        np.minimum(low, lows, out=low)
-        np.maximum(high, highs, out=high)
+    def _add_units(self, piece: FloatArray, axis: int, place: slice) -> tuple[float, float]:
+        """Note the extremes of the units at ``place``; the extremes of them all."""
+        lows, highs = unit_extremes(piece.reshape(unit_shape(piece.shape, axis)))
+        with np.errstate(invalid="ignore"):  # of signaling NaN
+            np.minimum(self._unit_min[place], lows, out=self._unit_min[place])
+            np.maximum(self._unit_max[place], highs, out=self._unit_max[place])
+        return lows.min(), highs.max()
 
     def record(self) -> TensorRecord:
         """What was in the tensor."""
         buckets, counts = self._sample.histogram(self._moments)
-        return tensor_record(self._moments.sketch(buckets, counts), self._units)
+        units = None if self._unit_axis is None else (self._unit_min, self._unit_max)
+        return tensor_record(self._moments.sketch(buckets, counts), units)
 
 
 def _convert(piece: Tensor, scratch: Tensor) -> FloatArray:

@@ -29,9 +29,9 @@ class Measurer:
     is taken at once, and the histogram is that of a sample of 65,536 elements, scaled up. Tensors
     on an accelerator are reduced there, histogram included, in full.
 
-    :meth:`add` and :meth:`finish` are to be called under ``torch.no_grad()``, with autocast and
-    dispatch modes off. They draw no random numbers, never wait for a device, change no global
-    state and are safe to call from several threads.
+    :meth:`add` and :meth:`finish` are to be called with autocast and dispatch modes off. They draw
+    no random numbers, never wait for a device, change no global state, record nothing for autograd
+    and are safe to call from several threads.
 
     Args:
         arena_elements: Copies and samples take as much memory as this many float32 numbers, for
@@ -66,13 +66,14 @@ class Measurer:
         Returns:
             The place of its record in what ``reduce`` returns. None if it cannot be measured:
             meta and fake tensors and other wrappers (take a DTensor's local tensor), nested and
-            quantized ones, dtypes of less than 8 bits, uncoalesced sparse ones on an accelerator.
+            quantized ones, dtypes of less than 8 bits, uncoalesced sparse ones on an accelerator,
+            anything on MPS (it has no float64).
 
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
         """
         values = values_of(tensor, unit_axis)
-        if values is None:
+        if values is None or values.tensor.is_mps:
             return None
         with self._lock:
             pending = self._measure(values)
@@ -84,11 +85,11 @@ class Measurer:
     def finish(self) -> Measurements:
         """Everything since the last call, to be reduced on any thread. Begins the next step."""
         with self._lock:
-            for device in self._devices.values():
-                device.send()
-            measurements = Measurements(self._pending, self._arena)
+            measurements, devices = Measurements(self._pending, self._arena), self._devices
             self._begin()
-            return measurements
+        for device in devices.values():
+            device.send()
+        return measurements
 
     def _measure(self, values: Values) -> Pending:
         count = values.tensor.numel()

@@ -24,10 +24,10 @@ _SAFE_MAGNITUDES = {np.dtype(np.float32): (1e-15, 1e15), np.dtype(np.float64): (
 _ROW = 2048
 _ONES = {dtype: np.ones(_ROW, dtype) for dtype in _SAFE_MAGNITUDES}
 
-# To begin a row costs as much as some tens of elements: not worth avoiding for fewer rows.
+# To begin a row costs NumPy as much as some tens of elements. Many rows that are not long are taken
+# several as one; rows that are short are reduced faster as columns of a transposed copy.
 _MANY_ROWS = 256
-
-# Rows shorter than this are reduced faster as columns of a transposed copy.
+_LONG_ROW = 256
 _SHORT_ROW = 64
 
 
@@ -59,7 +59,7 @@ class Moments:
             flags: Scratch memory, at least as long as ``values``.
         """
         smallest, largest = _SAFE_MAGNITUDES[values.dtype]
-        if not smallest < max(-low, high) < largest:
+        if not (smallest < max(-low, high) < largest or low == high == 0):
             self._add_unsafe(values)
             return
         self.count += values.size
@@ -69,8 +69,8 @@ class Moments:
         ones = _ONES[values.dtype]
         if whole:
             rows = values[:whole].reshape(-1, _ROW)
-            self.sum += float(np.vecdot(rows, ones).sum(dtype=np.float64))
-            self.sum_squares += float(np.vecdot(rows, rows).sum(dtype=np.float64))
+            self.sum += float(np.add.reduce(np.vecdot(rows, ones), dtype=np.float64))
+            self.sum_squares += float(np.add.reduce(np.vecdot(rows, rows), dtype=np.float64))
         if whole < values.size:
             rest = values[whole:]
             self.sum += float(np.vecdot(rest, ones[: rest.size]))
@@ -114,10 +114,10 @@ class Moments:
 
 
 def tensor_record(sketch: Sketch, units: tuple[FloatArray, FloatArray] | None) -> TensorRecord:
-    """The record of one tensor; ``units`` are the extremes of each unit, if they are told apart."""
+    """The record of one tensor; copies the extremes of its units, if they are told apart."""
     if units is None:
         return TensorRecord(sketch=sketch)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         low, high = (extreme.astype(np.float32) for extreme in units)
     return TensorRecord(sketch=sketch, unit_min=low, unit_max=high)
 
@@ -143,31 +143,24 @@ def _of_units(extreme: np.ufunc, values: FloatArray) -> FloatArray:
 def _over_rows(extreme: np.ufunc, rows: FloatArray) -> FloatArray:
     """Reduce ``[m, n]`` to ``[n]``."""
     count, width = rows.shape
-    fold = _ROW // width
     if count == 1:
-        return rows[0]
-    if count < _MANY_ROWS or fold < 2:
+        return rows.reshape(width)
+    if count < _MANY_ROWS or width >= _LONG_ROW:
         return _reduce(extreme, rows, axis=0)
-    # Rows this short cost more to begin than to read: take several as one.
+    fold = min(_ROW // width, count)
     whole = count // fold * fold
     folded = _reduce(extreme, rows[:whole].reshape(-1, fold * width), axis=0)
     rest = np.concatenate([folded.reshape(fold, width), rows[whole:]])
-    return _turned(extreme, rest) if width < _SHORT_ROW else _reduce(extreme, rest, axis=0)
-
-
-def _turned(extreme: np.ufunc, rows: FloatArray) -> FloatArray:
-    """Reduce ``[m, n]`` to ``[n]``, for small n."""
-    turned: FloatArray = rows.T.copy()
-    return _reduce(extreme, turned, axis=1)
+    return _along_rows(extreme, rest.T)
 
 
 def _along_rows(extreme: np.ufunc, rows: FloatArray) -> FloatArray:
     """Reduce ``[m, n]`` to ``[m]``."""
     if rows.shape[1] < _SHORT_ROW:
-        turned: FloatArray = rows.T.copy()
-        return _reduce(extreme, turned, axis=0)
-    return _reduce(extreme, rows, axis=1)
+        return _reduce(extreme, np.ascontiguousarray(rows.T), axis=0)
+    return _reduce(extreme, np.ascontiguousarray(rows), axis=1)
 
 
 def _reduce(extreme: np.ufunc, values: FloatArray, axis: int) -> FloatArray:
-    return np.asarray(extreme.reduce(values, axis=axis))
+    reduced: FloatArray = extreme.reduce(values, axis=axis)
+    return reduced

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from telemetry.measure.moments import Moments
-from telemetry.measure.tensors import SERIAL_ELEMENTS, values_of, working
+from telemetry.measure.tensors import SERIAL_ELEMENTS, in_memory_order, working
 from telemetry.sketch import LAST_BUCKET, bucket_indices
 
 SAMPLE_ELEMENTS = 65_536
@@ -39,9 +39,7 @@ def block_sample(tensor: Tensor) -> Tensor:
     step = sample_step(tensor.numel())
     if step == 0:
         return tensor
-    values = values_of(tensor, None)
-    dense = tensor.contiguous() if values is None else values.tensor.contiguous()
-    return _runs(dense.view(-1), step, 0)
+    return _runs(in_memory_order(tensor, None).tensor.contiguous().view(-1), step, 0)
 
 
 @lru_cache(maxsize=4096)
@@ -84,7 +82,7 @@ class Sample:
             parts = flat.split(SERIAL_ELEMENTS)
         for part in parts:
             end = self._taken + part.numel()
-            # In two steps, since gathering and converting at once is slow, as is float16 to bfloat16.
+            # In steps: to gather and convert at once is slow, and so is float16 to bfloat16.
             self._memory[self._taken : end].copy_(working(part).reshape(-1))
             self._taken = end
 

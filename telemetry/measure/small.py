@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import isfinite
 
 import numpy as np
@@ -64,17 +63,17 @@ class SmallTensors:
 
     def _reduce(self) -> list[TensorRecord]:
         values: FloatArray = self._memory[: self._end].numpy()
-        tensors: list[FloatArray] = np.split(values, self._starts[1:])
+        places = list(map(slice, self._starts, [*self._starts[1:], self._end]))
         with np.errstate(over="ignore", invalid="ignore"):
-            sketches = list(_sketches(values, self._starts, tensors))
+            sketches = _sketches(values, self._starts, places)
         return [
-            tensor_record(sketch, None if shape is None else unit_extremes(tensor.reshape(shape)))
-            for sketch, tensor, shape in zip(sketches, tensors, self._unit_shapes, strict=True)
+            tensor_record(sketch, shape and unit_extremes(values[place].reshape(shape)))
+            for sketch, place, shape in zip(sketches, places, self._unit_shapes, strict=True)
         ]
 
 
-def _sketches(values: FloatArray, starts: list[int], tensors: list[FloatArray]) -> Iterator[Sketch]:
-    """Sketch of each tensor, as :func:`sketch_array` would make it; ``values`` are all of them."""
+def _sketches(values: FloatArray, starts: list[int], places: list[slice]) -> list[Sketch]:
+    """Sketch of each tensor among ``values``, as :func:`sketch_array` would make it."""
     lows = np.minimum.reduceat(values, starts).tolist()
     highs = np.maximum.reduceat(values, starts).tolist()
     # At most 16,384 each, which int16 can count.
@@ -82,25 +81,27 @@ def _sketches(values: FloatArray, starts: list[int], tensors: list[FloatArray]) 
     wide = values.astype(np.float64)
     sums = np.add.reduceat(wide, starts).tolist()
     sums_squares = np.add.reduceat(np.square(wide, out=wide), starts).tolist()
-    codes = np.split(_codes(values), starts[1:])
-    for i, tensor in enumerate(tensors):
-        if isfinite(lows[i]) and isfinite(highs[i]):
-            buckets, counts = histogram_of_codes(np.bincount(codes[i], minlength=CODES), 0, 0)
-            yield Sketch(
-                count=tensor.size,
-                nan_count=0,
-                positive_inf_count=0,
-                negative_inf_count=0,
-                zero_count=zeros[i],
-                min=lows[i],
-                max=highs[i],
-                sum=sums[i],
-                sum_squares=sums_squares[i],
-                buckets=buckets,
-                counts=counts,
-            )
-        else:
-            yield sketch_array(tensor)
+    codes = _codes(values)
+
+    def sketch(i: int, place: slice) -> Sketch:
+        if not (isfinite(lows[i]) and isfinite(highs[i])):
+            return sketch_array(values[place])
+        buckets, counts = histogram_of_codes(np.bincount(codes[place], minlength=CODES), 0, 0)
+        return Sketch(
+            count=place.stop - place.start,
+            nan_count=0,
+            positive_inf_count=0,
+            negative_inf_count=0,
+            zero_count=zeros[i],
+            min=lows[i],
+            max=highs[i],
+            sum=sums[i],
+            sum_squares=sums_squares[i],
+            buckets=buckets,
+            counts=counts,
+        )
+
+    return [sketch(i, place) for i, place in enumerate(places)]
 
 
 def _codes(values: FloatArray) -> NDArray[np.uint16]:

@@ -93,7 +93,7 @@ def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
         unit_axis %= tensor.ndim
     if tensor.is_contiguous():
         return Values(tensor=tensor, unit_axis=unit_axis)
-    return _in_memory_order(tensor, unit_axis)
+    return in_memory_order(tensor, unit_axis)
 
 
 def _stored_values(tensor: Tensor) -> Values | None:
@@ -110,7 +110,8 @@ def _stored_values(tensor: Tensor) -> Values | None:
     )
 
 
-def _in_memory_order(tensor: Tensor, unit_axis: int | None) -> Values:
+def in_memory_order(tensor: Tensor, unit_axis: int | None) -> Values:
+    """A strided tensor, contiguous by its axes' order if it is dense; else as it is."""
     stride = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda axis: -stride[axis])
     permuted = tensor.permute(order)

@@ -1,0 +1,101 @@
+"""Histograms of many steps over one set of bins, so that they can be drawn as one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.plugin_data.sources import Point
+
+BINS = 80
+_COVERED = 0.999
+"""Share of the values at each step that the bins are laid out for."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Distribution:
+    """Shares of values per bin and step.
+
+    Attributes:
+        steps: int64, shape ``[k]``.
+        edges: Of the bins, ascending, float64, shape ``[bins + 1]``. Equally wide in
+            ``asinh(x / unit)``: in the bulk of the values linear, beyond it logarithmic.
+        shares: float32, shape ``[k, bins]``; each row adds up to 1, or to 0 if it had no values.
+            What lies beyond the outermost edges is in the outermost bins.
+        unit: Where the axis turns from linear to logarithmic.
+    """
+
+    steps: NDArray[np.int64]
+    edges: NDArray[np.float64]
+    shares: NDArray[np.float32]
+    unit: float
+
+
+def distribution(points: Sequence[Point]) -> Distribution | None:
+    """Puts together histograms as ``[buckets, 3]``: left edges, right edges, counts.
+
+    Within a bucket values are taken to be spread evenly. None if there is no value at all.
+    """
+    tables = [(p.step, table) for p in points if (table := _table(p.value)) is not None]
+    filled = [table for _, table in tables if table[:, 2].sum() > 0]
+    if not filled:
+        return None
+    spans = np.array([_quantiles(t, [(1 - _COVERED) / 2, (1 + _COVERED) / 2]) for t in filled])
+    # Half of the values lie within the quartiles: a unit of their size shows the bulk.
+    bulk = np.array([np.abs(_quantiles(t, [0.25, 0.75])).max() for t in filled])
+    low, high = float(spans[:, 0].min()), float(spans[:, 1].max())
+    positive = bulk[bulk > 0]
+    unit = float(np.median(positive)) if positive.size else max(abs(low), abs(high)) or 1.0
+    edges = _edges(low, high, unit)
+    return Distribution(
+        steps=np.array([step for step, _ in tables], dtype=np.int64),
+        edges=edges,
+        shares=np.stack([_rebin(table, edges) for _, table in tables]),
+        unit=unit,
+    )
+
+
+def _table(value: object) -> NDArray[np.float64] | None:
+    if not isinstance(value, np.ndarray) or value.ndim != 2 or value.shape[1] != 3:
+        return None
+    return np.nan_to_num(value.astype(np.float64))
+
+
+def _quantiles(table: NDArray[np.float64], shares: Sequence[float]) -> NDArray[np.float64]:
+    below = np.concatenate([[0.0], np.cumsum(table[:, 2])])
+    edges = np.concatenate([table[:1, 0], table[:, 1]])
+    quantiles: NDArray[np.float64] = np.interp(np.array(shares) * below[-1], below, edges)
+    return quantiles
+
+
+def _edges(low: float, high: float, unit: float) -> NDArray[np.float64]:
+    if low == high:
+        margin = abs(low) / 2 or 1.0
+        low, high = low - margin, high + margin
+    with np.errstate(over="ignore"):
+        edges = unit * np.sinh(
+            np.linspace(np.arcsinh(low / unit), np.arcsinh(high / unit), BINS + 1)
+        )
+    edges[0], edges[-1] = low, high
+    return edges
+
+
+def _rebin(table: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float32]:
+    left, right, counts = table.T
+    total = counts.sum()
+    if total <= 0:
+        return np.zeros(BINS, np.float32)
+    middle = (left + right) / 2
+    wide = right > left
+    # Buckets of no width hold one value many times over: they go into a bin as a whole.
+    points = np.histogram(np.clip(middle[~wide], edges[0], edges[-1]), edges, weights=counts[~wide])
+    left, right, counts = left[wide], right[wide], counts[wide]
+    bounds = np.concatenate([left, right[-1:]])
+    below = np.concatenate([[0.0], np.cumsum(counts)])
+    at_edges = np.interp(edges, bounds, below) if len(left) else np.zeros(BINS + 1)
+    at_edges[0], at_edges[-1] = 0.0, below[-1]
+    shares: NDArray[np.float32] = ((np.diff(at_edges) + points[0]) / total).astype(np.float32)
+    return shares

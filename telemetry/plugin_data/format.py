@@ -1,0 +1,199 @@
+"""Tags and JSON texts of the Telemetry page's data; writing and reading share them.
+
+All of it lies under the plugin name ``telemetry``, in string and float32 tensors. ``<session>`` is
+one logger's life, ``<layout>`` counts the layouts seen in it, and ``<chunk>`` counts tags of at
+most :data:`EVENTS_PER_TAG` events, so that TensorBoard's sampling keeps every step.
+
+================================================  ==================================================
+``telemetry/layout/<session>/<layout>``           JSON: modules, parameters, statistics
+``telemetry/m/<session>/<layout>/<chunk>``        float32 ``[modules, statistics]`` of a full step
+``telemetry/n/<session>/<layout>/<chunk>``        float32 ``[steps, 1 + parameters]``: gradient
+                                                  norms of every step; the first column is the
+                                                  step, counted from that of the event (0 or less)
+``telemetry/a/<session>/<number>``                JSON: one alert
+================================================  ==================================================
+
+All numbers are 0 or more; :data:`MISSING` stands for what was not measured, NaN and infinity for
+themselves. Sessions sort by age. Where a later one begins, what earlier ones say of that step and
+the following no longer counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from telemetry.records import Alert, Layout, Module, Parameter
+
+PLUGIN_NAME = "telemetry"
+FORMAT_VERSION = 1
+EVENTS_PER_TAG = 10
+MISSING = -1.0
+
+LAYOUT_PREFIX = "telemetry/layout/"
+ALERT_PREFIX = "telemetry/a/"
+_CHUNK = re.compile(r"telemetry/([mn])/([^/]+)/(\d+)/(\d+)")
+
+ChunkKind = Literal["m", "n"]
+
+
+class NewerFormatError(ValueError):
+    """The data was written by a later version of telemetry, which this one cannot read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """One figure per layer and step.
+
+    Attributes:
+        name: As in tags and links.
+        title: For people.
+        unit: What the numbers count; empty for ratios.
+        log: Whether magnitudes matter rather than differences.
+        description: One sentence.
+        every_step: Whether it is known at steps that were not measured in full, too.
+    """
+
+    name: str
+    title: str
+    unit: str = ""
+    log: bool = True
+    description: str
+    every_step: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One tag of numbers, taken apart."""
+
+    kind: ChunkKind
+    session: str
+    layout: int
+    number: int
+
+    @property
+    def tag(self) -> str:
+        return f"telemetry/{self.kind}/{self.session}/{self.layout:04d}/{self.number:06d}"
+
+
+def parse_chunk(tag: str) -> Chunk | None:
+    """What a tag of numbers says; None for any other tag."""
+    found = _CHUNK.fullmatch(tag)
+    if found is None:
+        return None
+    kind: ChunkKind = "m" if found[1] == "m" else "n"
+    return Chunk(kind=kind, session=found[2], layout=int(found[3]), number=int(found[4]))
+
+
+def new_session_id() -> str:
+    """Sorts behind those made before; other processes make other ones."""
+    milliseconds = time.time_ns() // 1_000_000
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(milliseconds // 1000))
+    # Not the random module: training goes on with the numbers it would have had.
+    return f"{stamp}.{milliseconds % 1000:03d}-{os.urandom(2).hex()}"
+
+
+def layout_tag(session: str, number: int) -> str:
+    return f"{LAYOUT_PREFIX}{session}/{number:04d}"
+
+
+def alert_tag(session: str, number: int) -> str:
+    return f"{ALERT_PREFIX}{session}/{number:05d}"
+
+
+def parse_layout_tag(tag: str) -> tuple[str, int]:
+    """Session and number."""
+    session, number = tag.removeprefix(LAYOUT_PREFIX).rsplit("/", 1)
+    return session, int(number)
+
+
+def encode_layout(layout: Layout, statistics: tuple[Statistic, ...]) -> bytes:
+    """The JSON text of a layout; ``statistics`` name the columns of its ``m`` tags."""
+    content = {
+        "format": FORMAT_VERSION,
+        "modules": [[module.name, module.type_name] for module in layout.modules],
+        "parameters": [
+            [p.name, layout.position[p.module_name], p.shape] for p in layout.parameters
+        ],
+        "statistics": [{"name": s.name, "unit": s.unit} for s in statistics],
+        "missing": MISSING,
+    }
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
+    """The layout, and the names of the statistics.
+
+    Raises:
+        NewerFormatError: It has a later format.
+        ValueError: It is no layout.
+    """
+    content = _parse(text, "layout")
+    try:
+        modules = tuple(Module(name=name, type_name=kind) for name, kind in content["modules"])
+        parameters = tuple(
+            Parameter(name=name, module_name=modules[index].name, shape=tuple(shape))
+            for name, index, shape in content["parameters"]
+        )
+        names = tuple(str(statistic["name"]) for statistic in content["statistics"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"not a layout: {error!r}") from error
+    return Layout(modules=modules, parameters=parameters), names
+
+
+def encode_alert(alert: Alert) -> bytes:
+    content = asdict(alert) | {
+        "format": FORMAT_VERSION,
+        "value": json_number(alert.value),
+        "threshold": json_number(alert.threshold),
+    }
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def decode_alert(text: bytes) -> Alert:
+    """The alert.
+
+    Raises:
+        NewerFormatError: It has a later format.
+        ValueError: It is no alert.
+    """
+    content = _parse(text, "alert")
+    try:
+        return Alert(
+            kind=str(content["kind"]),
+            severity="error" if content["severity"] == "error" else "warning",
+            step=int(content["step"]),
+            module_name=content["module_name"],
+            value=float(content["value"]),
+            threshold=float(content["threshold"]),
+            message=str(content["message"]),
+            consequences=tuple(content.get("consequences", ())),
+            stage=content.get("stage", "begin"),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not an alert: {error!r}") from error
+
+
+def json_number(value: float) -> float | str:
+    """The number, or its name: JSON has neither NaN nor infinity."""
+    return value if math.isfinite(value) else str(float(value))
+
+
+def _parse(text: bytes, what: str) -> dict[str, Any]:
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"not a JSON object: the {what}")
+    version = content.get("format")
+    if not isinstance(version, int):
+        raise ValueError(f"the {what} does not name its format")
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"the {what} has format {version}, this version of telemetry reads {FORMAT_VERSION}; "
+            "update it where you look at the run"
+        )
+    return content

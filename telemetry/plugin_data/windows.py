@@ -1,0 +1,83 @@
+"""Cuts a part out of a layers × steps matrix and thins it out where it is too large to send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A part of a matrix, both ends included; None: from the beginning, to the end."""
+
+    first_step: int | None = None
+    last_step: int | None = None
+    first_layer: int = 0
+    last_layer: int | None = None
+
+    def holds(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the steps lie inside."""
+        inside = np.ones(len(steps), dtype=bool)
+        if self.first_step is not None:
+            inside &= steps >= self.first_step
+        if self.last_step is not None:
+            inside &= steps <= self.last_step
+        return inside
+
+    def layers(self, count: int) -> slice:
+        """The layers inside, of ``count``."""
+        last = count - 1 if self.last_layer is None else min(self.last_layer, count - 1)
+        return slice(min(self.first_layer, count), max(last + 1, self.first_layer))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Matrix:
+    """One statistic of some layers at some steps.
+
+    Attributes:
+        steps: The first step of each column, int64, shape ``[columns]``, ascending.
+        values: float32, shape ``[columns, rows]``; :data:`~format.MISSING` where not measured.
+        first_layer: The layer of the first row.
+        layer_factor: Layers behind each row; the last may have fewer.
+        step_factor: Measured steps behind each column; the last may have fewer.
+        sampled: Whether steps were left out, rather than put together.
+    """
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float32]
+    first_layer: int = 0
+    layer_factor: int = 1
+    step_factor: int = 1
+    sampled: bool = False
+
+
+def thin(matrix: Matrix, *, max_layers: int, max_cells: int) -> Matrix:
+    """At most so many rows and cells; each cell is the largest of those behind it.
+
+    NaN counts as larger than infinity, which is larger than any number; what was not measured
+    counts as less. So what is wrong in one place stays visible.
+    """
+    columns, rows = matrix.values.shape
+    layer_factor = max(1, -(-rows // max_layers))
+    max_columns = max(1, max_cells // max(1, -(-rows // layer_factor)))
+    step_factor = max(1, -(-columns // max_columns))
+    if layer_factor == step_factor == 1:
+        return matrix
+    return Matrix(
+        steps=matrix.steps[::step_factor],
+        values=_largest(_largest(matrix.values, step_factor, 0), layer_factor, 1),
+        first_layer=matrix.first_layer,
+        layer_factor=layer_factor,
+        step_factor=step_factor * matrix.step_factor,
+        sampled=matrix.sampled,
+    )
+
+
+def _largest(values: NDArray[np.float32], factor: int, axis: int) -> NDArray[np.float32]:
+    if factor == 1 or values.shape[axis] == 0:
+        return values
+    starts = np.arange(0, values.shape[axis], factor)
+    largest: NDArray[np.float32] = np.maximum.reduceat(values, starts, axis=axis)
+    return largest

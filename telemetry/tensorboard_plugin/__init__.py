@@ -1,0 +1,1 @@
+"""The Telemetry page as a plugin of TensorBoard."""

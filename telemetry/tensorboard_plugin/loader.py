@@ -1,0 +1,25 @@
+"""What TensorBoard loads when it starts: the entry point ``tensorboard_plugins``."""
+
+from __future__ import annotations
+
+import argparse
+
+from tensorboard.plugins import base_plugin
+
+from telemetry.plugin_data import PLUGIN_NAME
+
+
+class TelemetryLoader(base_plugin.TBLoader):  # type: ignore[misc]
+    """Makes TensorBoard keep every step of our data, unless its user says otherwise."""
+
+    def fix_flags(self, flags: argparse.Namespace) -> None:
+        # By default a tag's steps are thinned out: 100 stay, or 10 with the slow loader.
+        if getattr(flags, "samples_per_plugin", None) is not None:
+            flags.samples_per_plugin.setdefault(PLUGIN_NAME, 0)
+
+    def load(self, context: base_plugin.TBContext) -> base_plugin.TBPlugin | None:
+        if context.data_provider is None:
+            return None
+        from telemetry.tensorboard_plugin.plugin import TelemetryPlugin  # at need: starts quicker
+
+        return TelemetryPlugin(context)

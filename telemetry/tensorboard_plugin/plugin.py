@@ -1,0 +1,161 @@
+"""The plugin's routes, below ``/data/plugin/telemetry/``."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from tensorboard import plugin_util
+from tensorboard.plugins import base_plugin
+from werkzeug import wrappers
+
+from telemetry.plugin_data import PLUGIN_NAME, NewerFormatError, payloads
+from telemetry.plugin_data.run_data import Overview, RunData
+from telemetry.plugin_data.sessions import Layer
+from telemetry.plugin_data.windows import Window, thin
+from telemetry.tensorboard_plugin.provider_source import ProviderSource, list_runs
+from telemetry.tensorboard_plugin.requests import (
+    BadRequestError,
+    NotFoundError,
+    answer,
+    number,
+    required_number,
+    send,
+    text,
+)
+from telemetry.tensorboard_plugin.static_files import content_type, read_static_files
+
+MAX_ROWS = 2048
+MAX_CELLS = 4_000_000
+_MAX_RUNS_KEPT = 6
+
+
+class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
+    """Serves the page, and the data of a run in the pieces that the page asks for.
+
+    Args:
+        context: TensorBoard's; its data provider is what is read.
+    """
+
+    plugin_name = PLUGIN_NAME
+
+    def __init__(self, context: base_plugin.TBContext) -> None:
+        self._provider = context.data_provider
+        self._static = read_static_files()
+        self._runs: OrderedDict[tuple[str, str], RunData] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def is_active(self) -> bool:
+        # TensorBoard itself lists the plugins that have data.
+        return False
+
+    def frontend_metadata(self) -> base_plugin.FrontendMetadata:
+        return base_plugin.FrontendMetadata(
+            es_module_path="/static/index.js", tab_name="Telemetry", disable_reload=False
+        )
+
+    def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "/static/*": answer(self._serve_static),
+            "/runs": answer(self._serve_runs),
+            "/run": answer(self._serve_run),
+            "/matrix": answer(self._serve_matrix),
+            "/scalars": answer(self._serve_scalars),
+            "/layer": answer(self._serve_layer),
+            "/histograms": answer(self._serve_histograms),
+            "/images": answer(self._serve_images),
+            "/image": answer(self._serve_image),
+        }
+
+    def _serve_static(self, request: wrappers.Request) -> wrappers.Response:
+        name = request.path.rpartition("/static/")[2]
+        content, kind = self._static.get(name), content_type(name)
+        if content is None or kind is None:
+            raise NotFoundError("there is no such file")
+        return send(request, content, kind)
+
+    def _serve_runs(self, request: wrappers.Request) -> wrappers.Response:
+        experiment = plugin_util.experiment_id(request.environ)
+        runs = list_runs(self._provider, experiment, PLUGIN_NAME)
+        return _json(request, [{"name": run, "lastStep": step} for run, step in runs.items()])
+
+    def _serve_run(self, request: wrappers.Request) -> wrappers.Response:
+        try:
+            return _json(request, payloads.overview(self._run(request).overview()))
+        except NewerFormatError as error:
+            return _json(request, {"newerFormat": str(error)})
+
+    def _serve_matrix(self, request: wrappers.Request) -> wrappers.Response:
+        window = Window(
+            first_step=number(request, "first_step"),
+            last_step=number(request, "last_step"),
+            first_layer=number(request, "first_layer") or 0,
+            last_layer=number(request, "last_layer"),
+        )
+        statistic = text(request, "statistic")
+        try:
+            matrix = self._run(request).matrix(statistic, window)
+        except KeyError:
+            raise BadRequestError("statistic is not one of those that there are") from None
+        return _bytes(
+            request, payloads.matrix(thin(matrix, max_layers=MAX_ROWS, max_cells=MAX_CELLS))
+        )
+
+    def _serve_scalars(self, request: wrappers.Request) -> wrappers.Response:
+        return _bytes(request, payloads.scalars(self._run(request).source))
+
+    def _serve_layer(self, request: wrappers.Request) -> wrappers.Response:
+        run = self._run(request)
+        layer = self._layer_index(request, run.overview())
+        return _bytes(request, payloads.layer_series(run.layer_series(layer)))
+
+    def _serve_histograms(self, request: wrappers.Request) -> wrappers.Response:
+        run = self._run(request)
+        return _bytes(request, payloads.histograms(run.source, self._layer(request, run)))
+
+    def _serve_images(self, request: wrappers.Request) -> wrappers.Response:
+        run = self._run(request)
+        return _json(request, payloads.images(run.source, self._layer(request, run)))
+
+    def _serve_image(self, request: wrappers.Request) -> wrappers.Response:
+        run, tag, step = self._run(request), text(request, "tag"), required_number(request, "step")
+        png = run.source.read_image(tag, step)
+        if png is None or not png.startswith(b"\x89PNG\r\n"):
+            raise NotFoundError("there is no such picture")
+        return send(request, png, "image/png", expires=3600)
+
+    def _run(self, request: wrappers.Request) -> RunData:
+        experiment, name = plugin_util.experiment_id(request.environ), text(request, "run")
+        with self._lock:
+            known = self._runs.get((experiment, name))
+            if known is None:
+                source = ProviderSource(self._provider, experiment, name)
+                if not source.tensor_tags(PLUGIN_NAME):
+                    raise NotFoundError("there is no such run, or it has no telemetry data")
+                known = self._runs[experiment, name] = RunData(source)
+            self._runs.move_to_end((experiment, name))
+            if len(self._runs) > _MAX_RUNS_KEPT:
+                self._runs.popitem(last=False)
+        return known
+
+    def _layer(self, request: wrappers.Request, run: RunData) -> Layer:
+        overview = run.overview()
+        return overview.layers[self._layer_index(request, overview)]
+
+    @staticmethod
+    def _layer_index(request: wrappers.Request, overview: Overview) -> int:
+        name = text(request, "layer")
+        for index, layer in enumerate(overview.layers):
+            if layer.name == name:
+                return index
+        raise NotFoundError("the run has no such layer")
+
+
+def _json(request: wrappers.Request, content: Any) -> wrappers.Response:
+    return send(request, content, "application/json")
+
+
+def _bytes(request: wrappers.Request, content: bytes) -> wrappers.Response:
+    return send(request, content, "application/octet-stream")
