@@ -2,15 +2,15 @@
 
     python benchmarks/tensor.py [--quick] [--sizes N ...] [--threads N] [--json FILE]
 
-All in one process and in turn; figures are medians over the rounds, ratios are taken within a
-round. Times are CPU times of the process in nanoseconds per element, or in microseconds per tensor
-where the tensors are small; the JSON has wall times, too.
+Everything runs in turn in one process. Times are CPU times of the process per element, in
+nanoseconds, or per small tensor, in microseconds; the JSON has wall times, too. Figures are medians
+over the rounds; ratios are taken within a round.
 
 "add" is what the training thread spends on a tensor, "reduce" what another thread does later.
-"passes" are those of ``x.sum()`` that take as long as "add"; "cheaper" is how many times longer
-``make_histogram`` takes, which is what ``SummaryWriter.add_histogram`` calls. wandb's
-``log_tensor_stats`` and Composer's ``add_metrics`` take part if they are installed. (Ignite's
-handlers call ``add_histogram``.)
+"passes" is how many times ``x.sum()`` fits into "add"; "cheaper" is how many times "add" fits into
+``make_histogram``, which is most of ``SummaryWriter.add_histogram`` (ignite's handlers call that).
+wandb's ``log_tensor_stats`` and Composer's ``add_metrics`` take part where they are installed.
+Sizes of 100,000,000 and more want some GB of memory and minutes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,25 @@ import numpy as np
 import torch
 from overhead import describe_machine
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import make_histogram
-from torch.utils.tensorboard.writer import SummaryWriter
 
 from telemetry.measure import Measurer
 
-SIZES = [1_000, 10_000, 100_000, 1_000_000, 10_000_000]
+SIZES = [100_000, 1_000_000, 10_000_000]
+SMALL_SIZES = [10, 100, 1_000, 10_000, 30_000]
 DTYPES = ["float64", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64"]
-SMALL_SHAPES = [(10,), (100,), (1_000,), (64, 16), (10_000,), (16_384,)]
-UNIT_SHAPES = [(32, 64, 56, 56), (64, 512, 4, 4), (8_192, 512), (100_000, 10)]
+UNITS = {  # shape, axis of the units
+    "convolution": ((32, 64, 56, 56), 1),
+    "late convolution": ((64, 512, 4, 4), 1),
+    "linear": ((8, 1024, 512), -1),
+    "few units": ((100_000, 10), -1),
+}
 
-# Small tensors are measured this many at once: as those of one step are.
+# So many small tensors are measured together, as those of one step are.
 TOGETHER = 200
 
-Work = Callable[[], object]
+Statistics = Callable[[Tensor], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,134 +85,159 @@ class Result:
 # --- what is done with a tensor
 
 
+def together(tensor: Tensor) -> int:
+    """How many tensors like this are measured at once."""
+    return max(1, min(TOGETHER, 1_000_000 // tensor.numel()))
+
+
 class Ours:
     """Telemetry's two halves: adding on the training thread, reducing on another."""
 
     def __init__(self, tensor: Tensor, unit_axis: int | None = None) -> None:
-        self.tensor = tensor
-        self.unit_axis = unit_axis
-        self.measurer = Measurer()
-        self.measurements = self.measurer.finish()
+        self._tensor = tensor
+        self._unit_axis = unit_axis
+        self._measurer = Measurer()
+        self._measurements = self._measurer.finish()
 
     def add(self) -> None:
-        for _ in range(together(self.tensor)):
-            self.measurer.add(self.tensor, unit_axis=self.unit_axis)
-        self.measurements = self.measurer.finish()
+        for _ in range(together(self._tensor)):
+            self._measurer.add(self._tensor, unit_axis=self._unit_axis)
+        self._measurements = self._measurer.finish()
 
     def reduce(self) -> None:
-        self.measurements.reduce()
+        self._measurements.reduce()
 
 
-def together(tensor: Tensor) -> int:
-    """How many tensors of this size are measured at once."""
-    return max(1, min(TOGETHER, 1_000_000 // tensor.numel()))
-
-
-def works(tensor: Tensor, peers: Mapping[str, Callable[[Tensor], object]]) -> dict[str, Work]:
-    """What is compared on one tensor, each to be done :func:`together` times."""
-    ours = Ours(tensor)
-
-    def repeated(call: Callable[[Tensor], object]) -> Work:
-        return lambda: [call(tensor) for _ in range(together(tensor))]
-
-    return {
-        "x.sum()": repeated(Tensor.sum),
-        "add": ours.add,
-        "reduce": ours.reduce,
-        **{name: repeated(call) for name, call in peers.items()},
-    }
-
-
-def histogram_for_tensorboard(tensor: Tensor) -> object:
+def tensorboard_histogram() -> Statistics:
     """What ``SummaryWriter.add_histogram`` does before it writes."""
-    return make_histogram(tensor.numpy(), TENSORBOARD_BINS, None)  # type: ignore[no-untyped-call]
+    with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
+        bins = writer.default_bins
+    return lambda tensor: make_histogram(tensor.numpy(), bins, None)
 
 
-with tempfile.TemporaryDirectory() as folder:
-    TENSORBOARD_BINS = SummaryWriter(folder).default_bins  # type: ignore[no-untyped-call]
-
-
-def find_peers() -> dict[str, Callable[[Tensor], object]]:
-    """Other libraries' statistics of one tensor; says which are not installed."""
-    peers: dict[str, Callable[[Tensor], object]] = {"make_histogram": histogram_for_tensorboard}
-    for name, load in {"wandb": load_wandb, "composer": load_composer}.items():
-        try:
-            peers[name] = load()
-        except ImportError as missing:
-            print(f"{name} does not take part: {missing}")
-    return peers
-
-
-def load_wandb() -> Callable[[Tensor], object]:
-    import wandb  # type: ignore[import-not-found, unused-ignore]
-    from wandb.integration.torch.wandb_torch import (  # type: ignore[import-not-found, unused-ignore]
-        TorchHistory,
-    )
-
+def wandb_statistics() -> Statistics:
+    wandb: Any = import_module("wandb")
     wandb.init(mode="offline", dir=tempfile.mkdtemp(), settings=wandb.Settings(silent=True))
-    history: Any = TorchHistory()
+    history = import_module("wandb.integration.torch.wandb_torch").TorchHistory()
     return lambda tensor: history.log_tensor_stats(tensor, "tensor")
 
 
-def load_composer() -> Callable[[Tensor], object]:
-    from composer.callbacks.activation_monitor import (  # type: ignore[import-not-found, unused-ignore]
-        ActivationMonitor,
-    )
-
-    monitor: Any = ActivationMonitor()
+def composer_metrics() -> Statistics:
+    monitor = import_module("composer.callbacks.activation_monitor").ActivationMonitor()
     return lambda tensor: monitor.add_metrics({}, "tensor", "", tensor)
+
+
+def find_peers() -> dict[str, Statistics]:
+    """Other libraries' statistics of one tensor; says which are not installed."""
+    peers: dict[str, Statistics] = {
+        "x.sum()": Tensor.sum,
+        "make_histogram": tensorboard_histogram(),
+    }
+    for name, load in {"wandb": wandb_statistics, "composer": composer_metrics}.items():
+        try:
+            peers[name] = load()
+        except ImportError as missing:
+            print(f"without {name}: {missing}")
+    return peers
 
 
 # --- measuring
 
 
 def measure(
-    name: str, tensor: Tensor, compared: Mapping[str, Work], rounds: int
+    name: str,
+    tensor: Tensor,
+    rounds: int,
+    *,
+    unit_axis: int | None = None,
+    peers: Mapping[str, Statistics] | None = None,
 ) -> dict[str, Result]:
-    """Times of each kind of work, in turn, after one turn to warm up."""
-    turns = [[run(work, together(tensor)) for work in compared.values()] for _ in range(rounds + 1)]
+    """Times of each kind of work on a tensor, after one round to warm up."""
+    ours, count = Ours(tensor, unit_axis), together(tensor)
+
+    def repeat(statistics: Statistics) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(count):
+                statistics(tensor)
+
+        return work
+
+    works = {"add": ours.add, "reduce": ours.reduce}
+    works |= {peer: repeat(statistics) for peer, statistics in (peers or {}).items()}
+    times: dict[str, list[Time]] = {work: [] for work in works}
+    for _ in range(rounds + 1):
+        for work, run in works.items():
+            times[work].append(run_once(run, count))
     return {
-        work: Result(tensor=name, elements=tensor.numel(), work=work, rounds=list(times))
-        for work, times in zip(compared, zip(*turns[1:], strict=True), strict=True)
+        work: Result(tensor=name, elements=tensor.numel(), work=work, rounds=of_work[1:])
+        for work, of_work in times.items()
     }
 
 
-def run(work: Work, count: int) -> Time:
-    """Time of doing ``work``, for each of the ``count`` tensors it is about."""
+def run_once(run: Callable[[], None], count: int) -> Time:
+    """Time for each of ``count`` tensors."""
     cpu, wall = time.process_time_ns(), time.perf_counter_ns()
-    work()
+    run()
     cpu, wall = time.process_time_ns() - cpu, time.perf_counter_ns() - wall
     return Time(cpu_ns=cpu / count, wall_ns=wall / count)
 
 
-def of_dtype(name: str, size: int) -> Tensor:
-    return (10 * torch.randn(size)).to(getattr(torch, name))
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One tensor to a row, one kind of work to a column."""
+
+    title: str
+    unit: str  # of what is printed
+    rows: Sequence[Mapping[str, Result]]
+
+
+def measure_all(sizes: Sequence[int], rounds: int) -> Iterator[Table]:
+    peers = find_peers()
+    yield Table(
+        title="float32",
+        unit="ns per element",
+        rows=[measure(f"{size:,}", torch.randn(size), rounds, peers=peers) for size in sizes],
+    )
+    del peers["x.sum()"]
+    yield Table(
+        title=f"small float32, up to {TOGETHER} together",
+        unit="µs per tensor",
+        rows=[measure(f"{size:,}", torch.randn(size), rounds, peers=peers) for size in SMALL_SIZES],
+    )
+    size = min(max(sizes), 1_000_000)
+    tensors = {name: (10 * torch.randn(size)).to(getattr(torch, name)) for name in DTYPES}
+    yield Table(
+        title=f"{size:,} elements",
+        unit="ns per element",
+        rows=[measure(name, tensor, rounds) for name, tensor in tensors.items()],
+    )
+    yield Table(
+        title="float32, with the extremes of each unit",
+        unit="ns per element",
+        rows=[
+            measure(name, torch.randn(shape), rounds, unit_axis=axis, peers={"x.sum()": Tensor.sum})
+            for name, (shape, axis) in UNITS.items()
+        ],
+    )
 
 
 # --- telling
 
 
-def print_sizes(rows: Sequence[Mapping[str, Result]], title: str) -> None:
-    peers = [work for work in rows[0] if work not in ("x.sum()", "add", "reduce")]
-    print(f"\n{title}, ns per element")
-    print(f"{'':16}{'x.sum()':>10}{'add':>10}{'reduce':>10}", end="")
-    print("".join(f"{peer:>16}" for peer in peers), f"{'passes':>8}{'cheaper':>9}")
-    for row in rows:
-        size = row["add"].elements
-        cells = "".join(f"{row[work].cpu_ns / size:10.3f}" for work in ("x.sum()", "add", "reduce"))
-        cells += "".join(f"{row[peer].cpu_ns / size:16.2f}" for peer in peers)
-        passes = row["add"].ratio(row["x.sum()"])
-        cheaper = f"{row['make_histogram'].ratio(row['add']):8.0f}×" if peers else ""
-        print(f"{row['add'].tensor:16}{cells} {passes:8.2f}{cheaper}")
-
-
-def print_small(rows: Sequence[Mapping[str, Result]]) -> None:
-    print(f"\nsmall tensors, float32, {TOGETHER} together, µs per tensor")
-    print(f"{'':16}{'add':>10}{'reduce':>10}{'make_histogram':>16}")
-    for row in rows:
-        add, reduce, peer = (row[work] for work in ("add", "reduce", "make_histogram"))
-        print(f"{add.tensor:16}{add.cpu_ns / 1e3:10.2f}{reduce.cpu_ns / 1e3:10.2f}", end="")
-        print(f"{peer.cpu_ns / 1e3:16.1f}")
+def print_table(table: Table) -> None:
+    works = list(table.rows[0])
+    print(f"\n{table.title}\n{table.unit:20}", *(f"{work:>14}" for work in works), end="")
+    print(
+        "   passes" if "x.sum()" in works else "", "  cheaper" if "make_histogram" in works else ""
+    )
+    for row in table.rows:
+        add = row["add"]
+        scale = add.elements if table.unit == "ns per element" else 1000
+        print(
+            f"  {add.tensor:18}", *(f"{row[work].cpu_ns / scale:14.3f}" for work in works), end=""
+        )
+        print(f"{add.ratio(row['x.sum()']):9.2f}" if "x.sum()" in works else "", end=" ")
+        print(f"{row['make_histogram'].ratio(add):8.0f}x" if "make_histogram" in works else "")
 
 
 def main() -> None:
@@ -217,39 +248,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
     machine = f"{describe_machine(torch.device('cpu'))}, numpy {np.__version__}"
     print(machine)
-    rounds = 2 if args.quick else 9
-    sizes = args.sizes or (SIZES[:3] if args.quick else SIZES)
+    results: dict[str, list[dict[str, Any]]] = {}
     with torch.no_grad():
-        peers = find_peers()
-        tables = run_tables(sizes, max(sizes) // 10, peers, rounds)
+        sizes = args.sizes or SIZES[: 1 if args.quick else None]
+        for table in measure_all(sizes, rounds=2 if args.quick else 9):
+            print_table(table)
+            results[table.title] = [asdict(r) for row in table.rows for r in row.values()]
     if args.json:
-        results = {
-            title: [asdict(result) for row in rows for result in row.values()]
-            for title, rows in tables.items()
-        }
-        args.json.write_text(json.dumps({"machine": machine, **results}), encoding="utf-8")
-
-
-def run_tables(
-    sizes: Sequence[int], dtype_size: int, peers: Mapping[str, Callable[[Tensor], object]], rounds: int
-) -> dict[str, list[dict[str, Result]]]:
-    tables: dict[str, list[dict[str, Result]]] = {}
-    histogram = {"make_histogram": histogram_for_tensorboard}
-
-    tensors = {f"{size:,}": torch.randn(size) for size in sizes}
-    tables["sizes"] = [
-        measure(name, tensor, works(tensor, peers), rounds) for name, tensor in tensors.items()
-    ]
-    print_sizes(tables["sizes"], "float32")
-
-    tensors = {name: of_dtype(name, dtype_size) for name in DTYPES}
-    tables["dtypes"] = [
-        measure(name, tensor, works(tensor, {}), rounds) for name, tensor in tensors.items()
-    ]
-    return tables
+        args.json.write_text(json.dumps({"machine": machine, "results": results}), encoding="utf-8")
 
 
 if __name__ == "__main__":

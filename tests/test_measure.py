@@ -23,7 +23,7 @@ from telemetry.measure.tensors import WORKING_DTYPE, pieces
 from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch, bucket_indices, sketch_array
 
-SMALL, LARGE, SAMPLED = 700, 20_000, 300_000
+SMALL, LARGE, SAMPLED = 700, 40_000, 300_000
 SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["copied", "reduced at once"])
 ALL_SIZES = pytest.mark.parametrize("size", [SMALL, LARGE, SAMPLED])
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1.42e-39, 1e-38, 3.4e38, -3.4e38]
@@ -139,7 +139,7 @@ def test_random_float32_bits_and_ties_are_measured_exactly() -> None:
     ties = (np.arange(1 << 16, dtype=np.uint32) << 16) | 0x8000
     for bits in (random, ties - 1, ties, ties + 1):
         tensor = torch.from_numpy(bits.view(np.float32))
-        for part in (tensor, *tensor.split(10_000)):
+        for part in (tensor, *tensor.split(20_000)):
             assert_exact(measure(part).sketch, to_float64(part))
 
 
@@ -264,7 +264,7 @@ def test_every_memory_layout(layout: str, axis: int | None, size: int) -> None:
     tensor = LAYOUTS[layout](normal(6, 5, size // 150, 10).relu())
     record = measure(tensor, unit_axis=axis)
     values = to_float64(tensor.detach().clone())
-    if values.size <= 65_536:
+    if values.size <= 131_072:
         assert_exact(record.sketch, values)
     else:
         assert_moments(record.sketch, values)
@@ -359,11 +359,10 @@ def test_block_sample_is_a_view_of_evenly_spread_runs() -> None:
     assert starts.numel() == 1
     assert tensor.numel() - sample[-1, -1] <= starts.item()
     assert not np.any(starts.item() % np.arange(2, 15) == 0)
-    permuted = block_sample(tensor.T)
-    assert torch.equal(permuted, sample)
+    assert torch.equal(block_sample(tensor.T), sample)
     assert block_sample(tensor[:, ::2]).numel() > 60_000
-    assert block_sample(tensor[:60]) is not tensor
-    assert block_sample(tensor[:60]).shape == (60, 1000)
+    assert block_sample(tensor[:131]).shape == (131, 1000)
+    assert block_sample(tensor[:132]).shape[1] == 16
 
 
 # --- units ---------------------------------------------------------------------------------------
@@ -412,15 +411,15 @@ def test_extremes_of_any_shape(x: NDArray[np.float32]) -> None:
     np.testing.assert_array_equal(high, x.max(axis=(0, 2)))
 
 
-@pytest.mark.parametrize("count", [255, 256, 299, 3_000])
 @pytest.mark.parametrize("width", [1, 3, 48, 200, 255])
+@pytest.mark.parametrize("count", [255, 256, 299, 2_100])
 def test_extremes_in_any_row_are_found(count: int, width: int) -> None:
-    for row in {0, 1, count // 2, count - 2, count - 1}:
-        x = np.zeros((count, width, 1))
+    x = np.zeros((count, width, 1))
+    for row in range(count):
         x[row] = np.arange(width)[:, None] - 10
         low, high = unit_extremes(x)
-        np.testing.assert_array_equal(low, np.minimum(x[row, :, 0], 0))
-        np.testing.assert_array_equal(high, np.maximum(x[row, :, 0], 0))
+        assert (low.min(), high.max()) == (-10, max(width - 11, 0))
+        x[row] = 0
 
 
 @SIZES
@@ -456,7 +455,7 @@ def test_pieces_cover_every_element_once_and_in_order(shape: list[int], limit: i
 
 def test_records_come_in_the_order_of_adding() -> None:
     measurer = Measurer()
-    sizes = [3, 40_000, 16_384, 0, 16_385, 100_000, 1]
+    sizes = [3, 40_000, 32_000, 0, 32_001, 200_000, 1]
     tensors = [torch.full((size,), float(i)) for i, size in enumerate(sizes)]
     tensors += [tensor.double() for tensor in tensors]
     assert [measurer.add(tensor) for tensor in tensors] == list(range(14))
@@ -502,7 +501,7 @@ def test_results_do_not_depend_on_the_memory_there_is(arena_elements: int) -> No
     measurer, tensors = Measurer(arena_elements=arena_elements), []
     steps = []
     for _ in range(3):  # none is reduced before the others are taken
-        for size in (10, 5_000, 16_000, 20_000, 300_000) * 4:
+        for size in (10, 5_000, 32_000, 40_000, 300_000) * 4:
             tensors.append(normal(size, 1) * len(tensors))
             measurer.add(tensors[-1], unit_axis=0)
             measurer.add(tensors[-1].double())
@@ -529,7 +528,7 @@ def test_memory_is_bounded_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
 
     def step(count: int) -> None:
         for _ in range(count):
-            measurer.add(torch.zeros(16_000))
+            measurer.add(torch.zeros(30_000))
 
     step(2)
     kept = measurer.finish()
@@ -542,9 +541,9 @@ def test_memory_is_bounded_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
     measurer.finish()  # dropped
     assert sum(allocated) == 4, "a large one has no more than it may"
     allocated.clear()
-    step(60)
+    step(30)
     assert allocated == [], "those of the dropped step came back"
-    assert len(measurer.finish().reduce()) == 60
+    assert len(measurer.finish().reduce()) == 30
 
 
 def test_reducing_twice_gives_the_same() -> None:
@@ -581,7 +580,7 @@ def test_several_threads_may_add(often_interrupted: None) -> None:
     places: dict[float, list[int | None]] = {}
 
     def add(value: float) -> None:
-        sizes = (10, 20_000, 70_000) * 10
+        sizes = (10, 40_000, 150_000) * 10
         places[value] = [measurer.add(torch.full((size,), value)) for size in sizes]
 
     threads = [threading.Thread(target=add, args=(float(value),)) for value in range(1, 5)]

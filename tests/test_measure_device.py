@@ -129,6 +129,21 @@ def test_the_measurer_brings_everything_over_in_one_copy() -> None:
         assert_same(record, TensorRecord(sketch=sketch_array(tensor.numpy())))
 
 
+def test_a_tensor_that_cannot_be_reduced_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(values: object) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    measurer = Measurer()
+    monkeypatch.setattr(device, "_row", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        measurer.add(normal(5).as_subclass(Elsewhere))
+    measurer.add(normal(5))
+    (record,) = measurer.finish().reduce()
+    assert record.sketch.count == 5
+
+
 def test_the_histogram_is_of_all_elements() -> None:
     tensor = normal(200_000)
     (record,) = measure(tensor)
@@ -180,7 +195,7 @@ def test_a_gpu_is_never_waited_for(deterministic: bool) -> None:
         torch.use_deterministic_algorithms(False)
     for tensor, record in zip(tensors, measurements.reduce(), strict=True):
         expected = on_host(tensor, 1 if tensor.ndim > 1 else None)
-        if tensor.numel() > 65_536:
+        if tensor.numel() > 131_072:
             exact = sketch_array(tensor.to(torch.float64).numpy())
             expected = replace(expected, sketch=exact)
         assert_same(record, expected)

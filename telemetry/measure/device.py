@@ -46,7 +46,9 @@ class DeviceTensors:
         return partial(self._record, slice(start, self._end), values.tensor.numel())
 
     def send(self) -> None:
-        """Start the copy to the host. Adds nothing more."""
+        """Start the copy to the host; nothing can be added any more."""
+        if not self._rows:  # adding failed
+            return
         if self._rows[0].is_cuda:
             stream = torch.cuda.current_stream(self._rows[0].device)
             for row in self._rows:  # may be of another stream

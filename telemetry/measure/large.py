@@ -53,8 +53,10 @@ class LargeTensor:
         self._moments = Moments()
         self._sample = Sample(tensor.numel(), sample_memory)
         self._unit_axis = axis
-        unit_count = 0 if axis is None else tensor.shape[axis]
-        self._unit_min, self._unit_max = np.full(unit_count, inf), np.full(unit_count, -inf)
+        self._units: tuple[FloatArray, FloatArray] | None = None
+        if axis is not None:
+            unit_count = tensor.shape[axis]
+            self._units = np.full(unit_count, inf), np.full(unit_count, -inf)
         if not tensor.is_contiguous():
             for index in pieces(tensor.shape, SERIAL_ELEMENTS):
                 piece = working(tensor[index]).contiguous()
@@ -71,25 +73,21 @@ class LargeTensor:
 
     def _add(self, piece: FloatArray, index: tuple[slice, ...], flags: NDArray[np.bool_]) -> None:
         flat = piece.reshape(-1)
-        if self._unit_axis is None:
+        if self._unit_axis is None or self._units is None:
             low, high = np.minimum.reduce(flat), np.maximum.reduce(flat)
         else:
-            low, high = self._add_units(piece, self._unit_axis, index[self._unit_axis])
+            lows, highs = unit_extremes(piece.reshape(unit_shape(piece.shape, self._unit_axis)))
+            low, high = lows.min(), highs.max()
+            unit_min, unit_max = (extreme[index[self._unit_axis]] for extreme in self._units)
+            with np.errstate(invalid="ignore"):  # of signaling NaN
+                np.minimum(unit_min, lows, out=unit_min)
+                np.maximum(unit_max, highs, out=unit_max)
         self._moments.add(flat, float(low), float(high), flags)
-
-    def _add_units(self, piece: FloatArray, axis: int, place: slice) -> tuple[float, float]:
-        """Note the extremes of the units at ``place``; the extremes of them all."""
-        lows, highs = unit_extremes(piece.reshape(unit_shape(piece.shape, axis)))
-        with np.errstate(invalid="ignore"):  # of signaling NaN
-            np.minimum(self._unit_min[place], lows, out=self._unit_min[place])
-            np.maximum(self._unit_max[place], highs, out=self._unit_max[place])
-        return lows.min(), highs.max()
 
     def record(self) -> TensorRecord:
         """What was in the tensor."""
         buckets, counts = self._sample.histogram(self._moments)
-        units = None if self._unit_axis is None else (self._unit_min, self._unit_max)
-        return tensor_record(self._moments.sketch(buckets, counts), units)
+        return tensor_record(self._moments.sketch(buckets, counts), self._units)
 
 
 def _convert(piece: Tensor, scratch: Tensor) -> FloatArray:

@@ -25,9 +25,9 @@ Pending = Callable[[], TensorRecord]
 class Measurer:
     """Statistics of many tensors of one step: cheap on the training thread, the rest later.
 
-    Tensors in CPU memory of up to 16,384 elements are copied; of larger ones all but the histogram
-    is taken at once, and the histogram is that of a sample of 65,536 elements, scaled up. Tensors
-    on an accelerator are reduced there, histogram included, in full.
+    Tensors in CPU memory of up to 32,000 elements are copied; of larger ones all but the histogram
+    is taken at once. Above 131,072 elements the histogram is that of a sample of about 65,536,
+    scaled up. Tensors on an accelerator are reduced there, histogram included, in full.
 
     :meth:`add` and :meth:`finish` are to be called with autocast and dispatch modes off. They draw
     no random numbers, never wait for a device, change no global state, record nothing for autograd

@@ -20,14 +20,14 @@ FloatArray = NDArray[np.floating]
 _SAFE_MAGNITUDES = {np.dtype(np.float32): (1e-15, 1e15), np.dtype(np.float64): (1e-140, 1e140)}
 
 # Elements of one dot product. BLAS computes it on the calling thread alone (OpenBLAS up to 10,000
-# elements); and since products are added up in float64, little is lost.
-_ROW = 2048
-_ONES = {dtype: np.ones(_ROW, dtype) for dtype in _SAFE_MAGNITUDES}
+# elements); and since the products are added up in float64, little is lost.
+_DOT_ELEMENTS = 2048
+_ONES = {dtype: np.ones(_DOT_ELEMENTS, dtype) for dtype in _SAFE_MAGNITUDES}
 
 # To begin a row costs NumPy as much as some tens of elements. Many rows that are not long are taken
 # several as one; rows that are short are reduced faster as columns of a transposed copy.
 _MANY_ROWS = 256
-_LONG_ROW = 256
+_LONG_ROW = 2048
 _SHORT_ROW = 64
 
 
@@ -65,10 +65,10 @@ class Moments:
         self.count += values.size
         self.min = min(self.min, low)
         self.max = max(self.max, high)
-        whole = values.size // _ROW * _ROW
+        whole = values.size // _DOT_ELEMENTS * _DOT_ELEMENTS
         ones = _ONES[values.dtype]
         if whole:
-            rows = values[:whole].reshape(-1, _ROW)
+            rows = values[:whole].reshape(-1, _DOT_ELEMENTS)
             self.sum += float(np.add.reduce(np.vecdot(rows, ones), dtype=np.float64))
             self.sum_squares += float(np.add.reduce(np.vecdot(rows, rows), dtype=np.float64))
         if whole < values.size:
@@ -147,7 +147,7 @@ def _over_rows(extreme: np.ufunc, rows: FloatArray) -> FloatArray:
         return rows.reshape(width)
     if count < _MANY_ROWS or width >= _LONG_ROW:
         return _reduce(extreme, rows, axis=0)
-    fold = min(_ROW // width, count)
+    fold = min(2 * _LONG_ROW // width, count)
     whole = count // fold * fold
     folded = _reduce(extreme, rows[:whole].reshape(-1, fold * width), axis=0)
     rest = np.concatenate([folded.reshape(fold, width), rows[whole:]])

@@ -18,8 +18,11 @@ from telemetry.measure.moments import Moments
 from telemetry.measure.tensors import SERIAL_ELEMENTS, in_memory_order, working
 from telemetry.sketch import LAST_BUCKET, bucket_indices
 
+FULL_ELEMENTS = 131_072
+"""Tensors of more elements are sampled for their histogram: to gather is slower than to copy."""
+
 SAMPLE_ELEMENTS = 65_536
-"""Tensors of more elements are sampled for their histogram."""
+"""About so many elements are in a sample."""
 
 # Runs of this many elements, a prime number of elements apart. A step that divides a tensor's sizes
 # (any power of two) would see the same few channels or columns only.
@@ -34,7 +37,7 @@ def block_sample(tensor: Tensor) -> Tensor:
 
     Returns:
         Shape ``[k, 16]``, on the same device; a view if the tensor is dense. All of the tensor if
-        it has at most 65,536 elements.
+        it has at most 131,072 elements.
     """
     step = sample_step(tensor.numel())
     if step == 0:
@@ -45,7 +48,7 @@ def block_sample(tensor: Tensor) -> Tensor:
 @lru_cache(maxsize=4096)
 def sample_step(count: int) -> int:
     """Elements from one run of a sample to the next; 0 if everything is taken."""
-    if count <= SAMPLE_ELEMENTS:
+    if count <= FULL_ELEMENTS:
         return 0
     step = -(-_RUN * count // SAMPLE_ELEMENTS)
     while any(step % divisor == 0 for divisor in range(2, int(step**0.5) + 1)):
@@ -74,17 +77,16 @@ class Sample:
 
     def add(self, flat: Tensor) -> None:
         """Take some of the tensor, or of its next piece: 1-D and contiguous."""
+        taken, serial = flat, SERIAL_ELEMENTS
         if self._step:
-            rows = _runs(flat, self._step, -self._seen % self._step)
-            self._seen += flat.numel()
-            parts = rows.split(SERIAL_ELEMENTS // _RUN)
-        else:
-            parts = flat.split(SERIAL_ELEMENTS)
-        for part in parts:
-            end = self._taken + part.numel()
+            taken, serial = _runs(flat, self._step, -self._seen % self._step), serial // _RUN
+        end = self._taken + taken.numel()
+        target = self._memory[self._taken : end].view(taken.shape)
+        for to, part in zip(target.split(serial), taken.split(serial), strict=True):
             # In steps: to gather and convert at once is slow, and so is float16 to bfloat16.
-            self._memory[self._taken : end].copy_(working(part).reshape(-1))
-            self._taken = end
+            to.copy_(working(part).contiguous())
+        self._seen += flat.numel()
+        self._taken = end
 
     def histogram(self, moments: Moments) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
         """Buckets and counts of the tensor that has these moments.

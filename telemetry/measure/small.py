@@ -10,11 +10,11 @@ from torch import Tensor
 
 from telemetry.measure.moments import FloatArray, tensor_record, unit_extremes
 from telemetry.measure.sampling import CODES, histogram_of_codes
-from telemetry.measure.tensors import Values, unit_shape, working
+from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, unit_shape, working
 from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch, sketch_array
 
-SMALL_ELEMENTS = 16_384
+SMALL_ELEMENTS = SERIAL_ELEMENTS
 """Tensors of more elements are not small: they are cheaper to reduce than to copy and reduce."""
 
 BATCH_ELEMENTS = 65_536
@@ -76,7 +76,7 @@ def _sketches(values: FloatArray, starts: list[int], places: list[slice]) -> lis
     """Sketch of each tensor among ``values``, as :func:`sketch_array` would make it."""
     lows = np.minimum.reduceat(values, starts).tolist()
     highs = np.maximum.reduceat(values, starts).tolist()
-    # At most 16,384 each, which int16 can count.
+    # At most 32,000 each, which int16 can count.
     zeros = np.add.reduceat((values == 0).view(np.int8), starts, dtype=np.int16).tolist()
     wide = values.astype(np.float64)
     sums = np.add.reduceat(wide, starts).tolist()

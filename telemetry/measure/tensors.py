@@ -83,10 +83,12 @@ def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
     ):
         return None
     tensor = tensor.detach()
-    if tensor.is_neg() or tensor._is_zerotensor():
-        tensor = tensor.clone()  # it stood for the negative of its memory, or for zeros without any
     if tensor.layout is not torch.strided:
         return _stored_values(tensor)
+    if tensor.is_neg() or not tensor.data_ptr():
+        tensor = (
+            tensor.clone()
+        )  # it stands for the negative of its memory, or for zeros without any
     if unit_axis is not None:
         if not -tensor.ndim <= unit_axis < tensor.ndim:
             raise IndexError(f"unit_axis={unit_axis}: the tensor has {tensor.ndim} axes")
@@ -101,7 +103,7 @@ def _stored_values(tensor: Tensor) -> Values | None:
         if not (tensor.is_cpu or tensor.is_coalesced()):
             return None
         stored = tensor.coalesce().values()
-    elif tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
+    elif tensor.is_mkldnn:
         stored = tensor.to_dense()
     else:
         stored = tensor.values()
