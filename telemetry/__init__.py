@@ -11,10 +11,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from telemetry.events.summary_writer import SummaryWriter
+    from telemetry.interventions import (
+        clip_gradients,
+        prune_activations,
+        scale_gradients,
+        zero_gradients,
+    )
     from telemetry.logger import HookLogger
     from telemetry.records import Alert, TelemetryAlert
 
-__all__ = ["Alert", "HookLogger", "SummaryWriter", "TelemetryAlert", "__version__"]
+__all__ = [
+    "Alert",
+    "HookLogger",
+    "SummaryWriter",
+    "TelemetryAlert",
+    "__version__",
+    "clip_gradients",
+    "prune_activations",
+    "scale_gradients",
+    "zero_gradients",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -22,6 +38,10 @@ _HOMES = {
     "HookLogger": "telemetry.logger",
     "SummaryWriter": "telemetry.events.summary_writer",
     "TelemetryAlert": "telemetry.records",
+    "clip_gradients": "telemetry.interventions",
+    "prune_activations": "telemetry.interventions",
+    "scale_gradients": "telemetry.interventions",
+    "zero_gradients": "telemetry.interventions",
 }
 
 

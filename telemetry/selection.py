@@ -1,9 +1,9 @@
-"""Which modules of a model are watched."""
+"""Which modules and parameters of a model are meant."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TypeAlias, TypeVar
@@ -51,8 +51,8 @@ class Selection:
             TypeError: It is something else.
         """
         return Selection(
-            modules=None if modules is None else _parse("modules", modules),
-            exclude=() if exclude is None else _parse("exclude", exclude),
+            modules=None if modules is None else _parse("HookLogger(modules", modules),
+            exclude=() if exclude is None else _parse("HookLogger(exclude", exclude),
         )
 
     def apply(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -73,7 +73,9 @@ class Selection:
         for argument, predicates in (("modules", self.modules or ()), ("exclude", self.exclude)):
             for glob in predicates:
                 if isinstance(glob, _Glob) and not _filter_by(glob, candidates):
-                    raise ValueError(_explain_no_match(argument, glob.pattern, candidates))
+                    raise ValueError(
+                        _explain_no_match(f"HookLogger({argument}", glob.pattern, candidates)
+                    )
         if (self.modules is not None or self.exclude) and not self._filter(candidates):
             at_fault = "exclude" if replace(self, exclude=())._filter(candidates) else "modules"
             raise ValueError(
@@ -88,6 +90,69 @@ class Selection:
             if any(says(name, module) for says in wanted)
             and not any(says(name, module) for says in self.exclude)
         }
+
+
+def select_modules(
+    model: nn.Module, select: Selector | Iterable[Selector] | None, *, caller: str
+) -> dict[str, nn.Module]:
+    """Modules of ``model`` by clean name, as ``HookLogger(modules=...)`` selects them.
+
+    Args:
+        model: Whose modules.
+        select: See :meth:`Selection.parse`; None: every leaf module.
+        caller: The function that was called; begins the messages of errors.
+
+    Raises:
+        TypeError: An argument is something else.
+        ValueError: A glob matches no module, or nothing is selected.
+    """
+    _check_model(model, caller)
+    candidates = _candidates(model)
+    wanted = None if select is None else _parse(f"{caller}(select", select)
+    for glob in wanted or ():
+        if isinstance(glob, _Glob) and not _filter_by(glob, candidates):
+            raise ValueError(_explain_no_match(f"{caller}(select", glob.pattern, candidates))
+    selected = Selection(modules=wanted)._filter(candidates)
+    if not selected:
+        raise ValueError(f"{caller}(select=...): selects none of the {_count(candidates)}")
+    return cleaned(selected.items())
+
+
+def select_parameters(
+    model: nn.Module, select: Selector | Iterable[Selector] | None, *, caller: str
+) -> dict[str, nn.Parameter]:
+    """Parameters of ``model`` by clean name; one with several names comes once, under the first.
+
+    Args:
+        model: Whose parameters.
+        select: As for :func:`select_modules`, but a module stands for all parameters inside of it,
+            and a glob may name parameters as well; None: every parameter.
+        caller: The function that was called; begins the messages of errors.
+
+    Raises:
+        TypeError: An argument is something else.
+        ValueError: A glob matches neither a parameter nor a module, or nothing is selected.
+    """
+    _check_model(model, caller)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    wanted = (_Glob("*"),) if select is None else _parse(f"{caller}(select", select)
+    chosen: set[str] = set()
+    for says in wanted:
+        inside = {name for name, module in modules.items() if says(name, module)}
+        named = {p for p in parameters if not inside.isdisjoint(_owners(p))}
+        if isinstance(says, _Glob):
+            named.update(p for p in parameters if says.matches(p))
+            if not named and not inside:
+                argument = f"{caller}(select"
+                raise ValueError(_explain_no_match(argument, says.pattern, modules, parameters))
+        chosen |= named
+    if not chosen:
+        raise ValueError(
+            f"{caller}(select=...): selects none of the {_count(parameters, 'parameter')}"
+        )
+    selected = {id(p): name for name, p in reversed(parameters.items()) if name in chosen}
+    return cleaned((name, p) for name, p in parameters.items() if selected.get(id(p)) == name)
 
 
 def clean_name(name: str) -> str:
@@ -126,6 +191,10 @@ class _Glob:
     pattern: str
 
     def __call__(self, name: str, module: nn.Module) -> bool:
+        return self.matches(name)
+
+    def matches(self, name: str) -> bool:
+        """Whether the pattern fits the name, with or without what wrappers add to it."""
         return fnmatchcase(name, self.pattern) or fnmatchcase(clean_name(name), self.pattern)
 
 
@@ -161,6 +230,19 @@ def _filter_by(predicate: Predicate, candidates: dict[str, nn.Module]) -> list[s
     return [name for name, module in candidates.items() if predicate(name, module)]
 
 
+def _owners(parameter: str) -> Iterator[str]:
+    """Names of the modules that a parameter is inside of, the model's own among them."""
+    parts = parameter.split(".")[:-1]
+    return (".".join(parts[:length]) for length in range(len(parts) + 1))
+
+
+def _check_model(model: object, caller: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{caller}(model=...): must be a torch.nn.Module, not {type(model).__name__}"
+        )
+
+
 def _parse(argument: str, value: Selector | Iterable[Selector]) -> tuple[Predicate, ...]:
     if isinstance(value, (str, type)) or not isinstance(value, Iterable):
         value = (value,)
@@ -175,17 +257,22 @@ def _to_predicate(argument: str, selector: Selector) -> Predicate:
     if callable(selector) and not isinstance(selector, (type, nn.Module)):
         return selector
     raise TypeError(
-        f"HookLogger({argument}={selector!r}): must be a glob over module names, a module class, "
+        f"{argument}={selector!r}): must be a glob over names, a module class, "
         "a predicate(name, module), or several of these"
     )
 
 
-def _explain_no_match(argument: str, pattern: str, names: Collection[str]) -> str:
-    parts = list(filter(None, map(clean_name, names)))
+def _explain_no_match(
+    argument: str, pattern: str, modules: Collection[str], parameters: Collection[str] = ()
+) -> str:
+    parts = list(filter(None, map(clean_name, [*parameters, *modules])))
     closest = difflib.get_close_matches(pattern, parts, n=2, cutoff=0)
-    message = f'HookLogger({argument}="{pattern}"): matches none of the {_count(names)}'
+    counted = _count(modules)
+    if parameters:
+        counted = f"{_count(parameters, 'parameter')} and {counted}"
+    message = f'{argument}="{pattern}"): matches none of the {counted}'
     return f"{message}; the closest names are {', '.join(closest)}" if closest else message
 
 
-def _count(names: Collection[str]) -> str:
-    return f"{len(names)} module{'' if len(names) == 1 else 's'}"
+def _count(names: Collection[str], what: str = "module") -> str:
+    return f"{len(names)} {what}{'' if len(names) == 1 else 's'}"

@@ -132,6 +132,17 @@ def keep_in_graph(operator: torch._ops.OpOverload) -> bool:
     return True
 
 
+def drop_compiled_code() -> None:
+    """Have everything that torch.compile has compiled in this process compiled again when called.
+
+    Compiled code does not look whether modules have got hooks since. Without
+    ``torch._dynamo.reset_code_caches`` those do nothing in modules that ran compiled before.
+    """
+    reset = getattr(sys.modules.get("torch._dynamo"), "reset_code_caches", None)
+    if reset is not None:
+        reset()
+
+
 def is_being_traced(tensor: Tensor) -> bool:
     """Whether ``tensor`` stands for values that are not there: in a trace, a transform, on meta."""
     return (

@@ -17,7 +17,7 @@ LAYERS = [
     {"records", "schedule", "faults", "host_copy", "torch_private"},
     {"selection", "measure", "images", "events"},
     {"capture", "alerts", "dashboards", "plugin_data", "distributed"},
-    {"pipeline"},
+    {"pipeline", "interventions"},
     {"logger"},
     {"integrations", "tensorboard_plugin", "report", "cli"},
     {""},  # telemetry/__init__.py

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
 
 from torch import Tensor
 
@@ -24,3 +26,29 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with every tensor of :func:`tensors_in` replaced by what ``function`` makes of it.
+
+    Containers are rebuilt as what they were; a mapping that cannot be changed stays as it is.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, MutableMapping):
+        rebuilt = copy.copy(value)
+        for key, item in value.items():
+            rebuilt[key] = map_tensors(item, function)
+        return rebuilt
+    if isinstance(value, tuple | list):
+        items = [map_tensors(item, function) for item in value]
+        # Named tuples take one argument for each field; torch's own take a sequence, as others do.
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        other = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # Frozen ones are values, too.
+            item = map_tensors(getattr(value, field.name, None), function)
+            object.__setattr__(other, field.name, item)
+        return other
+    return value

@@ -31,7 +31,7 @@ def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
             outputs.append((_OUTPUT_KINDS[kind], name, tag))
         elif kind in _PARAMETER_KINDS and any(p.name == name for p in layer.parameters):
             parameters.append((_PARAMETER_KINDS[kind], name, tag))
-    return sorted(outputs) + sorted(parameters, key=lambda item: (item[1], item[0]))
+    return sorted(outputs, reverse=True) + sorted(parameters, key=lambda item: (item[1], item[0]))
 
 
 def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:

@@ -14,6 +14,8 @@ BINS = 80
 _COVERED = 0.999
 """Share of the values at each step that the bins are laid out for."""
 
+_VANISHED = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Distribution:
@@ -47,8 +49,9 @@ def distribution(points: Sequence[Point]) -> Distribution | None:
     # Half of the values lie within the quartiles: a unit of their size shows the bulk.
     bulk = np.array([np.abs(_quantiles(t, [0.25, 0.75])).max() for t in filled])
     low, high = float(spans[:, 0].min()), float(spans[:, 1].max())
-    positive = bulk[bulk > 0]
-    unit = float(np.median(positive)) if positive.size else max(abs(low), abs(high)) or 1.0
+    # Steps at which nearly all values vanish say nothing about the size of the others.
+    typical = bulk[bulk > bulk.max() * _VANISHED]
+    unit = float(np.median(typical)) if typical.size else max(abs(low), abs(high)) or 1.0
     edges = _edges(low, high, unit)
     return Distribution(
         steps=np.array([step for step, _ in tables], dtype=np.int64),

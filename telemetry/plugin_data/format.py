@@ -92,10 +92,10 @@ def parse_chunk(tag: str) -> Chunk | None:
 
 def new_session_id() -> str:
     """Sorts behind those made before; other processes make other ones."""
-    milliseconds = time.time_ns() // 1_000_000
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(milliseconds // 1000))
+    seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
     # Not the random module: training goes on with the numbers it would have had.
-    return f"{stamp}.{milliseconds % 1000:03d}-{os.urandom(2).hex()}"
+    return f"{stamp}.{nanoseconds // 1000:06d}-{os.urandom(2).hex()}"
 
 
 def layout_tag(session: str, number: int) -> str:

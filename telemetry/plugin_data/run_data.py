@@ -17,7 +17,6 @@ from telemetry.plugin_data.format import (
     MISSING,
     PLUGIN_NAME,
     ChunkKind,
-    decode_alert,
 )
 from telemetry.plugin_data.sessions import (
     Layer,
@@ -27,6 +26,7 @@ from telemetry.plugin_data.sessions import (
     TagRange,
     assemble,
     is_layout,
+    parse_alerts,
     parse_layouts,
 )
 from telemetry.plugin_data.sources import Point, RunSource
@@ -208,15 +208,11 @@ class RunData:
             self._cache.clear()
             self._cached_bytes = 0
         self._layouts |= parse_layouts(self._read_points([tag for tag in new if is_layout(tag)]))
-        self._read_alerts([tag for tag in new if tag.startswith(ALERT_PREFIX)])
+        self._alerts |= parse_alerts(
+            self._read_points([tag for tag in new if tag.startswith(ALERT_PREFIX)])
+        )
         self._structure = assemble(self._layouts.values(), last_steps)
         self._last_steps = last_steps
-
-    def _read_alerts(self, tags: Sequence[str]) -> None:
-        for tag, points in self._read_points(tags).items():
-            content = points[-1].value if points else b""
-            if isinstance(content, bytes):
-                self._alerts[tag] = decode_alert(content)
 
     def _read_points(self, tags: Sequence[str]) -> dict[str, Sequence[Point]]:
         points: dict[str, Sequence[Point]] = {}

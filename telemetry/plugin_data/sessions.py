@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +16,18 @@ from telemetry.plugin_data.format import (
     LAYOUT_PREFIX,
     ChunkKind,
     NewerFormatError,
+    decode_alert,
     decode_layout,
     parse_chunk,
     parse_layout_tag,
 )
 from telemetry.plugin_data.sources import Point
-from telemetry.records import Layout, Parameter
+from telemetry.records import Alert, Layout, Parameter
 
 log = logging.getLogger(__name__)
 
 _NEVER = 2**62
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,30 +99,6 @@ class Structure:
         return _end_of(session, self.session_begins)
 
 
-def parse_layouts(points: Mapping[str, Sequence[Point]]) -> dict[str, ParsedLayout]:
-    """Layouts by tag; tags that hold none are left out.
-
-    Raises:
-        NewerFormatError: One has a later format.
-    """
-    parsed = {}
-    for tag, values in points.items():
-        try:
-            session, number = parse_layout_tag(tag)
-            content = values[-1].value
-            assert isinstance(content, bytes)
-            layout, names = decode_layout(content)
-        except NewerFormatError:
-            raise
-        except (ValueError, IndexError, AssertionError) as error:
-            log.warning("%s: is left out: %s", tag, error)
-            continue
-        parsed[tag] = ParsedLayout(
-            session=session, number=number, step=values[-1].step, layout=layout, names=names
-        )
-    return parsed
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParsedLayout:
     """One layout tag."""
@@ -129,6 +108,43 @@ class ParsedLayout:
     step: int
     layout: Layout
     names: tuple[str, ...]
+
+
+def parse_layouts(points: Mapping[str, Sequence[Point]]) -> dict[str, ParsedLayout]:
+    """Layouts by tag; tags that hold none are left out.
+
+    Raises:
+        NewerFormatError: One has a later format.
+    """
+
+    def parse(tag: str, text: bytes, step: int) -> ParsedLayout:
+        session, number = parse_layout_tag(tag)
+        layout, names = decode_layout(text)
+        return ParsedLayout(session=session, number=number, step=step, layout=layout, names=names)
+
+    return _parse_all(points, parse)
+
+
+def parse_alerts(points: Mapping[str, Sequence[Point]]) -> dict[str, Alert]:
+    """Alerts by tag, likewise."""
+    return _parse_all(points, lambda tag, text, step: decode_alert(text))
+
+
+def _parse_all(
+    points: Mapping[str, Sequence[Point]], parse: Callable[[str, bytes, int], Parsed]
+) -> dict[str, Parsed]:
+    found = {}
+    for tag, values in points.items():
+        text = values[-1].value if values else None
+        try:
+            if not isinstance(text, bytes):
+                raise ValueError("it holds no text")
+            found[tag] = parse(tag, text, values[-1].step)
+        except NewerFormatError:
+            raise
+        except ValueError as error:
+            log.warning("%s: is left out: %s", tag, error)
+    return found
 
 
 def assemble(layouts: Iterable[ParsedLayout], last_steps: Mapping[str, int]) -> Structure:

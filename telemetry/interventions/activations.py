@@ -1,0 +1,73 @@
+"""Changes what modules return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from telemetry.capture.inert import Inert
+from telemetry.capture.outputs import map_tensors
+from telemetry.interventions.intervention import Intervention
+from telemetry.selection import Selector, select_modules
+from telemetry.torch_private import drop_compiled_code
+
+
+def prune_activations(
+    model: nn.Module,
+    select: Selector | Iterable[Selector] | None = None,
+    *,
+    threshold: float,
+) -> Intervention:
+    """Set activations of small magnitude to zero: ``x`` becomes ``0`` where ``|x| < threshold``.
+
+    ::
+
+        with prune_activations(model, "encoder.*", threshold=0.5):
+            train()
+
+    Every floating-point tensor that a selected module returns is pruned, of an LSTM its states,
+    too, in training and in evaluation. The gradient of what was pruned is zero; all others pass
+    as they are. NaN and infinity are kept. The module's own values are left alone: it is a pruned
+    copy that goes on, before hooks that were put on earlier see it.
+
+    A compiled model is compiled again. Under checkpointing take it off between steps only: the
+    forward pass must run twice in the same way.
+
+    Args:
+        model: Whose activations.
+        select: Which modules; default: every leaf module, the last one included.
+        threshold: Magnitudes below it are set to zero; 0 prunes nothing.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A glob matches no module, or ``threshold`` is negative or not finite.
+    """
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        raise TypeError(f"prune_activations(threshold={threshold!r}): must be a number")
+    if not 0 <= threshold < math.inf:
+        raise ValueError(f"prune_activations(threshold={threshold}): must be finite, at least 0")
+    selected = select_modules(model, select, caller="prune_activations")
+    hook = _Prune(threshold)
+    pruning = Intervention(
+        [partial(m.register_forward_hook, hook, prepend=True) for m in selected.values()]
+    )
+    drop_compiled_code()
+    return pruning
+
+
+class _Prune(Inert):
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(output, self._prune)
+
+    def _prune(self, x: Tensor) -> Tensor:
+        if not (x.is_floating_point() or x.is_complex()):
+            return x
+        # A comparison with NaN is false, so NaN stays.
+        return x.masked_fill(x.detach().abs() < self._threshold, 0)

@@ -1,0 +1,274 @@
+"""Reads what flows through modules, forward and backward, and changes nothing."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from telemetry.capture.inert import Inert
+from telemetry.capture.outputs import tensors_in
+from telemetry.faults import Faults
+from telemetry.interventions.intervention import Intervention
+from telemetry.selection import Selector, select_modules
+from telemetry.torch_private import (
+    NO_TASK,
+    backward_task,
+    drop_compiled_code,
+    is_being_traced,
+    undisturbed,
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Captured:
+    """What one call of a module was given and returned: copies, detached, on the same device.
+
+    Attributes:
+        inputs: The tensors that it was called with, as they were before it ran; those in keyword
+            arguments come last.
+        outputs: The tensors that it returned, as they were before anything changed them in place.
+    """
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    _grads: list[Tensor | None]
+
+    @property
+    def grad_outputs(self) -> tuple[Tensor | None, ...]:
+        """The gradients with respect to :attr:`outputs` so far; None where there is none.
+
+        Several backward passes through the same call add up, as in ``Tensor.grad``.
+        """
+        return tuple(self._grads)
+
+
+def capture(
+    model: nn.Module,
+    select: Selector | Iterable[Selector] | None = None,
+    *,
+    calls: int = 1,
+) -> Capturing:
+    """Read what modules are given and return, and the gradients of that.
+
+    ::
+
+        with capture(model, "conv*") as captured:
+            loss_function(model(x), y).backward()
+        captured["conv1"].outputs[0]       # what conv1 returned
+        captured["conv1"].grad_outputs[0]  # the gradient of the loss with respect to it
+
+    The network computes what it would compute otherwise, bit for bit, with these exceptions. In
+    evaluation mode PyTorch has shortcuts for transformer layers without hooks, which round
+    differently. A compiled model is compiled again, with breaks at the selected modules; one that
+    was compiled with ``fullgraph=True`` says that it cannot be looked into.
+
+    Tensors are found in tuples, lists, mappings and dataclasses. A tensor that a module hands
+    through from the parameters has no gradient here. Under a ``GradScaler`` gradients have its
+    factor on them. Where checkpointing with ``use_reentrant=True`` does not repeat a call to the
+    bit, it has no gradients.
+
+    Args:
+        model: Whose modules.
+        select: Which modules; default: every leaf module.
+        calls: How many calls of each module are kept, the latest ones. What is kept stays in memory
+            as long as the result does.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A glob matches no module, or ``calls`` is less than 1.
+    """
+    if isinstance(calls, bool) or not isinstance(calls, int):
+        raise TypeError(f"capture(calls={calls!r}): must be an int")
+    if calls < 1:
+        raise ValueError(f"capture(calls={calls}): must be at least 1")
+    return Capturing(select_modules(model, select, caller="capture"), calls)
+
+
+class Capturing(Intervention, Mapping[str, Captured]):
+    """The latest call of each selected module that ran, by its name in ``named_modules()``.
+
+    Still to be read after :meth:`remove`. When it is dropped, the hooks are gone, too.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], calls: int) -> None:
+        self._recorders = {name: _Recorder(name, calls) for name in modules}
+        super().__init__(
+            put_on
+            for name, module in modules.items()
+            for put_on in self._recorders[name].hooks(module)
+        )
+        weakref.finalize(self, _remove, self._handles).atexit = False
+        drop_compiled_code()
+
+    def __getitem__(self, name: str) -> Captured:
+        kept = self.calls(name)
+        if not kept:
+            raise KeyError(f"{name!r} did not run since capture() was called")
+        return kept[-1]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, recorder in self._recorders.items() if recorder.kept)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def calls(self, name: str) -> tuple[Captured, ...]:
+        """The calls of one module that were kept, the latest one last."""
+        if name not in self._recorders:
+            raise KeyError(f"{name!r} is not captured; these are: {', '.join(self._recorders)}")
+        return tuple(call.captured for call in self._recorders[name].kept)
+
+    def remove(self) -> None:
+        """Take the hooks off, also those that wait for gradients; harmless when done twice."""
+        super().remove()
+        for recorder in self._recorders.values():
+            recorder.stop()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Call:
+    captured: Captured
+    with_grad: bool
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def watch(self, output: object, faults: Faults) -> None:
+        """Wait for the gradients of ``output``, which has the values that were captured."""
+        grads = self.captured._grads
+        for index, tensor in enumerate(tensors_in(output)):
+            # Without a grad_fn it is a leaf: its gradient would be that of all its uses.
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                self.handles.append(tensor.register_hook(partial(_add, grads, index, faults)))
+
+    def stop(self) -> None:
+        _remove(self.handles)
+
+
+def _add(grads: list[Tensor | None], index: int, faults: Faults, grad: Tensor) -> None:
+    try:
+        with undisturbed():
+            earlier = grads[index]
+            grads[index] = grad.detach().clone() if earlier is None else earlier + grad
+    except Exception:
+        faults.report("to capture a gradient")
+
+
+class _Recorder:
+    """Keeps the latest calls of one module."""
+
+    def __init__(self, name: str, calls: int) -> None:
+        self._name = name
+        self._calls = calls
+        self._faults = Faults()
+        self._pending = threading.local()
+        self.kept: deque[_Call] = deque()
+
+    def hooks(self, module: nn.Module) -> Iterator[Any]:
+        """What puts the hooks on."""
+        before, after = _Before(self), _After(self)
+        yield partial(module.register_forward_pre_hook, before, with_kwargs=True)
+        # Called after an exception, too, to forget the inputs.
+        yield partial(module.register_forward_hook, after, with_kwargs=True, always_call=True)
+
+    def stop(self) -> None:
+        """Wait for no more gradients."""
+        for call in self.kept:
+            call.stop()
+
+    def before(self, args: Any, kwargs: Any) -> None:
+        """The module is about to be called."""
+        if backward_task() != NO_TASK:
+            return
+        if not hasattr(self._pending, "inputs"):
+            self._pending.inputs = []
+        # A list for each thread: a module may call itself.
+        self._pending.inputs.append(())
+        try:
+            self._pending.inputs[-1] = _copies((args, kwargs))
+        except Exception:
+            self._faults.report(f"to capture the inputs of {self._name or 'the model'}")
+
+    def after(self, output: Any) -> None:
+        """The module returned ``output``, or None after an exception."""
+        try:
+            if backward_task() != NO_TASK:
+                self._run_again(output)
+            else:
+                self._keep(self._pending.inputs.pop(), output)
+        except Exception:
+            self._faults.report(f"to capture the outputs of {self._name or 'the model'}")
+
+    def _keep(self, inputs: tuple[Tensor, ...], output: Any) -> None:
+        if output is None or any(map(is_being_traced, tensors_in(output))):
+            return
+        outputs = _copies(output)
+        grads: list[Tensor | None] = [None] * len(outputs)
+        captured = Captured(inputs=inputs, outputs=outputs, _grads=grads)
+        call = _Call(captured=captured, with_grad=torch.is_grad_enabled())
+        call.watch(output, self._faults)
+        if len(self.kept) == self._calls:
+            self.kept.popleft().stop()
+        self.kept.append(call)
+
+    def _run_again(self, output: Any) -> None:
+        """Checkpointing repeats a call. If it ran without gradients, they come from here."""
+        for call in reversed(self.kept):
+            if not call.with_grad and not call.handles and _same(call.captured.outputs, output):
+                call.watch(output, self._faults)
+                return
+
+
+def _copies(value: Any) -> tuple[Tensor, ...]:
+    with undisturbed():
+        return tuple(tensor.detach().clone() for tensor in tensors_in(value))
+
+
+def _same(captured: tuple[Tensor, ...], output: Any) -> bool:
+    tensors = tuple(tensors_in(output))
+    with undisturbed():
+        return len(captured) == len(tensors) and all(
+            torch.equal(a.nan_to_num(), b.nan_to_num())
+            for a, b in zip(captured, tensors, strict=True)
+        )
+
+
+F = TypeVar("F", bound=Callable[..., None])
+_uncompiled: Callable[[F], F] = torch.compiler.disable(
+    reason="capture() of telemetry cannot look into a full graph"
+)
+
+
+class _Hook(Inert):
+    __slots__ = ("_recorder",)
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = weakref.ref(recorder)
+
+
+class _Before(_Hook):
+    @_uncompiled
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.before(args, kwargs)
+
+
+class _After(_Hook):
+    @_uncompiled
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.after(output)

@@ -1,0 +1,188 @@
+"""Changes gradients of parameters as they arrive in the backward pass.
+
+A hook is called once in each backward pass, with the sum over all uses of its parameter, before
+that is added to ``parameter.grad``. So with accumulation over several backward passes each part is
+changed, and what is in ``grad`` already is not. ``torch.autograd.grad`` gives changed gradients,
+too. Under ``DistributedDataParallel`` gradients are changed before they are averaged.
+
+A ``GradScaler`` multiplies the loss, so gradients arrive with its factor on them. Parameters that
+do not require a gradient are passed over. Gradients of parameters that ``fully_shard`` has split do
+not arrive this way and are not changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from telemetry.interventions.intervention import Intervention
+from telemetry.selection import Selector, select_parameters
+from telemetry.torch_private import scaler_state
+
+
+def clip_gradients(
+    model: nn.Module,
+    select: Selector | Iterable[Selector] | None = None,
+    *,
+    max_norm: float | None = None,
+    max_value: float | None = None,
+    scaler: GradScaler | None = None,
+) -> Intervention:
+    """Bound the gradient of each parameter tensor as it arrives.
+
+    ::
+
+        with clip_gradients(model, max_norm=1.0):
+            train()
+
+    Each parameter's gradient is bounded by itself. The norm over all of them, which
+    ``clip_grad_norm_`` bounds, is known only when the last one has arrived; for ``k`` parameters it
+    is at most ``max_norm * sqrt(k)``. With accumulation the bound holds for what each backward
+    pass adds.
+
+    NaN and infinity are not hidden: ``max_norm`` leaves a gradient that has any as it is,
+    ``max_value`` those elements. Nothing waits for an accelerator.
+
+    Args:
+        model: Whose gradients.
+        select: Which parameters; default: all.
+        max_norm: Largest L2 norm of one tensor: larger ones are scaled down to it.
+        max_value: Largest magnitude of an element: larger ones are set to it, with their sign.
+        scaler: The scaler that the loss is multiplied by. The bound is then that of the gradient
+            without its factor; otherwise it is that of the gradient with it.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A glob matches nothing, all selected parameters are frozen, the bound is not
+            positive, or not exactly one of ``max_norm`` and ``max_value`` is given.
+    """
+    if (max_norm is None) == (max_value is None):
+        raise ValueError("clip_gradients(): takes either max_norm or max_value")
+    bound: Callable[[Tensor, float | Tensor], Tensor]
+    if max_norm is not None:
+        name, limit, bound = "max_norm", max_norm, _bound_norm
+    else:
+        assert max_value is not None
+        name, limit, bound = "max_value", max_value, _bound_values
+    _check_number("clip_gradients", name, limit)
+    if not limit > 0:
+        raise ValueError(f"clip_gradients({name}={limit}): must be positive")
+    if not isinstance(scaler, GradScaler | None):
+        raise TypeError("clip_gradients(scaler=...): must be a torch.amp.GradScaler")
+
+    def clip(grad: Tensor) -> Tensor:
+        return bound(grad, limit * _factor(scaler, grad))
+
+    return _on_gradients(model, select, clip, caller="clip_gradients")
+
+
+def zero_gradients(model: nn.Module, select: Selector | Iterable[Selector]) -> Intervention:
+    """Set gradients to zero as they arrive, NaN and infinity included.
+
+    ::
+
+        with zero_gradients(model, "fc*.bias"):
+            train()
+
+    The parameters still have a gradient, of zeros. Momentum of earlier steps and weight decay may
+    still move them; ``requires_grad_(False)`` is what freezes a parameter.
+
+    Args:
+        model: Whose gradients.
+        select: Which parameters.
+
+    Raises:
+        TypeError: ``select`` is something else.
+        ValueError: A glob matches nothing, or all selected parameters are frozen.
+    """
+    return _on_gradients(model, select, torch.zeros_like, caller="zero_gradients")
+
+
+def scale_gradients(
+    model: nn.Module, select: Selector | Iterable[Selector], factor: float
+) -> Intervention:
+    """Multiply gradients as they arrive: layers that learn slower, or, below zero, the other way.
+
+    Optimizers that normalize by the gradient's size, such as Adam, take a factor that never changes
+    out again.
+
+    Args:
+        model: Whose gradients.
+        select: Which parameters.
+        factor: Any finite number.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A glob matches nothing, all selected parameters are frozen, or ``factor`` is not
+            finite.
+    """
+    _check_number("scale_gradients", "factor", factor)
+    if not math.isfinite(factor):
+        raise ValueError(f"scale_gradients(factor={factor}): must be finite")
+
+    def scale(grad: Tensor) -> Tensor:
+        return grad * factor
+
+    return _on_gradients(model, select, scale, caller="scale_gradients")
+
+
+def _on_gradients(
+    model: nn.Module,
+    select: Selector | Iterable[Selector] | None,
+    change: Callable[[Tensor], Tensor],
+    *,
+    caller: str,
+) -> Intervention:
+    selected = select_parameters(model, select, caller=caller)
+    trained = [parameter for parameter in selected.values() if parameter.requires_grad]
+    if not trained:
+        raise ValueError(
+            f"{caller}(select=...): all {len(selected)} selected parameters are frozen; "
+            "call it after requires_grad_(True)"
+        )
+    # Tensor hooks are neither copied nor saved with a parameter.
+    return Intervention([partial(parameter.register_hook, change) for parameter in trained])
+
+
+def _bound_norm(grad: Tensor, limit: float | Tensor) -> Tensor:
+    values = _values(grad.detach())
+    # Squares of gradients that explode are beyond float32; only Apple's devices have nothing wider.
+    wide = torch.float32 if values.device.type == "mps" else torch.float64
+    norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, wide))
+    too_large = (norm > limit) & norm.isfinite()
+    factor = torch.where(too_large, limit / norm, 1.0)
+    # Half precision would round the factor, and may have nothing as small.
+    exact = torch.promote_types(grad.dtype, torch.float32)
+    return (grad.to(exact) * factor).to(grad.dtype)
+
+
+def _bound_values(grad: Tensor, limit: float | Tensor) -> Tensor:
+    if grad.is_sparse:
+        grad = grad.coalesce()
+        bounded = _bound_values(grad.values(), limit)
+        return torch.sparse_coo_tensor(
+            grad.indices(), bounded, grad.shape, is_coalesced=True, check_invariants=False
+        )
+    too_large = (grad.abs() > limit) & grad.isfinite()
+    return torch.where(too_large, grad.sgn() * limit, grad).to(grad.dtype)
+
+
+def _values(grad: Tensor) -> Tensor:
+    """The elements that are set."""
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _factor(scaler: GradScaler | None, grad: Tensor) -> float | Tensor:
+    """What ``scaler`` has multiplied the loss by, on the gradient's device."""
+    state = scaler_state(scaler) if scaler is not None and scaler.is_enabled() else None
+    return 1.0 if state is None else state[0].to(grad.device, non_blocking=True).reshape(())
+
+
+def _check_number(caller: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{caller}({name}={value!r}): must be a number")

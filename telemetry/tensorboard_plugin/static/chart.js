@@ -1,0 +1,141 @@
+// Curves over steps: the strip above the picture, and the details of a layer.
+
+import { drawStepAxis, line, prepare, roundTicks } from "./canvas.js";
+import { element } from "./dom.js";
+import { formatNumber } from "./format.js";
+
+/**
+ * @typedef {Object} Curve
+ * @property {ArrayLike<number>} steps ascending
+ * @property {ArrayLike<number>} values
+ * @property {string} color
+ * @property {string} label
+ */
+
+/**
+ * Draws curves into a canvas. What is not finite shows as a mark at the upper edge.
+ * @param {HTMLCanvasElement} canvas
+ * @param {Object} options `curves`, `view`, `theme`, `width`, `height`, `left`, `right`, `log`,
+ *   `cursor` (a step), `marks` (steps of alerts), `axis` (whether to draw steps below), `second`
+ *   (curves in a scale of their own, dashed)
+ */
+export function drawChart(canvas, options) {
+  const { theme, width, height, left, right = 10, axis = false } = options;
+  const context = prepare(canvas, width, height);
+  const box = { x: left, y: 6, width: width - left - right, height: height - 12 - (axis ? 16 : 0) };
+  const scale = valueScale(options.curves, options.view, options.log);
+  drawValueAxis(context, theme, box, scale);
+  if (axis) drawStepAxis(context, theme, box, options.view, "");
+  context.save();
+  context.beginPath();
+  context.rect(box.x, box.y - 3, box.width, box.height + 6);
+  context.clip();
+  for (const step of options.marks ?? []) {
+    context.strokeStyle = theme.error;
+    context.globalAlpha = 0.5;
+    const x = xOf(box, options.view, step);
+    line(context, x, box.y, x, box.y + box.height);
+    context.globalAlpha = 1;
+  }
+  if (options.cursor != null) {
+    context.strokeStyle = theme.text;
+    const x = xOf(box, options.view, options.cursor);
+    line(context, x, box.y, x, box.y + box.height);
+  }
+  if (options.second?.length) {
+    const second = valueScale(options.second, options.view, false);
+    context.setLineDash([5, 3]);
+    for (const curve of options.second) drawCurve(context, box, options.view, second, curve);
+    context.setLineDash([]);
+  }
+  for (const curve of options.curves) drawCurve(context, box, options.view, scale, curve);
+  context.restore();
+  return box;
+}
+
+/** Names of curves beside their colors. */
+export function legendOf(curves) {
+  return element(
+    "div",
+    { class: "curve-legend" },
+    ...curves.map((curve) =>
+      element(
+        "span",
+        {},
+        element("i", { style: `background:${curve.color}` }),
+        curve.label,
+      ),
+    ),
+  );
+}
+
+function xOf(box, view, step) {
+  return box.x + ((step - view.step0) / (view.step1 - view.step0)) * box.width;
+}
+
+function valueScale(curves, view, log) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const { steps, values } of curves) {
+    for (let i = 0; i < steps.length; i++) {
+      const inside = steps[i] >= view.step0 && steps[i] <= view.step1;
+      if (!inside || !Number.isFinite(values[i]) || (log && values[i] <= 0)) continue;
+      if (values[i] < low) low = values[i];
+      if (values[i] > high) high = values[i];
+    }
+  }
+  if (low > high) [low, high] = log ? [0.1, 1] : [0, 1];
+  if (log) {
+    [low, high] = [Math.log10(low), Math.log10(high)];
+    if (high - low < 0.3) [low, high] = [low - 0.2, high + 0.2];
+  } else if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  return { low, high, log };
+}
+
+function drawValueAxis(context, theme, box, scale) {
+  context.font = theme.smallFont;
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  let ticks = roundTicks(scale.low, scale.high, box.height / 26, scale.log);
+  if (scale.log && ticks.length < 2) ticks = [scale.low, scale.high];
+  for (const tick of ticks) {
+    const y = box.y + (1 - (tick - scale.low) / (scale.high - scale.low)) * box.height;
+    context.strokeStyle = theme.line;
+    line(context, box.x, y, box.x + box.width, y);
+    context.fillStyle = theme.muted;
+    context.fillText(formatNumber(scale.log ? Math.pow(10, tick) : round(tick)), box.x - 6, y);
+  }
+}
+
+function round(value) {
+  return Number(value.toPrecision(12));
+}
+
+function drawCurve(context, box, view, scale, { steps, values, color }) {
+  const y = (value) =>
+    box.y +
+    (1 - ((scale.log ? Math.log10(value) : value) - scale.low) / (scale.high - scale.low)) *
+      box.height;
+  context.strokeStyle = context.fillStyle = color;
+  context.lineWidth = 1.5;
+  context.lineJoin = "round";
+  context.beginPath();
+  let pen = false;
+  let lastX = -Infinity;
+  for (let i = 0; i < steps.length; i++) {
+    const x = xOf(box, view, steps[i]);
+    const drawable = Number.isFinite(values[i]) && (!scale.log || values[i] > 0);
+    if (drawable && pen) context.lineTo(x, y(values[i]));
+    else if (drawable) context.moveTo(x, y(values[i]));
+    else if (!Number.isFinite(values[i]) && x - lastX > 1) {
+      context.fillRect(x - 1, box.y - 3, 2, 5);
+      lastX = x;
+    }
+    pen = drawable;
+  }
+  context.stroke();
+  if (steps.length === 1 && pen) {
+    context.beginPath();
+    context.arc(xOf(box, view, steps[0]), y(values[0]), 2.5, 0, 7);
+    context.fill();
+  }
+}

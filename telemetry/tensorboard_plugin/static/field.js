@@ -1,0 +1,123 @@
+// One statistic of all layers at all steps, and the same relative to medians.
+
+/**
+ * @typedef {Object} Field
+ * @property {Float64Array} steps first step of each column, ascending
+ * @property {Float32Array} values column after column; −1: not measured
+ * @property {number} rows in each column
+ * @property {number} firstLayer of the first row
+ * @property {number} layerFactor layers behind a row
+ * @property {number} stepFactor measured steps behind a column
+ * @property {boolean} sampled whether steps were left out
+ */
+
+/** Whether a field shows less than was measured. */
+export function isThinned(field) {
+  return field.sampled || field.layerFactor > 1 || field.stepFactor > 1;
+}
+
+/** @returns {Field} the columns of both; those of `newer` follow */
+export function append(field, newer) {
+  const values = new Float32Array(field.values.length + newer.values.length);
+  values.set(field.values);
+  values.set(newer.values, field.values.length);
+  const steps = new Float64Array(field.steps.length + newer.steps.length);
+  steps.set(field.steps);
+  steps.set(newer.steps, field.steps.length);
+  return { ...field, steps, values };
+}
+
+/** Row of a layer, −1 if the field does not reach it. */
+export function rowOf(field, layer) {
+  const row = Math.floor((layer - field.firstLayer) / field.layerFactor);
+  return row >= 0 && row < field.rows ? row : -1;
+}
+
+/** Column that holds at a step; −1 before the first. */
+export function columnAt(steps, step) {
+  let low = 0;
+  let high = steps.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] <= step) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
+}
+
+/** Layers with at least one value. */
+export function measuredLayers(field) {
+  const found = new Set();
+  for (let row = 0; row < field.rows; row++) {
+    let index = row;
+    while (index < field.values.length && field.values[index] < 0) index += field.rows;
+    if (index >= field.values.length) continue;
+    const first = field.firstLayer + row * field.layerFactor;
+    for (let i = 0; i < field.layerFactor; i++) found.add(first + i);
+  }
+  return found;
+}
+
+/** Value of a layer at a step; −1 if there is none. */
+export function valueAt(field, layer, step) {
+  const row = rowOf(field, layer);
+  const column = columnAt(field.steps, step);
+  return row < 0 || column < 0 ? -1 : field.values[column * field.rows + row];
+}
+
+/** Where the last column ends: it is as wide as the one before. */
+export function endOf(steps) {
+  const count = steps.length;
+  if (!count) return 1;
+  return steps[count - 1] + (count > 1 ? steps[count - 1] - steps[count - 2] : 1);
+}
+
+/**
+ * Medians over time of each row, or over the depth of each column; of what is finite and, where
+ * magnitudes count, above zero. NaN where there is nothing.
+ */
+export function medians(field, mode, log) {
+  const columns = field.steps.length;
+  const own = mode === "own";
+  const result = new Float32Array(own ? field.rows : columns);
+  const buffer = new Float32Array(own ? columns : field.rows);
+  for (let i = 0; i < result.length; i++) {
+    let count = 0;
+    for (let j = 0; j < buffer.length; j++) {
+      const value = field.values[own ? j * field.rows + i : i * field.rows + j];
+      if (value < Infinity && (log ? value > 0 : value >= 0)) buffer[count++] = value;
+    }
+    const sorted = buffer.subarray(0, count).sort();
+    result[i] = count ? (sorted[(count - 1) >> 1] + sorted[count >> 1]) / 2 : NaN;
+  }
+  return result;
+}
+
+/**
+ * Values relative to medians: ratios where magnitudes count, else 1 + difference.
+ * @param {Field} field
+ * @param {Field} whole where the medians come from; `field` may be a part of it
+ * @param {string} mode
+ * @param {boolean} log
+ * @returns {Float32Array}
+ */
+export function relativeValues(field, whole, mode, log) {
+  const reference = medians(whole, mode, log);
+  const result = new Float32Array(field.values.length);
+  for (let column = 0; column < field.steps.length; column++) {
+    const wholeColumn = Math.max(columnAt(whole.steps, field.steps[column]), 0);
+    for (let row = 0; row < field.rows; row++) {
+      const layer = field.firstLayer + row * field.layerFactor;
+      const median = reference[mode === "own" ? Math.max(rowOf(whole, layer), 0) : wholeColumn];
+      const index = column * field.rows + row;
+      result[index] = relative(field.values[index], median, log);
+    }
+  }
+  return result;
+}
+
+function relative(value, median, log) {
+  if (value < 0 || !(value < Infinity)) return value;
+  if (median !== median) return value === 0 ? 0 : -1;
+  return log ? value / median : 1 + value - median;
+}

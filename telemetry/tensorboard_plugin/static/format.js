@@ -1,0 +1,37 @@
+// Numbers as people read them.
+
+/** Three digits; powers of ten far from 1. */
+export function formatNumber(value) {
+  if (Number.isNaN(value)) return "NaN";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e5 || size < 1e-3) return shorten(value.toExponential(2)).replace("e+", "e");
+  if (size >= 100) return String(Math.round(value));
+  return shorten(value.toPrecision(3));
+}
+
+/** A value of a statistic, with its unit. */
+export function formatValue(statistic, value) {
+  if (value < 0) return "not measured";
+  if (statistic.unit === "share" && Number.isFinite(value)) {
+    return `${shorten((value * 100).toPrecision(3))} %`;
+  }
+  const text = formatNumber(value);
+  return statistic.unit ? `${text} ${statistic.unit}` : text;
+}
+
+/** With thin spaces between thousands. */
+export function formatStep(step) {
+  return String(Math.round(step)).replace(/\B(?=(\d{3})+$)/g, "\u202f");
+}
+
+/** JSON has neither NaN nor infinity; the server sends their names. */
+export function parseNumber(value) {
+  if (typeof value === "number") return value;
+  return { nan: NaN, inf: Infinity, "-inf": -Infinity }[value] ?? NaN;
+}
+
+function shorten(text) {
+  return text.includes(".") ? text.replace(/\.?0+(?=e|$)/, "") : text;
+}

@@ -1,0 +1,297 @@
+// The picture: layers × steps on a canvas, with brackets for groups, alert marks and a cursor.
+
+import { drawStepAxis, fitText, line, prepare } from "./canvas.js";
+import { element } from "./dom.js";
+import { encode } from "./scale.js";
+import { columnAt, endOf } from "./field.js";
+import { paint } from "./heatmap_pixels.js";
+import { palette } from "./palette.js";
+import { bracketsOf } from "./rows.js";
+import { watchPointer } from "./pointer.js";
+
+const AXIS_HEIGHT = 24;
+const TOP = 6;
+const LABEL_HEIGHT = 12;
+const BRACKET_WIDTH = 14;
+const MAX_BRACKETS = 3;
+export const RIGHT = 10;
+
+/**
+ * @typedef {Object} View visible part; rows and steps may be fractions
+ * @property {number} step0
+ * @property {number} step1
+ * @property {number} row0
+ * @property {number} row1
+ */
+
+export class Heatmap {
+  /**
+   * @param {Object} on `select(layer, step)`, `hover(cell | null)`, `zoom(view)`, `pan(dx, dy)`,
+   *   `unzoom()`, `fold(path)`
+   */
+  constructor(on) {
+    this.on = on;
+    this.cells = element("canvas", { class: "cells" });
+    this.overlay = element("canvas", { class: "overlay" });
+    this.node = element(
+      "div",
+      { class: "heatmap", tabindex: "0", role: "application", "aria-label": "Layers over steps" },
+      this.cells,
+      this.overlay,
+    );
+    this.content = null;
+    this.hover = null;
+    this.drag = null;
+    watchPointer(this);
+  }
+
+  /**
+   * @param {Object} content `field`, `values`, `scale`, `rows`, `layers`, `groups`, `folded`,
+   *   `alerts`, `view`, `selection`, `theme`, `width`, `height`, `gutter`
+   */
+  draw(content) {
+    const previous = this.content;
+    this.content = content;
+    const { values, scale, theme, width, height } = content;
+    if (!previous || previous.values !== values || previous.scale !== scale) {
+      this.codes = encode(scale, values);
+    }
+    this.colors = palette(scale.diverging, theme.missing);
+    this.box = {
+      x: content.gutter,
+      y: TOP,
+      width: Math.max(width - content.gutter - RIGHT, 40),
+      height: height - TOP - AXIS_HEIGHT,
+    };
+    this.node.style.height = `${height}px`;
+    Object.assign(this.node.dataset, {
+      plot: [this.box.x, this.box.y, this.box.width, this.box.height].join(","),
+    });
+    const context = prepare(this.cells, width, height);
+    this.#drawCells(context);
+    this.#drawGutter(context);
+    drawStepAxis(context, theme, this.box, content.view, "step");
+    this.#drawAlerts(context);
+    this.drawOverlay();
+  }
+
+  /** Cursor, selection and the rectangle that is being dragged: drawn without the cells. */
+  drawOverlay() {
+    if (!this.content) return;
+    const { theme, width, height, selection } = this.content;
+    const context = prepare(this.overlay, width, height);
+    if (this.hover) this.#drawCursor(context, this.hover, theme.muted);
+    if (selection && selection.layer !== null) this.#drawSelection(context, selection);
+    if (this.drag) {
+      const { x, y, width: w, height: h } = this.drag;
+      context.fillStyle = "rgba(128, 160, 255, 0.25)";
+      context.strokeStyle = theme.accent;
+      context.fillRect(x, y, w, h);
+      context.strokeRect(x + 0.5, y + 0.5, w, h);
+    }
+  }
+
+  /** The cell under a point, in CSS pixels of this element; null outside of the cells. */
+  cellAt(x, y) {
+    const { box, content } = this;
+    if (!content || x < box.x || x >= box.x + box.width) return null;
+    if (y < box.y || y >= box.y + box.height) return null;
+    const { view, rows, field } = content;
+    const row = Math.floor(view.row0 + ((y - box.y) / box.height) * (view.row1 - view.row0));
+    const at = view.step0 + ((x - box.x) / box.width) * (view.step1 - view.step0);
+    const column = columnAt(field.steps, Math.max(at, field.steps[0] ?? 0));
+    if (row < 0 || row >= rows.length || column < 0 || at >= endOf(field.steps)) return null;
+    return { row, layer: rows[row].layers[0], step: field.steps[column], column };
+  }
+
+  /** The group whose bracket or label is under a point; null if there is none. */
+  groupAt(x, y) {
+    const { box, content } = this;
+    if (!content || x >= box.x || y < box.y || y >= box.y + box.height) return null;
+    const row = this.rowAtY(y);
+    const folded = content.rows[row]?.folded;
+    if (folded) return folded;
+    const depth = this.#bracketAreaWidth() ? Math.floor(x / BRACKET_WIDTH) + 1 : 0;
+    const found = this.brackets.filter((b) => b.first <= row && row <= b.last);
+    return found.find((bracket) => bracket.depth === depth)?.path ?? null;
+  }
+
+  rowAtY(y) {
+    const { view } = this.content;
+    return Math.floor(view.row0 + ((y - this.box.y) / this.box.height) * (view.row1 - view.row0));
+  }
+
+  #x(step) {
+    const { view } = this.content;
+    return this.box.x + ((step - view.step0) / (view.step1 - view.step0)) * this.box.width;
+  }
+
+  #y(row) {
+    const { view } = this.content;
+    return this.box.y + ((row - view.row0) / (view.row1 - view.row0)) * this.box.height;
+  }
+
+  #drawCells(context) {
+    const { field, rows, view, scale } = this.content;
+    const ratio = this.cells.width / this.content.width;
+    const [width, height] = [this.box.width, this.box.height].map((s) => Math.round(s * ratio));
+    if (width < 1 || height < 1) return;
+    const image = context.createImageData(width, height);
+    paint(image, field, this.codes, this.colors, rows, view, scale.diverging);
+    context.putImageData(image, Math.round(this.box.x * ratio), Math.round(this.box.y * ratio));
+  }
+
+  #bracketAreaWidth() {
+    const deepest = Math.max(0, ...this.brackets.map((bracket) => bracket.depth));
+    return Math.min(deepest, MAX_BRACKETS) * BRACKET_WIDTH;
+  }
+
+  #drawGutter(context) {
+    const { rows, layers, groups, view, theme } = this.content;
+    this.brackets = bracketsOf(rows, layers, groups);
+    const left = this.#bracketAreaWidth();
+    const rowHeight = this.box.height / (view.row1 - view.row0);
+    context.save();
+    context.beginPath();
+    context.rect(0, this.box.y - 2, this.box.x, this.box.height + 4);
+    context.clip();
+    for (const bracket of this.brackets) this.#drawBracket(context, bracket);
+    if (rowHeight >= LABEL_HEIGHT - 1) this.#drawRowLabels(context, left);
+    else this.#drawSparseLabels(context, left, rowHeight);
+    context.restore();
+    context.strokeStyle = theme.line;
+    context.strokeRect(this.box.x - 0.5, this.box.y - 0.5, this.box.width + 1, this.box.height + 1);
+  }
+
+  #drawBracket(context, bracket) {
+    if (bracket.depth > MAX_BRACKETS) return;
+    const { theme } = this.content;
+    const x = (bracket.depth - 1) * BRACKET_WIDTH + 5;
+    const top = this.#y(bracket.first) + 1;
+    const bottom = this.#y(bracket.last + 1) - 1;
+    if (bottom < this.box.y || top > this.box.y + this.box.height) return;
+    context.strokeStyle = theme.muted;
+    context.lineWidth = 1.5;
+    context.globalAlpha = 0.7;
+    line(context, x, top, x, Math.max(bottom, top + 1));
+    context.globalAlpha = 1;
+    if (bottom - top < 8) return;
+    context.fillStyle = theme.muted;
+    const y = Math.max(top, this.box.y);
+    context.beginPath();
+    context.moveTo(x - 4, y);
+    context.lineTo(x + 4, y);
+    context.lineTo(x, y + 6);
+    context.fill();
+  }
+
+  #drawRowLabels(context, left) {
+    const { view, rows } = this.content;
+    const last = Math.min(Math.ceil(view.row1), rows.length);
+    for (let row = Math.floor(view.row0); row < last; row++) {
+      this.#drawLabel(context, left, row, this.#y(row + 0.5));
+    }
+  }
+
+  /** Names of some rows, evenly spread: there is no room for all. */
+  #drawSparseLabels(context, left, rowHeight) {
+    const { view, rows } = this.content;
+    const stride = Math.ceil((LABEL_HEIGHT + 3) / rowHeight);
+    const last = Math.min(Math.ceil(view.row1), rows.length);
+    const first = Math.ceil(view.row0 / stride) * stride + (stride >> 1);
+    for (let row = first; row < last; row += stride) {
+      this.#drawLabel(context, left, row, this.#y(row + 0.5));
+    }
+  }
+
+  #drawLabel(context, left, index, y) {
+    const { rows, theme, gutter, selection } = this.content;
+    const row = rows[index];
+    const isSelected = selection && row.layers.includes(selection.layer);
+    context.textBaseline = "middle";
+    context.textAlign = "right";
+    context.font = theme.smallFont;
+    const mark = row.folded ? "▸ " : "";
+    const room = gutter - left - 14;
+    const typeWidth = context.measureText(row.type).width;
+    const withType = gutter > 150 && context.measureText(mark + row.label).width + typeWidth < room;
+    context.fillStyle = isSelected ? theme.accent : theme.text;
+    context.fillText(fitText(context, mark + row.label, room), gutter - 8, y);
+    if (withType) {
+      context.textAlign = "left";
+      context.fillStyle = theme.muted;
+      context.fillText(row.type, left + 4, y);
+    }
+  }
+
+  #drawAlerts(context) {
+    const { alerts, rows, theme } = this.content;
+    const rowOfLayer = new Map();
+    rows.forEach((row, index) => row.layers.forEach((layer) => rowOfLayer.set(layer, index)));
+    for (const alert of alerts) {
+      const x = this.#x(alert.step);
+      if (x < this.box.x - 1 || x > this.box.x + this.box.width + 1) continue;
+      const row = rowOfLayer.get(alert.layer);
+      const y = row === undefined ? this.box.y : this.#y(row + 0.5);
+      if (y < this.box.y - 1 || y > this.box.y + this.box.height + 1) continue;
+      drawAlertMark(context, theme, alert, x, y);
+    }
+  }
+
+  #drawCursor(context, { layer, step, row }, color) {
+    const { box } = this;
+    const [x, y] = [this.#x(step), this.#y(row + 0.5)];
+    context.strokeStyle = color;
+    context.lineWidth = 1;
+    context.setLineDash([3, 3]);
+    line(context, x, box.y, x, box.y + box.height);
+    line(context, box.x, y, box.x + box.width, y);
+    context.setLineDash([]);
+  }
+
+  #drawSelection(context, { layer, step }) {
+    const { rows, field, theme } = this.content;
+    const row = rows.findIndex((candidate) => candidate.layers.includes(layer));
+    if (row < 0) return;
+    const column = Math.max(columnAt(field.steps, step), 0);
+    const next = field.steps[column + 1] ?? endOf(field.steps);
+    const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+    const left = clamp(this.#x(field.steps[column]), this.box.x - 3, this.box.x + this.box.width);
+    const right = clamp(this.#x(next), left, this.box.x + this.box.width);
+    const [top, bottom] = [this.#y(row), this.#y(row + 1)];
+    if (bottom < this.box.y || top > this.box.y + this.box.height) return;
+    const grow = (start, end) => (end - start < 7 ? (7 - (end - start)) / 2 : 0);
+    const [dx, dy] = [grow(left, right), grow(top, bottom)];
+    for (const [color, inset] of [
+      ["#ffffff", 0],
+      ["#000000", -1.5],
+    ]) {
+      context.strokeStyle = color;
+      context.lineWidth = 1.5;
+      context.strokeRect(
+        left - dx + inset,
+        top - dy + inset,
+        right - left + 2 * dx - 2 * inset,
+        bottom - top + 2 * dy - 2 * inset,
+      );
+    }
+    context.fillStyle = theme.accent;
+    context.fillRect(left - 0.5, this.box.y + this.box.height, Math.max(right - left, 2), 3);
+  }
+}
+
+/** A diamond for an error, a triangle for a warning, bordered so that it shows on every color. */
+export function drawAlertMark(context, theme, alert, x, y) {
+  context.beginPath();
+  if (alert.severity === "error") {
+    [[0, -6], [6, 0], [0, 6], [-6, 0]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+  } else {
+    [[0, -6], [6, 5], [-6, 5]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+  }
+  context.closePath();
+  context.fillStyle = alert.severity === "error" ? theme.error : theme.warning;
+  context.fill();
+  context.lineWidth = 1.5;
+  context.strokeStyle = "#ffffff";
+  context.stroke();
+}

@@ -1,0 +1,92 @@
+// Histograms of a layer over time: shares as shades, and the bars of one step.
+
+import { drawStepAxis, line, prepare } from "./canvas.js";
+import { columnAt, endOf } from "./field.js";
+import { formatNumber } from "./format.js";
+import { cssColor } from "./palette.js";
+
+const LEFT = 58;
+const BARS = 84;
+
+/**
+ * @param {HTMLCanvasElement} canvas
+ * @param {Object} histogram `steps`, `edges`, `shares`, `unit`
+ * @param {Object} options `view`, `theme`, `width`, `height`, `step`
+ */
+export function drawHistogram(canvas, histogram, { view, theme, width, height, step }) {
+  const context = prepare(canvas, width, height);
+  const box = { x: LEFT, y: 6, width: width - LEFT - BARS - 14, height: height - 30 };
+  const bins = histogram.edges.length - 1;
+  const top = Math.max(...histogram.shares, 1e-9);
+  context.save();
+  context.beginPath();
+  context.rect(box.x, box.y, box.width, box.height);
+  context.clip();
+  drawShades(context, box, histogram, view, bins, top);
+  context.restore();
+  drawValueAxis(context, theme, box, histogram, bins);
+  drawStepAxis(context, theme, box, view, "");
+  const column = Math.max(columnAt(histogram.steps, step ?? Infinity), 0);
+  const x = box.x + ((histogram.steps[column] - view.step0) / (view.step1 - view.step0)) * box.width;
+  context.strokeStyle = theme.text;
+  if (x >= box.x && x <= box.x + box.width) line(context, x, box.y, x, box.y + box.height);
+  drawBars(context, theme, box, histogram, bins, column);
+  return histogram.steps[column];
+}
+
+function drawShades(context, box, { steps, shares }, view, bins, top) {
+  const x = (step) => box.x + ((step - view.step0) / (view.step1 - view.step0)) * box.width;
+  const end = endOf(steps);
+  const binHeight = box.height / bins;
+  for (let column = 0; column < steps.length; column++) {
+    const left = x(steps[column]);
+    const right = x(steps[column + 1] ?? end);
+    if (right < box.x || left > box.x + box.width) continue;
+    for (let bin = 0; bin < bins; bin++) {
+      const share = shares[column * bins + bin];
+      if (!(share > 0)) continue;
+      // The root brings out what is rare beside what is usual.
+      context.fillStyle = cssColor(false, 0.06 + 0.94 * Math.sqrt(share / top));
+      const y = box.y + box.height - (bin + 1) * binHeight;
+      context.fillRect(left, y, Math.max(right - left, 1) + 0.4, binHeight + 0.4);
+    }
+  }
+}
+
+function drawBars(context, theme, box, { shares }, bins, column) {
+  const left = box.x + box.width + 12;
+  const row = shares.subarray(column * bins, (column + 1) * bins);
+  const largest = Math.max(...row, 1e-9);
+  const binHeight = box.height / bins;
+  context.fillStyle = theme.curves[0];
+  row.forEach((share, bin) => {
+    const y = box.y + box.height - (bin + 1) * binHeight;
+    context.fillRect(left, y, (share / largest) * BARS, Math.max(binHeight - 0.5, 0.8));
+  });
+  context.strokeStyle = theme.line;
+  line(context, left - 0.5, box.y, left - 0.5, box.y + box.height);
+}
+
+function drawValueAxis(context, theme, box, { edges }, bins) {
+  context.font = theme.smallFont;
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  context.fillStyle = theme.muted;
+  context.strokeStyle = theme.line;
+  context.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
+  const count = 5;
+  const reach = Math.max(-edges[0], edges[bins]);
+  for (let i = 0; i < count; i++) {
+    const y = box.y + (1 - i / (count - 1)) * box.height;
+    const edge = edges[Math.round((i / (count - 1)) * bins)];
+    context.fillText(Math.abs(edge) < reach * 1e-6 ? "0" : formatNumber(edge), box.x - 6, y);
+  }
+  const zero = edges.findIndex((edge) => edge >= 0);
+  if (edges[0] < 0 && zero > 0) {
+    const share = zero - edges[zero] / (edges[zero] - edges[zero - 1]);
+    const y = box.y + (1 - share / bins) * box.height;
+    context.setLineDash([2, 3]);
+    line(context, box.x, y, box.x + box.width, y);
+    context.setLineDash([]);
+  }
+}

@@ -1,0 +1,77 @@
+// TensorBoard around the page: when it reloads, and the address that people copy.
+
+const PREFIX = "p.telemetry.";
+
+/**
+ * Calls back whenever TensorBoard has reloaded its data. The protocol is that of its experimental
+ * plugin library: JSON over a MessagePort, each message to be answered by one with its id.
+ */
+export function onReload(callback) {
+  if (window.parent === window) return;
+  const { port1, port2 } = new MessageChannel();
+  port1.onmessage = (event) => {
+    let message;
+    try {
+      message = JSON.parse(event.data);
+    } catch {
+      return;
+    }
+    if (message.isReply) return;
+    const { type, id } = message;
+    port1.postMessage(JSON.stringify({ type, id, payload: null, error: null, isReply: true }));
+    if (type === "experimental.DataReloaded") callback();
+  };
+  window.parent.postMessage("experimental.bootstrap", "*", [port2]);
+}
+
+/** What the address says about the page, by name. */
+export function readLink() {
+  const link = {};
+  for (const part of address().hash.replace(/^#/, "").split("&")) {
+    const [name, value] = part.split("=").map(decode);
+    if (name.startsWith(PREFIX)) link[name.slice(PREFIX.length)] = value ?? "";
+  }
+  return link;
+}
+
+/** Puts that into the address, without a new entry in the history. */
+export function writeLink(link) {
+  const target = address();
+  const others = target.hash
+    .replace(/^#/, "")
+    .split("&")
+    .filter((part) => part && !decode(part).startsWith(PREFIX));
+  const ours = Object.entries(link)
+    .filter(([, value]) => value !== "" && value != null)
+    .map(([name, value]) => `${PREFIX}${encodeURIComponent(name)}=${encodeURIComponent(value)}`);
+  const hash = [...others, ...ours].join("&");
+  const url = target.pathname + target.search + (hash ? `#${hash}` : "");
+  try {
+    frame().history.replaceState(frame().history.state, "", url);
+  } catch {
+    // A page from disk may forbid it; the link is a convenience.
+  }
+}
+
+function frame() {
+  try {
+    if (window.parent !== window && window.parent.location.origin === location.origin) {
+      return window.parent;
+    }
+  } catch {
+    // A parent of another origin: the page's own address it is.
+  }
+  return window;
+}
+
+function address() {
+  return frame().location;
+}
+
+function decode(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}

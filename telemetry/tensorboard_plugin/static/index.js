@@ -1,0 +1,27 @@
+// Where TensorBoard starts the page, in a frame of its own.
+
+import { App } from "./app.js";
+import { element } from "./dom.js";
+import { onReload, readLink, writeLink } from "./host.js";
+import { ServerSource } from "./source.js";
+import { followTheme } from "./theme.js";
+
+/** Called by TensorBoard once the module is loaded. */
+export async function render() {
+  await loadStyle();
+  const root = element("div", { id: "telemetry" });
+  document.body.append(root);
+  const app = new App(root, new ServerSource(), { read: readLink, write: writeLink });
+  followTheme((theme) => app.setTheme(theme));
+  onReload(() => app.refresh());
+  await app.start();
+}
+
+function loadStyle() {
+  const href = new URL("./style.css", import.meta.url).href;
+  return new Promise((resolve) => {
+    document.head.append(
+      element("link", { rel: "stylesheet", href, onload: resolve, onerror: resolve }),
+    );
+  });
+}

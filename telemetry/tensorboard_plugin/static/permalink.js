@@ -1,0 +1,72 @@
+// The state of the page as the values of a link, and back.
+
+/**
+ * @typedef {Object} State
+ * @property {string} run
+ * @property {string} other a second run beside it, or ""
+ * @property {string} statistic
+ * @property {string} mode `value`, `own` or `depth`
+ * @property {string} search
+ * @property {boolean} all whether layers without the statistic are shown, too
+ * @property {Set<string>} folded
+ * @property {import("./heatmap.js").View|null} zoom
+ * @property {string|null} layer name of the selected layer
+ * @property {number|null} step
+ */
+
+/** @returns {State} */
+export function defaultState() {
+  return {
+    run: "",
+    other: "",
+    statistic: "grad_norm",
+    mode: "value",
+    search: "",
+    all: false,
+    folded: new Set(),
+    zoom: null,
+    layer: null,
+    step: null,
+  };
+}
+
+/** @param {State} state */
+export function toLink(state) {
+  const { zoom } = state;
+  return {
+    run: state.run,
+    other: state.other,
+    statistic: state.statistic,
+    mode: state.mode === "value" ? "" : state.mode,
+    search: state.search,
+    all: state.all ? "1" : "",
+    folded: [...state.folded].join(","),
+    zoom: zoom ? [zoom.step0, zoom.step1, zoom.row0, zoom.row1].map(round).join(",") : "",
+    // The empty name is that of the model itself.
+    layer: state.layer === null ? "" : `.${state.layer}`,
+    step: state.step === null ? "" : String(state.step),
+  };
+}
+
+/** What a link says; what makes no sense is left at its default. @returns {State} */
+export function fromLink(link) {
+  const state = defaultState();
+  for (const name of ["run", "other", "statistic", "search"]) {
+    if (link[name]) state[name] = link[name];
+  }
+  if (["own", "depth"].includes(link.mode)) state.mode = link.mode;
+  state.all = link.all === "1";
+  if (link.folded) state.folded = new Set(link.folded.split(","));
+  const numbers = (link.zoom ?? "").split(",").map(Number);
+  const [step0, step1, row0, row1] = numbers;
+  if (numbers.length === 4 && step0 < step1 && row0 < row1) {
+    state.zoom = { step0, step1, row0, row1 };
+  }
+  if (link.layer) state.layer = link.layer.slice(1);
+  if (link.step && Number.isFinite(Number(link.step))) state.step = Number(link.step);
+  return state;
+}
+
+function round(value) {
+  return Math.round(value * 1000) / 1000;
+}

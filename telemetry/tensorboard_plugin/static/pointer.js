@@ -1,0 +1,113 @@
+// Mouse and touch on the picture: hover, click, drag a rectangle, wheel.
+
+const CLICK = 4; // pixels that a click may move
+const THIN = 8; // a rectangle lower or narrower than this zooms in one direction only
+
+/** @param {import("./heatmap.js").Heatmap} heatmap */
+export function watchPointer(heatmap) {
+  const { node } = heatmap;
+  let start = null;
+  const place = (event) => {
+    const bounds = node.getBoundingClientRect();
+    return [event.clientX - bounds.left, event.clientY - bounds.top];
+  };
+
+  node.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0 || !heatmap.content) return;
+    const [x, y] = place(event);
+    const group = heatmap.groupAt(x, y);
+    if (group !== null) return heatmap.on.fold(group);
+    start = { x, y, moved: false, panning: event.shiftKey };
+    node.setPointerCapture(event.pointerId);
+  });
+  node.addEventListener("pointermove", (event) => {
+    const [x, y] = place(event);
+    if (start) moveDrag(heatmap, start, x, y);
+    else hover(heatmap, x, y);
+  });
+  node.addEventListener("pointerup", (event) => {
+    if (!start) return;
+    const [x, y] = place(event);
+    const ended = start;
+    start = null;
+    const rectangle = heatmap.drag;
+    heatmap.drag = null;
+    if (rectangle) heatmap.on.zoom(viewOf(heatmap, rectangle));
+    else if (!ended.moved) click(heatmap, x, y);
+    heatmap.drawOverlay();
+  });
+  node.addEventListener("pointercancel", () => {
+    start = heatmap.drag = null;
+    heatmap.drawOverlay();
+  });
+  node.addEventListener("pointerleave", () => hover(heatmap, -1, -1));
+  node.addEventListener("dblclick", () => heatmap.on.unzoom());
+  node.addEventListener("wheel", (event) => wheel(heatmap, event, place(event)), {
+    passive: false,
+  });
+}
+
+function click(heatmap, x, y) {
+  const cell = heatmap.cellAt(x, y);
+  if (cell) return heatmap.on.select(cell.layer, cell.step);
+  const row = x < heatmap.box.x ? heatmap.content.rows[heatmap.rowAtY(y)] : null;
+  if (row) heatmap.on.select(row.layers[0], null);
+}
+
+function hover(heatmap, x, y) {
+  const cell = heatmap.cellAt(x, y);
+  const label = x >= 0 && x < (heatmap.box?.x ?? 0) ? heatmap.groupAt(x, y) : null;
+  heatmap.node.style.cursor = label !== null ? "pointer" : cell ? "crosshair" : "default";
+  heatmap.hover = cell;
+  heatmap.on.hover(cell, x, y, label);
+  heatmap.drawOverlay();
+}
+
+function moveDrag(heatmap, start, x, y) {
+  if (Math.abs(x - start.x) > CLICK || Math.abs(y - start.y) > CLICK) start.moved = true;
+  if (!start.moved) return;
+  if (start.panning) {
+    heatmap.on.pan((start.x - x) / heatmap.box.width, (start.y - y) / heatmap.box.height);
+    [start.x, start.y] = [x, y];
+    return;
+  }
+  const { box } = heatmap;
+  const clampX = (value) => Math.min(Math.max(value, box.x), box.x + box.width);
+  const clampY = (value) => Math.min(Math.max(value, box.y), box.y + box.height);
+  const [left, right] = [clampX(Math.min(start.x, x)), clampX(Math.max(start.x, x))];
+  const [top, bottom] = [clampY(Math.min(start.y, y)), clampY(Math.max(start.y, y))];
+  const [flat, thin] = [bottom - top < THIN, right - left < THIN];
+  heatmap.drag = {
+    x: thin ? box.x : left,
+    y: flat ? box.y : top,
+    width: thin ? box.width : right - left,
+    height: flat ? box.height : bottom - top,
+  };
+  if (flat && thin) heatmap.drag = null;
+  heatmap.hover = null;
+  heatmap.on.hover(null);
+  heatmap.drawOverlay();
+}
+
+/** The part of the picture inside of a rectangle, to whole rows. */
+function viewOf({ box, content: { view } }, { x, y, width, height }) {
+  const [steps, rows] = [view.step1 - view.step0, view.row1 - view.row0];
+  return {
+    step0: view.step0 + ((x - box.x) / box.width) * steps,
+    step1: view.step0 + ((x + width - box.x) / box.width) * steps,
+    row0: Math.floor(view.row0 + ((y - box.y) / box.height) * rows + 1e-6),
+    row1: Math.ceil(view.row0 + ((y + height - box.y) / box.height) * rows - 1e-6),
+  };
+}
+
+function wheel(heatmap, event, [x, y]) {
+  const { box, content } = heatmap;
+  if (!content || !content.isZoomed || event.ctrlKey || event.metaKey) {
+    if (!(event.ctrlKey || event.metaKey) || !content) return; // the page scrolls
+    event.preventDefault();
+    const factor = Math.exp(event.deltaY / 300);
+    return heatmap.on.scale(factor, (x - box.x) / box.width, (y - box.y) / box.height);
+  }
+  event.preventDefault();
+  heatmap.on.pan(event.deltaX / box.width, event.deltaY / box.height);
+}

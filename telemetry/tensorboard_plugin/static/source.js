@@ -1,0 +1,111 @@
+// Asks the server for data. `embedded_source.js` answers the same questions from within a page.
+
+const ROOT = new URL("../", import.meta.url);
+
+/** Data that this version of the page cannot show. */
+export class NewerFormatError extends Error {}
+
+export class ServerSource {
+  async runs() {
+    return (await this.#get("runs", {})).json();
+  }
+
+  /** Layers, statistics and alerts of a run. */
+  async overview(run) {
+    const overview = await (await this.#get("run", { run })).json();
+    if (overview.newerFormat) throw new NewerFormatError(overview.newerFormat);
+    return overview;
+  }
+
+  /**
+   * One statistic. `part` may hold `first_step`, `last_step`, `first_layer`, `last_layer`.
+   * @returns {Promise<import("./field.js").Field>}
+   */
+  async matrix(run, statistic, part = {}) {
+    return unpackField(await this.#binary("matrix", { run, statistic, ...part }));
+  }
+
+  async scalars(run) {
+    return unpackScalars(await this.#binary("scalars", { run }));
+  }
+
+  async layer(run, layer) {
+    return unpackLayer(await this.#binary("layer", { run, layer }));
+  }
+
+  async histograms(run, layer) {
+    return unpackHistograms(await this.#binary("histograms", { run, layer }));
+  }
+
+  async images(run, layer) {
+    return (await this.#get("images", { run, layer })).json();
+  }
+
+  imageUrl(run, tag, step) {
+    return this.#url("image", { run, tag, step }).href;
+  }
+
+  async #binary(route, query) {
+    return unpack(await (await this.#get(route, query)).arrayBuffer());
+  }
+
+  async #get(route, query) {
+    const response = await fetch(this.#url(route, query));
+    if (!response.ok) {
+      const told = await response.json().catch(() => ({}));
+      throw new Error(told.error ?? `the server answered ${response.status}`);
+    }
+    return response;
+  }
+
+  #url(route, query) {
+    const url = new URL(route, ROOT);
+    for (const [name, value] of Object.entries(query)) url.searchParams.set(name, value);
+    return url;
+  }
+}
+
+/** Header and arrays of what `payloads.pack` put together. */
+export function unpack(buffer) {
+  const length = new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
+  const arrays = {};
+  for (const [name, { type, shape, offset }] of Object.entries(header.arrays)) {
+    const size = shape.reduce((product, extent) => product * extent, 1);
+    const Type = type === "f8" ? Float64Array : Float32Array;
+    arrays[name] = new Type(buffer, 8 + length + offset, size);
+  }
+  return { header, arrays };
+}
+
+export function unpackField({ header, arrays }) {
+  return { ...header, steps: arrays.steps, values: arrays.values };
+}
+
+export function unpackScalars({ header, arrays }) {
+  return header.curves.map((curve, i) => ({
+    ...curve,
+    steps: arrays[`steps${i}`],
+    values: arrays[`values${i}`],
+  }));
+}
+
+export function unpackLayer({ header, arrays }) {
+  const curves = (group) =>
+    new Map(
+      header[group].map((name, i) => [
+        name,
+        { steps: arrays[`${group}${i}.steps`], values: arrays[`${group}${i}.values`] },
+      ]),
+    );
+  return { statistics: curves("statistics"), parameters: curves("parameters") };
+}
+
+export function unpackHistograms({ header, arrays }) {
+  return header.histograms.map((histogram, i) => ({
+    ...histogram,
+    steps: arrays[`steps${i}`],
+    edges: arrays[`edges${i}`],
+    shares: arrays[`shares${i}`],
+  }));
+}

@@ -1,0 +1,45 @@
+// Light or dark, and the colors that canvases need to know.
+
+/** TensorBoard's own choice if the page is inside of it, else that of the browser. */
+export function followTheme(onChange) {
+  const host = hostBody();
+  const preference = matchMedia("(prefers-color-scheme: dark)");
+  const print = matchMedia("print");
+  const apply = () => {
+    const isDark = host ? host.classList.contains("dark-mode") : preference.matches;
+    document.documentElement.classList.toggle("dark", isDark && !print.matches);
+    onChange(theme());
+  };
+  if (host) new MutationObserver(apply).observe(host, { attributeFilter: ["class"] });
+  preference.addEventListener("change", apply);
+  print.addEventListener("change", apply);
+  apply();
+}
+
+/** The colors that the style sheet names. */
+export function theme() {
+  const style = getComputedStyle(document.documentElement);
+  const color = (name) => style.getPropertyValue(`--${name}`).trim();
+  return {
+    text: color("text"),
+    muted: color("muted"),
+    line: color("line"),
+    background: color("background"),
+    surface: color("surface"),
+    missing: color("missing"),
+    accent: color("accent"),
+    error: color("error"),
+    warning: color("warning"),
+    curves: [1, 2, 3, 4, 5].map((number) => color(`curve${number}`)),
+    font: "12px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
+    smallFont: "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
+  };
+}
+
+function hostBody() {
+  try {
+    return window.parent !== window ? window.parent.document.body : null;
+  } catch {
+    return null; // inside of a page of another origin
+  }
+}

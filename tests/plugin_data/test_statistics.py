@@ -1,0 +1,131 @@
+"""One number per layer and statistic, checked against NumPy on the tensors themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from telemetry.plugin_data import statistics
+from telemetry.plugin_data.format import MISSING
+from telemetry.plugin_data.statistics import MATRIX_STATISTICS
+from telemetry.records import Layout, Module, Parameter, StepRecord, TensorRecord
+from telemetry.sketch import sketch_array
+
+LAYOUT = Layout(
+    modules=(Module(name="first", type_name="Linear"), Module(name="act", type_name="Tanh")),
+    parameters=(
+        Parameter(name="first.weight", module_name="first", shape=(2, 2)),
+        Parameter(name="first.bias", module_name="first", shape=(2,)),
+    ),
+)
+
+
+def tensor(*values: float, units: Any = None) -> TensorRecord:
+    array = np.array(values, dtype=np.float64)
+    low, high = (None, None) if units is None else np.array(units, np.float32)
+    return TensorRecord(sketch=sketch_array(array), unit_min=low, unit_max=high)
+
+
+def record(**changes: Any) -> StepRecord:
+    values = {
+        "step": 3,
+        "wall_time": 0.0,
+        "layout": LAYOUT,
+        "grad_norms": np.array([3.0, 4.0]),
+        "grad_present": np.array([True, True]),
+        "grad_finite": np.array([True, True]),
+        "full": True,
+    }
+    return StepRecord(**{**values, **changes})
+
+
+def column(measured: StepRecord, name: str) -> list[float]:
+    index = [statistic.name for statistic in MATRIX_STATISTICS].index(name)
+    values: list[float] = statistics.matrix(measured)[:, index].tolist()
+    return values
+
+
+def test_a_layers_parameters_count_as_one_vector() -> None:
+    measured = record(
+        weights={"first.weight": tensor(1, 2, 2, 0), "first.bias": tensor(4, 0)},
+        update_ratios={"first.weight": 0.1, "first.bias": 0.5},
+    )
+    assert column(measured, "weight_norm") == [5.0, MISSING]
+    expected = math.hypot(0.1 * 3, 0.5 * 4) / 5
+    assert column(measured, "update_ratio") == [pytest.approx(expected), MISSING]
+
+
+def test_parameters_that_were_all_zero_leave_the_update_ratio_alone() -> None:
+    measured = record(
+        weights={"first.weight": tensor(1, 2, 2, 0), "first.bias": tensor(0, 0)},
+        update_ratios={"first.weight": 0.1, "first.bias": math.inf},
+    )
+    assert column(measured, "update_ratio")[0] == pytest.approx(0.1)
+
+
+def test_a_layer_whose_parameters_were_all_zero_has_no_update_ratio() -> None:
+    measured = record(
+        weights={"first.weight": tensor(0, 0)}, update_ratios={"first.weight": math.nan}
+    )
+    assert column(measured, "update_ratio")[0] == MISSING
+    assert column(measured, "weight_norm")[0] == 0.0
+
+
+def test_activations_of_all_outputs_count_together() -> None:
+    measured = record(activations={"act[0]": tensor(3, 0), "act[1]": tensor(4, 0)})
+    assert column(measured, "activation_rms") == [MISSING, pytest.approx(2.5)]
+    assert column(measured, "zero_fraction") == [MISSING, 0.5]
+
+
+def test_what_is_not_finite_makes_norms_and_means_not_finite() -> None:
+    measured = record(
+        activations={"first": tensor(1, math.nan), "act": tensor(1, -math.inf)},
+        weights={"first.weight": tensor(1, math.inf)},
+        update_ratios={"first.weight": math.nan},
+    )
+    assert math.isnan(column(measured, "activation_rms")[0])
+    assert column(measured, "activation_rms")[1] == math.inf
+    assert column(measured, "weight_norm")[0] == math.inf
+    assert math.isnan(column(measured, "update_ratio")[0])
+
+
+def test_nonfinite_elements_are_counted_wherever_they_are() -> None:
+    measured = record(
+        activations={"first": tensor(1, math.nan)},
+        activation_grads={"first": tensor(math.inf, math.nan)},
+        weights={"first.weight": tensor(math.nan), "first.bias": tensor(1)},
+        grads={"first.bias": tensor(-math.inf)},
+    )
+    assert column(measured, "nonfinite") == [5.0, MISSING]
+
+
+def test_dead_units_and_saturation_are_taken_where_they_mean_something() -> None:
+    measured = record(
+        activations={
+            "first": tensor(1, 1, units=[[0, 0, -1], [0, 2, 0]]),
+            "act": tensor(-0.99, 0.9, 0.1, 0.5),
+        }
+    )
+    assert column(measured, "dead_units") == [pytest.approx(1 / 3), MISSING]
+    assert column(measured, "saturation") == [MISSING, 0.5]
+
+
+def test_gradients_that_were_absent_or_skipped_are_missing() -> None:
+    absent = record(grad_norms=np.array([3.0, 0.0]), grad_present=np.array([True, False]))
+    assert statistics.grad_norms(absent).tolist() == [3.0, MISSING]
+    skipped = record(grad_norms=np.array([math.inf, math.nan]), skipped=True)
+    assert statistics.grad_norms(skipped).tolist() == [MISSING, MISSING]
+
+
+def test_a_norm_beyond_float32_is_not_infinite_but_an_infinite_gradient_is() -> None:
+    measured = record(grad_norms=np.array([1e200, math.inf]), grad_finite=np.array([True, False]))
+    norms = statistics.grad_norms(measured)
+    assert np.isfinite(norms[0])
+    assert np.isinf(norms[1])
+
+
+def test_a_step_takes_at_most_forty_bytes_per_layer() -> None:
+    assert 4 * len(MATRIX_STATISTICS) + 2 * 4 <= 40  # with the norms of a weight and a bias

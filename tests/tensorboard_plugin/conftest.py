@@ -1,0 +1,60 @@
+"""TensorBoard itself: its web application without a server, or the real program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import tensorboard_data_server
+from board import open_fast, open_slow
+from browser import TelemetryPage, open_browser
+from client import Client, OpenClient
+from tensorboard.data.provider import DataProvider
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+@pytest.fixture(params=["slow", "fast"])
+def open_client(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OpenClient]:
+    """Asks TensorBoard about a log directory; the test runs once with each loader."""
+    if request.param == "fast" and tensorboard_data_server.server_binary() is None:
+        pytest.skip("no fast loader for this platform")
+    with ExitStack() as stack:
+
+        def provider_of(logdir: Path) -> DataProvider:
+            if request.param == "slow":
+                return open_slow(logdir)
+            return open_fast(logdir, tmp_path_factory.mktemp("server") / "port", stack)
+
+        yield lambda logdir: Client(provider_of(logdir))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with open_browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="module", params=["slow", "fast"])
+def loader(request: pytest.FixtureRequest) -> str:
+    """Which of TensorBoard's loaders reads the files."""
+    if request.param == "fast" and tensorboard_data_server.server_binary() is None:
+        pytest.skip("no fast loader for this platform")
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def page(browser: Browser, address: str) -> Iterator[TelemetryPage]:
+    """The Telemetry page of the module's ``address``; nothing may go wrong in its console."""
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    opened = TelemetryPage(context.new_page(), address)
+    yield opened
+    context.close()
+    assert opened.errors == []
