@@ -17,12 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.tensorboard import SummaryWriter
 from torchvision.datasets import MNIST
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from telemetry import HookLogger
+
+
+FAULTS = (
+    "none", "exploding", "vanishing", "nonfinite", "dead", "saturated", "lr_too_high", "lr_too_low",
+)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,11 +38,11 @@ def main(arguments: list[str] | None = None) -> None:
     batches = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
 
     model = build_model(args.fault).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    lr = args.lr * {"lr_too_high": 1000, "lr_too_low": 1e-6}.get(args.fault, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
     with (
-        SummaryWriter(args.log_dir) as writer,
-        HookLogger(model, writer, every_n_steps=args.every_n_steps) as logger,
+        HookLogger(model, args.log_dir, every_n_steps=args.every_n_steps) as logger,
         logging_redirect_tqdm(),
     ):
         for epoch in range(args.epochs):
@@ -48,8 +52,6 @@ def main(arguments: list[str] | None = None) -> None:
                 images, labels = images.to(device), labels.to(device)
                 if args.fault == "nonfinite" and logger.current_step == args.every_n_steps:
                     images = images / 0  # one bad batch
-                if args.fault == "exploding" and logger.current_step == 20:
-                    optimizer.param_groups[0]["lr"] *= 100
 
                 logits = model(images)
                 loss = nn.functional.cross_entropy(logits, labels)
@@ -64,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"test accuracy     {accuracy(model, test_set, device):.2%}")
     print(f"alerts            {len(logger.alerts) or 'none'}")
     for alert in logger.alerts:
-        print(f"  {alert.kind} in {alert.module_name} at step {alert.step}")
+        print(f"  {alert.title}")
     print(f"\nLook at it with:\n  tensorboard --logdir {args.log_dir}")
 
 
@@ -75,7 +77,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     log_dir = f"runs/mnist-{time.strftime('%Y%m%d-%H%M%S')}"
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    faults = ("none", "exploding", "vanishing", "nonfinite")
     parser.add_argument("--data", type=Path, default="data", help="folder of the MNIST images")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the training set")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step")
@@ -84,7 +85,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-dir", default=log_dir, help="folder for TensorBoard")
     parser.add_argument("--device", default=device, help="where to train")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
-    parser.add_argument("--fault", choices=faults, default="none", help="break the training")
+    parser.add_argument("--fault", choices=FAULTS, default="none", help="break the training")
     return parser.parse_args(arguments)
 
 
@@ -116,9 +117,11 @@ def as_dataset(images: Tensor, labels: Tensor) -> TensorDataset:
 
 
 def build_model(fault: str) -> nn.Module:
-    hidden = [nn.Linear(32 * 5 * 5, 64), nn.ReLU()]
-    if fault == "vanishing":  # a sigmoid's slope is 1/4 at most, and ten multiply
-        hidden += [layer for _ in range(10) for layer in (nn.Linear(64, 64), nn.Sigmoid())]
+    """A small CNN; some faults are in how it is built."""
+    activation = {"vanishing": nn.Sigmoid, "saturated": nn.Tanh}.get(fault, nn.ReLU)
+    hidden = [nn.Linear(32 * 5 * 5, 64), activation()]
+    if fault in ("exploding", "vanishing"):  # what one layer does a little, ten do a lot
+        hidden += [layer for _ in range(10) for layer in (nn.Linear(64, 64), activation())]
     model = nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(1, 16, kernel_size=3), relu1=nn.ReLU(), pool1=nn.MaxPool2d(2),
@@ -126,9 +129,14 @@ def build_model(fault: str) -> nn.Module:
             flatten=nn.Flatten(), hidden=nn.Sequential(*hidden), output=nn.Linear(64, 10),
         )
     )  # fmt: skip
-    if fault == "exploding":  # too large to begin with, and then the learning rate rises
-        for parameter in model.parameters():
-            parameter.data *= 2
+    with torch.no_grad():
+        if fault == "exploding":  # weights too large
+            for layer in hidden[2::2]:
+                layer.weight.mul_(7)
+        if fault == "saturated":
+            hidden[0].weight.mul_(1000)
+        if fault == "dead":  # a ReLU that never opens
+            hidden[0].bias.fill_(-100)
     return model
 
 

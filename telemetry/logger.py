@@ -252,7 +252,8 @@ class HookLogger:
     def _note_alert(self, alert: Alert) -> None:
         self._alerts.append(alert)
         if self._on_alert == "raise":
-            self._to_raise = self._to_raise or alert
+            if alert.stage != "end":
+                self._to_raise = self._to_raise or alert
         elif self._on_alert is not None:
             self._on_alert(alert)
 

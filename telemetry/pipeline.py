@@ -232,7 +232,9 @@ class Pipeline:
 
     def _tell_one(self, alert: Alert, wall_time: float) -> None:
         level = logging.ERROR if alert.severity == "error" else logging.WARNING
-        log.log(level, "step %d: %s", alert.step, alert.message)
+        if alert.stage == "end":
+            level = logging.INFO
+        log.log(level, "%s: %s", alert.title, alert.message)
         values = [
             dashboards.alert_value(alert, self._alert_count),
             self._page.alert_value(alert),

@@ -43,6 +43,13 @@ class Alert:
     consequences: tuple[str, ...] = ()
     stage: Stage = "begin"
 
+    @property
+    def title(self) -> str:
+        """Kind, place and time in a few words: ``dead_units in fc1 at step 20``."""
+        where = f" in {self.module_name}" if self.module_name else ""
+        what = {"begin": "", "worse": " is worse", "end": " is over"}[self.stage]
+        return f"{self.kind}{where}{what} at step {self.step}"
+
 
 class TelemetryAlert(RuntimeError):  # noqa: N818 - what is raised is the alert
     """Raised between two steps where the user asked for it (``on_alert="raise"``).
@@ -97,10 +104,15 @@ class Layout:
         return {module.name: index for index, module in enumerate(self.modules)}
 
     @cached_property
+    def owners(self) -> NDArray[np.intp]:
+        """For each parameter the index of its module, shape ``[parameters]``."""
+        positions = [self.position[parameter.module_name] for parameter in self.parameters]
+        return np.array(positions, dtype=np.intp)
+
+    @cached_property
     def depth_order(self) -> NDArray[np.intp]:
         """Indices into :attr:`parameters`, sorted by the forward position of their modules."""
-        positions = [self.position[parameter.module_name] for parameter in self.parameters]
-        return np.argsort(np.array(positions, dtype=np.intp), kind="stable")
+        return np.argsort(self.owners, kind="stable")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,6 +208,8 @@ class StepRecord:
             name.
         filters: Pictures of convolutions' weights, likewise.
         input: A picture of the batch that the model was given, likewise.
+        random_states: States of torch's generators at the start of the step, by device, as
+            ``torch.get_rng_state()`` gives them.
     """
 
     step: int
@@ -223,6 +237,7 @@ class StepRecord:
     feature_maps: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
     filters: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
     input: NDArray[np.uint8] | None = None
+    random_states: Mapping[str, bytes] = field(default_factory=dict)
 
     @cached_property
     def total_grad_norm(self) -> float:

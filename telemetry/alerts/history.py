@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-
-import numpy as np
+from collections.abc import Collection
 
 NORMAL_CONSISTENT = 1.4826
 """Median absolute deviation to standard deviation, for a normal distribution."""
+
+
+def median(values: Collection[float]) -> float:
+    """The middle value; of an even number the upper one. Faster than NumPy for a few values."""
+    return sorted(values)[len(values) // 2]
 
 
 class History:
@@ -28,14 +33,59 @@ class History:
 
     @property
     def median(self) -> float:
-        return float(np.median(self._values))
+        return median(self._values)
 
     @property
     def highest(self) -> float:
         return max(self._values)
 
     @property
+    def lowest(self) -> float:
+        return min(self._values)
+
+    @property
     def spread(self) -> float:
         """Standard deviation, estimated from the median absolute deviation."""
-        values = np.asarray(self._values)
-        return NORMAL_CONSISTENT * float(np.median(np.abs(values - np.median(values))))
+        middle = self.median
+        return NORMAL_CONSISTENT * median([abs(value - middle) for value in self._values])
+
+
+class LossTrend:
+    """Whether the loss is where it was. It may have any unit and sign; it need not be known.
+
+    The last five steps are compared with thirty before them; while they are worse, those before
+    them stay as they are, for a hundred steps.
+    """
+
+    def __init__(self) -> None:
+        self._past = History(_PAST)
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._steps_worse = 0
+        self._peak = 0.0
+        self.is_worse = False
+        """Whether it rose four standard deviations of its past above it."""
+        self.is_recovering = False
+        """Whether it is worse than it was, but falling: a fifth of the rise is undone."""
+
+    def add(self, loss: float | None) -> None:
+        """Take the loss of one step; nothing if it is not known or not finite."""
+        if loss is None or not math.isfinite(loss):
+            return
+        if len(self._recent) == _RECENT and not 0 < self._steps_worse <= _PATIENCE:
+            self._past.add(self._recent[0])
+        self._recent.append(loss)
+        if len(self._past) >= _RECENT:
+            self._compare(median(self._recent))
+
+    def _compare(self, recent: float) -> None:
+        usual = self._past.median
+        spread = max(self._past.spread, 1e-3 * abs(usual))
+        self.is_worse = recent > usual + 4 * spread
+        self._steps_worse = self._steps_worse + 1 if self.is_worse else 0
+        self._peak = max(self._peak, recent) if self._steps_worse > 1 else recent
+        self.is_recovering = self.is_worse and recent < self._peak - 0.2 * (self._peak - usual)
+
+
+_PAST = 30
+_RECENT = 5
+_PATIENCE = 100

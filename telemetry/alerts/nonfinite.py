@@ -1,87 +1,136 @@
-"""NaN or infinity that the training cannot recover from, and where it came from."""
+"""NaN or infinity that training cannot recover from, and where it came from."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 
+from telemetry.alerts.depth import module_of
+from telemetry.alerts.episode import Episode
 from telemetry.records import Alert, StepRecord, TensorRecord
-
-_ADVICE = (
-    "People usually look for bad values in the batch, for log, sqrt or division without an eps, "
-    "and lower the learning rate or clip gradients."
-)
 
 
 class Nonfinite:
-    """Speaks when the loss, a parameter or the gradient of one is NaN or infinite.
+    """Speaks when the loss, a parameter, its gradient or a buffer is NaN or infinite.
 
-    The optimizer was about to use, or has used, what it saw: the step is lost. Values inside of the
-    network say where it began, but are no fault by themselves: masks hold ``-inf``, missing values
-    are NaN, and a gradient scaler skips the steps whose gradients overflow, so the optimizer never
-    sees them.
+    Values inside of the network tell where it began, but are no fault by themselves: masks hold
+    ``-inf``, missing values are NaN until the model fills them in. They count when they reach the
+    output of the last module. A gradient scaler skips the steps whose gradients overflow, so those
+    never come here; that it skips every step is told after ten losses in a row that are not finite.
 
     The culprit is the first in execution order: a parameter that is bad already; the first module
-    whose output is; if all outputs are good, the last module whose gradient is, since the backward
-    pass comes from the end. It speaks once, and again after 20 good steps.
+    whose output is; if all outputs are good, the module in whose backward pass it began. At a step
+    that was not measured in full only the gradients of the parameters tell: if those of the last
+    layers are good, it is the last layer whose gradient is not; if none is good, it came with the
+    forward pass, and the first module is named, because the batch is the usual suspect.
+
+    Args:
+        losses: Losses in a row that are not finite before an optimizer step is no longer expected.
     """
 
-    def __init__(self) -> None:
-        self._good_steps = _GOOD_STEPS
+    kind = "nonfinite"
+
+    def __init__(self, *, losses: int = 10) -> None:
+        self._losses = losses
+        self._bad_losses = 0
+        self._episode = Episode(_CALM_STEPS)
+        self._last: StepRecord | None = None
+
+    def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
+        """A loss was logged; perhaps its step never comes."""
+        self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
+        if self._bad_losses != self._losses or self._last is None or self._episode.is_on:
+            return ()
+        return self._episode.update(self._last, _skipped_forever(step, self._losses))
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        if not _is_bad(record):
-            self._good_steps += 1
-            return
-        was_good = self._good_steps >= _GOOD_STEPS
-        self._good_steps = 0
-        if was_good:
-            yield _alert(record)
+        self._last = record
+        found = None if record.skipped else next(_origins(record), None)
+        return self._episode.update(record, found)
 
 
-_GOOD_STEPS = 20
+_CALM_STEPS = 20
 
 
-def _is_bad(record: StepRecord) -> bool:
-    return (
+def _origins(record: StepRecord) -> Iterator[Alert]:
+    """What is bad for good, the best explanation first."""
+    owner = {p.name: p.module_name for p in record.layout.parameters}
+    for name in record.nonfinite_parameters:
+        yield _alert(record, owner.get(name), f"the parameter {name}")
+    lost = (
         not record.grad_finite.all()
         or (record.loss is not None and not math.isfinite(record.loss))
-        or any(weight.sketch.nonfinite_count for weight in record.weights.values())
+        or _reaches_the_end(record)
     )
+    if lost:
+        yield from _beginnings(record)
+    for name in record.nan_buffers:
+        what = f"the buffer {name}: training hides it, evaluation will not"
+        yield _alert(record, name.rpartition(".")[0], what)
 
 
-def _alert(record: StepRecord) -> Alert:
-    module_name, what, count = next(_origins(record))
-    where = f" {what}" if module_name is None else f" {what} {module_name or 'the model'}"
-    return Alert(
-        kind="nonfinite",
-        severity="error",
-        step=record.step,
-        module_name=module_name,
-        value=float(count),
-        threshold=0.0,
-        message=f"NaN or infinity, first seen in{where}.\n{_ADVICE}",
-    )
-
-
-def _origins(record: StepRecord) -> Iterator[tuple[str | None, str, int]]:
-    """Where the bad values may have begun, best explanation first: module, words, how many."""
-    owner = {p.name: p.module_name for p in record.layout.parameters}
-    for name, weight in record.weights.items():
-        if weight.sketch.nonfinite_count:
-            yield owner[name], f"the parameter {name} of", weight.sketch.nonfinite_count
+def _beginnings(record: StepRecord) -> Iterator[Alert]:
     for name, output in record.activations.items():
         if _spoilt(output):
-            count = output.sketch.nonfinite_count
-            yield name.partition("[")[0], "the output of", count
-    if record.loss is not None and not math.isfinite(record.loss):
-        yield None, "the loss", 1
-    bad = [i for i in record.layout.depth_order if not record.grad_finite[i]]
-    for index in reversed(bad):
-        yield record.layout.parameters[index].module_name, "the gradient of", len(bad)
-    yield None, "the loss", 1
+            yield _alert(record, module_of(name), f"the output of {module_of(name) or 'the model'}")
+    if record.full and record.loss is not None and not math.isfinite(record.loss):
+        yield _alert(record, None, "the loss; all outputs of modules are good")
+    order = [i for i in record.layout.depth_order if record.grad_present[i]]
+    bad = [i for i in order if not record.grad_finite[i]]
+    if bad and (record.full or record.grad_finite[order[-1]]):
+        name = record.layout.parameters[bad[-1]].module_name
+        yield _alert(record, name, f"the backward pass, at the gradient of {name}")
+    elif bad:
+        first = record.layout.modules[0].name
+        what = f"the forward pass of a step not measured in full; look at what comes to {first}"
+        yield _alert(record, first, what)
+    yield _alert(record, None, "the loss")
+
+
+def _reaches_the_end(record: StepRecord) -> bool:
+    """Whether the last module that ran returned NaN or infinity."""
+    last = next(reversed(record.activations.values()), None)  # type: ignore[call-overload]
+    return last is not None and _spoilt(last)
 
 
 def _spoilt(output: TensorRecord) -> bool:
     """Whether there is more than the ``-inf`` of a mask."""
     return bool(output.sketch.nan_count or output.sketch.positive_inf_count)
+
+
+def _alert(record: StepRecord, module_name: str | None, where: str) -> Alert:
+    return Alert(
+        kind=Nonfinite.kind,
+        severity="error",
+        step=record.step,
+        module_name=module_name,
+        value=float(np_count(record)),
+        threshold=0.0,
+        message=(
+            f"NaN or infinity, first seen in {where}.\n"
+            "People usually look for bad values in the batch and for log, sqrt or division without "
+            "an eps, lower the learning rate, and clip gradients."
+        ),
+    )
+
+
+def np_count(record: StepRecord) -> int:
+    """How many parameters' gradients are not finite."""
+    return int((~record.grad_finite).sum())
+
+
+def _skipped_forever(step: int, losses: int) -> Alert:
+    return Alert(
+        kind=Nonfinite.kind,
+        severity="error",
+        step=step,
+        module_name=None,
+        value=float(losses),
+        threshold=float(losses),
+        message=(
+            f"{losses} losses in a row are NaN or infinite and the optimizer does not step: the "
+            "gradient scaler skips every step, waiting will not help.\n"
+            "People usually look for a NaN in the weights, go back to a checkpoint, and use "
+            "bfloat16 or a lower learning rate."
+        ),
+    )

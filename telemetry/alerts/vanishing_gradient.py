@@ -2,82 +2,234 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.modules import ModuleNorms
+from telemetry.alerts.episode import Episode
+from telemetry.alerts.history import LossTrend
+from telemetry.alerts.modules import Modules
 from telemetry.records import Alert, StepRecord
-
-_ADVICE = (
-    "People usually replace sigmoid or tanh by ReLU or GELU, add normalization or skip connections, "
-    "and use He or Xavier initialization."
-)
 
 
 class VanishingGradient:
-    """Compares the gradient norms of the modules with each other, step for step.
+    """Compares the modules' gradient norms with the largest of them, step for step.
 
-    A module fades when its norm is 2000 times below the largest for five steps and does not rise.
-    Norms that all fade together are convergence. A norm of exactly zero is no faint gradient but
-    none: the layer is frozen, unused, at a zero-initialized branch, or dead. An optimizer that
-    scales its steps (Adam) still moves a layer with a faint gradient: where full measurements show
-    update ratios within 1000 of the largest, the layer learns.
+    A module fades when its norm stays below 1 / ``factor`` of the largest for ``steps`` steps, and
+    full measurements show that the optimizer moves it, relative to its size, below
+    1 / ``update_factor`` of what it moves others. Norms are compared, not RMS: in wide layers and
+    in embeddings with unused rows the RMS is small by itself.
+
+    Gradients vanish on their way back, so what fades reaches from some layer down to the first.
+    Where layers before it learn, a module is on a side branch (attention scores, gates, experts):
+    then it takes ``branch_factor`` more for both ratios, and ``branch_steps``; and if it once had
+    a gradient, the loss must have risen when it lost it.
+
+    Silent where the loss is small or tiny in its unit (all norms fade together); where an optimizer
+    that scales its steps (Adam) moves the module all the same; where the norm is exactly zero, now
+    or in the last ten steps (frozen, unused, an expert that is not chosen, dead: that has its own
+    rule); where the norm still rises, as in branches whose scale begins at zero.
+
+    Args:
+        factor: Ratio of the gradient norms.
+        update_factor: Ratio of the update ratios.
+        branch_factor: More of both, on a side branch.
+        steps: In a row.
+        branch_steps: In a row, on a side branch.
     """
 
-    def __init__(self) -> None:
-        self._norms: ModuleNorms | None = None
-        self._faint_steps: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
-        self._share_at_first: NDArray[np.float64] = np.zeros(0)
-        self._learns: frozenset[str] = frozenset()
-        self._told = False
+    kind = "vanishing_gradient"
+
+    def __init__(
+        self,
+        *,
+        factor: float = 1000.0,
+        update_factor: float = 100.0,
+        branch_factor: float = 10.0,
+        steps: int = 3,
+        branch_steps: int = 10,
+    ) -> None:
+        self._decades = math.log10(factor)
+        self._update_decades = math.log10(update_factor)
+        self._branch_decades = math.log10(branch_factor)
+        self._steps = steps
+        self._branch_steps = branch_steps
+        self._loss = LossTrend()
+        self._modules: Modules | None = None
+        self._state = _State.of(0)
+        self._undecided = False
+        self._episode = Episode(_CALM_STEPS)
+
+    @property
+    def wants_full(self) -> bool:
+        """Whether a faint module's update is not known yet."""
+        return self._undecided and not self._episode.is_on
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        if self._norms is None or self._norms.layout is not record.layout:
-            self._norms = ModuleNorms(record.layout)
-            self._faint_steps = np.zeros(len(self._norms.names), dtype=np.intp)
-            self._share_at_first = np.zeros(len(self._norms.names))
-        norms = self._norms.of(record)
+        self._loss.add(record.loss)
+        modules = self._follow(record)
+        state = self._state
+        norms = modules.grad_norms(record)
         largest = float(norms.max(initial=0.0))
-        if not 0 < largest < np.inf:
-            return
+        if not 0 < largest < np.inf or not record.grad_finite.all():
+            return ()
+        with np.errstate(divide="ignore"):
+            share = np.log10(norms / largest)
+        state.add(share, -self._decades, self._loss.is_worse)
         if record.update_ratios:
-            self._learns = _moving(record)
-        share = norms / largest
-        faint = (share > 0) & (share < _SHARE)
-        self._share_at_first = np.where(self._faint_steps == 0, share, self._share_at_first)
-        self._faint_steps = np.where(faint, self._faint_steps + 1, 0)
-        rising = share > 2 * self._share_at_first
-        moving = np.array([name in self._learns for name in self._norms.names])
-        fading = (self._faint_steps >= _STEPS) & ~rising & ~moving
-        if self._told or not fading.any():
-            return
-        self._told = True
-        worst = int(np.where(fading, share, np.inf).argmin())
-        yield Alert(
-            kind="vanishing_gradient",
+            state.update_share = _update_share(modules, record)
+        faint = (state.faint_steps > 0) & (state.since_zero > _SINCE_ZERO)
+        self._undecided = bool((faint & np.isnan(state.update_share)).any())
+        fading = self._from_the_first(faint, share, norms > 0) | self._on_branches(faint, share)
+        found = self._alert(record, modules, share, fading) if fading.any() else None
+        return self._episode.update(record, found)
+
+    def _from_the_first(
+        self, faint: NDArray[np.bool_], share: NDArray[np.float64], used: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Those that fade from the first module up without a gap; unused modules are no gap."""
+        state = self._state
+        fading = faint & (state.faint_steps >= self._steps)
+        fading &= state.update_share < -self._update_decades
+        fading &= np.logical_and.accumulate(fading | ~used)
+        return _unless_rising(fading, share, state.mark_before)
+
+    def _on_branches(
+        self, faint: NDArray[np.bool_], share: NDArray[np.float64]
+    ) -> NDArray[np.bool_]:
+        state = self._state
+        fading = faint & (state.faint_steps >= self._branch_steps)
+        fading &= share < -self._decades - self._branch_decades
+        fading &= state.update_share < -self._update_decades - self._branch_decades
+        fading &= state.was_lost > 0
+        # A branch whose scale begins at zero and goes up and down has had larger ones.
+        small_at_first = state.first_share < -self._decades
+        fading &= ~small_at_first | (share > state.largest_share - _STEADY_DECADES)
+        return _unless_rising(fading, share, state.first_share)
+
+    def _follow(self, record: StepRecord) -> Modules:
+        before = self._modules
+        if before is not None and before.layout is record.layout:
+            return before
+        self._modules = modules = Modules(record.layout)
+        if before is None:
+            self._state = _State.of(len(modules.names))
+        else:
+            self._state = self._state.carried(before, modules)
+        return modules
+
+    def _alert(
+        self,
+        record: StepRecord,
+        modules: Modules,
+        share: NDArray[np.float64],
+        fading: NDArray[np.bool_],
+    ) -> Alert:
+        first = int(np.flatnonzero(fading)[0])
+        name, times = modules.names[first], 10 ** -share[first]
+        return Alert(
+            kind=self.kind,
             severity="warning",
             step=record.step,
-            module_name=self._norms.names[worst],
-            value=float(share[worst]),
-            threshold=_SHARE,
+            module_name=name,
+            value=float(10 ** share[first]),
+            threshold=10**-self._decades,
             message=(
-                f"The gradient of {self._norms.names[worst]} is {1 / share[worst]:.2g} times "
-                f"smaller than the largest, for {_STEPS} steps; {int(fading.sum())} of "
-                f"{len(norms)} layers hardly learn.\n{_ADVICE}"
+                f"The gradient of {name} is {times:.2g} times smaller than the largest, and the "
+                f"optimizer hardly moves it; so in {int(fading.sum())} of {len(share)} layers.\n"
+                "People usually replace sigmoid and tanh by ReLU or GELU, add normalization or "
+                "skip connections, and use He or Xavier initialization."
             ),
         )
 
 
-_SHARE = 1 / 2000
-_STEPS = 5
-_MOVING_SHARE = 1e-3
+@dataclass(kw_only=True)
+class _State:
+    """What is remembered of each module; all arrays float64 ``[modules]``.
+
+    Attributes:
+        faint_steps: How many steps in a row its share was small and not zero.
+        since_zero: Steps since its norm was zero.
+        first_share: Its share when it was first not zero.
+        largest_share: The largest it has had.
+        last_mark: Its share when ``faint_steps`` was last a power of two.
+        mark_before: Its share at the power of two before.
+        was_lost: 1 if it was small from the first, or the loss rose when it became so.
+        update_share: Decimal logarithm of its update ratio against the largest; NaN if unknown.
+    """
+
+    faint_steps: NDArray[np.float64]
+    since_zero: NDArray[np.float64]
+    first_share: NDArray[np.float64]
+    largest_share: NDArray[np.float64]
+    last_mark: NDArray[np.float64]
+    mark_before: NDArray[np.float64]
+    was_lost: NDArray[np.float64]
+    update_share: NDArray[np.float64]
+
+    @staticmethod
+    def of(count: int) -> _State:
+        """Of modules not seen before."""
+        return _State(**{f.name: np.full(count, _FILLS[f.name]) for f in fields(_State)})
+
+    def carried(self, before: Modules, after: Modules) -> _State:
+        """The same for the modules of another layout."""
+        return _State(
+            **{
+                f.name: after.carry(getattr(self, f.name), before.names, _FILLS[f.name])
+                for f in fields(_State)
+            }
+        )
+
+    def add(self, share: NDArray[np.float64], limit: float, loss_is_worse: bool) -> None:
+        """Take the logarithms of one step's shares; ``-inf`` where the norm is zero."""
+        zero = np.isneginf(share)
+        self.since_zero = np.where(zero, 0.0, self.since_zero + 1)
+        self.first_share = np.where(zero | ~np.isnan(self.first_share), self.first_share, share)
+        self.largest_share = np.fmax(self.largest_share, share)
+        faint = ~zero & (share < limit)
+        self.update_share = np.where(faint, self.update_share, np.nan)
+        self.faint_steps = np.where(faint, self.faint_steps + 1, 0.0)
+        lost = (self.first_share < limit) | loss_is_worse | (self.was_lost > 0)
+        self.was_lost = np.where(faint & lost, 1.0, 0.0)
+        marked = np.log2(np.maximum(self.faint_steps, 1)) % 1 == 0
+        self.mark_before = np.where(marked, self.last_mark, self.mark_before)
+        self.last_mark = np.where(marked, share, self.last_mark)
 
 
-def _moving(record: StepRecord) -> frozenset[str]:
-    """Modules with a parameter that an optimizer step moves about as far as any other."""
-    owner = {p.name: p.module_name for p in record.layout.parameters}
-    ratios = {n: r for n, r in record.update_ratios.items() if np.isfinite(r)}
-    largest = max(ratios.values(), default=0.0)
-    return frozenset(owner[name] for name, r in ratios.items() if r > _MOVING_SHARE * largest)
+_FILLS = {
+    "faint_steps": 0.0,
+    "since_zero": np.inf,
+    "first_share": np.nan,
+    "largest_share": -np.inf,
+    "last_mark": np.nan,
+    "mark_before": np.nan,
+    "was_lost": 0.0,
+    "update_share": np.nan,
+}
+_SINCE_ZERO = 10
+_RISING_DECADES = 0.2
+_STEADY_DECADES = 0.5
+_CALM_STEPS = 20
+
+
+def _unless_rising(
+    fading: NDArray[np.bool_], share: NDArray[np.float64], before: NDArray[np.float64]
+) -> NDArray[np.bool_]:
+    """None of them if, taken together, they gain: branches whose scale begins at zero do."""
+    known = fading & np.isfinite(before)
+    rising = known.any() and (share[known] - before[known]).mean() > _RISING_DECADES
+    return np.zeros_like(fading) if rising else fading
+
+
+def _update_share(modules: Modules, record: StepRecord) -> NDArray[np.float64]:
+    ratios = modules.update_ratios(record)
+    moved = ratios[np.isfinite(ratios)]
+    if not moved.size or moved.max() <= 0:
+        return np.full(len(ratios), np.nan)
+    with np.errstate(divide="ignore"):
+        result: NDArray[np.float64] = np.log10(ratios / moved.max())
+    return result

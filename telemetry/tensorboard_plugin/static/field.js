@@ -9,6 +9,7 @@
  * @property {number} layerFactor layers behind a row
  * @property {number} stepFactor measured steps behind a column
  * @property {boolean} sampled whether steps were left out
+ * @property {boolean} [isAll] whether there is no more to be had, thinned or not
  */
 
 /** Whether a field shows less than was measured. */

@@ -32,6 +32,7 @@ export function parseNumber(value) {
   return { nan: NaN, inf: Infinity, "-inf": -Infinity }[value] ?? NaN;
 }
 
+/** Without zeros at the end of the fraction; those of an exponent stay. */
 function shorten(text) {
-  return text.includes(".") ? text.replace(/\.?0+(?=e|$)/, "") : text;
+  return text.replace(/(\.\d*?)0+(?=e|$)/, "$1").replace(/\.(?=e|$)/, "");
 }

@@ -122,7 +122,7 @@ export class Panel {
   /** The field to draw in a view: of a thinned one the part in full, as soon as it has come. */
   visibleField(statistic, view, isZoomed, rows) {
     const whole = this.field(statistic);
-    if (!isZoomed || !isThinned(whole)) return whole;
+    if (!isZoomed || !isThinned(whole) || whole.isAll) return whole;
     const wanted = partOf(view, rows, statistic.name);
     if (this.part?.key === wanted.key) return this.part.field ?? whole;
     this.#loadPart(statistic.name, wanted);
@@ -220,7 +220,7 @@ function noticeOf(field, statistic) {
   const notices = [];
   if (parts.length) notices.push(`Thinned out: each cell is the largest of ${parts.join(" × ")}.`);
   if (field.sampled) notices.push("Too large to read at once: some steps are left out.");
-  if (notices.length) return `${notices.join(" ")} Zoom in to see all.`;
+  if (notices.length) return [...notices, field.isAll ? "" : "Zoom in to see all."].join(" ");
   return field.values.some((value) => value >= 0 || value !== value)
     ? ""
     : `${statistic.title}: not measured for any layer of this run.`;

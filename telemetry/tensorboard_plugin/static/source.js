@@ -1,11 +1,13 @@
 // Asks the server for data. `embedded_source.js` answers the same questions from within a page.
 
-const ROOT = new URL("../", import.meta.url);
-
 /** Data that this version of the page cannot show. */
 export class NewerFormatError extends Error {}
 
 export class ServerSource {
+  constructor() {
+    this.root = new URL("../", import.meta.url);
+  }
+
   async runs() {
     return (await this.#get("runs", {})).json();
   }
@@ -59,7 +61,7 @@ export class ServerSource {
   }
 
   #url(route, query) {
-    const url = new URL(route, ROOT);
+    const url = new URL(route, this.root);
     for (const [name, value] of Object.entries(query)) url.searchParams.set(name, value);
     return url;
   }

@@ -1,0 +1,98 @@
+"""How well the alerts find training faults: HookLogger judged by faultbench.
+
+    python benchmarks/faultbench.py [--cases DIR] [--seed N] [--verbose] [--verify-online]
+
+The benchmark itself (runs with known faults, their healthy twins, the score) is expected in
+``../shared/faultbench``; all arguments are its own. Without it there is nothing to run, and this
+says so. ``--cases`` takes any folder whose ``cases.py`` lists such runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from telemetry import Alert, HookLogger
+
+HOME = Path(__file__).resolve().parents[2] / "shared" / "faultbench"
+
+KINDS = {
+    "exploding_gradient": "exploding",
+    "exploding_activation": "exploding",
+    "vanishing_gradient": "vanishing",
+    "nonfinite": "nonfinite",
+    "dead_units": "dead",
+    "saturated_units": "saturated",
+    "loss_divergence": "lr",
+    "no_learning": "no_learning",
+}
+"""Ours to those of faultbench."""
+
+
+class Adapter:
+    """One run under the eyes of a logger: norms at every step, everything at every tenth."""
+
+    name = "telemetry"
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, case_info: dict[str, Any]) -> None:
+        logging.getLogger("telemetry").setLevel(logging.CRITICAL)
+        self._folder = tempfile.TemporaryDirectory()
+        self._found: list[dict[str, Any]] = []
+        self._step = 0
+        self._logger = HookLogger(
+            model, self._folder.name, every_n_steps=10, images=False, on_alert=self._note
+        )
+
+    def after_backward(self, step: int, loss: float) -> None:
+        self._step = step
+        self._logger.log(loss=loss)
+
+    def after_step(self, step: int, loss: float) -> None:
+        # The background thread has judged the step before the next one begins, so that runs repeat.
+        self._logger.flush()
+
+    def finish(self) -> list[dict[str, Any]]:
+        self._logger.close()
+        self._folder.cleanup()
+        return self._found
+
+    def _note(self, alert: Alert) -> None:
+        if alert.stage != "end":
+            self._found.append(
+                {"step": self._step, "kind": KINDS[alert.kind], "layer": alert.module_name}
+            )
+
+
+def load_faultbench() -> ModuleType | None:
+    """The benchmark's own module; None where it is not installed."""
+    path = HOME / "faultbench.py"
+    if not path.is_file():
+        return None
+    spec = importlib.util.spec_from_file_location("faultbench", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["faultbench"] = module  # its cases import it by this name
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    faultbench = load_faultbench()
+    if faultbench is None:
+        print(f"skipped: {HOME} is not there, and the benchmark's runs are in it")
+        return
+    sys.argv = [sys.argv[0], "--detector", str(Path(__file__).resolve()), *sys.argv[1:]]
+    faultbench.main()
+
+
+if __name__ == "__main__":
+    main()

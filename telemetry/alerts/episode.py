@@ -1,0 +1,55 @@
+"""A fault is told when it begins, when it grows worse and when it ends, not at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from telemetry.records import Alert, StepRecord
+
+
+class Episode:
+    """Makes alerts of a rule's findings.
+
+    Args:
+        calm: How many looks in a row without a finding end a fault.
+    """
+
+    def __init__(self, calm: int) -> None:
+        self._calm = calm
+        self._looks_without = 0
+        self._current: Alert | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a fault has begun and not ended."""
+        return self._current is not None
+
+    def update(self, record: StepRecord, found: Alert | None) -> Iterator[Alert]:
+        """Take what a rule found when it looked at ``record``; nothing is a finding, too."""
+        begun = self._current
+        if found is not None:
+            self._looks_without = 0
+            if begun is None:
+                self._current = found
+                yield found
+            elif (begun.severity, found.severity) == ("warning", "error"):
+                self._current = found
+                yield replace(found, stage="worse")
+        elif begun is not None:
+            self._looks_without += 1
+            if self._looks_without >= self._calm:
+                self._current = None
+                yield _ended(begun, record)
+
+
+def _ended(begun: Alert, record: StepRecord) -> Alert:
+    where = f" in {begun.module_name}" if begun.module_name else ""
+    return replace(
+        begun,
+        severity="warning",
+        step=record.step,
+        stage="end",
+        message=f"The {begun.kind.replace('_', ' ')}{where} of step {begun.step} is over.",
+        consequences=(),
+    )

@@ -1,0 +1,93 @@
+"""A forward pass that grows beyond what it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from telemetry.alerts.depth import forward_growth, module_of
+from telemetry.alerts.episode import Episode
+from telemetry.alerts.history import LossTrend
+from telemetry.records import Alert, StepRecord
+
+
+class ExplodingActivation:
+    """Compares the RMS of each module's output with the largest it has had.
+
+    It speaks when an output is ``factor`` times larger than in the first hundred measurements
+    before, in two full measurements in a row, and the loss has risen as well; or when activations
+    grow ``depth_factor`` times through the network in the first steps.
+
+    Args:
+        factor: Above the module's own past.
+        depth_factor: From the first module to the largest.
+    """
+
+    kind = "exploding_activation"
+
+    def __init__(self, *, factor: float = 100.0, depth_factor: float = 1e4) -> None:
+        self._factor = factor
+        self._depth_decades = math.log10(depth_factor)
+        self._highest: dict[str, float] = {}
+        self._loss = LossTrend()
+        self._first_step: int | None = None
+        self._looks = 0
+        self._episode = Episode(_CALM_LOOKS)
+
+    @property
+    def wants_full(self) -> bool:
+        """Whether one measurement was large and another would decide."""
+        return self._looks == 1
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self._loss.add(record.loss)
+        if not record.activations:
+            return ()
+        if self._first_step is None:
+            self._first_step = record.step
+        found = self._grown(record)
+        self._looks = self._looks + 1 if found else 0
+        return self._episode.update(record, found if self._looks >= 2 else None)
+
+    def _grown(self, record: StepRecord) -> Alert | None:
+        found = None
+        for name, output in record.activations.items():
+            rms = output.sketch.rms
+            highest = self._highest.get(name, 0.0)
+            if highest and rms > self._factor * highest and self._loss.is_worse:
+                times = rms / highest
+                if found is None:
+                    seen = f"The output of {module_of(name)} is {times:.2g} times its former size"
+                    found = _alert(record, module_of(name), times, self._factor, seen)
+            elif highest < rms < math.inf:
+                self._highest[name] = rms
+        growth = forward_growth(record)
+        early = self._first_step is not None and record.step < self._first_step + _EARLY
+        if found is None and early and growth.decades > self._depth_decades:
+            seen = f"Activations grow {10**growth.decades:.2g}-fold through the network"
+            found = _alert(
+                record, growth.module_name, 10**growth.decades, 10**self._depth_decades, seen
+            )
+        return found
+
+
+_EARLY = 5
+_CALM_LOOKS = 3
+
+
+def _alert(
+    record: StepRecord, module_name: str | None, value: float, threshold: float, seen: str
+) -> Alert:
+    return Alert(
+        kind=ExplodingActivation.kind,
+        severity="warning",
+        step=record.step,
+        module_name=module_name,
+        value=value,
+        threshold=threshold,
+        message=(
+            f"{seen}.\n"
+            "People usually add normalization, make the initial weights smaller, and lower the "
+            "learning rate."
+        ),
+    )

@@ -1,0 +1,100 @@
+"""Weights that do not move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from telemetry.alerts.episode import Episode
+from telemetry.alerts.history import History
+from telemetry.records import Alert, StepRecord
+
+
+class NoLearning:
+    """Speaks when, from the beginning, no step moves any weight matrix by a noticeable amount.
+
+    Steps that are small because training has converged, because the schedule has ended or has not
+    begun, or because the gradients have faded, are no fault: the gradients must be what they were
+    at first, and the learning rate must not be rising.
+
+    Args:
+        update_ratio: Largest of all weight matrices; a thousand such steps change nothing.
+        steps: Since the beginning.
+        losses: Logged before any step of an optimizer that holds parameters of the model.
+    """
+
+    kind = "no_learning"
+
+    def __init__(self, *, update_ratio: float = 3e-6, steps: int = 30, losses: int = 100) -> None:
+        self._update_ratio = update_ratio
+        self._steps_needed = steps
+        self._first_norms = History(5)
+        self._norms = History(5)
+        self._largest_ratio = 0.0
+        self._looks = 0
+        self._steps = 0
+        self._losses = 0
+        self._losses_needed = losses
+        self._first_rates: tuple[float, ...] = ()
+        self._episode = Episode(1)
+
+    def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
+        """A loss was logged; perhaps its step never comes."""
+        self._losses += 1
+        if self._steps == 0 and self._losses == self._losses_needed:
+            seen = f"{self._losses} losses were logged, but no optimizer has stepped this model"
+            yield _alert(step, 0.0, self._update_ratio, seen)
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self._steps += 1
+        self._norms.add(record.total_grad_norm)
+        if len(self._first_norms) < 5:
+            self._first_norms.add(record.total_grad_norm)
+            self._first_rates = record.learning_rates
+        if record.update_ratios:
+            self._looks += 1
+            self._largest_ratio = max(self._largest_ratio, _largest_ratio(record))
+        return self._episode.update(record, self._find(record))
+
+    def _find(self, record: StepRecord) -> Alert | None:
+        moves = self._largest_ratio > self._update_ratio
+        if self._steps < self._steps_needed or self._looks < 3 or moves:
+            return None
+        first, now = self._first_norms.median, self._norms.median
+        faded = not (now >= 0.3 * first) or (now == 0 and first != 0)
+        rising = any(
+            rate > before
+            for rate, before in zip(record.learning_rates, self._first_rates, strict=False)
+        )
+        if faded or rising or record.loss == 0:
+            return None
+        seen = (
+            "No parameter gets a gradient"
+            if now == 0
+            else f"In {self._steps} steps no step moved any weight by more than "
+            f"{self._largest_ratio:.1g} of its size"
+        )
+        return _alert(record.step, self._largest_ratio, self._update_ratio, seen)
+
+
+def _largest_ratio(record: StepRecord) -> float:
+    matrices = {p.name for p in record.layout.parameters if len(p.shape) > 1}
+    ratios = [r for n, r in record.update_ratios.items() if n in matrices and np.isfinite(r)]
+    return max(ratios, default=0.0)
+
+
+def _alert(step: int, value: float, threshold: float, seen: str) -> Alert:
+    return Alert(
+        kind=NoLearning.kind,
+        severity="warning",
+        step=step,
+        module_name=None,
+        value=value,
+        threshold=threshold,
+        message=(
+            f"{seen}.\n"
+            "People usually raise the learning rate, and check that the optimizer was given the "
+            "parameters of this model and that the loss depends on them."
+        ),
+    )

@@ -1,0 +1,205 @@
+"""Activations whose outputs lie on the flat part of their curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from telemetry.alerts.depth import module_of
+from telemetry.alerts.episode import Episode
+from telemetry.alerts.history import LossTrend
+from telemetry.records import Alert, StepRecord
+from telemetry.sketch import Sketch, bucket_indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flat:
+    """Where an activation is flat: at or below ``low``, at or above ``high``."""
+
+    low: float
+    high: float
+
+
+_CURVES = {
+    "Tanh": _Flat(low=-0.998, high=0.998),
+    "Sigmoid": _Flat(low=0.002, high=0.998),
+    "Hardtanh": _Flat(low=-0.998, high=0.998),
+    "Hardsigmoid": _Flat(low=0.0, high=0.998),
+    "Softsign": _Flat(low=-0.94, high=0.94),
+    "RNN": _Flat(low=-0.998, high=0.998),
+    "RNNCell": _Flat(low=-0.998, high=0.998),
+}
+"""By the name of the module's class. Gates that begin nearly closed (sigmoid of -5) are not flat."""
+
+_PASSIVE = frozenset(
+    "Identity Flatten Unflatten Dropout Dropout1d Dropout2d Dropout3d AlphaDropout MaxPool1d "
+    "MaxPool2d AvgPool1d AvgPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveMaxPool2d Upsample "
+    "ReLU LeakyReLU GELU SiLU Mish ELU SELU Softplus Softmax LogSoftmax GLU Hardswish".split()
+)
+"""Modules without parameters that have no two flat ends."""
+
+
+class SaturatedUnits:
+    """Finds layers most of whose outputs lie where their activation no longer passes gradients.
+
+    Which part is flat depends on what the module is. For modules it does not know, and that have
+    no parameters, the ends of the range they have kept to are taken, if the gradient hardly gets
+    back through them. Functions that are no modules are seen through their neighbors: a layer's
+    outputs are large, what the next layer receives is not, and hardly any gradient comes back.
+
+    Outputs of the network may be flat because the predictions are right; only layers before others
+    with parameters count. So may hidden ones after training (binary codes); so it speaks of layers
+    that were flat from the beginning, and of those that became so while the loss rose.
+
+    Args:
+        fraction: Of the outputs that are flat.
+        looks: Full measurements in a row.
+    """
+
+    kind = "saturated_units"
+
+    def __init__(self, *, fraction: float = 0.8, looks: int = 2) -> None:
+        self._fraction = fraction
+        self._looks_needed = looks
+        self._looks: dict[str, int] = {}
+        self._suspects: set[str] = set()
+        self._ranges: dict[str, tuple[float, float]] = {}
+        self._was_fine: set[str] = set()
+        self._loss = LossTrend()
+        self._undecided = False
+        self._episode = Episode(_CALM_LOOKS)
+
+    @property
+    def wants_full(self) -> bool:
+        """Whether a layer is flat, but not for long enough."""
+        return self._undecided and not self._episode.is_on
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self._loss.add(record.loss)
+        if not record.full or not record.grad_finite.all():
+            return ()
+        self._undecided = False
+        found = None
+        for name, share in self._flat_shares(record):
+            if share < self._fraction:
+                self._looks.pop(name, None)
+                self._suspects.discard(name)
+                if share < _FINE:
+                    self._was_fine.add(name)
+                continue
+            looks = self._looks[name] = self._looks.get(name, 0) + 1
+            if name not in self._was_fine or self._loss.is_worse:
+                self._suspects.add(name)
+            if looks < self._looks_needed:
+                self._undecided = True
+            elif name in self._suspects and found is None:
+                found = _alert(record, name, share, self._fraction)
+        return self._episode.update(record, found)
+
+    def _flat_shares(self, record: StepRecord) -> Iterator[tuple[str, float]]:
+        """Hidden layers and which share of their outputs is flat, in forward order."""
+        layout = record.layout
+        types = {module.name: module.type_name for module in layout.modules}
+        owners = {parameter.module_name for parameter in layout.parameters}
+        names = sorted(record.activations, key=lambda name: layout.position[module_of(name)])
+        last_owner = max((i for i, n in enumerate(names) if module_of(n) in owners), default=0)
+        for index, name in enumerate(names[:last_owner]):
+            output = record.activations[name]
+            type_name = types[module_of(name)]
+            if type_name in _CURVES:
+                yield name, _share_beyond(output.sketch, _CURVES[type_name])
+            elif module_of(name) not in owners and type_name not in _PASSIVE and index > 0:
+                yield name, self._share_at_ends(record, name, names[index - 1])
+            elif module_of(name) in owners and module_of(names[index + 1]) in owners:
+                share = _share_lost(record, name, names[index + 1])
+                if share is not None:
+                    yield name, share
+
+    def _share_at_ends(self, record: StepRecord, name: str, before: str) -> float:
+        """Of a module's outputs at the ends of its range, if gradients do not pass it."""
+        sketch = record.activations[name].sketch
+        low, high = self._ranges.get(name, (math.inf, -math.inf))
+        low, high = min(low, sketch.min), max(high, sketch.max)
+        self._ranges[name] = low, high
+        gradient = record.activation_grads.get(before)
+        if gradient is None or _share_faint(gradient.sketch) < _BLOCKED or low == high:
+            return 0.0
+        if low == 0:  # a kind of ReLU: zero is its flat part, and not a fault
+            return _share_beyond(sketch, _Flat(low=-math.inf, high=high))
+        return _share_beyond(sketch, _Flat(low=low, high=high))
+
+
+_FINE = 0.5
+_BLOCKED = 0.7
+_CALM_LOOKS = 3
+_LARGE = 10.0
+_SMALL = 2.0
+
+
+def _share_beyond(sketch: Sketch, flat: _Flat) -> float:
+    """Of the finite values, to the resolution of the sketch's buckets."""
+    if not sketch.finite_count or not sketch.counts.size:
+        return 0.0
+    beyond = np.zeros(sketch.buckets.shape, dtype=bool)
+    if math.isfinite(flat.low):
+        beyond |= sketch.buckets <= bucket_indices(np.array([flat.low]))[0]
+    if math.isfinite(flat.high):
+        beyond |= sketch.buckets >= bucket_indices(np.array([flat.high]))[0]
+    return float(sketch.counts[beyond].sum() / sketch.finite_count)
+
+
+def _share_faint(sketch: Sketch) -> float:
+    """Of values a thousand times below the RMS."""
+    if not sketch.finite_count or sketch.sum_squares == 0:
+        return 1.0
+    limit = bucket_indices(np.array([1e-3 * sketch.rms]))[0]
+    return float(sketch.counts[np.abs(sketch.buckets) < limit].sum() / sketch.finite_count)
+
+
+def _share_lost(record: StepRecord, name: str, after: str) -> float | None:
+    """Of a layer's positive outputs, through which no gradient comes back, if what follows is bounded.
+
+    Negative ones prove nothing, as a ReLU may follow. What the next layer receives is estimated
+    from what it returns and the size of its weights.
+    """
+    output, gradient = record.activations[name], record.activation_grads.get(name)
+    received = _received(record, after)
+    if gradient is None or received is None:
+        return None
+    if output.sketch.rms < _LARGE or received > _SMALL:
+        return 0.0
+    negative = _share_beyond(output.sketch, _Flat(low=-math.ulp(0.0), high=math.inf))
+    faint = _share_faint(gradient.sketch)
+    return max(faint - negative, 0.0) / (1 - negative) if negative < 1 else 0.0
+
+
+def _received(record: StepRecord, name: str) -> float | None:
+    """RMS of what a linear or convolutional layer was given: ``rms_out * sqrt(out) / ||W||``."""
+    for parameter in record.layout.parameters:
+        if parameter.module_name == module_of(name) and len(parameter.shape) > 1:
+            weight = record.weights.get(parameter.name)
+            if weight is None or weight.sketch.norm == 0:
+                return None
+            outputs = parameter.shape[0]
+            return float(record.activations[name].sketch.rms * outputs**0.5 / weight.sketch.norm)
+    return None
+
+
+def _alert(record: StepRecord, name: str, share: float, fraction: float) -> Alert:
+    return Alert(
+        kind=SaturatedUnits.kind,
+        severity="warning",
+        step=record.step,
+        module_name=module_of(name),
+        value=share,
+        threshold=fraction,
+        message=(
+            f"{share:.0%} of the outputs of {name} lie on the flat part of their activation; "
+            "hardly any gradient gets through.\n"
+            "People usually scale or center the inputs, make the initial weights smaller, and add "
+            "normalization before the activation."
+        ),
+    )

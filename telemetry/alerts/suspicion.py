@@ -1,0 +1,72 @@
+"""Asks for full measurements when the every-step norms leave their usual range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.alerts.modules import Modules
+from telemetry.records import Alert, StepRecord
+
+
+class Suspicion:
+    """Never speaks; it makes sure that the other rules see what happened between two full steps.
+
+    A module's gradient norm is unusual when it differs tenfold, and by six usual deviations, from
+    its running mean (logarithmic, over about ten steps), or is suddenly zero. Modules whose norm is
+    often zero (experts, embeddings, every other step of a GAN) are passed over.
+    """
+
+    def __init__(self) -> None:
+        self._modules: Modules | None = None
+        self._mean = np.zeros(0)
+        self._deviation = np.zeros(0)
+        self._zero_rate = np.zeros(0)
+        self._steps = 0
+        self._wanted = 0
+
+    @property
+    def wants_full(self) -> bool:
+        """Whether the next steps should be measured in full."""
+        return self._wanted > 0
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self._wanted -= record.full and self._wanted > 0
+        if record.grad_finite.all() and self._is_unusual(self._norms(record)):
+            self._wanted = _FULL_STEPS
+        return ()
+
+    def _norms(self, record: StepRecord) -> NDArray[np.float64]:
+        modules, before = self._modules, self._modules
+        if modules is None or modules.layout is not record.layout:
+            self._modules = modules = Modules(record.layout)
+            names = before.names if before is not None else ()
+            self._mean = modules.carry(self._mean, names, np.nan)
+            self._deviation = modules.carry(self._deviation, names, 0.0)
+            self._zero_rate = modules.carry(self._zero_rate, names, 0.0)
+        return modules.grad_norms(record)
+
+    def _is_unusual(self, norms: NDArray[np.float64]) -> bool:
+        self._steps += 1
+        is_zero = norms == 0
+        level = np.log10(np.where(is_zero, 1.0, norms))
+        off = np.where(is_zero | np.isnan(self._mean), 0.0, level - self._mean)
+        vanished = is_zero & (self._zero_rate < _RARE)
+        strange = np.abs(off) > np.maximum(_DECADES, _DEVIATIONS * self._deviation)
+        unusual = bool((strange | (vanished & ~np.isnan(self._mean))).any())
+        self._zero_rate += _WEIGHT * (is_zero - self._zero_rate)
+        bounded = np.clip(off, -_DECADES, _DECADES)
+        self._deviation += _WEIGHT * (np.abs(bounded) - self._deviation) * ~is_zero
+        first = np.isnan(self._mean) & ~is_zero
+        self._mean = np.where(first, level, self._mean + _WEIGHT * bounded * ~is_zero)
+        return unusual and self._steps > _SHORTEST_HISTORY
+
+
+_DECADES = 1.0
+_DEVIATIONS = 6.0
+_WEIGHT = 0.1
+_RARE = 0.01
+_SHORTEST_HISTORY = 10
+_FULL_STEPS = 3

@@ -1,0 +1,184 @@
+"""The command ``telemetry``: a report, a table or the alerts of a run, straight from its files."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from telemetry.events import list_event_files
+from telemetry.plugin_data import STATISTICS, Statistic
+from telemetry.plugin_data.files import FileSource
+from telemetry.plugin_data.run_data import RunData
+from telemetry.records import Alert
+from telemetry.report import write_report
+from telemetry.run_summary import LayerSummary, summarize
+
+_STYLES = {"error": "bold red", "warning": "yellow"}
+_STEADY = 1.25  # a change by less is none
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 0, 1 for alerts to fail on, 2 for an error."""
+    args = _parser().parse_args(arguments)
+    console = Console(highlight=False, emoji=False)
+    try:
+        return int(args.command(args, console))
+    except (OSError, ValueError) as error:
+        print(f"telemetry: {_plain(str(error))}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="telemetry", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    report = commands.add_parser("report", help="write one HTML file with the picture and the data")
+    report.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), help="%(default)s"
+    )
+    report.set_defaults(command=_report)
+
+    summary = commands.add_parser("summary", help="print a table of all layers")
+    names = [statistic.name for statistic in STATISTICS]
+    summary.add_argument("--statistic", choices=names, default=names[0], help="%(default)s")
+    summary.set_defaults(command=_summary)
+
+    alerts = commands.add_parser("alerts", help="print what was found wrong")
+    alerts.add_argument(
+        "--fail-on",
+        choices=["warning", "error"],
+        help="exit with 1 if there is an alert of this severity or a worse one",
+    )
+    alerts.set_defaults(command=_alerts)
+
+    for command in (report, summary, alerts):
+        command.add_argument("run", type=Path, metavar="RUN", help="directory of the run")
+    return parser
+
+
+def _report(args: argparse.Namespace, console: Console) -> int:
+    problems = write_report(_log_dir(args.run), args.output)
+    _tell_problems(problems)
+    console.print(Text(f"{args.output} ({args.output.stat().st_size / 1e6:.1f} MB)"))
+    return 0
+
+
+def _summary(args: argparse.Namespace, console: Console) -> int:
+    run = _open(args.run)
+    overview = run.overview()
+    statistic = next(known for known in STATISTICS if known.name == args.statistic)
+    console.print(
+        Text(
+            f"{len(overview.layers)} layers, steps {overview.first_step} to {overview.last_step}, "
+            f"alerts: {len(overview.alerts) or 'none'}"
+        )
+    )
+    layers = summarize(run, statistic.name, log=statistic.log)
+    if not layers:
+        console.print(Text(f"{statistic.title}: not measured in this run"))
+        return 0
+    console.print(_table(layers, statistic))
+    return 0
+
+
+def _table(layers: Sequence[LayerSummary], statistic: Statistic) -> Table:
+    table = Table(
+        title=Text(statistic.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("layer", overflow="fold", min_width=12)
+    table.add_column("class", no_wrap=True)
+    for column in ("last", "median", "trend"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("over time", no_wrap=True, min_width=16)
+    table.add_column("alerts", justify="right", min_width=6)
+    for layer in layers:
+        table.add_row(
+            Text(_plain(layer.name) or "(the model)"),
+            Text(_plain(layer.type_name)),
+            _number(layer.last),
+            _number(layer.median),
+            Text(_trend(layer.trend)),
+            Text(layer.curve, style="cyan"),
+            Text(str(layer.alert_count) if layer.alert_count else "", style="bold red"),
+        )
+    return table
+
+
+def _alerts(args: argparse.Namespace, console: Console) -> int:
+    alerts = _open(args.run).overview().alerts
+    for alert in alerts:
+        _print_alert(alert, console)
+    if not alerts:
+        console.print(Text("no alerts"))
+    found = {alert.severity for alert in alerts if alert.stage != "end"}
+    fails = {"error": {"error"}, "warning": {"warning", "error"}, None: set()}[args.fail_on] & found
+    return 1 if fails else 0
+
+
+def _print_alert(alert: Alert, console: Console) -> None:
+    stage = {"worse": ", worse", "end": ", over"}.get(alert.stage, "")
+    where = f" in {alert.module_name}" if alert.module_name else ""
+    head = Text(f"step {alert.step}: ")
+    head.append(alert.severity, style=_STYLES[alert.severity])
+    head.append(_plain(f" {alert.kind}{stage}{where}"))
+    console.print(head, soft_wrap=True)
+    for line in (*alert.message.splitlines(), *alert.consequences):
+        console.print(Text(f"  {_plain(line)}"), soft_wrap=True)
+
+
+def _open(path: Path) -> RunData:
+    log_dir = _log_dir(path)
+    source = FileSource(log_dir)
+    _tell_problems(source.problems)
+    run = RunData(source)
+    if not run.overview().layers:
+        raise ValueError(f"{log_dir}: holds event files, but nothing that telemetry wrote")
+    return run
+
+
+def _log_dir(path: Path) -> Path:
+    """The run's directory, also where the directory above it was named and there is one run."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: is no directory")
+    if list_event_files(path):
+        return path
+    runs = sorted(child for child in path.iterdir() if child.is_dir() and list_event_files(child))
+    if len(runs) == 1:
+        return runs[0]
+    if runs:
+        names = ", ".join(run.name for run in runs[:10])
+        raise ValueError(f"{path}: holds {len(runs)} runs; name one of them: {names}")
+    raise FileNotFoundError(f"{path}: holds no event files")
+
+
+def _tell_problems(problems: Sequence[str]) -> None:
+    for problem in problems:
+        print(f"telemetry: {_plain(problem)}; the rest was read", file=sys.stderr)
+
+
+def _number(value: float) -> Text:
+    return Text(f"{value:.3g}", style="" if math.isfinite(value) else "bold red")
+
+
+def _trend(ratio: float) -> str:
+    if math.isnan(ratio):
+        return ""
+    arrow = "↗" if ratio > _STEADY else "↘" if ratio < 1 / _STEADY else "→"
+    return f"{arrow} ×{ratio:.2g}"
+
+
+def _plain(text: str) -> str:
+    """Without control characters, which could do things to the terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,303 @@
+"""What a flight file says, made of the steps that were kept.
+
+A flight file is one JSON object. Numbers have six digits; those that JSON does not have are the
+strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float()`` reads; what was not
+measured is ``null``. Its keys:
+
+``format``
+    :data:`FORMAT`.
+``complete``
+    Whether the steps afterwards are in it: it is written once at the fault and once after them.
+``step``, ``batch``
+    The optimizer step at which the fault was noticed, counted from 0. In a loop that takes one
+    batch a step it is the batch's index, too.
+``first_bad_module``
+    Where it began, as far as known, as in ``named_modules()``; null if it was not in a module.
+``alerts``
+    The alerts so far that led to it or followed, each with the fields of
+    :class:`~telemetry.records.Alert`.
+``exception``
+    ``type``, ``message`` and ``traceback`` of an exception that ended the training; else null.
+``random``
+    ``seed`` of torch's generator when recording began, and ``states``, base64, at the start of
+    ``step``, the last full measurement that was not after the fault.
+``steps``
+    A list for each of ``step``, ``wall_time`` (seconds since the epoch), ``loss``, ``grad_norm``
+    (over all parameters), ``learning_rates`` (of each parameter group), ``loss_scale``,
+    ``skipped``, ``full``.
+``modules``
+    ``name`` and ``type`` of the modules, in forward order. Of more than 256 an even selection that
+    holds the first bad one; ``left_out`` says how many are missing.
+``grad_norms``
+    ``[steps][modules]``: norm of the gradients of each module's parameters.
+``profiles``
+    The depth profile at up to three steps: ``when`` is ``before``, ``at`` or ``after`` the fault,
+    ``step`` the step, then a list over the modules for each of :data:`COLUMNS`, and ``sketches``:
+    histograms by kind and name (:func:`~telemetry.flight.sketches.decode`), null where they would
+    make the file too large.
+``picture``
+    ``grad_norms`` as a PNG picture, a ``data:`` URL: steps from left to right, modules that have
+    gradients from top to bottom, bright where they are large, magenta where they are not finite.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from telemetry.flight import sketches
+from telemetry.flight.picture import encode_png, heat_map
+from telemetry.flight.snapshot import Detail, Snapshot, Tensor
+from telemetry.records import Alert, Layout, Module
+
+FORMAT = "telemetry-flight-1"
+MAX_MODULES = 256
+MAX_ALERTS = 32
+COLUMNS = (
+    "activation_rms",
+    "nonfinite_activations",
+    "dead_fraction",
+    "activation_grad_rms",
+    "grad_norm",
+    "weight_norm",
+    "update_ratio",
+)
+"""Of a module's first output, of all of its parameters together; ``update_ratio``: the largest."""
+
+_MAX_GROUPS = 16
+_MAX_TEXT = 8000  # characters
+
+When = Literal["before", "at", "after"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Flight:
+    """One fault, while it is being recorded.
+
+    Attributes:
+        step: When it was noticed.
+        before: A full measurement from well before, if there is one, else the oldest step kept.
+        at: The step itself, or the last one before that was recorded.
+        alerts: Those of the steps that are kept, and those since.
+        exception: What ended the training, by :func:`describe`.
+    """
+
+    step: int
+    before: Snapshot | None
+    at: Snapshot | None
+    alerts: list[Alert] = field(default_factory=list)
+    exception: Mapping[str, str] | None = None
+
+
+def describe(exception: BaseException) -> dict[str, str]:
+    """An exception in words; it holds the frames of the training loop, which must not be kept."""
+    lines = traceback.format_exception(type(exception), exception, exception.__traceback__)
+    return {
+        "type": type(exception).__qualname__,
+        "message": str(exception)[:_MAX_TEXT],
+        "traceback": "".join(lines)[-_MAX_TEXT:],
+    }
+
+
+def compose(
+    flight: Flight, steps: Sequence[Snapshot], *, seed: int | None, complete: bool
+) -> dict[str, Any]:
+    """The contents of a flight file; JSON can say all of it.
+
+    Args:
+        flight: What happened.
+        steps: The latest steps, oldest first; the last one is the latest full measurement if that
+            has its detail.
+        seed: See the module's description.
+        complete: Whether this is the last version of the file.
+    """
+    culprit = _first_bad_module(flight)
+    moments = _moments(flight, steps)
+    modules = steps[-1].layout.modules if steps else ()
+    shown = _choose(modules, culprit)
+    names = [module.name for module in shown]
+    grad_norms = [_grad_norms(step, names) for step in steps]
+    return {
+        "format": FORMAT,
+        "complete": complete,
+        "step": flight.step,
+        "batch": flight.step,
+        "first_bad_module": culprit,
+        "alerts": [_plain(alert) for alert in flight.alerts[:MAX_ALERTS]],
+        "exception": flight.exception,
+        "random": _random(seed, moments),
+        "steps": _histories(steps),
+        "modules": {
+            "name": names,
+            "type": [module.type_name for module in shown],
+            "left_out": len(modules) - len(shown),
+        },
+        "grad_norms": [numbers(row) for row in grad_norms],
+        "profiles": [
+            {"when": when, "step": moment.step, **_profile(moment, names)}
+            for when, moment in moments.items()
+            if moment is not None
+        ],
+        "picture": _picture(grad_norms),
+    }
+
+
+def number(value: float | None) -> float | str | None:
+    """A number as JSON can say it, to six digits."""
+    if value is None:
+        return None
+    if value != value:
+        return "NaN"
+    if value in (np.inf, -np.inf):
+        return "Infinity" if value > 0 else "-Infinity"
+    return float(f"{value:.6g}")
+
+
+def numbers(values: Iterable[float | None]) -> list[float | str | None]:
+    """Several of them."""
+    return [number(value) for value in values]
+
+
+def _moments(flight: Flight, steps: Sequence[Snapshot]) -> dict[When, Snapshot | None]:
+    last = steps[-1] if steps else None
+    is_after = last is not None and (flight.at is None or last.step > flight.at.step)
+    return {"before": flight.before, "at": flight.at, "after": last if is_after else None}
+
+
+def _first_bad_module(flight: Flight) -> str | None:
+    """The module that the first error names; else the first one whose output is not finite."""
+    errors = [a for a in flight.alerts if a.severity == "error" and a.stage != "end"]
+    named = [a.module_name for a in errors if a.module_name is not None]
+    if named:
+        return named[0]
+    detail = flight.at.detail if flight.at is not None else None
+    outputs = detail.tensors["activations"] if detail is not None else {}
+    for name, output in outputs.items():
+        # A mask holds -inf.
+        if output.sketch.nan_count or output.sketch.positive_inf_count:
+            return _module_of(name)
+    return None
+
+
+def _choose(modules: Sequence[Module], culprit: str | None) -> list[Module]:
+    """The modules to show, in their order."""
+    if len(modules) <= MAX_MODULES:
+        return list(modules)
+    chosen = {round(i) for i in np.linspace(0, len(modules) - 1, MAX_MODULES - 1)}
+    return [m for i, m in enumerate(modules) if i in chosen or m.name == culprit]
+
+
+def _grad_norms(step: Snapshot, names: Sequence[str]) -> list[float | None]:
+    """None where there was no gradient, or no such module then."""
+    positions = [step.layout.position.get(name) for name in names]
+    return [
+        float(step.grad_norms[i]) if i is not None and step.grad_present[i] else None
+        for i in positions
+    ]
+
+
+def _histories(steps: Sequence[Snapshot]) -> dict[str, list[Any]]:
+    return {
+        "step": [s.step for s in steps],
+        "wall_time": [round(s.wall_time, 3) for s in steps],
+        "loss": numbers(s.loss for s in steps),
+        "grad_norm": numbers(s.total_grad_norm for s in steps),
+        "learning_rates": [numbers(s.learning_rates[:_MAX_GROUPS]) for s in steps],
+        "loss_scale": numbers(s.loss_scale for s in steps),
+        "skipped": [s.skipped for s in steps],
+        "full": [s.full for s in steps],
+    }
+
+
+def _plain(alert: Alert) -> dict[str, Any]:
+    values = {"value": number(alert.value), "threshold": number(alert.threshold)}
+    return {**asdict(alert), **values, "message": alert.message[:_MAX_TEXT]}
+
+
+def _random(seed: int | None, moments: Mapping[When, Snapshot | None]) -> dict[str, Any]:
+    for when in ("at", "before"):
+        moment = moments[when]
+        if moment is not None and moment.detail is not None and moment.detail.random_states:
+            states = moment.detail.random_states.items()
+            encoded = {name: base64.b64encode(state).decode() for name, state in states}
+            return {"seed": seed, "step": moment.step, "states": encoded}
+    return {"seed": seed, "step": None, "states": {}}
+
+
+def _profile(step: Snapshot, names: Sequence[str]) -> dict[str, Any]:
+    columns: dict[str, Sequence[float | None]] = dict.fromkeys(COLUMNS, [None] * len(names))
+    columns["grad_norm"] = _grad_norms(step, names)
+    detail = step.detail
+    if detail is not None:
+        columns |= _output_columns(detail, names) | _parameter_columns(detail, step.layout, names)
+    plain = {name: numbers(column) for name, column in columns.items()}
+    return {**plain, "sketches": _sketches(step, set(names))}
+
+
+def _output_columns(detail: Detail, names: Sequence[str]) -> dict[str, Sequence[float | None]]:
+    outputs, grads = detail.tensors["activations"], detail.tensors["activation_grads"]
+    nonfinite = dict.fromkeys(map(_module_of, outputs), 0)
+    for name, output in outputs.items():
+        nonfinite[_module_of(name)] += output.sketch.nonfinite_count
+    known = {name: t for name, t in outputs.items() if not math.isnan(t.dead_fraction)}
+    return {
+        "activation_rms": [outputs[n].sketch.rms if n in outputs else None for n in names],
+        "nonfinite_activations": [nonfinite.get(n) for n in names],
+        "dead_fraction": [known[n].dead_fraction if n in known else None for n in names],
+        "activation_grad_rms": [grads[n].sketch.rms if n in grads else None for n in names],
+    }
+
+
+def _parameter_columns(
+    detail: Detail, layout: Layout, names: Sequence[str]
+) -> dict[str, Sequence[float | None]]:
+    norms: dict[str, float] = {}
+    ratios: dict[str, float] = {}
+    for p in layout.parameters:
+        weight, ratio = detail.tensors["weights"].get(p.name), detail.update_ratios.get(p.name)
+        if weight is not None:
+            norms[p.module_name] = math.hypot(norms.get(p.module_name, 0.0), weight.sketch.norm)
+        # NaN is that of a parameter of zeros that stayed; inf that of one that moved.
+        if ratio is not None and not math.isnan(ratio):
+            ratios[p.module_name] = max(ratios.get(p.module_name, 0.0), ratio)
+    return {
+        "weight_norm": [norms.get(n) for n in names],
+        "update_ratio": [ratios.get(n) for n in names],
+    }
+
+
+def _sketches(step: Snapshot, names: set[str]) -> dict[str, dict[str, Any]]:
+    if step.detail is None:
+        return {}
+    owner = {p.name: p.module_name for p in step.layout.parameters}
+
+    def shown(named: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {
+            name: sketches.encode(t.sketch)
+            for name, t in named.items()
+            if owner.get(name, _module_of(name)) in names
+        }
+
+    return {kind: shown(named) for kind, named in step.detail.tensors.items()}
+
+
+def _picture(grad_norms: Sequence[Sequence[float | None]]) -> str | None:
+    columns = np.array(
+        [[math.nan if v is None else v if math.isfinite(v) else math.inf for v in row]
+         for row in grad_norms]
+    )  # fmt: skip
+    rows = columns.T[~np.isnan(columns).all(axis=0)] if columns.size else columns
+    if not rows.size:
+        return None
+    return f"data:image/png;base64,{base64.b64encode(encode_png(heat_map(rows))).decode()}"
+
+
+def _module_of(output: str) -> str:
+    """The module of an output; those after the first are ``name[1]``, ``name[2]``..."""
+    return output.partition("[")[0]

@@ -1,0 +1,169 @@
+"""What a flight file says, in words and small plots for a terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from telemetry.flight.file import flight_files, read_flight
+
+MAX_ROWS = 30
+MAX_POINTS = 60
+
+_BARS = "▁▂▃▄▅▆▇█"
+_NAME_WIDTH = 24
+_CELL_WIDTH = 7  # "1.2e-05"
+_MANY_DEAD = 0.5
+_SHOWN = {"activation_rms": "output rms", "grad_norm": "gradient norm", "update_ratio": "update"}
+
+
+def explain(path_or_run: str | os.PathLike[str]) -> str:
+    """What went wrong in a run: its flight files in plain text, the earliest fault first.
+
+    Args:
+        path_or_run: A flight file, or a log directory.
+
+    Raises:
+        OSError: There is no such file or directory.
+        ValueError: The file is no flight file.
+    """
+    path = Path(path_or_run)
+    if path.is_file():
+        return _explain_file(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{os.fspath(path)}: there is no such run")
+    files = flight_files(path)
+    if not files:
+        return f"{path}: no flight file, so no alert of severity error and no exception so far\n"
+    return "\n".join(map(_explain_file, files))
+
+
+def _explain_file(path: Path) -> str:
+    flight = read_flight(path)
+    sections = [_headline(flight), *_alerts(flight), *_exception(flight), _batch(flight)]
+    return "\n".join([f"{path}", *sections, *_curves(flight), *_table(flight)]) + "\n"
+
+
+def _headline(flight: Mapping[str, Any]) -> str:
+    module = flight["first_bad_module"]
+    where = "" if module is None else f"; first bad module: {module or 'the model itself'}"
+    missing = "" if flight["complete"] else " (not complete: the run was going on or was killed)"
+    return f"Something went wrong at step {flight['step']}{where}{missing}"
+
+
+def _alerts(flight: Mapping[str, Any]) -> Iterator[str]:
+    for alert in flight["alerts"]:
+        where = f" in {alert['module_name']}" if alert["module_name"] else ""
+        stage = "" if alert["stage"] == "begin" else f", {alert['stage']}"
+        yield f"\n{alert['severity']}: {alert['kind']}{where} at step {alert['step']}{stage}"
+        yield from (f"  {line}" for line in alert["message"].splitlines())
+        if alert["consequences"]:
+            yield f"  It explains: {', '.join(alert['consequences'])}"
+
+
+def _exception(flight: Mapping[str, Any]) -> Iterator[str]:
+    exception = flight["exception"]
+    if exception is not None:
+        yield f"\nThe training ended in {exception['type']}: {exception['message']}"
+        yield from (f"  {line}" for line in exception["traceback"].splitlines())
+
+
+def _batch(flight: Mapping[str, Any]) -> str:
+    random = flight["random"]
+    seed = "" if random["seed"] is None else f"; torch was seeded with {random['seed']}"
+    state = ""
+    if random["step"] is not None:
+        state = f"; the state of its random numbers at step {random['step']} is in the file"
+    return f"\nBatch {flight['batch']} of a loop with one batch a step{seed}{state}"
+
+
+def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
+    steps = flight["steps"]
+    if not steps["step"]:
+        return
+    yield f"\nSteps {steps['step'][0]} to {steps['step'][-1]}"
+    rates = [groups[0] if groups else None for groups in steps["learning_rates"]]
+    columns = {"loss": steps["loss"], "gradient norm": steps["grad_norm"], "learning rate": rates}
+    for name, column in columns.items():
+        values = [float(value) for value in column if value is not None]
+        if values:
+            yield f"  {name:14}{_sparkline(values)}  {values[0]:.3g} to {values[-1]:.3g}"
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    """Logarithmic where all are positive; ``!`` where one is not finite."""
+    values = _thin(values, MAX_POINTS)
+    finite = [v for v in values if math.isfinite(v)]
+    scale = math.log if finite and min(finite) > 0 else float
+    levels = [scale(v) for v in finite]
+    low, high = (min(levels), max(levels)) if levels else (0.0, 0.0)
+
+    def bar(value: float) -> str:
+        if not math.isfinite(value):
+            return "!"
+        share = (scale(value) - low) / (high - low) if high > low else 0.0
+        return _BARS[round(share * (len(_BARS) - 1))]
+
+    return "".join(map(bar, values))
+
+
+def _table(flight: Mapping[str, Any]) -> Iterator[str]:
+    """The depth profiles side by side, a row for each module."""
+    profiles, modules = flight["profiles"], flight["modules"]
+    shown = [key for key in _SHOWN if any(_is_known(p[key]) for p in profiles)]
+    if not shown:
+        return
+    moments = " → ".join(f"{p['when']} (step {p['step']})" for p in profiles)
+    width = (_CELL_WIDTH + 3) * len(profiles)
+    titles = "".join(f"{_SHOWN[key]:{width}}" for key in shown)
+    yield f"\nBy depth, {moments}"
+    yield f"  {'module':{_NAME_WIDTH}} {titles}".rstrip()
+    names, culprit = modules["name"], flight["first_bad_module"]
+    rows = _around(names.index(culprit) if culprit in names else 0, len(names))
+    for row in rows:
+        mark = "»" if names[row] == culprit else " "
+        name = (names[row] or modules["type"][row])[-_NAME_WIDTH:]
+        cells = "".join(f"{_cells(profiles, key, row):{width}}" for key in shown)
+        notes = ", ".join(_notes(profiles, row))
+        yield f"{mark} {name:{_NAME_WIDTH}} {cells}{notes}".rstrip()
+    left_out = modules["left_out"] + len(names) - len(rows)
+    if left_out:
+        yield f"  and {left_out} more modules"
+
+
+def _around(row: int, count: int) -> range:
+    """Rows to show: those about this one."""
+    first = max(0, min(row - MAX_ROWS // 2, count - MAX_ROWS))
+    return range(first, min(count, first + MAX_ROWS))
+
+
+def _cells(profiles: Sequence[Mapping[str, Any]], key: str, row: int) -> str:
+    values = [profile[key][row] for profile in profiles]
+    shown = ["–" if value is None else f"{float(value):.2g}" for value in values]
+    return " → ".join(f"{text:>{_CELL_WIDTH}}" for text in shown)
+
+
+def _notes(profiles: Sequence[Mapping[str, Any]], row: int) -> Iterator[str]:
+    """What else is wrong with a module, at the first moment at which it is."""
+    for profile in profiles:
+        if profile["nonfinite_activations"][row]:
+            yield f"{profile['nonfinite_activations'][row]:.0f} outputs not finite"
+            break
+    for profile in profiles:
+        if (profile["dead_fraction"][row] or 0) >= _MANY_DEAD:
+            yield f"{profile['dead_fraction'][row]:.0%} of units dead"
+            break
+
+
+def _is_known(column: Sequence[object]) -> bool:
+    return any(value is not None for value in column)
+
+
+def _thin(values: Sequence[float], most: int) -> list[float]:
+    """Evenly chosen, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]

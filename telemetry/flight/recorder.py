@@ -1,0 +1,198 @@
+"""Keeps the last steps, and writes them down when something goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from telemetry.faults import Faults
+from telemetry.flight.document import MAX_ALERTS, Flight, compose, describe
+from telemetry.flight.file import write_flight
+from telemetry.flight.snapshot import Snapshot, detail, snapshot
+from telemetry.records import Alert, StepRecord, TelemetryAlert
+
+log = logging.getLogger("telemetry")
+
+MAX_STEP_BYTES = 16 * 2**20
+MAX_DETAIL_BYTES = 48 * 2**20
+MAX_FILES = 8
+
+_DETAILS = 16
+"""Full measurements are kept at most this many times in ``steps`` steps, and the latest two."""
+
+
+class FlightRecorder:
+    """Remembers the last steps; writes ``<log_dir>/flight-<step>.json`` when a fault comes.
+
+    Of each step the gradient norms of all modules, loss and learning rates are kept, of full
+    measurements the sketches, too, in at most 64 MiB (16 MiB and 48 MiB; the latest two of each are
+    kept in any case). What a file says is told in :mod:`telemetry.flight.document`; it is at most
+    8 MiB.
+
+    A file is written at an alert of severity ``error``, and when an exception ends the training. It
+    is completed with what came after when a quarter of ``steps`` has passed, or at :meth:`close`;
+    errors until then are part of it. A run writes at most 8 files, of the first faults.
+
+    It is a rule that finds nothing, to be called with each record before the others. Nothing here
+    raises; what fails is told once through ``logging``. Calls may come from several threads.
+
+    Args:
+        log_dir: Where files go. To a remote one (``"s3://..."``) none are written.
+        steps: How many steps are kept.
+        seed: Of torch's generator, to be told in the file.
+        faults: Where to tell what failed.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str],
+        *,
+        steps: int = 200,
+        seed: int | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        if steps < 1:
+            raise ValueError(f"FlightRecorder(steps={steps}): must be at least 1")
+        self._log_dir = os.fspath(log_dir)
+        self._count = steps
+        self._seed = seed
+        self._faults = faults or Faults()
+        self._lock = threading.Lock()
+        self._steps: deque[Snapshot] = deque(maxlen=steps)
+        self._details: deque[Snapshot] = deque()
+        self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
+        self._flight: Flight | None = None
+        self._files: set[Path] = set()
+        self._told_remote = False
+
+    # --- what happens --------------------------------------------------------------------------
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        """A step was recorded."""
+        self._contained(lambda: self._add(record))
+        return ()
+
+    def on_alert(self, alert: Alert) -> None:
+        """A rule has found something."""
+        self._contained(lambda: self._note(alert))
+
+    def on_exception(self, exception: BaseException, step: int) -> None:
+        """The training ends in an exception, during ``step``.
+
+        One that the user or telemetry has asked for is no fault: Ctrl-C, :class:`SystemExit`,
+        :class:`TelemetryAlert`.
+        """
+        if isinstance(exception, Exception) and not isinstance(exception, TelemetryAlert):
+            self._contained(lambda: self._note_exception(exception, step))
+
+    def close(self) -> None:
+        """Complete the file that was begun, if any; harmless when done twice."""
+        self._contained(self._complete)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory taken, about."""
+        return sum(s.nbytes for s in (*self._steps, *self._details))
+
+    # --- under the lock ------------------------------------------------------------------------
+
+    def _contained(self, act: Callable[[], None]) -> None:
+        try:
+            with self._lock:
+                act()
+        except OSError:
+            self._faults.report(f"to write a flight file into {self._log_dir}")
+        except Exception:
+            self._faults.report("to keep the last steps")
+
+    def _add(self, record: StepRecord) -> None:
+        step = snapshot(record)
+        self._steps.append(step)
+        _shrink(self._steps, MAX_STEP_BYTES)
+        if record.full:
+            step = replace(step, detail=detail(record))
+            self._keep_detail(step)
+        flight = self._flight
+        if flight is None:
+            return
+        if flight.at is None or flight.at.step < step.step <= flight.step:
+            flight.at = step  # the alert came with the loss, before its step was recorded
+        if step.step >= flight.step + max(1, self._count // 4):
+            self._complete()
+
+    def _keep_detail(self, step: Snapshot) -> None:
+        kept = self._details
+        # The latest one gives way unless it is far from the one before it.
+        if len(kept) >= 2 and kept[-1].step - kept[-2].step < self._count / _DETAILS:
+            kept.pop()
+        kept.append(step)
+        _shrink(kept, MAX_DETAIL_BYTES)
+        while len(kept) > 2 and kept[1].step <= step.step - self._count:
+            kept.popleft()
+
+    def _note(self, alert: Alert) -> None:
+        self._alerts.append(alert)
+        is_error = alert.severity == "error" and alert.stage != "end"
+        if self._flight is not None:
+            self._flight.alerts.append(alert)
+        elif is_error:
+            self._begin(alert.step)
+        if is_error:
+            self._write(complete=False)
+
+    def _note_exception(self, exception: Exception, step: int) -> None:
+        if self._flight is None:
+            self._begin(step)
+        assert self._flight is not None
+        self._flight.exception = describe(exception)
+        self._write(complete=False)
+
+    def _begin(self, step: int) -> None:
+        oldest = self._steps[0].step if self._steps else step
+        at = self._details[-1] if self._details else None
+        if self._steps and (at is None or at.step < self._steps[-1].step):
+            at = self._steps[-1]
+        earlier = [s for s in self._details if s.step <= step - self._count // 4]
+        earlier = earlier[-1:] or [s for s in (*self._details, *self._steps) if s is not at]
+        before = earlier[0] if earlier and at is not None and earlier[0].step < at.step else None
+        alerts = [alert for alert in self._alerts if alert.step >= oldest]
+        self._flight = Flight(step=step, before=before, at=at, alerts=alerts)
+
+    def _complete(self) -> None:
+        if self._flight is not None:
+            try:
+                self._write(complete=True)
+            finally:
+                self._flight = None
+
+    def _write(self, *, complete: bool) -> None:
+        assert self._flight is not None
+        if "://" in self._log_dir:
+            if not self._told_remote:
+                log.info("telemetry: flight files are not written to %s", self._log_dir)
+                self._told_remote = True
+            return
+        steps = list(self._steps)
+        latest = self._details[-1] if self._details else None
+        if latest is not None and steps and latest.step == steps[-1].step:
+            steps[-1] = latest
+        contents = compose(self._flight, steps, seed=self._seed, complete=complete)
+        path = Path(self._log_dir) / f"flight-{self._flight.step}.json"
+        if path not in self._files and len(self._files) >= MAX_FILES:
+            return
+        write_flight(Path(self._log_dir), contents)
+        if path not in self._files:
+            self._files.add(path)
+            log.warning("telemetry: what led to step %d is in %s", self._flight.step, path)
+
+
+def _shrink(kept: deque[Snapshot], max_bytes: int) -> None:
+    """Drop the oldest until the rest fits; the latest two stay."""
+    total = sum(step.nbytes for step in kept)
+    while len(kept) > 2 and total > max_bytes:
+        total -= kept.popleft().nbytes

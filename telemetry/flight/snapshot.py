@@ -1,0 +1,120 @@
+"""What is kept of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.records import Layout, StepRecord, TensorRecord
+from telemetry.sketch import Sketch
+
+TensorKind = Literal["activations", "activation_grads", "grads", "weights"]
+TENSOR_KINDS: tuple[TensorKind, ...] = ("activations", "activation_grads", "grads", "weights")
+
+_STEP_BYTES = 500
+_TENSOR_BYTES = 600
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tensor:
+    """What is kept of a :class:`TensorRecord`: without its units."""
+
+    sketch: Sketch
+    dead_fraction: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Detail:
+    """What only a full measurement has: tensors by kind and name, and the random numbers' state."""
+
+    tensors: Mapping[TensorKind, Mapping[str, Tensor]]
+    update_ratios: Mapping[str, float]
+    random_states: Mapping[str, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory taken, about."""
+        sketches = [t.sketch for named in self.tensors.values() for t in named.values()]
+        arrays = sum(s.buckets.nbytes + s.counts.nbytes for s in sketches)
+        states = sum(map(len, self.random_states.values()))
+        return arrays + states + _TENSOR_BYTES * len(sketches) + 100 * len(self.update_ratios)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshot:
+    """One step.
+
+    Attributes:
+        step: As in the record, likewise what is not explained here.
+        grad_norms: L2 norm of the gradients of each module's own parameters, float64, shape
+            ``[modules]``; NaN if one of them is.
+        grad_present: Whether any of them had a gradient, shape ``[modules]``.
+        detail: The rest of a full measurement.
+    """
+
+    step: int
+    wall_time: float
+    layout: Layout
+    loss: float | None
+    total_grad_norm: float
+    learning_rates: tuple[float, ...]
+    loss_scale: float | None
+    skipped: bool
+    full: bool
+    grad_norms: NDArray[np.float64]
+    grad_present: NDArray[np.bool_]
+    detail: Detail | None = None
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Memory taken, about."""
+        detail = self.detail.nbytes if self.detail is not None else 0
+        rates = 8 * len(self.learning_rates)
+        return self.grad_norms.nbytes + self.grad_present.nbytes + rates + detail + _STEP_BYTES
+
+
+def snapshot(record: StepRecord) -> Snapshot:
+    """What is kept of a step's record, but for :attr:`Snapshot.detail`."""
+    layout = record.layout
+    count = len(layout.modules)
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.bincount(layout.owners, np.square(record.grad_norms), minlength=count)
+    return Snapshot(
+        step=record.step,
+        wall_time=record.wall_time,
+        layout=layout,
+        loss=record.loss,
+        total_grad_norm=record.total_grad_norm,
+        learning_rates=record.learning_rates,
+        loss_scale=record.loss_scale,
+        skipped=record.skipped,
+        full=record.full,
+        grad_norms=np.sqrt(squares),
+        grad_present=np.bincount(layout.owners, record.grad_present, minlength=count) > 0,
+    )
+
+
+def detail(record: StepRecord) -> Detail:
+    """What is kept of a full measurement beyond that."""
+    named: dict[TensorKind, Mapping[str, TensorRecord]] = {
+        "activations": record.activations,
+        "activation_grads": record.activation_grads,
+        "grads": record.grads,
+        "weights": record.weights,
+    }
+    return Detail(
+        tensors={
+            kind: {
+                name: Tensor(sketch=t.sketch, dead_fraction=t.dead_fraction)
+                for name, t in tensors.items()
+            }
+            for kind, tensors in named.items()
+        },
+        update_ratios=record.update_ratios,
+        random_states=record.random_states,
+    )

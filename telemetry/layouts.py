@@ -1,0 +1,65 @@
+"""The layout of the Custom Scalars dashboard: the charts that are worth a look first.
+
+TensorBoard merges the layouts of all runs by the charts' titles, so the tags are patterns that suit
+every run.
+"""
+
+from __future__ import annotations
+
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+from telemetry import depth
+from telemetry.events import summaries
+
+_TITLES = {
+    "grad_norm": "Gradient norm",
+    "update_ratio": "Update ratio",
+    "activation_rms": "Activation RMS",
+    "dead_units": "Dead units",
+}
+
+
+def custom_scalars_value() -> Summary.Value:
+    """What to write once per run, at step 0."""
+    layout = layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(
+                title="Telemetry: over the depth", chart=[_loss(), *map(_margins, depth.STATISTICS)]
+            ),
+            # Closed: each of these asks the server for up to twelve tags.
+            layout_pb2.Category(
+                title="Telemetry: by layer", chart=[*map(_layers, depth.STATISTICS)], closed=True
+            ),
+        ]
+    )
+    return summaries.tensor(
+        metadata.CONFIG_SUMMARY_TAG, layout.SerializeToString(), metadata.PLUGIN_NAME
+    )
+
+
+def _loss() -> layout_pb2.Chart:
+    return layout_pb2.Chart(
+        title="Loss, total gradient norm and number of alerts",
+        multiline=layout_pb2.MultilineChartContent(
+            tag=[r"^(.*[/_.])?loss$", r"^grad_norm/total$", r"^alerts/count$"]
+        ),
+    )
+
+
+def _margins(statistic: str) -> layout_pb2.Chart:
+    prefix = f"depth/{statistic}"
+    series = layout_pb2.MarginChartContent.Series(
+        value=f"{prefix}/median", lower=f"{prefix}/p05", upper=f"{prefix}/p95"
+    )
+    return layout_pb2.Chart(
+        title=f"{_TITLES[statistic]}: median over all layers, 5 to 95 %",
+        margin=layout_pb2.MarginChartContent(series=[series]),
+    )
+
+
+def _layers(statistic: str) -> layout_pb2.Chart:
+    return layout_pb2.Chart(
+        title=f"{_TITLES[statistic]} by layer",
+        multiline=layout_pb2.MultilineChartContent(tag=[rf"^{statistic}/\d+\."]),
+    )

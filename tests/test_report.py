@@ -1,0 +1,113 @@
+"""The report: one file, opened from disk in Chromium, that shows what the page shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from browser import PIXEL, open_browser
+from known_runs import alert_at, layout_of, write_run
+
+from telemetry.events import FileWriter, summaries
+from telemetry.plugin_data.statistics import MATRIX_STATISTICS
+from telemetry.report import write_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+HOSTILE = "</script><img src=x onerror=window.hacked=1>"
+NAMES = ["low", HOSTILE, "high"]
+
+
+def norms(step: int) -> np.ndarray:
+    return np.array([1, 1e3, 1e6], np.float32)
+
+
+def write_demo(log_dir: Path) -> None:
+    ones = np.ones((3, len(MATRIX_STATISTICS)), np.float32)
+    write_run(
+        log_dir, layout_of(NAMES), steps=range(40), norms=norms, matrices=lambda _: ones, every=10,
+        alerts=[alert_at(20, HOSTILE, message=HOSTILE)],
+    )  # fmt: skip
+    writer = FileWriter(log_dir)
+    edges = np.linspace(-1, 1, 11)
+    histogram = summaries.histogram("activation/0002.high", edges[:-1], edges[1:], np.ones(10))
+    picture = summaries.image("feature_maps/0002.high", [b"\x89PNG..."], 1, 1)
+    writer.write_values([histogram, picture], 10)
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    write_demo(folder / "demo")
+    path = folder / "report.html"
+    assert write_report(folder / "demo", path) == []
+    return path
+
+
+def test_the_report_asks_for_nothing_else(report: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    assert not re.search(r'(src|href)="(?!data:)', text)
+    assert "default-src 'none'" in text
+
+
+def test_data_cannot_end_its_script(report: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    data = json.loads(found[1])
+    assert data["overview"]["layers"][1]["name"] == HOSTILE
+    assert HOSTILE not in text
+
+
+def test_the_report_opens_from_disk(report: Path) -> None:
+    errors: list[str] = []
+    with open_browser() as browser:
+        page = browser.new_page(viewport={"width": 1300, "height": 800})
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text))
+        page.goto(f"{report.as_uri()}#p.telemetry.layer=.high&p.telemetry.step=10")
+        check_page(page)
+        page.emulate_media(media="print")
+        assert page.locator(".toolbar").is_hidden()
+        assert page.locator(".alerts").is_visible()
+    assert errors == []
+
+
+def check_page(page: Page) -> None:
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    assert "demo" in page.locator(".report-title").inner_text()
+    rows = [page.evaluate(PIXEL, [(i + 0.5) / 3, 0.1, 0]) for i in range(3)]
+    assert (rows[0], rows[2]) == ("#440154", "#fde725")
+    detail = page.locator(".detail[data-loaded=true]")
+    detail.wait_for()
+    assert "Histogram over time" in detail.inner_text()
+    assert detail.locator("img").get_attribute("src", timeout=5000) is not None
+    assert HOSTILE in page.locator(".alerts").inner_text()
+    assert page.evaluate("window.hacked") is None
+    page.locator("label:has-text('Statistic') select").select_option("weight_norm")
+    page.locator(".panel[data-steps='4']").wait_for()
+
+
+def test_a_large_run_is_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telemetry.report.MAX_LAYERS_IN_DETAIL", 1)
+    monkeypatch.setattr("telemetry.report.MAX_CELLS", 30)
+    write_demo(tmp_path / "demo")
+    write_report(tmp_path / "demo", tmp_path / "small.html")
+    text = (tmp_path / "small.html").read_text(encoding="utf-8")
+    found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    assert json.loads(found[1])["histograms"] == {}
+
+
+def test_files_without_our_data_are_told(tmp_path: Path) -> None:
+    writer = FileWriter(tmp_path)
+    writer.write_values([summaries.scalar("loss", 1.0)], 0)
+    writer.close()
+    with pytest.raises(ValueError, match="nothing that telemetry wrote"):
+        write_report(tmp_path, tmp_path / "report.html")
