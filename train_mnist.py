@@ -23,7 +23,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from telemetry import HookLogger
 
-
 FAULTS = (
     "none", "exploding", "vanishing", "nonfinite", "dead", "saturated", "lr_too_high", "lr_too_low",
 )  # fmt: skip
@@ -129,14 +128,15 @@ def build_model(fault: str) -> nn.Module:
             flatten=nn.Flatten(), hidden=nn.Sequential(*hidden), output=nn.Linear(64, 10),
         )
     )  # fmt: skip
+    first, *further = (layer for layer in hidden if isinstance(layer, nn.Linear))
     with torch.no_grad():
         if fault == "exploding":  # weights too large
-            for layer in hidden[2::2]:
+            for layer in further:
                 layer.weight.mul_(7)
         if fault == "saturated":
-            hidden[0].weight.mul_(1000)
+            first.weight.mul_(1000)
         if fault == "dead":  # a ReLU that never opens
-            hidden[0].bias.fill_(-100)
+            first.bias.fill_(-100)
     return model
 
 

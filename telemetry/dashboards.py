@@ -10,6 +10,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.events import summaries
 from telemetry.images import encode_png
+from telemetry.magnitudes import log10_histogram
 from telemetry.records import Alert, Layout, Parameter, StepRecord, TensorRecord
 from telemetry.selection import spread
 
@@ -112,16 +113,24 @@ def _histograms(record: StepRecord) -> Iterator[Summary.Value]:
         yield _histogram(f"activation/{_output_tag(layout, name)}", tensor)
     for name, tensor in record.activation_grads.items():
         yield _histogram(f"activation_grad/{_output_tag(layout, name)}", tensor)
+        yield from _magnitudes(f"activation_grad_log10/{_output_tag(layout, name)}", tensor)
     for parameter in layout.parameters:
         tag = _parameter_tag(layout, parameter)
         if parameter.name in record.grads:
             yield _histogram(f"grad/{tag}", record.grads[parameter.name])
+            yield from _magnitudes(f"grad_log10/{tag}", record.grads[parameter.name])
         if parameter.name in record.weights:
             yield _histogram(f"weight/{tag}", record.weights[parameter.name])
 
 
 def _histogram(tag: str, tensor: TensorRecord) -> Summary.Value:
     return summaries.histogram(tag, *tensor.sketch.histogram())
+
+
+def _magnitudes(tag: str, tensor: TensorRecord) -> Iterator[Summary.Value]:
+    left, right, counts = log10_histogram(tensor.sketch)
+    if counts.size:
+        yield summaries.histogram(tag, left, right, counts)
 
 
 def _images(record: StepRecord) -> Iterator[Summary.Value]:

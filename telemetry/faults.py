@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger("telemetry")
 
@@ -12,12 +14,27 @@ class Faults:
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
+        self._told: set[str] = set()
 
     def report(self, doing: str) -> None:
         """Note the exception being handled; ``doing`` says what could not be done."""
         self._counts[doing] = self._counts.get(doing, 0) + 1
         if self._counts[doing] == 1:
             log.warning("telemetry failed %s; training goes on without it", doing, exc_info=True)
+
+    @contextmanager
+    def contained(self, doing: str) -> Iterator[None]:
+        """Report an exception of the body, and go on after it."""
+        try:
+            yield
+        except Exception:
+            self.report(doing)
+
+    def tell(self, message: str, *, kind: str = "") -> None:
+        """Warn of what cannot be measured; once for each message, or for each ``kind`` of them."""
+        if (kind or message) not in self._told:
+            self._told.add(kind or message)
+            log.warning("telemetry: %s", message)
 
     def summary(self) -> str:
         """What failed and how often, or an empty string."""

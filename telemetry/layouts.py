@@ -13,6 +13,13 @@ from telemetry import depth
 from telemetry.events import summaries
 
 _TITLES = {
+    "log10_grad_norm": "Gradient norm (log10)",
+    "log10_update_ratio": "Update ratio (log10)",
+    "log10_activation_rms": "Activation RMS (log10)",
+    "dead_units": "Share of dead units",
+}
+
+_BY_LAYER = {
     "grad_norm": "Gradient norm",
     "update_ratio": "Update ratio",
     "activation_rms": "Activation RMS",
@@ -29,7 +36,7 @@ def custom_scalars_value() -> Summary.Value:
             ),
             # Closed: each of these asks the server for up to twelve tags.
             layout_pb2.Category(
-                title="Telemetry: by layer", chart=[*map(_layers, depth.STATISTICS)], closed=True
+                title="Telemetry: by layer", chart=[*map(_layers, _BY_LAYER)], closed=True
             ),
         ]
     )
@@ -40,10 +47,8 @@ def custom_scalars_value() -> Summary.Value:
 
 def _loss() -> layout_pb2.Chart:
     return layout_pb2.Chart(
-        title="Loss, total gradient norm and number of alerts",
-        multiline=layout_pb2.MultilineChartContent(
-            tag=[r"^(.*[/_.])?loss$", r"^grad_norm/total$", r"^alerts/count$"]
-        ),
+        title="Loss, and the number of alerts so far",
+        multiline=layout_pb2.MultilineChartContent(tag=[r"^(.*[/_.])?loss$", r"^alerts/count$"]),
     )
 
 
@@ -60,6 +65,6 @@ def _margins(statistic: str) -> layout_pb2.Chart:
 
 def _layers(statistic: str) -> layout_pb2.Chart:
     return layout_pb2.Chart(
-        title=f"{_TITLES[statistic]} by layer",
+        title=f"{_BY_LAYER[statistic]} by layer",
         multiline=layout_pb2.MultilineChartContent(tag=[rf"^{statistic}/\d+\."]),
     )

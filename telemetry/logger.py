@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
+from telemetry import hyperparameters, links
+from telemetry.alert_file import AlertFile
 from telemetry.alerts import default_rules
+from telemetry.board import Board
 from telemetry.capture import Capture, Content
 from telemetry.events.file_writer import FileWriter
 from telemetry.events.summary_writer import SummaryWriter
 from telemetry.faults import Faults
+from telemetry.flight import FlightRecorder
 from telemetry.host_copy import HostCopy
-from telemetry.pipeline import LoggedScalars, Pipeline, Sink
+from telemetry.hyperparameters import Hyperparameter
+from telemetry.pipeline import LoggedScalars, Pipeline, ReadyValues, Sink
 from telemetry.records import Alert, Rule, TelemetryAlert
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
@@ -108,10 +115,14 @@ class HookLogger:
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
         self._faults = Faults()
+        self._flight = FlightRecorder(self.log_dir, seed=torch.initial_seed(), faults=self._faults)
+        self._alert_file = AlertFile(self.log_dir)
+        board = Board(pictures=images)
         self._pipeline = pipeline = Pipeline(
+            board=board,
             sink=_sink_to(self._writer),
             flush_sink=self._writer.flush,
-            rules=rules,
+            rules=(self._flight, *rules),
             on_alert=self._note_alert,
             faults=self._faults,
         )
@@ -136,6 +147,8 @@ class HookLogger:
         # atexit it also runs in a process of multiprocessing, and before the writer's own (0).
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self._capture.attach()
+        self._write(board.first_values())
+        _say_where(self.log_dir)
 
     def __repr__(self) -> str:
         state = "attached" if self._capture.attached else "removed"
@@ -151,6 +164,9 @@ class HookLogger:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if exception is not None:
+            self._pipeline.flush()
+            self._flight.on_exception(exception, self._capture.step)
         self.close()
         if exception is None:
             self._raise_if_asked()
@@ -183,10 +199,24 @@ class HookLogger:
             ValueError: A tensor has more than one element.
         """
         values = {name: _scalar(name, value) for name, value in scalars.items()}
-        self._pipeline.submit_scalars(
+        self._pipeline.submit_logged(
             LoggedScalars(step=self._capture.step, wall_time=time.time(), values=values)
         )
         self._raise_if_asked()
+
+    def hparams(
+        self, values: Mapping[str, Hyperparameter], *, metrics: Iterable[str] = ("loss",)
+    ) -> None:
+        """Write hyperparameters for TensorBoard's HParams dashboard, into this run.
+
+        Args:
+            values: Numbers, bools or strings by name.
+            metrics: Tags of scalars to show beside them.
+
+        Raises:
+            TypeError: A value is something else.
+        """
+        self._write(hyperparameters.values_of(values, metrics))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the activations of a part of the run that is not training, under its own tags.
@@ -245,12 +275,23 @@ class HookLogger:
         self._finalizer.cancel()
         self._capture.detach()
         self._pipeline.close()
+        self._flight.close()
         if self._owns_writer:
             self._writer.close()
             self._owns_writer = False
 
+    def _write(self, values: Sequence[Summary.Value]) -> None:
+        self._pipeline.submit_logged(
+            ReadyValues(step=self._capture.step, wall_time=time.time(), values=values)
+        )
+
     def _note_alert(self, alert: Alert) -> None:
         self._alerts.append(alert)
+        self._flight.on_alert(alert)
+        try:
+            self._alert_file.write(alert)
+        except OSError:
+            self._faults.report("to append to alerts.jsonl")
         if self._on_alert == "raise":
             if alert.stage != "end":
                 self._to_raise = self._to_raise or alert
@@ -322,6 +363,12 @@ def _open_writer(writer: object, first_step: int) -> tuple[tensorboard.SummaryWr
         return SummaryWriter(log_dir, purge_step=first_step or None), True
     except OSError as error:
         raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
+
+
+def _say_where(log_dir: str) -> None:
+    """Print how to look at the run; of several ranks only the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(links.how_to_look(log_dir), file=sys.stderr)
 
 
 def _sink_to(writer: tensorboard.SummaryWriter) -> Sink:

@@ -13,12 +13,11 @@ from typing import Protocol
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from telemetry import dashboards
+from telemetry.board import Board
 from telemetry.capture import CapturedStep
 from telemetry.events import summaries
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
-from telemetry.plugin_data import Recorder
 from telemetry.records import Alert, Rule, StepRecord
 
 log = logging.getLogger("telemetry")
@@ -45,6 +44,18 @@ class LoggedScalars:
     values: Mapping[str, float | HostCopy]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReadyValues:
+    """Values that are written as they are."""
+
+    step: int
+    wall_time: float
+    values: Sequence[Summary.Value]
+
+
+Item = CapturedStep | LoggedScalars | ReadyValues
+
+
 class Pipeline:
     """Takes steps from the training thread and never makes it wait.
 
@@ -52,6 +63,7 @@ class Pipeline:
     logged is never dropped. In a forked child everything is ignored.
 
     Args:
+        board: Says what to write.
         sink: Takes the values to write, on the background thread.
         flush_sink: Brings what was written to the file.
         rules: Look at each record in turn. A rule may have an attribute ``wants_full``, which asks
@@ -65,12 +77,14 @@ class Pipeline:
     def __init__(
         self,
         *,
+        board: Board,
         sink: Sink,
         flush_sink: Callable[[], None],
         rules: Iterable[Rule],
         on_alert: Callable[[Alert], None],
         faults: Faults,
     ) -> None:
+        self._board = board
         self._sink = sink
         self._flush_sink = flush_sink
         self._rules = tuple(rules)
@@ -78,14 +92,11 @@ class Pipeline:
         self._faults = faults
         # Not a Queue: its lock is not reentrant, and close() may run from the garbage collector
         # while the same thread is inside of submit().
-        self._queue: SimpleQueue[CapturedStep | LoggedScalars | threading.Event | None]
-        self._queue = SimpleQueue()
+        self._queue: SimpleQueue[Item | threading.Event | None] = SimpleQueue()
         # Two counts with one writing thread each, where one count would need a lock.
         self._bytes_taken = 0
         self._bytes_done = 0
         self._scalars: dict[int, dict[str, float]] = {}
-        self._alert_count = 0
-        self._page = Recorder()
         self._pid = os.getpid()
         self._closed = False
         self.dropped = 0
@@ -104,10 +115,10 @@ class Pipeline:
         self._bytes_taken += captured.nbytes
         self._queue.put(captured)
 
-    def submit_scalars(self, scalars: LoggedScalars) -> None:
+    def submit_logged(self, item: LoggedScalars | ReadyValues) -> None:
         """Take what the user logged."""
         if not self._closed and os.getpid() == self._pid:
-            self._queue.put(scalars)
+            self._queue.put(item)
 
     def flush(self) -> None:
         """Wait until everything taken so far is written; at once on the background thread."""
@@ -152,10 +163,12 @@ class Pipeline:
                 self._faults.report("to record a step")
         self._flush()
 
-    def _take(self, item: CapturedStep | LoggedScalars | threading.Event) -> None:
+    def _take(self, item: Item | threading.Event) -> None:
         if isinstance(item, threading.Event):
             self._flush()
             item.set()
+        elif isinstance(item, ReadyValues):
+            self._sink(item.values, step=item.step, wall_time=item.wall_time, droppable=False)
         elif isinstance(item, LoggedScalars):
             self._write_scalars(item)
         else:
@@ -166,11 +179,9 @@ class Pipeline:
 
     def _flush(self) -> None:
         try:
-            pending = list(self._page.pending_values())
+            step, pending = self._board.pending_values()
             if pending:
-                self._sink(
-                    pending, step=self._page.last_step, wall_time=time.time(), droppable=True
-                )
+                self._sink(pending, step=step, wall_time=time.time(), droppable=True)
             self._flush_sink()
         except Exception:
             self._faults.report("to flush the event file")
@@ -196,9 +207,9 @@ class Pipeline:
         if not record.phase:
             self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
             self._tell(self._judge(record), record.wall_time)
-        droppable = not self._page.begins_layout(record)
+        droppable = not self._board.is_needed(record)
         self._sink(
-            [*dashboards.values_of(record), *self._page.values_of(record)],
+            list(self._board.values_of(record)),
             step=record.step,
             wall_time=record.wall_time,
             droppable=droppable,
@@ -235,11 +246,7 @@ class Pipeline:
         if alert.stage == "end":
             level = logging.INFO
         log.log(level, "%s: %s", alert.title, alert.message)
-        values = [
-            dashboards.alert_value(alert, self._alert_count),
-            self._page.alert_value(alert),
-        ]
-        self._alert_count += 1
+        values = self._board.alert_values(alert)
         self._sink(values, step=alert.step, wall_time=wall_time, droppable=False)
         self._flush()
         try:

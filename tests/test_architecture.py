@@ -13,13 +13,18 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"sketch"},
-    {"records", "schedule", "faults", "host_copy", "torch_private"},
+    {"sketch", "links", "budget"},
+    {"records", "schedule", "faults", "magnitudes", "host_copy", "torch_private"},
     {"selection", "measure", "images", "events"},
-    {"capture", "alerts", "dashboards", "plugin_data", "distributed"},
+    {"capture", "alerts", "plugin_data", "flight", "distributed"},
+    {"alert_file", "dashboards", "depth", "heatmap_picture", "hyperparameters"},
+    {"layouts"},
+    {"board"},
     {"pipeline", "interventions"},
     {"logger"},
-    {"integrations", "tensorboard_plugin", "report", "cli"},
+    {"integrations", "tensorboard_plugin", "run_summary"},
+    {"report"},
+    {"cli"},
     {""},  # telemetry/__init__.py
 ]
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
@@ -32,7 +37,15 @@ TORCH_FREE = {
     "faults",
     "events",
     "plugin_data",
+    "flight",
+    "alert_file",
+    "links",
+    "magnitudes",
+    "depth",
+    "layouts",
+    "hyperparameters",
     "tensorboard_plugin",
+    "run_summary",
     "report",
     "cli",
 }

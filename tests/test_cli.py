@@ -39,7 +39,7 @@ def test_the_summary_is_a_table_of_all_layers(
     assert lines[0] == "3 layers, steps 0 to 11, alerts: 1"
     growing = next(line for line in lines if line.strip().startswith("growing"))
     assert growing.split() == [
-        "growing", "Linear", "1e+11", "3.16e+05", "↗", "×1e+09", "▁▂▂▃▄▄▅▅▆▇▇█", "1",
+        "growing", "Linear", "1e+11", "5.5e+05", "↗", "×1e+09", "▁▂▂▃▄▄▅▅▆▇▇█", "1",
     ]  # fmt: skip
     assert "→ ×1" in next(line for line in lines if line.strip().startswith("steady"))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import subprocess
 import sys
 import textwrap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -280,6 +282,23 @@ def test_user_scalars_are_written_at_the_current_step(tmp_path: Path) -> None:
     assert [record.loss for record in recorder.records] == pytest.approx(losses)
 
 
+def test_hyperparameters_are_written_into_the_run(tmp_path: Path) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path) as logger:
+        logger.hparams({"lr": 0.1, "optimizer": "adam", "nesterov": False})
+        with pytest.raises(TypeError, match=r"hparams\(lr=\[0.1\]\): must be a number"):
+            logger.hparams({"lr": [0.1]})
+    assert "_hparams_/session_start_info" in load(tmp_path).Tags()["tensors"]
+
+
+def test_the_start_of_a_run_says_how_to_look_at_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = mlp()
+    HookLogger(model, tmp_path / "mine").close()
+    assert f"tensorboard --logdir {tmp_path}" in capsys.readouterr().err
+
+
 # --- selecting -----------------------------------------------------------------------------------
 
 
@@ -289,9 +308,9 @@ def test_content_can_be_switched_off(tmp_path: Path) -> None:
     with HookLogger(model, tmp_path, **dict.fromkeys(switches, False)):
         run_through(train(model))
     tensors = load(tmp_path).Tags()["tensors"]
-    assert all(tag.startswith("telemetry/") for tag in tensors)  # numbers for the page
-    tags = load(tmp_path).Tags()["scalars"]
-    assert {tag.partition("/")[0] for tag in tags} == {"grad_norm", "learning_rate"}
+    assert not any(tag.startswith(("activation", "grad", "weight")) for tag in tensors)
+    tags = {tag.partition("/")[0] for tag in load(tmp_path).Tags()["scalars"]}
+    assert tags == {"alerts", "depth", "grad_norm", "learning_rate"}
 
 
 def test_only_selected_modules_are_watched(tmp_path: Path) -> None:
@@ -444,7 +463,7 @@ def test_a_script_that_never_closes_loses_nothing(tmp_path: Path) -> None:
 # --- alerts --------------------------------------------------------------------------------------
 
 
-def fault_at(step: int) -> object:
+def fault_at(step: int) -> Callable[[StepRecord], Iterable[Alert]]:
     def rule(record: StepRecord) -> Iterator[Alert]:
         if record.step == step:
             yield Alert(
@@ -473,6 +492,40 @@ def test_an_alert_is_kept_logged_written_and_handed_over(
     assert message.levelno == logging.ERROR
     [tag] = [tag for tag in load(tmp_path).Tags()["tensors"] if tag.startswith("alert/")]
     assert tag == "alert/0000.nonfinite.0"
+
+
+def test_an_alert_is_a_line_of_json_and_an_error_leaves_a_flight_file(tmp_path: Path) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path, alerts=[fault_at(1)]):
+        run_through(train(model, steps=3))
+    [line] = (tmp_path / "alerts.jsonl").read_text().splitlines()
+    assert json.loads(line)["kind"] == "nonfinite"
+    assert json.loads(line)["step"] == 1
+    assert (tmp_path / "flight-1.json").exists()
+
+
+def test_an_exception_in_the_body_leaves_a_flight_file(tmp_path: Path) -> None:
+    model = mlp()
+
+    def fail_after_two_steps() -> None:
+        with HookLogger(model, tmp_path, alerts=()):
+            run_through(train(model, steps=2))
+            raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        fail_after_two_steps()
+    assert (tmp_path / "flight-2.json").exists()
+
+
+def test_an_alert_that_ends_is_no_reason_to_raise(tmp_path: Path) -> None:
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        for alert in fault_at(1)(record):
+            yield replace(alert, stage="end")
+
+    model = mlp()
+    with HookLogger(model, tmp_path, alerts=[rule], on_alert="raise") as logger:
+        run_through(train(model))
+        assert len(logger.alerts) == 1
 
 
 def test_an_alert_raises_between_two_steps_if_asked_to(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import pytest
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry import pipeline as pipeline_module
+from telemetry.board import Board
 from telemetry.capture.captured import CapturedStep, RunTotals
+from telemetry.capture.window import Window
 from telemetry.faults import Faults
 from telemetry.pipeline import LoggedScalars, Pipeline
 from telemetry.records import Alert, Layout, Rule, StepRecord
-
 
 LAYOUT = Layout(modules=(), parameters=())
 
@@ -50,6 +51,7 @@ def sink() -> Sink:
 
 def make(sink: Sink, *rules: Rule, told: list[Alert] | None = None) -> Pipeline:
     return Pipeline(
+        board=Board(),
         sink=sink,
         flush_sink=lambda: None,
         rules=rules,
@@ -59,26 +61,9 @@ def make(sink: Sink, *rules: Rule, told: list[Alert] | None = None) -> Pipeline:
 
 
 def captured(step: int) -> CapturedStep:
-    return CapturedStep(
-        step=step,
-        wall_time=0.0,
-        layout=LAYOUT,
-        phase="",
-        totals=RunTotals(),
-        norms=(),
-        norms_before_clipping=(),
-        parameter_norms=(),
-        buffer_names=(),
-        buffer_norms=(),
-        updates=(),
-        learning_rates=(),
-        scaler=None,
-        measurements=None,
-        observations=(),
-        committed=frozenset(),
-        feature_maps={},
-        filters={},
-        input=None,
+    window = Window(step=step, measurer=None)
+    return CapturedStep.of(
+        window, wall_time=0.0, layout=LAYOUT, totals=RunTotals(), faults=Faults()
     )
 
 
@@ -115,7 +100,7 @@ def test_steps_that_do_not_fit_are_dropped_counted_and_told(
     sink.gate.clear()
     for step in range(10):
         pipeline.submit(captured(step))
-        pipeline.submit_scalars(scalars(step, accuracy=0.5))
+        pipeline.submit_logged(scalars(step, accuracy=0.5))
     dropped = pipeline.dropped
     sink.gate.set()
     pipeline.close()
@@ -129,7 +114,7 @@ def test_steps_that_do_not_fit_are_dropped_counted_and_told(
 def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(sink: Sink) -> None:
     pipeline = make(sink, lambda record: [an_alert(record.step)])
     pipeline.submit(captured(0))  # takes the layout along, without which nothing can be read
-    pipeline.submit_scalars(scalars(1, loss=1.0))
+    pipeline.submit_logged(scalars(1, loss=1.0))
     pipeline.submit(captured(1))
     pipeline.close()
     droppable = {
@@ -151,8 +136,8 @@ def test_a_step_gets_the_scalars_logged_for_it(sink: Sink) -> None:
         yield from ()
 
     pipeline = make(sink, rule)
-    pipeline.submit_scalars(scalars(0, loss=3.0))
-    pipeline.submit_scalars(scalars(0, accuracy=0.1))
+    pipeline.submit_logged(scalars(0, loss=3.0))
+    pipeline.submit_logged(scalars(0, accuracy=0.1))
     pipeline.submit(captured(0))
     pipeline.submit(captured(1))
     pipeline.close()
@@ -170,7 +155,7 @@ def test_a_rule_hears_of_losses_that_no_step_follows(sink: Sink) -> None:
 
     told: list[Alert] = []
     pipeline = make(sink, Rule(), told=told)
-    pipeline.submit_scalars(scalars(7, loss=2.0))
+    pipeline.submit_logged(scalars(7, loss=2.0))
     pipeline.close()
     assert [alert.step for alert in told] == [7]
 
@@ -212,7 +197,7 @@ def test_nothing_is_taken_after_close(sink: Sink) -> None:
     pipeline = make(sink)
     pipeline.close()
     pipeline.submit(captured(0))
-    pipeline.submit_scalars(scalars(0, loss=1.0))
+    pipeline.submit_logged(scalars(0, loss=1.0))
     pipeline.flush()
     pipeline.close()
     assert sink.written == []

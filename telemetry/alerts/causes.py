@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from telemetry.records import Alert, Rule, StepRecord
 
 _EXPLOSIONS = {"exploding_gradient", "exploding_activation"}
-_CAUSES: dict[str, set[str]] = {
+CAUSES: dict[str, set[str]] = {
     "exploding_activation": {"exploding_gradient", "saturated_units", "loss_divergence"},
     "exploding_gradient": {"exploding_activation", "saturated_units", "loss_divergence"},
     "saturated_units": _EXPLOSIONS | {"loss_divergence"},
@@ -21,20 +21,13 @@ _CAUSES: dict[str, set[str]] = {
 """Which faults may explain one."""
 
 
-@dataclass(kw_only=True)
-class _Told:
-    """An alert that was told, and when it was last seen to have an effect."""
-
-    alert: Alert
-    step: int
-
-
 class OneCause:
     """Puts several rules together, so that a fault with many symptoms gives one alert.
 
-    Of alerts that begin in the same step, the one whose rule is listed first leads; faults that
-    follow within 200 steps of one that may explain them are its consequences. If a consequence is
-    an error and the cause was a warning, the cause is told again, as worse.
+    Of alerts that begin in the same step, the one whose rule is listed first leads. Faults that
+    begin within 200 steps of one that may explain them are its consequences: they are listed with
+    it and not told, unless they are still there when it is over. If a consequence is an error and
+    the cause was a warning, the cause is told again, as worse.
 
     It also keeps within bounds what the rules ask for: on average one full measurement in ten
     steps beyond the schedule, twelve at once.
@@ -46,16 +39,17 @@ class OneCause:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = tuple(rules)
         self._told: dict[str, _Told] = {}
-        self._hidden: set[str] = set()
+        self._hidden: dict[str, _Hidden] = {}
         self._allowance = _BURST
         self.wants_full = False
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """A loss was logged, before its step."""
-        asked: list[Callable[[int, float], Iterable[Alert]]] = [
-            rule.on_loss for rule in self._rules if hasattr(rule, "on_loss")
-        ]
-        return self._sort_out([alert for on_loss in asked for alert in on_loss(step, loss)], step)
+        alerts: list[Alert] = []
+        for rule in self._rules:
+            if hasattr(rule, "on_loss"):
+                alerts += rule.on_loss(step, loss)
+        return self._sort_out(alerts)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         alerts = [alert for rule in self._rules for alert in rule(record)]
@@ -63,50 +57,70 @@ class OneCause:
         wanted = any(getattr(rule, "wants_full", False) for rule in self._rules)
         self.wants_full = wanted and self._allowance >= 1
         self._allowance -= self.wants_full
-        return self._sort_out(alerts, record.step)
+        return self._sort_out(alerts)
 
-    def _sort_out(self, alerts: list[Alert], step: int) -> list[Alert]:
+    def _sort_out(self, alerts: list[Alert]) -> list[Alert]:
         told: list[Alert] = []
         for alert in alerts:
             if alert.stage == "end":
-                self._told.pop(alert.kind, None)
-                if alert.kind in self._hidden:
-                    self._hidden.discard(alert.kind)
-                else:
-                    told.append(alert)
-                continue
-            cause = self._cause_of(alert, step)
-            if cause is None:
-                self._told[alert.kind] = _Told(alert=alert, step=step)
+                told += self._end(alert)
+            elif (cause := self._cause_of(alert)) is None:
+                self._told[alert.kind] = _Told(alert=alert, step=alert.step)
                 told.append(alert)
-                continue
-            self._hidden.add(alert.kind)
-            told = self._add_consequence(cause, alert, told, step)
+            else:
+                told = self._add_consequence(cause, alert, told)
         return told
 
-    def _cause_of(self, alert: Alert, step: int) -> _Told | None:
+    def _end(self, alert: Alert) -> list[Alert]:
+        """Tell the end of what was told, and what outlives it."""
+        if self._hidden.pop(alert.kind, None) is not None:
+            return []
+        self._told.pop(alert.kind, None)
+        left = [hidden.alert for hidden in self._hidden.values() if hidden.cause == alert.kind]
+        for survivor in left:
+            del self._hidden[survivor.kind]
+            self._told[survivor.kind] = _Told(alert=survivor, step=alert.step)
+        return [alert, *(replace(survivor, step=alert.step) for survivor in left)]
+
+    def _cause_of(self, alert: Alert) -> _Told | None:
+        if alert.kind in self._hidden:
+            return self._told.get(self._hidden[alert.kind].cause)
         if alert.stage != "begin":
             return None
-        causes = _CAUSES.get(alert.kind, set())
-        known = [self._told[kind] for kind in causes if kind in self._told]
-        near = [told for told in known if step - told.step <= _REACH]
+        known = [self._told[kind] for kind in CAUSES.get(alert.kind, ()) if kind in self._told]
+        near = [told for told in known if alert.step - told.step <= _REACH]
         return min(near, key=lambda told: told.alert.step, default=None)
 
-    def _add_consequence(
-        self, cause: _Told, alert: Alert, told: list[Alert], step: int
-    ) -> list[Alert]:
+    def _add_consequence(self, cause: _Told, alert: Alert, told: list[Alert]) -> list[Alert]:
+        before = after = cause.alert
         where = f" in {alert.module_name}" if alert.module_name else ""
-        before = cause.alert
-        after = replace(before, consequences=(*before.consequences, f"{alert.kind}{where}"))
+        what = f"{alert.kind}{where}"
+        if what not in before.consequences:
+            after = replace(before, consequences=(*before.consequences, what))
         worse = (before.severity, alert.severity) == ("warning", "error")
         if worse:
             after = replace(after, severity="error")
-        cause.alert, cause.step = after, step
+        self._hidden[alert.kind] = _Hidden(alert=alert, cause=before.kind)
+        cause.alert, cause.step = after, alert.step
         if before in told:
             return [after if item is before else item for item in told]
-        if worse:
-            return [*told, replace(after, stage="worse", step=step)]
-        return told
+        return [*told, replace(after, stage="worse", step=alert.step)] if worse else told
+
+
+@dataclass(kw_only=True)
+class _Told:
+    """An alert that was told, and the last step at which it had a consequence."""
+
+    alert: Alert
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hidden:
+    """An alert that was not told, and the kind of the one that was told instead."""
+
+    alert: Alert
+    cause: str
 
 
 _REACH = 200

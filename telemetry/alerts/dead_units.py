@@ -8,28 +8,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.depth import module_of
 from telemetry.alerts.episode import Episode
+from telemetry.alerts.forward import Forward, module_of
+from telemetry.alerts.module_types import BOUNDED
 from telemetry.records import Alert, StepRecord, TensorRecord
-
-
-@dataclass(kw_only=True)
-class _Silence:
-    """Units of one output that were silent in every batch since the first of them."""
-
-    silent: NDArray[np.bool_]
-    batches: int
-    samples: float
 
 
 class DeadUnits:
     """Counts units that are silent in every one of several batches; sparsity is no death.
 
-    A unit is silent in a batch if it is zero for all samples although a gradient arrives (behind
-    a ReLU or GELU, also one's own), or if it is negative for all samples and at least as many
-    gradients that come back through what follows are exactly zero (before a functional ReLU). Zero outputs of
-    modules with parameters of their own (a branch that begins at zero) are no silence unless
-    those parameters get no gradient.
+    A unit is silent in a batch
+
+    - behind an activation: if it is zero for all samples, or next to nothing (a thousandth of what
+      went in) for inputs that are all negative, as behind SiLU;
+    - before a functional one: if it is negative for all samples, and at least as many gradients
+      come back as exact zeros.
+
+    Zero outputs of modules with parameters of their own are silence only if those get no gradient;
+    else it is a branch that begins at zero. Activations with two flat ends saturate instead.
 
     It speaks when a share ``fraction`` of a layer's units is silent in ``batches`` full
     measurements in a row with enough samples to tell rare units from dead ones.
@@ -37,8 +33,8 @@ class DeadUnits:
     Args:
         fraction: Of the units of one module's output.
         batches: Full measurements in a row.
-        samples: Values of each unit, times the root of the number of units: many silent units are
-            each other's witnesses.
+        samples: Values of each unit, times the root of the number of silent units: they are each
+            other's witnesses.
     """
 
     kind = "dead_units"
@@ -48,8 +44,8 @@ class DeadUnits:
         self._batches = batches
         self._samples = samples
         self._silence: dict[str, _Silence] = {}
-        self._episode = Episode(_CALM_LOOKS)
         self._undecided = False
+        self._episode = Episode(_CALM_LOOKS)
 
     @property
     def wants_full(self) -> bool:
@@ -58,71 +54,128 @@ class DeadUnits:
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         if not record.full:
-            return
-        idle = _idle_modules(record)
+            return ()
         self._undecided = False
-        dead: list[str] = []
-        reached = False
-        for name, output in record.activations.items():
-            gradient = record.activation_grads.get(name)
-            if gradient is None or output.unit_min is None or output.unit_min.size < _FEWEST:
-                continue
-            silent = _silent(output, gradient, idle.get(module_of(name)))
-            if self._is_dead(name, silent, output):
-                dead.append(name)
-                reached |= gradient.sketch.sum_squares > 0 or record.total_grad_norm > 0
+        dead = [
+            name
+            for name, silent in _silent_units(record)
+            if self._is_dead(name, silent, record.activations[name])
+        ]
+        # Where nothing gets a gradient, the loss does not depend on any of it.
+        gradients = [record.activation_grads[name].sketch.sum_squares for name in dead]
+        wanted = record.total_grad_norm > 0 or any(gradients)
         # Layers behind a dead one see only constants: the first is the cause.
-        found = self._alert(record, dead) if reached else None
-        yield from self._episode.update(record, found)
+        found = self._alert(record, dead) if dead and wanted else None
+        return self._episode.update(record, found)
 
     def _is_dead(self, name: str, silent: NDArray[np.bool_], output: TensorRecord) -> bool:
+        """Join this batch to those before; whether they are enough."""
         now = _Silence(silent=silent, batches=1, samples=output.sketch.finite_count / silent.size)
-        before = self._silence.get(name)
+        before = self._silence.pop(name, None)
         if before is not None and before.silent.shape == silent.shape:
-            both = before.silent & silent
-            if both.mean() >= self._fraction:
-                now = _Silence(
-                    silent=both,
-                    batches=before.batches + 1,
-                    samples=before.samples + now.samples,
-                )
-        if now.silent.mean() < self._fraction:
-            self._silence.pop(name, None)
+            both = before.joined(now)
+            now = both if both.share >= self._fraction else now
+        if now.share < self._fraction:
             return False
         self._silence[name] = now
-        enough = now.batches >= self._batches and (
-            now.samples * now.silent.sum() ** 0.5 >= self._samples
-        )
+        witnessed = now.samples * now.silent.sum() ** 0.5 >= self._samples
+        enough = bool(now.batches >= self._batches and witnessed)
         self._undecided |= not enough
         return enough
 
     def _alert(self, record: StepRecord, dead: list[str]) -> Alert:
-        name = dead[0]
-        silence = self._silence[name]
-        share = float(silence.silent.mean())
+        silence = self._silence[dead[0]]
         others = f" So are units of {', '.join(dead[1:4])}." if len(dead) > 1 else ""
         return Alert(
             kind=self.kind,
-            severity="error" if share == 1 else "warning",
+            severity="error" if silence.share == 1 else "warning",
             step=record.step,
-            module_name=module_of(name),
-            value=share,
+            module_name=module_of(dead[0]),
+            value=silence.share,
             threshold=self._fraction,
             message=(
-                f"{int(silence.silent.sum())} of {silence.silent.size} units of {name} are zero "
-                f"for every input of {silence.batches} batches; they cannot learn.{others}\n"
+                f"{int(silence.silent.sum())} of {silence.silent.size} units of {dead[0]} give "
+                f"nothing for any input of {silence.batches} batches and cannot learn.{others}\n"
                 "People usually lower the learning rate, check biases and initialization, and use "
                 "LeakyReLU or GELU."
             ),
         )
 
 
-_FEWEST = 2
+_FEWEST_UNITS = 2
+_NEXT_TO_NOTHING = 1e-3
 _CALM_LOOKS = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Silence:
+    """Units of one output that were silent in every one of some batches, bool ``[units]``."""
+
+    silent: NDArray[np.bool_]
+    batches: int
+    samples: float
+
+    @property
+    def share(self) -> float:
+        return float(self.silent.mean())
+
+    def joined(self, other: _Silence) -> _Silence:
+        """Units that were silent in the batches of both."""
+        return _Silence(
+            silent=self.silent & other.silent,
+            batches=self.batches + other.batches,
+            samples=self.samples + other.samples,
+        )
+
+
+def _silent_units(record: StepRecord) -> Iterable[tuple[str, NDArray[np.bool_]]]:
+    """Outputs that get a gradient and which of their units are silent, in forward order."""
+    forward, idle = Forward.of(record), _idle_modules(record)
+    for index, name in enumerate(forward.names):
+        output, gradient = record.activations[name], record.activation_grads.get(name)
+        if gradient is None or output.unit_min is None or output.unit_min.size < _FEWEST_UNITS:
+            continue
+        if forward.types[index] in BOUNDED:
+            continue
+        if not forward.owned[index]:
+            before = record.activations[forward.names[index - 1]] if index > 0 else output
+            yield name, _is_nothing(output) | _is_next_to_nothing(output, before)
+            continue
+        silent = np.zeros_like(output.unit_min, dtype=np.bool_)
+        if idle[module_of(name)]:
+            silent |= _is_nothing(output)
+        after = forward.types[index + 1] if index + 1 < len(forward.names) else ""
+        if after not in BOUNDED:
+            silent |= _is_cut_off(output, gradient)
+        yield name, silent
+
+
+def _is_nothing(output: TensorRecord) -> NDArray[np.bool_]:
+    nothing: NDArray[np.bool_] = (output.unit_min == 0) & (output.unit_max == 0)  # type: ignore[assignment]
+    return nothing
+
+
+def _is_next_to_nothing(output: TensorRecord, before: TensorRecord) -> NDArray[np.bool_]:
+    """Units whose inputs were all negative, and of which next to nothing came through."""
+    assert output.unit_min is not None
+    assert output.unit_max is not None
+    if before.unit_max is None or before.unit_max.shape != output.unit_max.shape:
+        return np.zeros(output.unit_max.shape, dtype=np.bool_)
+    largest = np.maximum(np.abs(output.unit_min), np.abs(output.unit_max))
+    through: NDArray[np.bool_] = largest <= -_NEXT_TO_NOTHING * before.unit_max
+    return through & (before.unit_max < 0)
+
+
+def _is_cut_off(output: TensorRecord, gradient: TensorRecord) -> NDArray[np.bool_]:
+    """Negative units, if at least as many gradients are exactly zero."""
+    assert output.unit_max is not None
+    negative: NDArray[np.bool_] = output.unit_max < 0
+    cut_off = gradient.sketch.zero_fraction >= negative.mean()
+    return negative if cut_off else np.zeros_like(negative)
+
+
 def _idle_modules(record: StepRecord) -> dict[str, bool]:
-    """Modules that own parameters; whether all of those gradients are exactly zero."""
+    """Modules that own parameters; whether all their gradients are there and exactly zero."""
     idle: dict[str, bool] = {}
     for parameter, norm, present in zip(
         record.layout.parameters, record.grad_norms, record.grad_present, strict=True
@@ -130,18 +183,3 @@ def _idle_modules(record: StepRecord) -> dict[str, bool]:
         name = parameter.module_name
         idle[name] = idle.get(name, True) and bool(present) and norm == 0
     return idle
-
-
-def _silent(output: TensorRecord, gradient: TensorRecord, idle: bool | None) -> NDArray[np.bool_]:
-    """Which units are; ``idle`` is None for modules without parameters."""
-    assert output.unit_min is not None
-    assert output.unit_max is not None
-    if idle is False:
-        behind = np.zeros(output.unit_min.shape, dtype=np.bool_)
-    else:
-        behind = (output.unit_min == 0) & (output.unit_max == 0)
-    if idle is None:
-        return behind
-    negative: NDArray[np.bool_] = output.unit_max < 0
-    all_unmoved = gradient.sketch.zero_fraction >= negative.mean() > 0
-    return behind | negative if all_unmoved else behind

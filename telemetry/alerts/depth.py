@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from telemetry.alerts.forward import module_of
+from telemetry.alerts.module_types import LOOKUPS
 from telemetry.records import Layout, StepRecord, TensorRecord
 
 
@@ -34,11 +36,6 @@ def backward_growth(record: StepRecord) -> Growth:
     return _growth(_profile(record.layout, record.activation_grads)[::-1])
 
 
-def module_of(output_name: str) -> str:
-    """The module that an output belongs to: ``rnn[1]`` is another output of ``rnn``."""
-    return output_name.partition("[")[0]
-
-
 def _profile(layout: Layout, tensors: Mapping[str, TensorRecord]) -> list[tuple[str, float]]:
     """Module names and decimal logarithms of RMS, in forward order.
 
@@ -49,12 +46,9 @@ def _profile(layout: Layout, tensors: Mapping[str, TensorRecord]) -> list[tuple[
     for output_name, tensor in tensors.items():
         name, rms = module_of(output_name), tensor.sketch.rms
         place = position[name]
-        if 0 < rms < math.inf and layout.modules[place].type_name not in _LOOKUPS:
+        if 0 < rms < math.inf and layout.modules[place].type_name not in LOOKUPS:
             profile.append((place, name, math.log10(rms)))
     return [(name, level) for _, name, level in sorted(profile, key=lambda item: item[0])]
-
-
-_LOOKUPS = {"Embedding", "EmbeddingBag"}
 
 
 def _growth(profile: list[tuple[str, float]]) -> Growth:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from telemetry.alerts.depth import forward_growth, module_of
+from telemetry.alerts.depth import forward_growth
 from telemetry.alerts.episode import Episode
+from telemetry.alerts.forward import module_of
 from telemetry.alerts.history import LossTrend
 from telemetry.records import Alert, StepRecord
 
@@ -47,7 +48,9 @@ class ExplodingActivation:
             self._first_step = record.step
         found = self._grown(record)
         self._looks = self._looks + 1 if found else 0
-        return self._episode.update(record, found if self._looks >= 2 else None)
+        overflown = not record.grad_finite.all()  # there will be no second look
+        certain = self._looks >= 2 or overflown
+        return self._episode.update(record, found if certain else None)
 
     def _grown(self, record: StepRecord) -> Alert | None:
         found = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from telemetry.alerts.depth import module_of
 from telemetry.alerts.episode import Episode
+from telemetry.alerts.forward import module_of
+from telemetry.alerts.module_types import STANDARD
 from telemetry.records import Alert, StepRecord, TensorRecord
 
 
@@ -22,7 +23,8 @@ class Nonfinite:
     whose output is; if all outputs are good, the module in whose backward pass it began. At a step
     that was not measured in full only the gradients of the parameters tell: if those of the last
     layers are good, it is the last layer whose gradient is not; if none is good, it came with the
-    forward pass, and the first module is named, because the batch is the usual suspect.
+    forward pass. Then the suspect is named: the first module that is not one of PyTorch's, because
+    those do not make NaN of usual numbers; else the first module, because of the batch.
 
     Args:
         losses: Losses in a row that are not finite before an optimizer step is no longer expected.
@@ -81,10 +83,20 @@ def _beginnings(record: StepRecord) -> Iterator[Alert]:
         name = record.layout.parameters[bad[-1]].module_name
         yield _alert(record, name, f"the backward pass, at the gradient of {name}")
     elif bad:
-        first = record.layout.modules[0].name
-        what = f"the forward pass of a step not measured in full; look at what comes to {first}"
-        yield _alert(record, first, what)
+        suspect = _suspect(record)
+        what = f"the forward pass of a step not measured in full; look at what comes to {suspect}"
+        yield _alert(record, suspect, what)
     yield _alert(record, None, "the loss")
+
+
+def _suspect(record: StepRecord) -> str:
+    """The first module of the user's own, else the first, which sees the batch."""
+    layout = record.layout
+    owners = {parameter.module_name for parameter in layout.parameters}
+    for module in layout.modules:
+        if module.type_name not in STANDARD and module.name not in owners:
+            return module.name
+    return layout.modules[0].name
 
 
 def _reaches_the_end(record: StepRecord) -> bool:
@@ -104,7 +116,7 @@ def _alert(record: StepRecord, module_name: str | None, where: str) -> Alert:
         severity="error",
         step=record.step,
         module_name=module_name,
-        value=float(np_count(record)),
+        value=float((~record.grad_finite).sum()),
         threshold=0.0,
         message=(
             f"NaN or infinity, first seen in {where}.\n"
@@ -112,11 +124,6 @@ def _alert(record: StepRecord, module_name: str | None, where: str) -> Alert:
             "an eps, lower the learning rate, and clip gradients."
         ),
     )
-
-
-def np_count(record: StepRecord) -> int:
-    """How many parameters' gradients are not finite."""
-    return int((~record.grad_finite).sum())
 
 
 def _skipped_forever(step: int, losses: int) -> Alert:

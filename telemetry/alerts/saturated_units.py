@@ -4,42 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from telemetry.alerts.depth import module_of
 from telemetry.alerts.episode import Episode
+from telemetry.alerts.forward import Forward, module_of
 from telemetry.alerts.history import LossTrend
+from telemetry.alerts.module_types import BOUNDED, NORMALIZATIONS, STANDARD, Flat
 from telemetry.records import Alert, StepRecord
 from telemetry.sketch import Sketch, bucket_indices
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Flat:
-    """Where an activation is flat: at or below ``low``, at or above ``high``."""
-
-    low: float
-    high: float
-
-
-_CURVES = {
-    "Tanh": _Flat(low=-0.998, high=0.998),
-    "Sigmoid": _Flat(low=0.002, high=0.998),
-    "Hardtanh": _Flat(low=-0.998, high=0.998),
-    "Hardsigmoid": _Flat(low=0.0, high=0.998),
-    "Softsign": _Flat(low=-0.94, high=0.94),
-    "RNN": _Flat(low=-0.998, high=0.998),
-    "RNNCell": _Flat(low=-0.998, high=0.998),
-}
-"""By the name of the module's class. Gates that begin nearly closed (sigmoid of -5) are not flat."""
-
-_PASSIVE = frozenset(
-    "Identity Flatten Unflatten Dropout Dropout1d Dropout2d Dropout3d AlphaDropout MaxPool1d "
-    "MaxPool2d AvgPool1d AvgPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveMaxPool2d Upsample "
-    "ReLU LeakyReLU GELU SiLU Mish ELU SELU Softplus Softmax LogSoftmax GLU Hardswish".split()
-)
-"""Modules without parameters that have no two flat ends."""
 
 
 class SaturatedUnits:
@@ -101,22 +74,17 @@ class SaturatedUnits:
 
     def _flat_shares(self, record: StepRecord) -> Iterator[tuple[str, float]]:
         """Hidden layers and which share of their outputs is flat, in forward order."""
-        layout = record.layout
-        types = {module.name: module.type_name for module in layout.modules}
-        owners = {parameter.module_name for parameter in layout.parameters}
-        names = sorted(record.activations, key=lambda name: layout.position[module_of(name)])
-        last_owner = max((i for i, n in enumerate(names) if module_of(n) in owners), default=0)
-        for index, name in enumerate(names[:last_owner]):
-            output = record.activations[name]
-            type_name = types[module_of(name)]
-            if type_name in _CURVES:
-                yield name, _share_beyond(output.sketch, _CURVES[type_name])
-            elif module_of(name) not in owners and type_name not in _PASSIVE and index > 0:
-                yield name, self._share_at_ends(record, name, names[index - 1])
-            elif module_of(name) in owners and module_of(names[index + 1]) in owners:
-                share = _share_lost(record, name, names[index + 1])
-                if share is not None:
-                    yield name, share
+        forward = Forward.of(record)
+        for index in forward.hidden:
+            name, type_name = forward.names[index], forward.types[index]
+            after = forward.names[index + 1]
+            if type_name in BOUNDED:
+                yield name, _share_beyond(record.activations[name].sketch, BOUNDED[type_name])
+            elif forward.owned[index]:
+                if forward.owned[index + 1] and forward.types[index + 1] not in NORMALIZATIONS:
+                    yield name, _share_lost(record, name, after)
+            elif type_name not in STANDARD and index > 0:
+                yield name, self._share_at_ends(record, name, forward.names[index - 1])
 
     def _share_at_ends(self, record: StepRecord, name: str, before: str) -> float:
         """Of a module's outputs at the ends of its range, if gradients do not pass it."""
@@ -128,8 +96,8 @@ class SaturatedUnits:
         if gradient is None or _share_faint(gradient.sketch) < _BLOCKED or low == high:
             return 0.0
         if low == 0:  # a kind of ReLU: zero is its flat part, and not a fault
-            return _share_beyond(sketch, _Flat(low=-math.inf, high=high))
-        return _share_beyond(sketch, _Flat(low=low, high=high))
+            return _share_beyond(sketch, Flat(low=-math.inf, high=high))
+        return _share_beyond(sketch, Flat(low=low, high=high))
 
 
 _FINE = 0.5
@@ -139,7 +107,7 @@ _LARGE = 10.0
 _SMALL = 2.0
 
 
-def _share_beyond(sketch: Sketch, flat: _Flat) -> float:
+def _share_beyond(sketch: Sketch, flat: Flat) -> float:
     """Of the finite values, to the resolution of the sketch's buckets."""
     if not sketch.finite_count or not sketch.counts.size:
         return 0.0
@@ -159,19 +127,17 @@ def _share_faint(sketch: Sketch) -> float:
     return float(sketch.counts[np.abs(sketch.buckets) < limit].sum() / sketch.finite_count)
 
 
-def _share_lost(record: StepRecord, name: str, after: str) -> float | None:
-    """Of a layer's positive outputs, through which no gradient comes back, if what follows is bounded.
+def _share_lost(record: StepRecord, name: str, after: str) -> float:
+    """Of a layer's positive outputs; lost to the gradient if what follows is bounded.
 
     Negative ones prove nothing, as a ReLU may follow. What the next layer receives is estimated
     from what it returns and the size of its weights.
     """
     output, gradient = record.activations[name], record.activation_grads.get(name)
     received = _received(record, after)
-    if gradient is None or received is None:
-        return None
-    if output.sketch.rms < _LARGE or received > _SMALL:
+    if gradient is None or received is None or received > _SMALL or output.sketch.rms < _LARGE:
         return 0.0
-    negative = _share_beyond(output.sketch, _Flat(low=-math.ulp(0.0), high=math.inf))
+    negative = _share_beyond(output.sketch, Flat(low=-math.ulp(0.0), high=math.inf))
     faint = _share_faint(gradient.sketch)
     return max(faint - negative, 0.0) / (1 - negative) if negative < 1 else 0.0
 

@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from telemetry import images
 from telemetry.capture.captured import CapturedStep, RunTotals
+from telemetry.capture.hooks import CONVOLUTIONS
 from telemetry.capture.layout import LayoutKeeper
 from telemetry.capture.module_hooks import ModuleHooks
+from telemetry.capture.no_step import NoStepWatch
 from telemetry.capture.optimizer_hooks import OptimizerHooks
-from telemetry.capture.parameters import ParameterTable, UpdateProbe, local, read_norms
-from telemetry.capture.scaler import read_scaler
+from telemetry.capture.parameters import ParameterTable
+from telemetry.capture.random_state import read_random_states
+from telemetry.capture.reader import Content, StepReader
+from telemetry.capture.scripting import leave_modules_that_are_scripted
+from telemetry.capture.silence import explain_silence
+from telemetry.capture.tally import Tally
 from telemetry.capture.window import Window
 from telemetry.faults import Faults
-from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
 from telemetry.schedule import Schedule
 from telemetry.selection import Selection, cleaned, spread
-from telemetry.torch_private import calling_scaler, undisturbed
-
-log = logging.getLogger("telemetry")
+from telemetry.torch_private import NO_TASK, backward_task, undisturbed
 
 PICTURED_MODULES = 12
 """Convolutions whose feature maps are drawn; more are thinned evenly over the depth."""
-
-_NAMED_AT_MOST = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Content:
-    """What a full measurement holds."""
-
-    activations: bool = True
-    activation_gradients: bool = True
-    gradients: bool = True
-    weights: bool = True
-    images: bool = True
 
 
 class Capture:
@@ -87,20 +74,25 @@ class Capture:
         self._primary = weakref.ref(primary) if primary is not None else None
         self._faults = faults
         self._table = ParameterTable(model)
-        self._foreign: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Optimizers without parameters of the model, and how many parameters they had.
+        self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._layout = LayoutKeeper(model, selection, self._table)
         self._totals = RunTotals()
         self._measurer = Measurer()
-        self._window = Window(step=0, measurer=None)
+        self._reader = StepReader(model, self._table, content, faults)
         self._hooks = ModuleHooks(
             model,
             faults,
             activations=content.activations,
             activation_grads=content.activation_gradients,
-            backward_ended=self._backward_ended,
+            pass_begins=self._pass_begins,
+            pass_ended=self._pass_ended,
         )
+        self._window = Window(step=first_step, measurer=None)
+        self._no_step = NoStepWatch()
         self._clock: OptimizerHooks | None = None
-        self._probes: dict[int, UpdateProbe] = {}
+        self._end_scripting: Callable[[], None] | None = None
+        self._thread: int | None = None
         self._by_hand = False
         self._told_silent = False
         self.step = first_step
@@ -114,64 +106,85 @@ class Capture:
 
     def attach(self) -> None:
         """Begin to watch, from the current step on."""
-        if self._clock is None:
-            primary = self._primary() if self._primary is not None else None
-            self._clock = OptimizerHooks(self, primary)
-            self._open_window()
+        if self._clock is not None:
+            return
+        primary = self._primary() if self._primary is not None else None
+        self._clock = OptimizerHooks(self, primary)
+        self._end_scripting = leave_modules_that_are_scripted()
+        self._thread = None
+        self._foreign.clear()
+        self._open_window(attaching=True)
 
     def detach(self) -> None:
         """Take every hook off; harmless when done twice."""
         if self._clock is not None:
+            self._clock.pass_begins()  # a step may still be waiting for other optimizers
             self._clock.remove()
             self._clock = None
+        if self._end_scripting is not None:
+            self._end_scripting()
+            self._end_scripting = None
         self._hooks.remove()
+        self._reader.forget()
 
     # --- the listener of the optimizers' hooks ----------------------------------------------
 
     def steps_parameters(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` holds parameters of the model."""
-        if optimizer in self._foreign:
-            return False
         if self._table.holds(optimizer):
             return True
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._foreign.get(optimizer) == count:
+            return False
         model = self._model()  # perhaps its parameters were replaced since
         if model is not None and self._table.refresh(model) and self._table.holds(optimizer):
             return True
-        self._foreign.add(optimizer)
+        self._foreign[optimizer] = count
         return False
+
+    def other_step(self) -> None:
+        """An optimizer that holds none of the parameters has stepped."""
+        self._no_step.other_step()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Read the gradients, which are final, and what the step is about to change."""
-        try:
-            with undisturbed():
-                self._read_gradients(optimizer)
-        except Exception:
-            self._faults.report("to read the gradients")
+        with self._faults.contained("to read the gradients"), undisturbed() as alone:
+            if alone:
+                self._refresh()
+                self._reader.before_step(self._window, optimizer)
 
-    def passes_over(self) -> None:
+    def evaluated(self) -> None:
         """Observe no more passes in this step: a closure's further evaluations."""
-        self._hooks.stop()
+        self._hooks.pause()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See how far the parameters have moved."""
-        probe = self._probes.pop(id(optimizer), None)
-        if probe is None:
-            return
-        try:
-            with undisturbed():
-                self._window.updates += probe.read()
-        except Exception:
-            self._faults.report("to measure the update of the parameters")
+        with self._faults.contained("to measure the update"), undisturbed() as alone:
+            if alone:
+                self._reader.after_step(self._window, optimizer)
+        self._hooks.resume()
+
+    def all_stepped(self) -> bool:
+        """Whether every parameter that has a gradient was stepped since the last step ended."""
+        model = self._model()
+        stepped = set(self._window.indices())
+        return model is None or all(
+            index in stepped
+            for index, parameter in enumerate(model.parameters())
+            if parameter.grad is not None
+        )
 
     def step_completed(self) -> None:
         """Hand the step over and prepare for the next."""
-        try:
-            if self._window.full:
-                self._tell_silent_modules(self._window)
-            self._hooks.disarm()
-            self._hand_over(self._window)
-        except Exception:
-            self._faults.report("to hand over a step")
+        if backward_task() == NO_TASK:
+            self._thread = threading.get_ident()
+        window = self._window
+        with self._faults.contained("to hand over a step"):
+            self._hooks.end()
+            self._hand_over(window)
+            if window.full:
+                self._tell_silent_modules(window)
+            self._hooks.uninstall()
         self.step += 1
         self._open_window()
 
@@ -183,18 +196,11 @@ class Capture:
 
     def manual_step(self) -> None:
         """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
-        model = self._model()
-        if model is None:
-            return
         self._by_hand = True
-        try:
-            with undisturbed():
-                self._table.refresh(model)
-                self._measure(list(enumerate(model.parameters())))
-                for probe in self._probes.values():
-                    self._window.updates += probe.read()
-        except Exception:
-            self._faults.report("to read the gradients")
+        with self._faults.contained("to read the gradients"), undisturbed() as alone:
+            if alone:
+                self._refresh()
+                self._reader.step_by_hand(self._window)
         self.step_completed()
 
     @contextlib.contextmanager
@@ -204,137 +210,98 @@ class Capture:
         if model is None or not self.attached:
             yield
             return
-        hooks = ModuleHooks(model, self._faults, activations=True, activation_grads=False)
         window = Window(step=self.step, measurer=Measurer(), phase=name)
-        with self._hooks.paused():
-            try:
-                self._arm(model, hooks, window)
+        with self._faults.contained("to attach its hooks"):
+            self._install_hooks(model)
+        try:
+            with self._hooks.phase(window):
                 yield
-            finally:
-                hooks.remove()
+        finally:
+            with self._faults.contained("to hand over a phase"):
+                if not self._window.full:
+                    self._hooks.uninstall()
                 self._hand_over(window)
 
     # --- one step ------------------------------------------------------------------------------
 
-    def _open_window(self) -> None:
+    def _open_window(self, *, attaching: bool = False) -> None:
         model = self._model()
         full = self._is_due(self.step)
-        self._probes.clear()
-        self._window = Window(step=self.step, measurer=self._measurer if full else None)
-        if not full or model is None:
-            return
-        try:
-            if self._table.refresh(model):
-                self._foreign.clear()
-            self._arm(model, self._hooks, self._window)
-            if self._by_hand and self._content.weights:
-                # Nothing tells when such a loop is about to change the parameters.
-                with undisturbed():
-                    self._probes[0] = UpdateProbe(list(enumerate(model.parameters())))
-        except Exception:
-            self._faults.report("to attach its hooks")
-            self._hooks.disarm()
-
-    def _arm(self, model: nn.Module, hooks: ModuleHooks, window: Window) -> None:
-        watched = cleaned(self._selection.apply(model).items())
-        convolutions = [n for n, m in watched.items() if isinstance(m, nn.modules.conv._ConvNd)]
-        drawn = spread(convolutions, PICTURED_MODULES) if self._content.images else []
-        hooks.arm(watched, window, pictured=frozenset(drawn), input_picture=self._content.images)
-
-    def _hand_over(self, window: Window) -> None:
-        model = self._model()
-        layout = self._layout.current(model, window.order)
-        self._deliver(window.close(layout=layout, totals=self._totals, wall_time=time.time()))
-
-    def _read_gradients(self, optimizer: Optimizer) -> None:
-        window = self._window
-        scaler = calling_scaler()
-        if scaler is not None:
-            window.scaler = read_scaler(scaler, optimizer, self.step)
-        parameters = self._table.of(optimizer)
-        self._measure(parameters)
-        window.learning_rates += [
-            HostCopy(rate) if isinstance(rate, Tensor) else float(rate)
-            for rate in (group.get("lr", math.nan) for group in optimizer.param_groups)
-        ]
-        if window.full and self._content.weights:
-            self._probes[id(optimizer)] = UpdateProbe(parameters)
-
-    def _measure(self, parameters: Sequence[tuple[int, Tensor]]) -> None:
-        """Norms of all gradients; on full steps the gradients and parameters themselves."""
-        window = self._window
-        grads = [(i, p.grad) for i, p in parameters if p.grad is not None]
-        norms = read_norms(grads)
-        window.norms += norms
-        # After the step all is NaN; only now can a broken parameter be told from a bad batch.
-        if window.full or any(reading.known_nonfinite for reading in norms):
-            window.parameter_norms += read_norms(parameters)
-        if not window.full:
-            return
-        names = [p.name for p in self._table.parameters]
-        if self._content.gradients:
-            for index, grad in grads:
-                window.observe("grads", names[index], local(grad))
-        if self._content.weights:
-            for index, parameter in parameters:
-                window.observe("weights", names[index], local(parameter.detach()))
-        self._read_buffers(window)
-        if self._content.images:
-            self._take_filters(window)
-
-    def _read_buffers(self, window: Window) -> None:
-        model = self._model()
-        if model is not None and not window.buffer_names:
-            named = cleaned(model.named_buffers())
-            floats = {name: b for name, b in named.items() if b.is_floating_point()}
-            window.buffer_names = list(floats)
-            window.buffer_norms = read_norms(list(enumerate(floats.values())))
-
-    def _take_filters(self, window: Window) -> None:
-        """The weights of the convolution that ran first."""
-        if window.filters:
-            return
-        for name in window.order:
-            module = self._hooks.watched[name]
-            if isinstance(module, nn.modules.conv._ConvNd):
-                sample = images.sample_filters(local(module.weight.detach()))
-                if sample is not None:
-                    window.filters[name] = HostCopy(sample)
-                return
-
-    def _backward_ended(self, window: Window) -> None:
-        """A backward pass is over: gradients are reduced over ranks and not yet clipped."""
-        model = self._model()
+        self._reader.forget()
+        self._no_step = NoStepWatch()
+        self._window = Window(
+            step=self.step, measurer=self._measurer if full else None, thread=self._thread
+        )
         if model is None:
             return
         try:
-            with undisturbed():
-                window.norms_before_clipping = read_norms(
-                    [(i, p.grad) for i, p in enumerate(model.parameters()) if p.grad is not None]
-                )
+            # Hooks are there when training begins even if nothing is due: a model that is compiled
+            # without them would never show anything.
+            if full or attaching:
+                self._install_hooks(model)
+            if full:
+                self._begin_window()
         except Exception:
-            self._faults.report("to read the gradients before clipping")
+            self._faults.report("to attach its hooks")
+            self._hooks.remove()
+
+    def _begin_window(self) -> None:
+        """Begin to measure a step in full."""
+        with undisturbed() as alone:
+            if alone:
+                self._refresh()
+                self._window.random_states = read_random_states()
+                if self._by_hand:
+                    self._reader.expect_step_by_hand()
+        self._hooks.begin(self._window)
+
+    def _refresh(self) -> None:
+        """Look again whether parameters were replaced, on steps where that is cheap."""
+        model = self._model()
+        if model is not None and self._window.full and self._table.refresh(model):
+            self._foreign.clear()
+
+    def _install_hooks(self, model: nn.Module) -> None:
+        watched = cleaned(self._selection.apply(model).items())
+        convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
+        drawn = spread(convolutions, PICTURED_MODULES) if self._content.images else []
+        self._hooks.install(watched, pictured=frozenset(drawn), input_picture=self._content.images)
+
+    def _hand_over(self, window: Window) -> None:
+        layout = self._layout.current(self._model(), window.order)
+        self._deliver(
+            CapturedStep.of(
+                window,
+                wall_time=time.time(),
+                layout=layout,
+                totals=self._totals,
+                faults=self._faults,
+            )
+        )
+
+    def _pass_begins(self) -> None:
+        """A training pass begins after an optimizer has stepped in this window."""
+        if self._clock is not None:
+            self._clock.pass_begins()
+
+    def _pass_ended(self, window: Window, tally: Tally, parameters: Iterable[Tensor]) -> None:
+        """A backward pass has reached parameters."""
+        with self._faults.contained("to end a backward pass"), undisturbed() as alone:
+            if alone:
+                self._reader.end_pass(window, tally, parameters)
+            message = self._no_step.backward_ended(parameters)
+            if message is not None:
+                self._faults.tell(message)
+                self._hooks.pause()
 
     def _tell_silent_modules(self, window: Window) -> None:
         """Name, once, the watched modules that did not run in the first full step."""
-        silent = [name for name in self._hooks.watched if name not in window.order]
+        watched = self._hooks.watched
+        silent = [name for name in watched if name not in window.order]
         if self._told_silent or not silent:
             return
         self._told_silent = True
-        if len(silent) == len(self._hooks.watched):
-            log.warning(
-                "telemetry: no module was seen running at step %d, so activations are missing. "
-                "Either the model was not in training mode, or its forward pass was compiled "
-                "before HookLogger was made: make it earlier, or call "
-                "torch._dynamo.reset_code_caches() once after making it, or train the logged steps "
-                'under torch.compiler.set_stance("force_eager").',
-                window.step,
-            )
-            return
-        names = ", ".join(silent[:_NAMED_AT_MOST])
-        more = f" and {len(silent) - _NAMED_AT_MOST} more" if len(silent) > _NAMED_AT_MOST else ""
-        log.warning(
-            "telemetry: %d of %d watched modules did not run at step %d, nothing is logged for "
-            "their outputs: %s%s",
-            len(silent), len(self._hooks.watched), window.step, names, more,
-        )  # fmt: skip
+        trained = {self._table.parameters[i].module_name for i in window.indices()}
+        self._faults.tell(
+            explain_silence(silent=silent, watched=len(watched), trained=trained, step=window.step)
+        )

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from telemetry import images
-from telemetry.capture.parameters import NormReading, UpdateReading
-from telemetry.capture.scaler import ScalerReading, SkippedSteps
+from telemetry.capture.scaler import SkippedSteps
+from telemetry.capture.tally import Kind, Observation
+from telemetry.capture.window import Window
+from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurements
 from telemetry.records import Layout, StepRecord, TensorRecord
-from telemetry.torch_private import NO_TASK
-
-Kind = Literal["activations", "activation_grads", "grads", "weights"]
 
 _OBSERVATION_BYTES = 4096
 """A sketch with its usual number of buckets, and what leads to it."""
 
 _CLIPPED = 1 - 1e-3
 """Clipping scales by at most 1, so a ratio of norms below this is no rounding."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """One measured tensor: whose it is, its number in the measurer, the backward pass it is of."""
-
-    kind: Kind
-    name: str
-    measurement: int
-    task: int
 
 
 class RunTotals:
@@ -54,33 +44,53 @@ class RunTotals:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedStep:
-    """What one step left behind: cheap to make, reduced later by :meth:`record`."""
+    """What one step left behind: cheap to make, reduced later by :meth:`record`.
 
-    step: int
+    Attributes:
+        window: What was observed, complete: nothing is added any more.
+        wall_time: When the step ended, seconds since the epoch.
+        layout: Of the model at that time.
+        totals: Shared by all steps of the run.
+        measurements: What the window's measurer took.
+        overflow_ends: See :meth:`Window.overflow_ends`.
+        faults: Where to tell what failed.
+    """
+
+    window: Window
     wall_time: float
     layout: Layout
-    phase: str
     totals: RunTotals
-    norms: Sequence[NormReading]
-    norms_before_clipping: Sequence[NormReading]
-    parameter_norms: Sequence[NormReading]
-    buffer_names: Sequence[str]
-    buffer_norms: Sequence[NormReading]
-    updates: Sequence[UpdateReading]
-    learning_rates: Sequence[float | HostCopy]
-    scaler: ScalerReading | None
     measurements: Measurements | None
-    observations: Sequence[Observation]
-    committed: frozenset[int]
-    feature_maps: Mapping[str, HostCopy]
-    filters: Mapping[str, HostCopy]
-    input: HostCopy | None
+    overflow_ends: Sequence[HostCopy]
+    faults: Faults
+
+    @staticmethod
+    def of(
+        window: Window, *, wall_time: float, layout: Layout, totals: RunTotals, faults: Faults
+    ) -> CapturedStep:
+        """End the step."""
+        measurer = window.measurer
+        return CapturedStep(
+            window=window,
+            wall_time=wall_time,
+            layout=layout,
+            totals=totals,
+            measurements=measurer.finish() if measurer is not None else None,
+            overflow_ends=window.overflow_ends(),
+            faults=faults,
+        )
+
+    @property
+    def step(self) -> int:
+        """The step's number."""
+        return self.window.step
 
     @property
     def nbytes(self) -> int:
         """Host memory held until :meth:`record`, about; the measurer bounds its own."""
-        pictures = [*self.feature_maps.values(), *self.filters.values()]
-        return len(self.observations) * _OBSERVATION_BYTES + sum(p.nbytes for p in pictures)
+        pictures = [*self.window.feature_maps.values(), *self.window.filters.values()]
+        observations = len(self.window.tally.observations)
+        return observations * _OBSERVATION_BYTES + sum(p.nbytes for p in pictures)
 
     def record(self, scalars: Mapping[str, float]) -> StepRecord:
         """Reduce to numbers and pixels; waits for an accelerator, so not for the training thread.
@@ -90,27 +100,31 @@ class CapturedStep:
         Args:
             scalars: What the user logged for this step.
         """
-        norms, present, finite = _assemble(self.norms, len(self.layout.parameters))
-        if self.scaler is not None and self.scaler.in_gradients:
-            norms = norms / self.scaler.factor
-        before = self._total_before_clipping()
-        tensors = self._tensors(bool(finite.all()))
+        window, scaler = self.window, self.window.scaler
+        norms, present, finite = self._grad_norms()
+        before = self._total_before_clipping(norms, present)
+        overflown = self._overflown(bool(finite.all()))
+        tensors = self._tensors(overflown)
         return StepRecord(
-            step=self.step,
+            step=window.step,
             wall_time=self.wall_time,
             layout=self.layout,
             grad_norms=norms,
             grad_present=present,
             grad_finite=finite,
-            phase=self.phase,
-            learning_rates=tuple(
-                float(r.wait()) if isinstance(r, HostCopy) else r for r in self.learning_rates
-            ),
+            phase=window.phase,
+            learning_rates=self._learning_rates(),
             scalars=scalars,
-            loss_scale=self.scaler.factor if self.scaler is not None else None,
-            skipped_steps=self.totals.count_skipped(self.scaler) if self.scaler is not None else 0,
-            skipped=self.scaler is not None and self.scaler.skipped,
-            full=self.measurements is not None,
+            loss_scale=scaler.factor if scaler is not None else None,
+            skipped_steps=(
+                self.totals.count_skipped(
+                    scaler, overflown_passes=window.passes - 1 if overflown else 0
+                )
+                if scaler is not None
+                else 0
+            ),
+            skipped=scaler is not None and scaler.skipped,
+            full=window.full,
             total_grad_norm_before_clipping=before,
             clipped_fraction=(
                 self.totals.clipped_fraction(before, float(np.linalg.norm(norms)))
@@ -124,87 +138,115 @@ class CapturedStep:
             grads=tensors["grads"],
             weights=tensors["weights"],
             update_ratios=self._update_ratios(),
-            feature_maps={
-                name: images.feature_map_grid(copy.wait())
-                for name, copy in self.feature_maps.items()
-            },
-            filters={name: images.filter_grid(copy.wait()) for name, copy in self.filters.items()},
-            input=images.input_grid(self.input.wait()) if self.input is not None else None,
+            feature_maps=self._pictures(images.feature_map_grid, window.feature_maps),
+            filters=self._pictures(images.filter_grid, window.filters),
+            input=self._pictures(images.input_grid, {"": window.input}).get(""),
+            random_states=window.random_states,
         )
 
-    def _total_before_clipping(self) -> float | None:
-        if not self.norms_before_clipping:
+    def _pictures(
+        self, draw: Callable[[Tensor], NDArray[np.uint8]], samples: Mapping[str, HostCopy | None]
+    ) -> dict[str, NDArray[np.uint8]]:
+        """Pictures of what there are samples of; the step's numbers do not depend on them."""
+        pictures: dict[str, NDArray[np.uint8]] = {}
+        for name, sample in samples.items():
+            if sample is not None:
+                with self.faults.contained("to draw a picture"):
+                    pictures[name] = draw(sample.wait())
+        return pictures
+
+    @property
+    def _factor(self) -> float:
+        """What scaled gradients have to be divided by."""
+        factor = self.window.scaler.factor if self.window.scaler is not None else 1.0
+        return factor if factor > 0 and math.isfinite(factor) else 1.0
+
+    def _grad_norms(self) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Norms as the optimizers used them, which gradients there were, which were finite."""
+        count = len(self.layout.parameters)
+        norms = np.zeros(count)
+        present, finite = np.zeros(count, dtype=bool), np.ones(count, dtype=bool)
+        for optimizer in self.window.optimizers.values():
+            for reading in optimizer.norms:
+                at = np.array(reading.indices, dtype=np.intp)
+                norms[at], finite[at] = reading.read()
+                norms[at] /= self._factor if optimizer.scaled else 1.0
+                present[at] = True
+        return norms, present, finite
+
+    def _total_before_clipping(
+        self, norms: NDArray[np.float64], present: NDArray[np.bool_]
+    ) -> float | None:
+        """Of the gradients that were used; those that no backward pass reached were there."""
+        readings = self.window.before_clipping()
+        if not readings:
             return None
-        norms, _, _ = _assemble(self.norms_before_clipping, len(self.layout.parameters))
-        factor = self.scaler.factor if self.scaler is not None else 1.0
-        return float(np.linalg.norm(norms)) / factor
+        before = norms.copy()
+        values = {id(reading): reading.read()[0] for reading, _ in readings.values()}
+        for index, (reading, place) in readings.items():
+            if present[index]:
+                before[index] = values[id(reading)][place] / self._factor
+        return float(np.linalg.norm(before))
+
+    def _learning_rates(self) -> tuple[float, ...]:
+        return tuple(
+            float(rate.wait()) if isinstance(rate, HostCopy) else rate
+            for optimizer in self.window.optimizers.values()
+            for rate in optimizer.learning_rates
+        )
 
     def _nan_buffers(self) -> tuple[str, ...]:
-        norms, _, _ = _assemble(self.buffer_norms, len(self.buffer_names))
-        return tuple(self.buffer_names[int(index)] for index in np.flatnonzero(np.isnan(norms)))
+        return tuple(
+            self.window.buffer_names[index]
+            for reading in self.window.buffer_norms
+            for index, norm in zip(reading.indices, reading.read()[0], strict=True)
+            if math.isnan(norm)
+        )
 
     def _nonfinite_parameters(self) -> tuple[str, ...]:
-        parameters = self.layout.parameters
-        _, _, finite = _assemble(self.parameter_norms, len(parameters))
-        return tuple(parameters[index].name for index in np.flatnonzero(~finite))
+        broken = {
+            index
+            for reading in self.window.parameter_norms
+            for index, finite in zip(reading.indices, reading.read()[1], strict=True)
+            if not finite
+        }
+        return tuple(self.layout.parameters[index].name for index in sorted(broken))
 
     def _update_ratios(self) -> dict[str, float]:
         parameters = self.layout.parameters
+        readings = [update.read() for update in self.window.updates]
         return {
             parameters[index].name: float(ratio)
-            for reading in self.updates
-            for index, ratio in zip(reading.indices, reading.read(), strict=True)
+            for indices, ratios in readings
+            for index, ratio in zip(indices, ratios, strict=True)
         }
 
-    def _tensors(self, finite: bool) -> dict[Kind, dict[str, TensorRecord]]:
-        """Observations of one name merged, in the order of first calls.
+    def _overflown(self, finite: bool) -> int:
+        """How many of the first observations belong to steps that a scaler skipped.
 
         Args:
-            finite: Whether the step's gradients were. A backward pass with a non-finite gradient
-                then belongs to a step that a scaler skipped.
+            finite: Whether the step's gradients are: then a backward pass with one that is not
+                ended a step that did not happen, and all before it belongs there.
         """
+        if self.window.scaler is None or not finite:
+            return 0
+        return max((int(end.wait()) for end in self.overflow_ends), default=0)
+
+    def _tensors(self, overflown: int) -> dict[Kind, dict[str, TensorRecord]]:
+        """Observations of one name merged, in the order of first calls, but for the first few."""
         reduced = self.measurements.reduce() if self.measurements is not None else []
-        observations = [o for o in self.observations if o.task in self.committed]
-        if self.scaler is not None:
-            observations, reduced = self._without_scale(observations, reduced, finite)
-        parts: dict[Kind, dict[str, list[TensorRecord]]]
-        parts = {"activations": {}, "activation_grads": {}, "grads": {}, "weights": {}}
-        for o in observations:
-            parts[o.kind].setdefault(o.name, []).append(reduced[o.measurement])
-        return {kind: _merged(named) for kind, named in parts.items()}
+        tally = self.window.tally
+        calls = tally.calls - Counter((o.kind, o.name) for o in tally.observations[:overflown])
+        parts: dict[tuple[Kind, str], list[TensorRecord]] = {}
+        for o in tally.observations[overflown:]:
+            parts.setdefault((o.kind, o.name), []).append(self._unscaled(o, reduced))
+        merged: dict[Kind, dict[str, TensorRecord]]
+        merged = {"activations": {}, "activation_grads": {}, "grads": {}, "weights": {}}
+        for (kind, name), records in parts.items():
+            record = TensorRecord.merge_all(records)
+            merged[kind][name] = replace(record, calls=calls[kind, name])
+        return merged
 
-    def _without_scale(
-        self, observations: list[Observation], reduced: list[TensorRecord], finite: bool
-    ) -> tuple[list[Observation], list[TensorRecord]]:
-        assert self.scaler is not None
-        factor = self.scaler.factor
-        reduced = list(reduced)
-        overflown: set[int] = set()
-        for o in observations:
-            scaled = o.kind == "activation_grads" or (
-                o.kind == "grads" and self.scaler.in_gradients
-            )
-            if not scaled:
-                continue
-            if finite and o.task != NO_TASK and reduced[o.measurement].sketch.nonfinite_count:
-                overflown.add(o.task)
-            if factor > 0 and math.isfinite(factor):
-                reduced[o.measurement] = reduced[o.measurement].scaled(1 / factor)
-        return [o for o in observations if o.task not in overflown], reduced
-
-
-def _assemble(
-    readings: Iterable[NormReading], count: int
-) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Norms, which of them were read, and whether all elements behind them are finite."""
-    norms = np.zeros(count)
-    present, finite = np.zeros(count, dtype=bool), np.ones(count, dtype=bool)
-    for reading in readings:
-        at = np.array(reading.indices, dtype=np.intp)
-        norms[at], finite[at] = reading.read()
-        present[at] = True
-    return norms, present, finite
-
-
-def _merged(named: Mapping[str, Iterable[TensorRecord]]) -> dict[str, TensorRecord]:
-    return {name: TensorRecord.merge_all(records) for name, records in named.items()}
+    def _unscaled(self, o: Observation, reduced: Sequence[TensorRecord]) -> TensorRecord:
+        record = reduced[o.measurement]
+        return record.scaled(1 / self._factor) if o.scaled and self._factor != 1 else record

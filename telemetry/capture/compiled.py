@@ -43,15 +43,18 @@ def register(observer: Observer) -> Tensor:
 
 
 def observe(output: Tensor, number: Tensor, index: int) -> None:
-    """Emit operators that show ``output`` and later its gradient; to be traced by the compiler."""
+    """Emit an operator that shows ``output``; to be traced by the compiler."""
     torch.ops.telemetry.observe(output, number, index, False)
-    if output.requires_grad:
 
-        def show_gradient(grad: Tensor) -> Tensor:
-            torch.ops.telemetry.observe(grad, number, index, True)
-            return grad
 
-        output.register_hook(show_gradient)
+def observe_gradient(output: Tensor, number: Tensor, index: int) -> None:
+    """Emit an operator that shows the gradient of ``output``; to be traced by the compiler."""
+
+    def show_gradient(grad: Tensor) -> Tensor:
+        torch.ops.telemetry.observe(grad, number, index, True)
+        return grad
+
+    output.register_hook(show_gradient)
 
 
 def _show(x: Tensor, number: Tensor, index: int, backward: bool) -> None:

@@ -1,4 +1,4 @@
-"""Forward hooks on the watched modules, and tensor hooks on what they return.
+"""Observes the watched modules' outputs and their gradients, in the passes that count.
 
 A module's backward hook would replace its outputs and fail where they are changed in place
 afterwards. A hook on the output tensor itself does neither, and sees the gradient of the value
@@ -9,42 +9,39 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from telemetry import images
-from telemetry.capture import compiled
+from telemetry.capture.backward import BackwardPass, BackwardPasses
+from telemetry.capture.hooks import ForwardHook
 from telemetry.capture.outputs import tensors_in
+from telemetry.capture.parameters import described, local
+from telemetry.capture.tally import Tally
 from telemetry.capture.window import Window
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
 from telemetry.torch_private import (
     NO_TASK,
-    at_end_of_backward,
+    backward_is_compiled,
     backward_task,
+    graphs_compiled,
     is_being_traced,
     undisturbed,
 )
 
-_CHANNELS_FIRST = (
-    nn.modules.conv._ConvNd,
-    nn.modules.batchnorm._NormBase,
-    nn.GroupNorm,
-)
-_UNITS_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.Bilinear)
-
 
 class ModuleHooks:
-    """Observes forward and backward passes while it is armed.
+    """Puts hooks on modules, and keeps what they see of training apart from everything else.
 
-    With ``activation_grads`` or ``backward_ended`` only training is observed: passes with gradients
-    enabled, while the model is in training mode. Only one thread is, the first to run a watched
-    module.
+    Training is what runs with gradients enabled while the model or the module itself is in training
+    mode, on one thread. In a :meth:`phase` every forward pass of its thread is observed.
 
     The model is held weakly.
 
@@ -53,8 +50,10 @@ class ModuleHooks:
         faults: Where hooks tell what failed.
         activations: Whether outputs are measured.
         activation_grads: Whether gradients with respect to them are.
-        backward_ended: Called with the window at the end of each backward pass that reaches a
-            parameter; None observes forward passes of any kind, and no backward pass.
+        pass_begins: Called when a forward pass begins though an optimizer has stepped since the
+            window was opened; may begin another one.
+        pass_ended: Called when a backward pass that reached parameters has ended, with the
+            window, what was observed in the pass, and those parameters.
     """
 
     def __init__(
@@ -64,157 +63,232 @@ class ModuleHooks:
         *,
         activations: bool,
         activation_grads: bool,
-        backward_ended: Callable[[Window], None] | None = None,
+        pass_begins: Callable[[], None],
+        pass_ended: Callable[[Window, Tally, Iterable[Tensor]], None],
     ) -> None:
         self.faults = faults
-        self.thread: int | None = None
         self.armed = False
-        self.watched: Mapping[str, nn.Module] = {}
-        self._model = weakref.ref(model)
+        self.in_phase = False
+        self.gradients_wanted = activation_grads
         self._activations = activations
         self._activation_grads = activation_grads
-        self._backward_ended = backward_ended
-        self._paused = False
+        self._model = weakref.ref(model)
+        self._pass_begins = pass_begins
+        self._pass_ended = pass_ended
         self._window: Window | None = None
-        self._hooks: dict[str, _ForwardHook] = {}
-        self._handles: list[RemovableHandle] = []
+        self._window_number = 0
+        self._phase: Window | None = None
+        self._paused = False
+        self._passes: BackwardPasses | None = None
+        self._probes = Tally()
+        self._pictured: frozenset[str] = frozenset()
+        self._input_picture = False
+        self._unit_axes: dict[tuple[int, ...], int] = {}
+        self._hooks: dict[str, ForwardHook] = {}
+        self._parameter_handles: list[RemovableHandle] = []
+        self._graphs_before = graphs_compiled()
 
-    def arm(
-        self,
-        watched: Mapping[str, nn.Module],
-        window: Window,
-        *,
-        pictured: frozenset[str] = frozenset(),
-        input_picture: bool = False,
+    # --- on and off ----------------------------------------------------------------------------
+
+    @property
+    def watched(self) -> Mapping[str, nn.Module | None]:
+        """The modules that have a hook, by name; None for one that is gone."""
+        return {name: hook.module() for name, hook in self._hooks.items() if hook.installed}
+
+    def install(
+        self, watched: Mapping[str, nn.Module], *, pictured: frozenset[str], input_picture: bool
     ) -> None:
-        """Put hooks on the modules; what they see goes to ``window``.
+        """Put hooks on modules, and take them off all others; they do nothing yet.
 
         Args:
             watched: Modules by name.
-            window: Where observations go.
             pictured: Modules whose feature maps are wanted.
             input_picture: Whether the input of the first module that runs is wanted.
         """
-        self.watched = watched
-        self._window = window
+        before, self._hooks = self._hooks, {}
+        for name, module in watched.items():
+            hook = before.get(name)
+            if hook is None or hook.module() is not module:
+                hook = ForwardHook(self, name, module)
+            else:
+                del before[name]
+            hook.install()
+            self._hooks[name] = hook
+        for hook in before.values():
+            hook.remove()
         self._pictured = pictured
         self._input_picture = input_picture
-        self._seen_outside_backward: set[str] = set()
-        self._unit_axes: dict[tuple[int, ...], int] = {}
-        for name, module in watched.items():
-            hook = self._hooks.get(name)
-            if hook is None or hook.module() is not module:
-                hook = self._hooks[name] = _ForwardHook(self, name, module)
-            hook.install()
+
+    def begin(self, window: Window) -> None:
+        """Observe training; what is seen goes to ``window``."""
+        self._window = window
+        self._window_number += 1
+        self._passes = BackwardPasses(lambda ended: self._end_pass(window, ended))
+        self._probes = Tally()
+        self._unit_axes = {}
+        self._paused = False
+        self.gradients_wanted = self._activation_grads
         model = self._model()
-        if model is not None and self._backward_ended is not None:
-            self._handles = [
-                parameter.register_post_accumulate_grad_hook(self._commit)
+        if backward_is_compiled():
+            self.gradients_wanted = False
+            self.faults.tell(
+                "activation gradients are not measured: compiled autograd is on, which does not "
+                "work with hooks on them"
+            )
+        elif model is not None:
+            self._parameter_handles = [
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
                 for parameter in model.parameters()
-                if parameter.requires_grad and parameter.is_leaf
+                if not is_lazy(parameter) and parameter.requires_grad and parameter.is_leaf
             ]
-        self.armed = True
+        self._update_flags()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Observe no forward pass meanwhile."""
+    def pause(self) -> None:
+        """Observe no forward pass of training until :meth:`resume` or the next window."""
         self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+        self._update_flags()
 
-    def stop(self) -> None:
-        """Observe nothing more, also where a graph still holds a hook of ours."""
-        self._window = None
-        self.armed = False
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        self._paused = False
+        self._update_flags()
 
-    def disarm(self) -> None:
-        """Take the hooks off, but for modules in compiled graphs, which test :attr:`armed`."""
-        self.stop()
-        self._remove_handles()
+    def end(self) -> None:
+        """Observe no more training, also where a graph still holds a hook of ours.
+
+        If no backward pass accumulated a gradient, they were all training: loops that take
+        gradients by ``autograd.grad`` have no others.
+        """
+        if self._window is not None and self._window.passes == 0:
+            self._window.tally.absorb(self._probes)
+        self._window = self._passes = None
+        self._update_flags()
+        while self._parameter_handles:
+            self._parameter_handles.pop().remove()
+
+    def uninstall(self) -> None:
+        """Take hooks off again, but for modules in compiled graphs, which test ``armed``.
+
+        A graph that is compiled while no hook is there would never show anything. So once
+        something has been compiled, hooks stay on modules that have not run outside of a graph.
+        """
+        compiling = graphs_compiled() != self._graphs_before
         for hook in self._hooks.values():
-            if not hook.traced:
+            if not hook.traced and (hook.ran_eagerly or not compiling):
                 hook.remove()
 
     def remove(self) -> None:
         """Take all hooks off; harmless when done twice."""
-        self.disarm()
+        self.end()
         for hook in self._hooks.values():
             hook.remove()
-        self._hooks.clear()
-        self.watched = {}
+        self._hooks = {}
 
-    def _remove_handles(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+    @contextmanager
+    def phase(self, window: Window) -> Iterator[None]:
+        """Observe every forward pass of this thread meanwhile, whether it is training or not."""
+        window.thread = threading.get_ident()
+        outer, self._phase = self._phase, window
+        self._update_flags()
+        try:
+            yield
+        finally:
+            self._phase = outer
+            self._update_flags()
+
+    def _update_flags(self) -> None:
+        self.in_phase = self._phase is not None
+        self.armed = self.in_phase or (self._window is not None and not self._paused)
 
     # --- what the hooks see --------------------------------------------------------------------
 
-    def on_forward(self, hook: _ForwardHook, args: Any, output: Any) -> None:
-        """A module returned ``output``."""
-        window = self._window
-        if window is None or not self._begins(hook.name, torch.is_grad_enabled()):
-            return
-        is_first = not window.order
-        window.order.setdefault(hook.name)
-        for index, tensor in enumerate(tensors_in(output)):
-            if is_being_traced(tensor):
-                return
-            self._observe_output(window, hook, tensor, index)
-            # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
-            if self._activation_grads and tensor.requires_grad and tensor.grad_fn is not None:
-                grad_hook = _GradHook(self, window, hook, index)
-                tensor.register_hook(grad_hook)
-        self._take_images(window, hook.name, args if is_first else (), output)
-
-    def on_gradient(self, window: Window, hook: _ForwardHook, index: int, grad: Tensor) -> None:
-        """The gradient of an output; kept only if this backward pass reaches a parameter."""
-        if window is not self._window:
-            return  # a graph kept from an earlier step
-        with undisturbed():
-            name = _output_name(hook.name, index)
-            window.observe("activation_grads", name, grad, task=backward_task())
-
-    def on_graph(self, hook: _ForwardHook, tensor: Tensor, index: int, backward: bool) -> None:
-        """A compiled graph shows an output or its gradient."""
-        window = self._window
+    def on_forward(self, hook: ForwardHook, args: Any, output: Any) -> None:
+        """See :class:`telemetry.capture.hooks.Watcher`."""
+        window = self._window_of_call(hook, grad_enabled=torch.is_grad_enabled())
         if window is None:
             return
-        if backward:
-            if self._activation_grads:
-                self.on_gradient(window, hook, index, tensor)
-        elif self._begins(hook.name, grad_enabled=True):  # said by the trace
+        with undisturbed() as alone:
+            if not alone:
+                return
+            inputs = () if window.order else args
             window.order.setdefault(hook.name)
-            self._observe_output(window, hook, tensor, index)
+            for index, tensor in enumerate(tensors_in(output)):
+                if is_being_traced(tensor):
+                    self.faults.tell(_WITHOUT_VALUES)
+                    return
+                self._observe_output(window, hook, tensor, index)
+                # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
+                if window is self._window and self.gradients_wanted and tensor.grad_fn is not None:
+                    tensor.register_hook(hook.for_gradient(index, self._window_number))
+            self._take_images(window, hook.name, inputs, output)
 
-    def _begins(self, name: str, grad_enabled: bool) -> bool:
-        """Whether this call of a module is to be observed: one of training, no repetition."""
-        model = self._model()
-        if model is None or self._paused:
-            return False
-        if self._backward_ended is not None and not (model.training and grad_enabled):
-            return False
-        if self.thread is None:
-            self.thread = threading.get_ident()
-        if self.thread != threading.get_ident():
-            return False
+    def on_graph(self, hook: ForwardHook, tensor: Tensor, index: int, backward: bool) -> None:
+        """See :class:`telemetry.capture.hooks.Watcher`."""
+        if backward:
+            self.on_gradient(hook, index, self._window_number, tensor)
+            return
+        # Without gradients only the graphs of a phase show anything.
+        window = self._window_of_call(hook, grad_enabled=True)
+        if window is None:
+            return
+        with undisturbed() as alone:
+            if alone:
+                window.order.setdefault(hook.name)
+                self._observe_output(window, hook, tensor, index)
+                self._take_images(window, hook.name, (), tensor if index == 0 else ())
+
+    def on_gradient(
+        self, hook: ForwardHook, index: int, window_number: int, grad: Tensor | None
+    ) -> None:
+        """See :class:`telemetry.capture.hooks.Watcher`."""
+        window = self._window
+        if window is None or window_number != self._window_number or grad is None:
+            return  # a graph kept from an earlier step; an output that got no gradient
+        current = self._passes.current() if self._passes is not None else None
+        tally = window.tally if current is None else current.tally
+        name = _output_name(hook.name, index)
+        with undisturbed() as alone:
+            if alone:
+                window.observe(tally, "activation_grads", name, local(grad), scaled=True)
+
+    def _window_of_call(self, hook: ForwardHook, *, grad_enabled: bool) -> Window | None:
+        """Where a module's call belongs; None if it is neither training nor in a phase."""
+        thread = threading.get_ident()
+        if self._phase is not None and self._phase.thread == thread:
+            return self._phase
+        window, model, module = self._window, self._model(), hook.module()
+        if window is None or self._paused or not grad_enabled or model is None or module is None:
+            return None
+        if not (model.training or module.training):
+            return None
         if backward_task() != NO_TASK:  # checkpointing runs the forward pass again
-            return name not in self._seen_outside_backward
-        self._seen_outside_backward.add(name)
-        return True
+            return None if hook.name in window.ran_forward else window
+        if window.thread is None:
+            window.thread = thread
+        if window.thread != thread:
+            return None
+        if window.optimizers:
+            self._pass_begins()
+            window = self._window
+        if window is not None:
+            window.ran_forward.add(hook.name)
+        return window
 
     def _observe_output(
-        self, window: Window, hook: _ForwardHook, tensor: Tensor, index: int
+        self, window: Window, hook: ForwardHook, tensor: Tensor, index: int
     ) -> None:
-        if self._activations:
-            axis = self._unit_axis(hook, tensor)
-            with undisturbed():
-                window.observe(
-                    "activations", _output_name(hook.name, index), tensor, unit_axis=axis
-                )
+        if not self._activations:
+            return
+        name = _output_name(hook.name, index)
+        tensor = local(tensor)
+        axis = self._unit_axis(hook, tensor)
+        if not window.observe(window.tally, "activations", name, tensor, unit_axis=axis):
+            what = described(tensor)
+            self.faults.tell(
+                f"what {hook.called} returned is not measured: {what} cannot be", kind=what
+            )
 
-    def _unit_axis(self, hook: _ForwardHook, tensor: Tensor) -> int | None:
+    def _unit_axis(self, hook: ForwardHook, tensor: Tensor) -> int | None:
         """Axis that counts units or channels; that of the layer before where shapes agree."""
         dim = tensor.dim()
         if dim < 2:
@@ -235,99 +309,30 @@ class ModuleHooks:
             if sample is not None:
                 window.input = HostCopy(sample)
 
-    def _commit(self, parameter: Tensor) -> None:
+    # --- backward passes -----------------------------------------------------------------------
+
+    def _accumulated(self, parameter: Tensor) -> None:
         """A gradient has accumulated, so this backward pass is one of training."""
-        window, task = self._window, backward_task()
-        if window is None or task in window.committed:
-            return
-        window.committed.add(task)
-        # Queued twice, to come after the callback by which DDP ends its reduction.
-        at_end_of_backward(lambda: at_end_of_backward(lambda: self._on_backward_end(window)))
-
-    def _on_backward_end(self, window: Window) -> None:
-        if window is self._window and self._backward_ended is not None:
-            self._backward_ended(window)
-
-
-class _Inert:
-    """Copies and pickles of a hook do nothing: a copied model is another model.
-
-    They become a bound method of the standard library that takes anything and returns None, so
-    that a model saved while it was watched loads where telemetry is not installed.
-    """
-
-    __slots__ = ("__weakref__",)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")
-
-
-class _ForwardHook(_Inert):
-    """The hook of one module; the same object at every arming, for compiled graphs refer to it."""
-
-    def __init__(self, hooks: ModuleHooks, name: str, module: nn.Module) -> None:
-        self.name = name
-        self.module = weakref.ref(module)
-        self.traced = False
-        self.units = "unknown"
-        if isinstance(module, _CHANNELS_FIRST):
-            self.units = "first"
-        elif isinstance(module, _UNITS_LAST):
-            self.units = "last"
-        self._hooks = hooks
-        self._number = compiled.register(self)
-        self._handle: RemovableHandle | None = None
-
-    def install(self) -> None:
-        """Put the hook on its module, after the user's own: what those return is measured."""
-        module = self.module()
-        if self._handle is None and module is not None:
-            self._handle = module.register_forward_hook(self)
-
-    def remove(self) -> None:
-        """Take the hook off."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        # Compiled graphs are guarded by this flag: there is one with observers and one without.
-        if not self._hooks.armed:
-            return
-        if torch.compiler.is_compiling():
-            self.traced = True
-            if torch.is_grad_enabled():
-                for index, tensor in enumerate(tensors_in(output)):
-                    compiled.observe(tensor, self._number, index)
-            return
         try:
-            self._hooks.on_forward(self, args, output)
+            current = self._passes.current() if self._passes is not None else None
+            if current is not None:
+                current.accumulated[id(parameter)] = parameter
         except Exception:
-            self._hooks.faults.report(f"to observe the output of {self.name or 'the model'}")
+            self.faults.report("to follow a backward pass")
 
-    def in_graph(self, tensor: Tensor, index: int, backward: bool) -> None:
-        """See :class:`telemetry.capture.compiled.Observer`."""
-        try:
-            self._hooks.on_graph(self, tensor, index, backward)
-        except Exception:
-            self._hooks.faults.report(f"to observe {self.name or 'the model'} in a compiled graph")
+    def _end_pass(self, window: Window, ended: BackwardPass) -> None:
+        if window is not self._window or self._paused:
+            return  # its step is over, or only repeated
+        if ended.accumulated:
+            self._pass_ended(window, ended.tally, ended.accumulated.values())
+        elif window.passes == 0:
+            self._probes.absorb(ended.tally)
 
 
-class _GradHook(_Inert):
-    __slots__ = ("_forward_hook", "_hooks", "_index", "_window")
-
-    def __init__(self, hooks: ModuleHooks, window: Window, hook: _ForwardHook, index: int) -> None:
-        self._hooks = hooks
-        self._window = window
-        self._forward_hook = hook
-        self._index = index
-
-    def __call__(self, grad: Tensor) -> None:
-        try:
-            self._hooks.on_gradient(self._window, self._forward_hook, self._index, grad)
-        except Exception:
-            name = self._forward_hook.name or "the model"
-            self._hooks.faults.report(f"to observe the gradient of {name}")
+_WITHOUT_VALUES = (
+    "passes in which the model is traced or transformed, or is on the meta device, have no values "
+    "to measure"
+)
 
 
 def _output_name(name: str, index: int) -> str:

@@ -13,15 +13,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from telemetry.host_copy import HostCopy
-from telemetry.torch_private import scaler_state
+from telemetry.torch_private import initial_scale, scaler_state
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScalerReading:
     """A scaler at one optimizer step, perhaps still on its way to the host.
 
-    ``in_gradients`` says that the optimizer unscales by itself (fused ones do), so the gradients
-    that it was given still have the factor on them; ``found_inf`` is then non-zero if it skipped.
+    ``found_inf`` is there if the optimizer skips steps by itself, as fused ones do, and then not
+    zero if it skips this one.
     """
 
     step: int
@@ -30,7 +30,7 @@ class ScalerReading:
     growth_factor: float
     backoff_factor: float
     growth_interval: int
-    in_gradients: bool
+    initial_scale: float | None
     found_inf: HostCopy | None
 
     @property
@@ -58,7 +58,7 @@ def read_scaler(scaler: GradScaler, optimizer: Optimizer, step: int) -> ScalerRe
         growth_factor=scaler.get_growth_factor(),
         backoff_factor=scaler.get_backoff_factor(),
         growth_interval=scaler.get_growth_interval(),
-        in_gradients=getattr(optimizer, "grad_scale", None) is not None,
+        initial_scale=initial_scale(scaler),
         found_inf=HostCopy(found_inf) if found_inf is not None else None,
     )
 
@@ -70,13 +70,19 @@ class SkippedSteps:
         self._total = 0
         self._expected: tuple[int, float] | None = None
 
-    def __call__(self, reading: ScalerReading) -> int:
-        """Steps skipped so far; none are counted where a reading between is missing."""
+    def __call__(self, reading: ScalerReading, *, overflown_passes: int = 0) -> int:
+        """Steps skipped so far; none are counted where a reading between is missing.
+
+        Args:
+            reading: Of the step that was just taken.
+            overflown_passes: For the first reading, the most that can have been skipped: backward
+                passes before it that led to none.
+        """
         scale, tracker = reading.factor, int(reading.growth_tracker.wait())
-        if self._expected is not None and self._expected[0] == reading.step:
-            shrunk = self._expected[1] / scale if scale > 0 else math.inf
-            if shrunk > 1 and math.isfinite(shrunk):
-                self._total += round(math.log(shrunk, 1 / reading.backoff_factor))
+        if self._expected is None and reading.initial_scale is not None:
+            self._total += min(overflown_passes, _times_shrunk(reading, reading.initial_scale))
+        elif self._expected is not None and self._expected[0] == reading.step:
+            self._total += _times_shrunk(reading, self._expected[1])
         if reading.skipped:
             after = scale * reading.backoff_factor
         elif tracker + 1 == reading.growth_interval:
@@ -87,3 +93,11 @@ class SkippedSteps:
         self._expected = reading.step + 1, after
         self._total += reading.skipped
         return self._total
+
+
+def _times_shrunk(reading: ScalerReading, expected: float) -> int:
+    """How often a scaler backed off to come from the expected factor to the one that was read."""
+    shrunk = expected / reading.factor if reading.factor > 0 else math.inf
+    if not 1 < shrunk < math.inf:
+        return 0
+    return round(math.log(shrunk, 1 / reading.backoff_factor))

@@ -2,93 +2,146 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from telemetry.capture.captured import CapturedStep, Kind, Observation, RunTotals
-from telemetry.capture.parameters import NormReading, UpdateReading
+from telemetry.capture.norms import NormReading, Norms, UpdateReading
 from telemetry.capture.scaler import ScalerReading
+from telemetry.capture.tally import Kind, Observation, Tally
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
-from telemetry.records import Layout
-from telemetry.torch_private import NO_TASK
+
+MANY_OBSERVATIONS = 8192
+FEW_CALLS = 8
+"""Bounds of one step: after so many observations only the first calls of each tensor are measured,
+the others counted."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OptimizerReading:
+    """What one optimizer was given to step with; ``scaled``: gradients have a scaler's factor."""
+
+    norms: Sequence[NormReading]
+    scaled: bool
+    learning_rates: Sequence[float | HostCopy]
 
 
 @dataclass(kw_only=True, eq=False)
 class Window:
-    """Gathers one step's observations.
+    """Gathers one step's observations, or those of a phase that is not training.
 
     Attributes:
         step: The step that they belong to.
         measurer: Takes the tensors of a fully measured step; None on other steps.
         phase: Name of a part of the run that is not training; empty for a step.
+        thread: Whose forward passes are observed; None until one runs a watched module.
         order: Watched modules in the order of their first call.
-        committed: Backward passes in which a parameter's gradient accumulated; observations of
-            other passes are probes, and dropped.
+        ran_forward: Those that ran outside of a backward pass.
+        tally: Observations in their order, of backward passes those of training.
+        passes: How many such passes have ended.
+        optimizers: What each optimizer was given at its first step in this window.
     """
 
     step: int
     measurer: Measurer | None
     phase: str = ""
-    observations: list[Observation] = field(default_factory=list)
+    thread: int | None = None
     order: dict[str, None] = field(default_factory=dict)
-    committed: set[int] = field(default_factory=lambda: {NO_TASK})
-    norms: list[NormReading] = field(default_factory=list)
-    norms_before_clipping: list[NormReading] = field(default_factory=list)
-    parameter_norms: list[NormReading] = field(default_factory=list)
-    buffer_names: list[str] = field(default_factory=list)
-    buffer_norms: list[NormReading] = field(default_factory=list)
+    ran_forward: set[str] = field(default_factory=set)
+    tally: Tally = field(default_factory=Tally)
+    passes: int = 0
+    optimizers: dict[int, OptimizerReading] = field(default_factory=dict)
     updates: list[UpdateReading] = field(default_factory=list)
-    learning_rates: list[float | HostCopy] = field(default_factory=list)
+    parameter_norms: list[NormReading] = field(default_factory=list)
+    buffer_names: Sequence[str] = ()
+    buffer_norms: Sequence[NormReading] = ()
     scaler: ScalerReading | None = None
     feature_maps: dict[str, HostCopy] = field(default_factory=dict)
     filters: dict[str, HostCopy] = field(default_factory=dict)
     input: HostCopy | None = None
+    random_states: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._seen: Counter[tuple[Kind, str]] = Counter()
+        self._measured = 0
+        self._before_clipping: dict[int, tuple[NormReading, int]] = {}
+        self._overflow_ends: dict[torch.device, Tensor] = {}
 
     @property
     def full(self) -> bool:
         """Whether tensors are measured, not only gradient norms."""
         return self.measurer is not None
 
+    def indices(self) -> Iterator[int]:
+        """Of all parameters whose gradients optimizers were given."""
+        for optimizer in self.optimizers.values():
+            for reading in optimizer.norms:
+                yield from reading.indices
+
     def observe(
         self,
+        tally: Tally,
         kind: Kind,
         name: str,
         tensor: Tensor,
         *,
         unit_axis: int | None = None,
-        task: int = NO_TASK,
-    ) -> None:
-        """Measure ``tensor`` as it is now, if it can be."""
-        if self.measurer is None:
-            return
-        measurement = self.measurer.add(tensor, unit_axis=unit_axis)
-        if measurement is not None:
-            self.observations.append(
-                Observation(kind=kind, name=name, measurement=measurement, task=task)
-            )
+        scaled: bool = False,
+    ) -> bool:
+        """Measure ``tensor`` as it is now; False if that is not possible.
 
-    def close(self, *, layout: Layout, totals: RunTotals, wall_time: float) -> CapturedStep:
-        """End the step; the window is not used again."""
-        return CapturedStep(
-            step=self.step,
-            wall_time=wall_time,
-            layout=layout,
-            phase=self.phase,
-            totals=totals,
-            norms=self.norms,
-            norms_before_clipping=self.norms_before_clipping,
-            parameter_norms=self.parameter_norms,
-            buffer_names=self.buffer_names,
-            buffer_norms=self.buffer_norms,
-            updates=self.updates,
-            learning_rates=self.learning_rates,
-            scaler=self.scaler,
-            measurements=self.measurer.finish() if self.measurer is not None else None,
-            observations=self.observations,
-            committed=frozenset(self.committed),
-            feature_maps=self.feature_maps,
-            filters=self.filters,
-            input=self.input,
-        )
+        Args:
+            tally: Where it goes: this window's own, or that of a running backward pass.
+            kind: What it is.
+            name: Whose it is.
+            tensor: Not kept.
+            unit_axis: See :meth:`Measurer.add`.
+            scaled: Whether it still has the factor of a ``GradScaler`` on it, if there is one.
+        """
+        if self.measurer is None:
+            return True
+        if self._measured >= MANY_OBSERVATIONS and self._seen[kind, name] >= FEW_CALLS:
+            tally.calls[kind, name] += 1
+            return True
+        measurement = self.measurer.add(tensor, unit_axis=unit_axis)
+        if measurement is None:
+            return False
+        self._measured += 1
+        self._seen[kind, name] += 1
+        tally.calls[kind, name] += 1
+        tally.observations.append(Observation(kind, name, measurement, scaled))
+        return True
+
+    def end_pass(self, tally: Tally, norms: Sequence[Norms]) -> None:
+        """A backward pass of training is over.
+
+        Args:
+            tally: What was observed in it.
+            norms: Of the gradients of the parameters that it reached: not clipped yet.
+        """
+        self.passes += 1
+        self.tally.absorb(tally)
+        for group in norms:
+            reading = group.sent()
+            for place, index in enumerate(group.indices):
+                self._before_clipping[index] = reading, place
+            self._mark_overflow(group)
+
+    def _mark_overflow(self, norms: Norms) -> None:
+        """Remember on the device where the last pass with a non-finite gradient ends."""
+        end = norms.nonfinite.to(torch.int64) * len(self.tally.observations)
+        known = self._overflow_ends.get(end.device)
+        self._overflow_ends[end.device] = end if known is None else torch.maximum(known, end)
+
+    def before_clipping(self) -> Mapping[int, tuple[NormReading, int]]:
+        """For each parameter that a backward pass reached, the reading after the last one, and
+        its place in that."""
+        return self._before_clipping
+
+    def overflow_ends(self) -> Sequence[HostCopy]:
+        """Of each device, how many observations there were when a gradient last was not finite."""
+        return [HostCopy(end) for end in self._overflow_ends.values()]

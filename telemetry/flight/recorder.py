@@ -136,8 +136,8 @@ class FlightRecorder:
             kept.popleft()
 
     def _note(self, alert: Alert) -> None:
-        self._alerts.append(alert)
         is_error = alert.severity == "error" and alert.stage != "end"
+        self._alerts.append(alert)
         if self._flight is not None:
             self._flight.alerts.append(alert)
         elif is_error:

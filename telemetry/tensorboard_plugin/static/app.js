@@ -15,7 +15,7 @@ import { NewerFormatError } from "./source.js";
 import { emptyMessage, failureMessage, loadingMessage, newerFormatMessage } from "./states.js";
 import { theme as readTheme } from "./theme.js";
 import { drawToolbar } from "./toolbar.js";
-import { limit, panView, reveal, scaleView, wholeView } from "./view.js";
+import { clampRows, limit, panView, reveal, scaleView, wholeView } from "./view.js";
 
 const DETAIL_DELAY_MS = 120;
 
@@ -189,10 +189,12 @@ export class App {
       return { panel, rows, field, values: panel.values(field, statistic, state.mode) };
     });
     const scale = this.#scale();
+    const rowCount = Math.max(...parts.map((part) => part.rows.length));
     this.#drawToolbar(isZoomed);
     for (const { panel, rows, field, values } of parts) {
       panel.title.hidden = parts.length === 1;
-      panel.draw({ ...this.#size(rows.length, parts.length), statistic, theme, view, isZoomed, rows, field, values, scale, selection: this.#selection(panel) });
+      const size = this.#size(rowCount, parts.length);
+      panel.draw({ ...size, statistic, theme, view: clampRows(view, rows.length), isZoomed, rows, field, values, scale, selection: this.#selection(panel) });
     }
     drawLegend(this.legend, scale, statistic, state.mode, theme);
     this.#drawSide();

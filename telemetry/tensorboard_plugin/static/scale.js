@@ -83,7 +83,7 @@ export function scaleTicks(scale) {
 }
 
 function tickText(scale, value) {
-  if (!scale.diverging) return scale.log ? formatNumber(value) : `${Math.round(value * 100)} %`;
+  if (!scale.diverging) return scale.log ? formatNumber(value) : `${formatNumber(value * 100)} %`;
   if (scale.log) return value >= 1 ? `×${formatNumber(value)}` : `÷${formatNumber(1 / value)}`;
   const percent = Math.round((value - 1) * 100);
   return `${percent > 0 ? "+" : percent < 0 ? "−" : "±"}${Math.abs(percent)} %`;

@@ -24,6 +24,12 @@ export function limit(view, whole) {
   return isWhole ? null : limited;
 }
 
+/** The same view of a run with fewer rows: what is visible of them fills the picture. */
+export function clampRows(view, rowCount) {
+  const row1 = Math.max(Math.min(view.row1, rowCount), 1);
+  return { ...view, row0: Math.min(view.row0, row1 - 1), row1 };
+}
+
 /** Larger (`factor` > 1) or smaller around a place, given as shares of the view. */
 export function scaleView(view, factor, x, y) {
   const around = (low, high, share) => {

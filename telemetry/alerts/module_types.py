@@ -1,0 +1,54 @@
+"""What is known of a module by the name of its class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    """Where an activation is flat: at or below ``low``, at or above ``high``."""
+
+    low: float
+    high: float
+
+
+BOUNDED = {
+    "Tanh": Flat(low=-0.998, high=0.998),
+    "Sigmoid": Flat(low=0.002, high=0.998),
+    "Hardtanh": Flat(low=-0.998, high=0.998),
+    "Hardsigmoid": Flat(low=0.0, high=0.998),
+    "Softsign": Flat(low=-0.94, high=0.94),
+    "RNN": Flat(low=-0.998, high=0.998),
+    "RNNCell": Flat(low=-0.998, high=0.998),
+}
+"""Activations with two flat ends. A gate that begins nearly closed (sigmoid of -5) is not flat."""
+
+LOOKUPS = frozenset(["Embedding", "EmbeddingBag"])
+"""Their outputs have a scale of their own, which nothing before them explains."""
+
+RESHAPING = frozenset(["Identity", "Flatten", "Unflatten", "ZeroPad2d", "PixelShuffle", "Upsample"])
+DROPOUTS = frozenset(["Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"])
+POOLING = frozenset(
+    ["MaxPool1d", "MaxPool2d", "MaxPool3d", "AvgPool1d", "AvgPool2d", "AvgPool3d"]
+    + [f"Adaptive{kind}Pool{n}d" for kind in ("Avg", "Max") for n in (1, 2, 3)]
+)
+UNBOUNDED = frozenset(
+    ["ReLU", "LeakyReLU", "PReLU", "RReLU", "GELU", "SiLU", "Mish", "ELU", "CELU", "SELU"]
+    + ["Softplus", "Hardswish", "GLU", "Softmax", "LogSoftmax", "ReLU6"]
+)
+"""Activations without two flat ends, and distributions, which have other reasons to be flat."""
+
+LINEAR = frozenset(
+    ["Linear", "Bilinear", "Conv1d", "Conv2d", "Conv3d", "LSTM", "GRU", "LSTMCell", "GRUCell"]
+    + [f"ConvTranspose{n}d" for n in (1, 2, 3)]
+)
+NORMALIZATIONS = frozenset(
+    ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "LayerNorm", "GroupNorm"]
+    + ["RMSNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"]
+)
+
+STANDARD = (
+    frozenset(BOUNDED) | LOOKUPS | RESHAPING | DROPOUTS | POOLING | UNBOUNDED | LINEAR
+) | NORMALIZATIONS
+"""Modules that return finite numbers for finite ones of usual size."""

@@ -1,0 +1,70 @@
+"""Notices training that no optimizer of the watched model ever ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+PASSES_WITHOUT_STEP = 20
+"""Backward passes of one step after which something is wrong, if there is evidence of it. Gradients
+may be accumulated over as many."""
+
+PASSES_WITHOUT_EVIDENCE = 200
+
+
+class NoStepWatch:
+    """Follows the backward passes of one step, and says once what keeps the step from ending."""
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self._other_steps = 0
+        self._cleared = 0
+        self._version: int | None = None
+        self._changed = 0
+
+    def other_step(self) -> None:
+        """An optimizer with none of the model's parameters has stepped."""
+        self._other_steps += 1
+
+    def backward_ended(self, parameters: Iterable[Tensor]) -> str | None:
+        """A backward pass has reached ``parameters``; what to tell the user, if anything."""
+        self._passes += 1
+        self._look_at(next(iter(parameters)))
+        evidence = max(self._other_steps, self._cleared, self._changed)
+        if self._passes == PASSES_WITHOUT_STEP and evidence >= PASSES_WITHOUT_STEP // 2:
+            return self._message()
+        if self._passes == PASSES_WITHOUT_EVIDENCE and evidence < PASSES_WITHOUT_STEP // 2:
+            return self._message()
+        return None
+
+    def _look_at(self, parameter: Tensor) -> None:
+        # The first gradient after clearing is new, further ones are added to it in place.
+        if self._passes > 1 and parameter.grad is not None:
+            self._cleared += parameter.grad._version == 0
+        if self._version is not None:
+            self._changed += parameter._version != self._version
+        self._version = parameter._version
+
+    def _message(self) -> str:
+        return (
+            f"{self._passes} backward passes have reached this model without a step of an "
+            f"optimizer that holds its parameters, and nothing is logged until there is one. "
+            f"{self._cause()}"
+        )
+
+    def _cause(self) -> str:
+        few = PASSES_WITHOUT_STEP // 2
+        if self._other_steps >= few:
+            return (
+                "An optimizer with other parameters does step: it was made for a copy of the "
+                "model, or before its parameters were replaced."
+            )
+        if self._changed >= few:
+            return (
+                "The parameters do change: without a torch.optim.Optimizer, call logger.step() "
+                "after each update."
+            )
+        if self._cleared >= few:
+            return "Gradients are cleared in between, as when a GradScaler skips every step."
+        return "That is as it should be if gradients are accumulated over more than these."

@@ -1,0 +1,148 @@
+"""Norms of gradients and parameters, and how far an optimizer step moves a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from telemetry.capture.parameters import plain
+from telemetry.host_copy import HostCopy
+from telemetry.measure import block_sample
+from telemetry.torch_private import norms_of
+
+SMALL = 65_536
+"""Elements up to which a parameter's update is measured in full; above, a sample of as many."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Norms:
+    """Norms of some tensors of one device, on that device.
+
+    ``values`` holds the L2 norms ``[k]``; on an accelerator a second row ``[2, k]`` with the
+    largest magnitudes, which stay finite where the sum of squares overflows float32.
+    """
+
+    indices: tuple[int, ...]
+    values: Tensor
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """Whether any element behind them is not finite, bool ``[]`` on the device."""
+        return self.values.view(-1, len(self.indices))[-1].isfinite().all().logical_not()
+
+    @property
+    def known_nonfinite(self) -> bool:
+        """The same, as far as that is known without waiting."""
+        return self.values.device.type == "cpu" and not bool(self.values.isfinite().all())
+
+    def sent(self) -> NormReading:
+        """The same on its way to the host."""
+        return NormReading(
+            indices=self.indices,
+            norms=HostCopy(self.values),
+            largest_known=self.values.dim() == 2,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NormReading:
+    """:class:`Norms`, perhaps still on their way to the host."""
+
+    indices: tuple[int, ...]
+    norms: HostCopy
+    largest_known: bool
+
+    def read(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Norms, float64 ``[k]``, and whether all elements were finite, ``[k]``."""
+        values = self.norms.wait().to(torch.float64).numpy()
+        if not self.largest_known:
+            return values, np.isfinite(values)
+        return values[0], np.isfinite(values[1])
+
+
+def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
+    """L2 norms, without waiting for an accelerator; those of one device together.
+
+    Args:
+        tensors: Each with an index; what has no norm (see :func:`plain`) is left out.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for index, tensor in tensors:
+        values = plain(tensor)
+        if values is not None:
+            if values.numel() == 0:
+                values = values.new_zeros(1)
+            wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+            groups.setdefault((values.device, wide), []).append((index, values))
+    return [
+        _norms_of_group(pairs, wide)
+        for (device, wide), pairs in groups.items()
+        if device.type != "meta"
+    ]
+
+
+def _norms_of_group(pairs: Sequence[tuple[int, Tensor]], wide: torch.dtype) -> Norms:
+    tensors = [tensor for _, tensor in pairs]
+    norms = torch.stack(norms_of(tensors, 2, wide))
+    if norms.device.type != "cpu":
+        norms = torch.stack([norms, torch.stack(norms_of(tensors, torch.inf, wide))])
+    elif not torch.isfinite(norms.sum()):
+        # Squares beyond 3e38 overflow float32: an infinite norm does not tell infinite elements.
+        norms = torch.stack(norms_of(tensors, 2, torch.float64))
+    return Norms(indices=tuple(index for index, _ in pairs), values=norms)
+
+
+class UpdateProbe:
+    """How far one optimizer step moved each parameter, relative to its size.
+
+    ``||after − before|| / ||before||`` over all elements of parameters of up to 65,536 elements and
+    over a fixed sample of as many elements of larger ones (within 1 % of the full ratio).
+    """
+
+    def __init__(self, parameters: Sequence[tuple[int, Tensor]]) -> None:
+        self._before: list[tuple[int, Tensor, Tensor]] = []
+        for index, parameter in parameters:
+            sample = _sample(parameter)
+            if sample is not None:
+                self._before.append((index, parameter, sample.clone()))
+
+    def read(self) -> list[UpdateReading]:
+        """Compare with the parameters as they are now; to be called once."""
+        moved: list[tuple[int, Tensor]] = []
+        sizes: list[tuple[int, Tensor]] = []
+        while self._before:
+            index, parameter, before = self._before.pop()
+            after = _sample(parameter)
+            if after is not None and after.shape == before.shape:
+                moved.append((index, after - before))
+                sizes.append((index, before))
+        return [
+            UpdateReading(moved=m.sent(), before=b.sent())
+            for m, b in zip(take_norms(moved), take_norms(sizes), strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateReading:
+    """Norms of some parameters' updates and of the parameters before them."""
+
+    moved: NormReading
+    before: NormReading
+
+    def read(self) -> tuple[tuple[int, ...], NDArray[np.float64]]:
+        """Indices and update ratios ``[k]``: inf if zeros moved, NaN if they stayed."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios: NDArray[np.float64] = self.moved.read()[0] / self.before.read()[0]
+        return self.moved.indices, ratios
+
+
+def _sample(parameter: Tensor) -> Tensor | None:
+    values = plain(parameter)
+    if values is None or values.numel() == 0:
+        return None
+    return values if values.numel() <= SMALL else block_sample(values)

@@ -1,0 +1,177 @@
+"""Reads gradients, parameters and buffers around the optimizer's steps."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from telemetry import images
+from telemetry.capture.hooks import CONVOLUTIONS
+from telemetry.capture.norms import UpdateProbe, take_norms
+from telemetry.capture.parameters import ParameterTable, described, local
+from telemetry.capture.scaler import read_scaler
+from telemetry.capture.tally import Kind, Tally
+from telemetry.capture.window import OptimizerReading, Window
+from telemetry.faults import Faults
+from telemetry.host_copy import HostCopy
+from telemetry.selection import cleaned
+from telemetry.torch_private import calling_scaler
+
+_BY_HAND = 0
+"""Stands for the optimizer in a loop that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a full measurement holds."""
+
+    activations: bool = True
+    activation_gradients: bool = True
+    gradients: bool = True
+    weights: bool = True
+    images: bool = True
+
+
+class StepReader:
+    """Fills windows with what the optimizers are given and what they do to the parameters.
+
+    Its methods are to be called where nothing of the caller's is disturbed. The model is held
+    weakly.
+
+    Args:
+        model: The model in training.
+        table: Its parameters.
+        content: What a full measurement holds.
+        faults: Where to tell what cannot be measured.
+    """
+
+    def __init__(
+        self, model: nn.Module, table: ParameterTable, content: Content, faults: Faults
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._table = table
+        self._content = content
+        self._faults = faults
+        self._probes: dict[int, UpdateProbe] = {}
+
+    def before_step(self, window: Window, optimizer: Optimizer) -> None:
+        """Read what an optimizer is about to use and to change, at its first step in a window."""
+        if id(optimizer) in window.optimizers:
+            return
+        scaler = calling_scaler()
+        if scaler is not None:
+            window.scaler = read_scaler(scaler, optimizer, window.step)
+        rates = (group.get("lr", math.nan) for group in optimizer.param_groups)
+        parameters = self._table.of(optimizer)
+        self._read(
+            window,
+            id(optimizer),
+            parameters,
+            # A fused optimizer divides by this itself.
+            scaled=getattr(optimizer, "grad_scale", None) is not None,
+            learning_rates=[HostCopy(r) if isinstance(r, Tensor) else float(r) for r in rates],
+        )
+        if window.full and self._content.weights:
+            self._probes[id(optimizer)] = UpdateProbe(parameters)
+
+    def after_step(self, window: Window, optimizer: Optimizer) -> None:
+        """See how far the optimizer has moved the parameters."""
+        self._read_probe(window, id(optimizer))
+
+    def expect_step_by_hand(self) -> None:
+        """Look at the parameters now: nothing will tell when the loop is about to change them."""
+        if self._content.weights:
+            self._probes[_BY_HAND] = UpdateProbe(self._all_parameters())
+
+    def step_by_hand(self, window: Window) -> None:
+        """Read everything after a step that no optimizer took."""
+        self._read(window, _BY_HAND, self._all_parameters(), scaled=False, learning_rates=())
+        self._read_probe(window, _BY_HAND)
+
+    def end_pass(self, window: Window, tally: Tally, parameters: Iterable[Tensor]) -> None:
+        """A backward pass is over: gradients are reduced over ranks and not clipped yet."""
+        indexed = [(self._table.index_of(p), p.grad) for p in parameters]
+        grads = [(i, grad) for i, grad in indexed if i is not None and grad is not None]
+        window.end_pass(tally, take_norms(grads))
+
+    def forget(self) -> None:
+        """Keep no parameter beyond the end of a step."""
+        self._probes.clear()
+
+    def _all_parameters(self) -> list[tuple[int, Tensor]]:
+        model = self._model()
+        return list(enumerate(model.parameters())) if model is not None else []
+
+    def _read(
+        self,
+        window: Window,
+        optimizer: int,
+        parameters: Sequence[tuple[int, Tensor]],
+        *,
+        scaled: bool,
+        learning_rates: Sequence[float | HostCopy],
+    ) -> None:
+        """Norms of all gradients; on full steps the gradients and parameters themselves."""
+        grads = [(i, p.grad) for i, p in parameters if p.grad is not None]
+        norms = take_norms(grads)
+        window.optimizers[optimizer] = OptimizerReading(
+            norms=[group.sent() for group in norms], scaled=scaled, learning_rates=learning_rates
+        )
+        # After the step all is NaN; only now can a broken parameter be told from a bad batch.
+        if window.full or any(group.known_nonfinite for group in norms):
+            window.parameter_norms += [group.sent() for group in take_norms(parameters)]
+        if not window.full:
+            return
+        if self._content.gradients:
+            self._observe(window, "grads", grads, scaled=scaled)
+        if self._content.weights:
+            self._observe(window, "weights", parameters)
+        self._read_buffers(window)
+        if self._content.images:
+            self._take_filters(window)
+
+    def _observe(
+        self,
+        window: Window,
+        kind: Kind,
+        tensors: Sequence[tuple[int, Tensor]],
+        *,
+        scaled: bool = False,
+    ) -> None:
+        for index, tensor in tensors:
+            name = self._table.parameters[index].name
+            values = local(tensor.detach())
+            if not window.observe(window.tally, kind, name, values, scaled=scaled):
+                what = described(values)
+                self._faults.tell(f"{name} is not measured: {what} cannot be", kind=what)
+
+    def _read_probe(self, window: Window, optimizer: int) -> None:
+        probe = self._probes.pop(optimizer, None)
+        if probe is not None:
+            window.updates += probe.read()
+
+    def _read_buffers(self, window: Window) -> None:
+        model = self._model()
+        if model is not None and not window.buffer_names:
+            buffers = cleaned(model.named_buffers())
+            window.buffer_names = tuple(buffers)
+            window.buffer_norms = [g.sent() for g in take_norms(enumerate(buffers.values()))]
+
+    def _take_filters(self, window: Window) -> None:
+        """The weights of the convolution that ran first."""
+        model = self._model()
+        if window.filters or model is None:
+            return
+        modules = cleaned(model.named_modules())
+        for name in window.order:
+            module = modules.get(name)
+            if isinstance(module, CONVOLUTIONS):
+                sample = images.sample_filters(local(module.weight.detach()))
+                if sample is not None:
+                    window.filters[name] = HostCopy(sample)
+                return

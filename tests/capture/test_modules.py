@@ -1,0 +1,443 @@
+"""Modules and what they return: every kind of output is seen, none is disturbed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hand import assert_logged, by_hand, check, not_training
+from torch import Tensor, nn
+from twins import assert_left_alone, run
+
+from telemetry import HookLogger
+
+
+def sgd_loop(
+    step: Callable[[nn.Module, Tensor], Tensor], steps: int = 2, width: int = 4
+) -> Callable[..., Iterator[Tensor]]:
+    """A loop whose loss is ``step(model, batch)``."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = step(model, torch.randn(6, width))
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    return loop
+
+
+plain = sgd_loop(lambda model, x: model(x).square().mean())
+
+
+# --- changed after the module returned ------------------------------------------------------------
+
+
+class ChangedInPlace(nn.Module):
+    """Outputs that are overwritten by what follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+        self.second = nn.Linear(4, 4)
+        self.third = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.first(x))
+        x = self.second(x)
+        x += 1.0
+        x[:, 0] = x[:, 0] * 2
+        x.mul_(3.0)
+        return self.third(x)
+
+
+def test_outputs_changed_in_place_are_logged_as_they_were_returned(tmp_path: Path) -> None:
+    check(ChangedInPlace, plain, tmp_path)
+
+
+class Views(nn.Module):
+    """Outputs that are views of other outputs, and views that are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.flatten = nn.Flatten(0)
+        self.unflatten = nn.Unflatten(0, (6, 6))
+        self.identity = nn.Identity()
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.unflatten(self.flatten(self.first(x)))
+        x = self.identity(x)
+        half = x[:, :3]
+        half.mul_(2.0)
+        return self.last(half)
+
+
+def test_views_and_writes_through_them_are_left_alone(tmp_path: Path) -> None:
+    check(Views, plain, tmp_path)
+
+
+# --- what a module returns ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Result:
+    hidden: Tensor
+    extra: Any = None
+
+
+class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+    """As in transformers: a mapping whose values are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Returning(nn.Module):
+    """A leaf module that packs two tensors by ``pack``."""
+
+    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        y = x @ self.weight
+        return self.pack(y.tanh(), y.sigmoid())
+
+
+class Wrapped(nn.Module):
+    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = Returning(pack)
+
+
+PACKS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], list[Tensor]]]] = {
+    "tuple": (lambda a, b: (a, b), list),
+    "list": (lambda a, b: [a, None, b], lambda out: [out[0], out[2]]),
+    "dict": (lambda a, b: {"a": a, "b": b, "name": "x"}, lambda out: [out["a"], out["b"]]),
+    "nested": (lambda a, b: ({"a": [a]}, (b, 3)), lambda out: [out[0]["a"][0], out[1][0]]),
+    "namedtuple": (Pair, list),
+    "dataclass": (lambda a, b: Result(a, extra={"b": b}), lambda o: [o.hidden, o.extra["b"]]),
+    "model output": (lambda a, b: ModelOutput(a=a, b=b), lambda out: [out.a, out.b]),
+}
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_tensors_inside_any_container_are_logged(tmp_path: Path, name: str) -> None:
+    pack, flatten = PACKS[name]
+    loop = sgd_loop(lambda model, x: sum(t.square().mean() for t in flatten(model.inner(x))))
+    outcome, _ = check(lambda: Wrapped(pack), loop, tmp_path, flatten=flatten)
+    assert list(outcome.full[0].activations) == ["inner", "inner[1]"]
+    assert list(outcome.full[0].activation_grads) in (["inner", "inner[1]"], ["inner[1]", "inner"])
+
+
+def test_an_output_that_gets_no_gradient_has_activations_only(tmp_path: Path) -> None:
+    loop = sgd_loop(lambda model, x: model.inner(x)[0].square().mean())
+    outcome, _ = check(lambda: Wrapped(lambda a, b: (a, b)), loop, tmp_path, flatten=list)
+    assert set(outcome.full[0].activations) == {"inner", "inner[1]"}
+    assert set(outcome.full[0].activation_grads) == {"inner"}
+
+
+class ReturnsNothing(nn.Module):
+    """Leaves its result behind, and takes keyword arguments only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.sink = nn.Identity()
+
+    def forward(self, *, x: Tensor) -> None:
+        self.result = self.linear(input=x)
+        self.sink.forward = lambda input: None  # type: ignore[method-assign]
+        self.sink(input=x)
+
+
+def test_calls_with_keywords_only_and_none_as_output(tmp_path: Path) -> None:
+    def step(model: Any, x: Tensor) -> Tensor:
+        assert model(x=x) is None
+        return model.result.square().mean()
+
+    check(ReturnsNothing, sgd_loop(step), tmp_path, flatten=lambda o: [] if o is None else [o])
+
+
+class ReturnsParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.table()
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(4))
+
+    def forward(self) -> Tensor:
+        return self.values
+
+
+def test_a_module_may_return_its_parameter(tmp_path: Path) -> None:
+    outcome, _ = check(ReturnsParameter, plain, tmp_path)
+    assert not any(p._backward_hooks for p in outcome.model.parameters())
+
+
+# --- called several times -------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """One layer under two names, called four times, and weights that are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4, bias=False)
+        self.layer = nn.Linear(4, 4)
+        self.again = self.layer
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for _ in range(2):
+            x = self.again(self.layer(x).tanh()).tanh()
+        return self.head(x)
+
+
+def test_calls_of_a_shared_module_are_merged_and_counted(tmp_path: Path) -> None:
+    outcome, _ = check(Shared, plain, tmp_path)
+    record = outcome.full[0]
+    assert record.activations["layer"].calls == 4
+    assert record.activation_grads["layer"].calls == 4
+    assert "again" not in record.activations
+    assert [p.name for p in record.layout.parameters] == [
+        "embed.weight",
+        "layer.weight",
+        "layer.bias",
+    ]
+
+
+class Unrolled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(1, 5)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], 5)
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t : t + 1], state)
+        return self.head(state)
+
+
+def test_an_unrolled_cell_keeps_its_count(tmp_path: Path) -> None:
+    outcome, _ = check(Unrolled, sgd_loop(lambda m, x: m(x).square().mean(), width=30), tmp_path)
+    assert outcome.full[0].activations["cell"].calls == 30
+    assert outcome.full[0].activation_grads["cell"].calls == 30
+
+
+def test_outputs_of_an_rnn_are_told_apart(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(1, 3, batch_first=True)
+
+    loop = sgd_loop(lambda model, x: model.rnn(x[..., None])[0].square().mean())
+    outcome, _ = check(Net, loop, tmp_path, flatten=lambda out: [out[0], out[1][0], out[1][1]])
+    assert list(outcome.full[0].activations) == ["rnn", "rnn[1]", "rnn[2]"]
+
+
+# --- changing models ------------------------------------------------------------------------------
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def replacing_loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
+    """The head is replaced after the first step, and a layer is added after the second."""
+    for step in range(4):
+        if step == 1:
+            model[2] = nn.Linear(4, 3)
+        if step == 2:
+            model.append(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        loss = model(torch.randn(6, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def test_modules_replaced_or_added_are_watched_from_the_next_measured_step(tmp_path: Path) -> None:
+    outcome = assert_left_alone(mlp, replacing_loop, tmp_path)
+    assert [record.step for record in outcome.full] == [0, 1, 2, 3]
+    # Replaced after the step had begun to be watched: parameters are read at its end.
+    assert list(outcome.full[1].grads) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert outcome.full[2].activations["2"].sketch.count == 6 * 3
+    assert outcome.full[3].activations["3"].sketch.count == 6
+    assert set(outcome.full[3].grads) == {f"{i}.{p}" for i in "023" for p in ("weight", "bias")}
+
+
+def test_a_replaced_module_keeps_no_hook(tmp_path: Path) -> None:
+    model = mlp()
+    old = model[2]
+    with HookLogger(model, tmp_path, every_n_steps=1):
+        model[2] = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(6, 4)).sum().backward()
+        optimizer.step()
+        assert not old._forward_hooks
+        assert model[2]._forward_hooks
+
+
+class PartlySilent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 1)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(*[self.used(x)] * 3)[0]
+
+
+def test_modules_that_did_not_run_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_left_alone(PartlySilent, plain, tmp_path)
+    [message] = [r.getMessage() for r in caplog.records if "did not run" in r.getMessage()]
+    assert "2 of 3 watched modules did not run at step 0" in message
+    assert "attention.out_proj, unused" in message
+
+
+# --- interrupted and parallel passes --------------------------------------------------------------
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        x = self.first(x)
+        if fail:
+            raise MemoryError("planted")
+        return self.second(x)
+
+
+def test_the_pass_after_an_exception_in_forward_is_logged(tmp_path: Path) -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        with pytest.raises(MemoryError):
+            model(x, fail=True)
+        return model(x).square().mean()
+
+    outcome, _ = check(Failing, sgd_loop(step), tmp_path)
+    assert outcome.full[0].activations["first"].calls == 2  # the failed one was a call, too
+    assert outcome.full[0].activations["second"].calls == 1
+
+
+def test_an_exception_in_backward_drops_what_the_pass_had_brought(tmp_path: Path) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ArithmeticError("planted")
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        with pytest.raises(ArithmeticError):
+            model[2](Fails.apply(model[0](x))).sum().backward()
+        model.zero_grad()
+        return model(x).square().mean()
+
+    outcome = assert_left_alone(mlp, sgd_loop(step), tmp_path)
+    assert outcome.full[0].activations["2"].calls == 2
+    assert outcome.full[0].activation_grads["2"].calls == 1
+
+
+def test_forwards_on_other_threads_are_not_logged(tmp_path: Path) -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        def elsewhere() -> None:
+            with not_training():
+                model(x * 100)
+
+        loss = model(x).square().mean()
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return loss
+
+    check(mlp, sgd_loop(step), tmp_path)
+
+
+def test_training_on_a_thread_of_its_own_is_logged(tmp_path: Path) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        losses: list[Tensor] = []
+        thread = threading.Thread(target=lambda: losses.extend(plain(model, logger)))
+        thread.start()
+        thread.join()
+        return iter(losses)
+
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert [len(record.activations) for record in outcome.full] == [3, 3]
+
+
+def test_once_a_thread_has_stepped_another_one_does_not_take_over(tmp_path: Path) -> None:
+    """An evaluation thread that comes first in the second step does not pass for training."""
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        if step.count:
+            thread = threading.Thread(target=lambda: model(x * 100))
+            thread.start()
+            thread.join()
+        step.count += 1
+        return model(x).square().mean()
+
+    step.count = 0
+    outcome = run(mlp, sgd_loop(step), tmp_path)
+    expected = by_hand(mlp, plain)
+    for record, hand in zip(outcome.full, expected, strict=True):
+        assert_logged(record, hand)
+
+
+# --- the user's own hooks -------------------------------------------------------------------------
+
+
+def test_what_the_users_hooks_return_is_logged(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = mlp()
+        model[0].register_forward_hook(lambda m, a, out: out * 2)
+        return model
+
+    check(make, plain, tmp_path)
+
+
+def test_no_message_is_logged_for_an_ordinary_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "telemetry"):
+        assert_left_alone(mlp, plain, tmp_path)
+    assert not caplog.records

@@ -1,0 +1,151 @@
+"""Flight files in words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from telemetry.flight import FlightRecorder, explain
+from telemetry.records import Alert, Layout, Module, Parameter, StepRecord, TensorRecord
+from telemetry.sketch import sketch_array
+
+
+def fly(log_dir: Path, *, modules: int = 4, culprit: int = 2) -> FlightRecorder:
+    """A run in which a module in the middle gives NaN at step 30."""
+    names = [f"block.{i}" for i in range(modules)]
+    layout = Layout(
+        modules=tuple(Module(name=name, type_name="Linear") for name in names),
+        parameters=tuple(
+            Parameter(name=f"{name}.weight", module_name=name, shape=(3, 3)) for name in names
+        ),
+    )
+    good = TensorRecord(sketch=sketch_array(np.full(100, 0.5)))
+    dead = replace(good, unit_min=np.zeros(4, np.float32), unit_max=np.eye(4, dtype=np.float32)[0])
+    bad = TensorRecord(sketch=sketch_array(np.array([np.nan] * 7 + [1.0])))
+    recorder = FlightRecorder(log_dir, steps=20, seed=123)
+    for step in range(35):
+        late = step >= 30
+        norms = np.full(modules, np.nan if late else 2.0**-step)
+        outputs = [
+            bad if late and i >= culprit else dead if i == 0 else good for i in range(modules)
+        ]
+        recorder(
+            StepRecord(
+                step=step,
+                wall_time=0.0,
+                layout=layout,
+                grad_norms=norms,
+                grad_present=np.ones(modules, dtype=bool),
+                grad_finite=np.isfinite(norms),
+                learning_rates=(0.1,),
+                scalars={"loss": 1.0 + step},
+                full=step % 10 == 0,
+                activations=dict(zip(names, outputs, strict=True)) if step % 10 == 0 else {},
+                random_states={"cpu": b"state"},
+            )
+        )
+        if step == 30:
+            recorder.on_alert(
+                Alert(
+                    kind="nonfinite",
+                    severity="error",
+                    step=30,
+                    module_name=names[culprit],
+                    value=7.0,
+                    threshold=0.0,
+                    message="NaN in 7 of 8 elements\nPeople usually look at the batch",
+                    consequences=("loss_divergence",),
+                )
+            )
+    return recorder
+
+
+def test_it_says_what_where_when_and_since(tmp_path: Path) -> None:
+    fly(tmp_path).close()
+    text = explain(tmp_path)
+    for line in (
+        "Something went wrong at step 30; first bad module: block.2",
+        "error: nonfinite in block.2 at step 30",
+        "  NaN in 7 of 8 elements",
+        "  People usually look at the batch",
+        "  It explains: loss_divergence",
+        "Batch 30 of a loop with one batch a step; torch was seeded with 123; the state of its "
+        "random numbers at step 30 is in the file",
+        "Steps 15 to 34",
+    ):
+        assert line in text.splitlines()
+    assert explain(tmp_path / "flight-30.json") == text
+
+
+def test_curves_are_small_plots(tmp_path: Path) -> None:
+    fly(tmp_path).close()
+    lines = explain(tmp_path).splitlines()
+    [loss] = [line for line in lines if line.startswith("  loss ")]
+    assert loss.endswith("  16 to 35")
+    assert "▁" in loss
+    assert "█" in loss
+    [norm] = [line for line in lines if line.startswith("  gradient norm ")]
+    assert norm.partition("  gradient norm ")[2].split()[0].endswith("!!!!!")
+
+
+def test_the_depth_profile_marks_the_culprit(tmp_path: Path) -> None:
+    fly(tmp_path).close()
+    lines = explain(tmp_path).splitlines()
+    start = lines.index("By depth, before (step 20) → at (step 30) → after (step 34)")
+    header, *rows = lines[start + 1 : start + 6]
+    assert header.split() == ["module", "output", "rms", "gradient", "norm"]
+    assert [row[:9] for row in rows] == ["  block.0", "  block.1", "» block.2", "  block.3"]
+    assert "0.5 →       1 →       –" in rows[2]
+    assert "9.5e-07 →     nan →     nan" in rows[2]
+    assert rows[0].endswith("75% of units dead")
+    assert rows[2].endswith("7 outputs not finite")
+
+
+def test_of_many_modules_those_around_the_culprit_are_shown(tmp_path: Path) -> None:
+    fly(tmp_path, modules=100, culprit=60).close()
+    text = explain(tmp_path)
+    assert "» block.60" in text
+    assert "block.46" in text
+    assert "block.10 " not in text
+    assert "and 70 more modules" in text
+
+
+def test_a_killed_run_says_so(tmp_path: Path) -> None:
+    fly(tmp_path)
+    assert "(not complete: the run was going on or was killed)" in explain(tmp_path)
+
+
+def test_an_exception_is_shown(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path)
+    recorder.on_exception(IndexError("list index out of range"), step=3)
+    recorder.close()
+    text = explain(tmp_path)
+    assert "The training ended in IndexError: list index out of range" in text
+    assert "By depth" not in text
+
+
+def test_a_run_without_faults_says_so(tmp_path: Path) -> None:
+    assert "no alert of severity error and no exception" in explain(tmp_path)
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="missing: there is no such run"):
+        explain(tmp_path / "missing")
+
+
+def test_it_reads_without_torch(tmp_path: Path) -> None:
+    fly(tmp_path).close()
+    code = (
+        "import sys; from telemetry.flight import explain; text = explain(sys.argv[1]); "
+        "print('torch' in sys.modules, 'block.2' in text)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.strip() == "False True"

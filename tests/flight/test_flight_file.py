@@ -1,0 +1,166 @@
+"""Flight files: how they are bounded, found and read, and what is in their picture."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from PIL import Image
+
+from telemetry.flight import FlightRecorder, flight_files, read_flight
+from telemetry.flight import file as file_module
+from telemetry.flight.document import MAX_MODULES, number
+from telemetry.flight.picture import encode_png, heat_map
+from telemetry.flight.sketches import decode, encode
+from telemetry.records import Alert, Layout, Module, Parameter, StepRecord, TensorRecord
+from telemetry.sketch import sketch_array
+
+ANY_FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+def write(log_dir: Path, *, modules: int, culprit: int = 0, steps: int = 3) -> dict[str, Any]:
+    """The file of a fault in a network of so many layers."""
+    names = [f"layer{i}" for i in range(modules)]
+    layout = Layout(
+        modules=tuple(Module(name=name, type_name="Linear") for name in names),
+        parameters=tuple(
+            Parameter(name=f"{name}.weight", module_name=name, shape=(3, 3)) for name in names
+        ),
+    )
+    tensor = TensorRecord(sketch=sketch_array(np.random.default_rng(0).normal(size=500)))
+    recorder = FlightRecorder(log_dir)
+    for step in range(steps):
+        recorder(
+            StepRecord(
+                step=step,
+                wall_time=0.0,
+                layout=layout,
+                grad_norms=np.arange(modules) + 1.0,
+                grad_present=np.arange(modules) != 3,
+                grad_finite=np.ones(modules, dtype=bool),
+                full=step == steps - 1,
+                activations=dict.fromkeys(names, tensor),
+                weights={f"{name}.weight": tensor for name in names},
+            )
+        )
+    recorder.on_alert(
+        Alert(
+            kind="nonfinite",
+            severity="error",
+            step=steps - 1,
+            module_name=names[culprit],
+            value=1.0,
+            threshold=0.0,
+            message="planted",
+        )
+    )
+    return read_flight(log_dir / f"flight-{steps - 1}.json")
+
+
+def test_of_many_modules_an_even_selection_with_the_culprit_is_shown(tmp_path: Path) -> None:
+    flight = write(tmp_path, modules=2000, culprit=777)
+    names = flight["modules"]["name"]
+    assert len(names) <= MAX_MODULES
+    assert {"layer0", "layer777", "layer1999"} <= set(names)
+    assert flight["modules"]["left_out"] == 2000 - len(names)
+    numbers = [int(name[5:]) for name in names]
+    assert numbers == sorted(numbers)
+    assert max(np.diff(numbers)) <= 9
+    assert all(len(row) == len(names) for row in flight["grad_norms"])
+    assert flight["grad_norms"][0][names.index("layer777")] == 778
+    assert set(flight["profiles"][-1]["sketches"]["weights"]) == {f"{n}.weight" for n in names}
+
+
+def test_a_file_that_would_be_too_large_is_without_its_sketches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_module, "MAX_BYTES", 60_000)
+    flight = write(tmp_path, modules=100)
+    assert flight["profiles"][-1]["sketches"] is None
+    assert flight["profiles"][-1]["activation_rms"][0] > 0
+    assert (tmp_path / "flight-2.json").stat().st_size < 60_000
+
+
+def test_sketches_are_read_back(tmp_path: Path) -> None:
+    flight = write(tmp_path, modules=2)
+    got = decode(flight["profiles"][-1]["sketches"]["activations"]["layer1"])
+    want = sketch_array(np.random.default_rng(0).normal(size=500))
+    assert (got.count, got.zero_count, got.min, got.max) == (500, 0, want.min, want.max)
+    np.testing.assert_array_equal(got.buckets, want.buckets)
+    np.testing.assert_array_equal(got.counts, want.counts)
+
+
+@given(arrays.arrays(np.float32, st.integers(0, 50), elements=ANY_FLOATS))
+def test_every_sketch_survives(values: np.ndarray) -> None:
+    want = sketch_array(values)
+    got = decode(encode(want))
+    np.testing.assert_equal(vars(got), vars(want))
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_a_number_is_read_back_to_six_digits(value: float) -> None:
+    np.testing.assert_allclose(float(number(value)), value, rtol=1e-5)
+
+
+def test_files_are_found_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    for name in ("flight-100.json", "flight-9.json", "flight-x.json", "flight-3.txt", "other"):
+        (tmp_path / name).touch()
+    assert [path.name for path in flight_files(tmp_path)] == ["flight-9.json", "flight-100.json"]
+    assert flight_files(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize("text", ['{"format": "telemetry-flight-99"}', "{}", "[1]", "{", ""])
+def test_what_is_no_flight_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "flight-1.json").write_text(text)
+    with pytest.raises(ValueError, match=r"its format is|Expecting|Extra"):
+        read_flight(tmp_path / "flight-1.json")
+
+
+# --- the picture ---------------------------------------------------------------------------------
+
+
+def open_png(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)))
+
+
+@given(arrays.arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9), st.just(3))))
+def test_a_picture_is_a_png(pixels: np.ndarray) -> None:
+    np.testing.assert_array_equal(open_png(encode_png(pixels)), pixels)
+
+
+def test_large_is_bright_and_not_finite_is_magenta() -> None:
+    values = np.array([[0.0, 1e-6, 1e-3, 1.0, np.inf, np.nan]])
+    pixels = heat_map(values)[0, ::4].astype(int)
+    brightness = pixels[:4].sum(axis=1)
+    assert (np.diff(brightness) >= 0).all()
+    assert brightness[3] > 2 * brightness[0]
+    assert pixels[4].tolist() == [255, 0, 255]
+    assert pixels[5].tolist() == [48, 48, 48]
+
+
+@given(
+    arrays.arrays(
+        np.float64,
+        st.tuples(st.integers(1, 5), st.integers(1, 300)),
+        elements=st.floats().map(abs),
+    )
+)
+def test_every_matrix_has_a_picture_of_bounded_size(values: np.ndarray) -> None:
+    height, width, _ = heat_map(values).shape
+    assert height % len(values) == 0
+    assert width <= 1024
+
+
+def test_the_picture_shows_modules_with_gradients_over_the_steps(tmp_path: Path) -> None:
+    flight = write(tmp_path, modules=5, steps=7)
+    kind, _, data = flight["picture"].partition(",")
+    assert kind == "data:image/png;base64"
+    shape = open_png(base64.b64decode(data)).shape
+    assert shape == (4 * 4, 7 * 4, 3), "one of five has no gradient"

@@ -1,0 +1,91 @@
+"""A thousand layers at a thousand steps are drawn at once; ten times as much in each way opens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import TelemetryPage, serve
+from known_runs import alert_at, layout_of, write_run
+
+from telemetry.plugin_data.statistics import MATRIX_STATISTICS
+
+FIRST_OPEN_S = 3.0
+LATER_OPEN_S = 1.5
+REDRAW_MS = 100.0
+
+
+def write_large(log_dir: Path, count: int, every: int) -> None:
+    """``count`` layers at ``count`` steps, with a fault in one cell that nothing may hide."""
+    names = [f"blocks.{i // 10}.layer{i % 10}" for i in range(count)]
+    noise = np.random.default_rng(0).lognormal(0, 1, (16, count)).astype(np.float32)
+
+    def norms(step: int) -> np.ndarray:
+        row = noise[step % 16].copy()
+        if step == count // 2:
+            row[count // 2] = np.nan
+        return row
+
+    def matrices(step: int) -> np.ndarray:
+        return np.repeat(noise[step % 16][:, None], len(MATRIX_STATISTICS), axis=1)
+
+    write_run(
+        log_dir, layout_of(names), steps=range(count), norms=norms, matrices=matrices,
+        every=every, losses=False, alerts=[alert_at(count // 2, names[count // 2])],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def address(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    logdir = tmp_path_factory.mktemp("runs")
+    write_large(logdir / "thousand", 1000, every=1)
+    write_large(logdir / "ten-thousand", 10_000, every=500)
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(logdir, log, fast=True, wanted=2) as url:
+        yield url
+
+
+def seconds_to_draw(page: TelemetryPage, run: str) -> float:
+    """From the click on the tab to the picture."""
+    page.page.goto("about:blank")
+    page.page.goto(f"{page.address}#timeseries&p.telemetry.run={run}")
+    tab = page.page.locator("text=Telemetry").first
+    tab.wait_for()
+    begin = time.perf_counter()
+    tab.click()
+    page.wait()
+    return time.perf_counter() - begin
+
+
+def test_a_thousand_layers_and_steps_are_drawn_in_time(page: TelemetryPage) -> None:
+    first = seconds_to_draw(page, "thousand")
+    later = min(seconds_to_draw(page, "thousand") for _ in range(2))
+    panel = page.locator(".panel")
+    assert (panel.get_attribute("data-layers"), panel.get_attribute("data-steps")) == (
+        "1000",
+        "1000",
+    )
+    redraws = []
+    page.heatmap.focus()
+    for key in "+++-":
+        page.page.keyboard.press(key)
+        page.page.wait_for_timeout(100)
+        redraws.append(float(page.locator("html").get_attribute("data-draw-ms") or "inf"))
+    print(f"first open {first:.2f} s, later {later:.2f} s, redraw {redraws} ms")
+    assert first < FIRST_OPEN_S
+    assert later < LATER_OPEN_S
+    assert np.median(redraws) < REDRAW_MS
+
+
+def test_ten_thousand_layers_and_steps_open(page: TelemetryPage) -> None:
+    page.open(run="ten-thousand")
+    assert "Thinned out" in page.locator(".notice").inner_text()
+    assert page.locator(".panel").get_attribute("data-layers") == "10000"
+    # Zoomed in, every cell is there: also the one that was thinned away.
+    page.open(run="ten-thousand", zoom="4990,5010,4990,5010")
+    page.locator(".notice").wait_for(state="hidden")
+    assert page.pixel(0.525, 0.525) in {"#d5006d", "#ff7ac0"}
