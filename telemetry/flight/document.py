@@ -84,6 +84,7 @@ class Flight:
         step: When it was noticed.
         before: A full measurement from well before, if there is one, else the oldest step kept.
         at: The step itself, or the last one before that was recorded.
+        last_full: The last full measurement that was not after it.
         alerts: Those of the steps that are kept, and those since.
         exception: What ended the training, by :func:`describe`.
     """
@@ -91,6 +92,7 @@ class Flight:
     step: int
     before: Snapshot | None
     at: Snapshot | None
+    last_full: Snapshot | None
     alerts: list[Alert] = field(default_factory=list)
     exception: Mapping[str, str] | None = None
 
@@ -131,7 +133,7 @@ def compose(
         "first_bad_module": culprit,
         "alerts": [_plain(alert) for alert in flight.alerts[:MAX_ALERTS]],
         "exception": flight.exception,
-        "random": _random(seed, moments),
+        "random": _random(seed, flight.last_full),
         "steps": _histories(steps),
         "modules": {
             "name": names,
@@ -220,14 +222,13 @@ def _plain(alert: Alert) -> dict[str, Any]:
     return {**asdict(alert), **values, "message": alert.message[:_MAX_TEXT]}
 
 
-def _random(seed: int | None, moments: Mapping[When, Snapshot | None]) -> dict[str, Any]:
-    for when in ("at", "before"):
-        moment = moments[when]
-        if moment is not None and moment.detail is not None and moment.detail.random_states:
-            states = moment.detail.random_states.items()
-            encoded = {name: base64.b64encode(state).decode() for name, state in states}
-            return {"seed": seed, "step": moment.step, "states": encoded}
-    return {"seed": seed, "step": None, "states": {}}
+def _random(seed: int | None, step: Snapshot | None) -> dict[str, Any]:
+    states = step.detail.random_states if step is not None and step.detail is not None else {}
+    return {
+        "seed": seed,
+        "step": step.step if step is not None and states else None,
+        "states": {name: base64.b64encode(state).decode() for name, state in states.items()},
+    }
 
 
 def _profile(step: Snapshot, names: Sequence[str]) -> dict[str, Any]:

@@ -122,6 +122,7 @@ class FlightRecorder:
             return
         if flight.at is None or flight.at.step < step.step <= flight.step:
             flight.at = step  # the alert came with the loss, before its step was recorded
+            flight.last_full = step if record.full else flight.last_full
         if step.step >= flight.step + max(1, self._count // 4):
             self._complete()
 
@@ -154,14 +155,14 @@ class FlightRecorder:
 
     def _begin(self, step: int) -> None:
         oldest = self._steps[0].step if self._steps else step
-        at = self._details[-1] if self._details else None
+        at = last_full = self._details[-1] if self._details else None
         if self._steps and (at is None or at.step < self._steps[-1].step):
             at = self._steps[-1]
         earlier = [s for s in self._details if s.step <= step - self._count // 4]
         earlier = earlier[-1:] or [s for s in (*self._details, *self._steps) if s is not at]
         before = earlier[0] if earlier and at is not None and earlier[0].step < at.step else None
         alerts = [alert for alert in self._alerts if alert.step >= oldest]
-        self._flight = Flight(step=step, before=before, at=at, alerts=alerts)
+        self._flight = Flight(step=step, before=before, at=at, last_full=last_full, alerts=alerts)
 
     def _complete(self) -> None:
         if self._flight is not None:

@@ -204,7 +204,7 @@ def test_a_fast_path_of_evaluation_stays_fast_on_unlogged_steps(tmp_path: Path) 
     """A transformer layer that has hooks takes the slow path."""
     model = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     optimizer = sgd(model)
-    with HookLogger(model, tmp_path, every_n_steps=100):
+    with HookLogger(model, tmp_path, every_n_steps=100, alerts=()):
         model(torch.randn(2, 3, 8)).sum().backward()
         optimizer.step()
         assert not any(module._forward_hooks for module in model.modules())
@@ -256,7 +256,7 @@ def histogram_counts(log_dir: Path, tag: str) -> dict[int, int]:
 
 def test_a_phase_inside_of_a_phase(tmp_path: Path) -> None:
     model = mlp()
-    with HookLogger(model, tmp_path, every_n_steps=100) as logger:
+    with HookLogger(model, tmp_path, every_n_steps=100, alerts=()) as logger:
         with logger.phase("outer"):
             model(batch())
             with logger.phase("inner"):
@@ -273,7 +273,7 @@ def test_a_phase_inside_of_a_phase(tmp_path: Path) -> None:
 def test_a_phase_that_raises_takes_its_hooks_off(tmp_path: Path) -> None:
     model = mlp()
     optimizer = sgd(model)
-    with HookLogger(model, tmp_path, every_n_steps=100) as logger:
+    with HookLogger(model, tmp_path, every_n_steps=100, alerts=()) as logger:
         loss_of(model).backward()
         optimizer.step()
         with pytest.raises(KeyError), logger.phase("validation"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,31 +36,21 @@ def small_cnn() -> nn.Module:
 
 
 def train(
-    recorder: FlightRecorder,
-    log_dir: Path,
-    *,
-    steps: int,
-    nan_at: int = -1,
-    every_n_steps: int = 10,
-    rules: Iterable[Any] | None = None,
+    log_dir: Path, *, steps: int, nan_at: int = -1, alerts: Iterable[Any] = (), **options: Any
 ) -> None:
-    """A training with the recorder wired up as a rule."""
+    """A training that ends by running out of batches."""
     model = small_cnn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rules = [recorder, *([Nonfinite()] if rules is None else rules)]
-    with HookLogger(
-        model, log_dir, every_n_steps=every_n_steps, alerts=rules, on_alert=recorder.on_alert
-    ) as logger:
-        for step in range(steps):
-            x = torch.rand(4, 1, 8, 8)
+    with HookLogger(model, log_dir, every_n_steps=10, alerts=alerts, **options) as logger:
+        for step in itertools.count():
+            x = [torch.rand(4, 1, 8, 8)] * (step < steps)
             if step == nan_at:
-                x[1, 0, 2, 3] = torch.nan
-            loss = F.cross_entropy(model(x), torch.tensor([0, 1, 2, 0]))
+                x[0][1, 0, 2, 3] = torch.nan
+            loss = F.cross_entropy(model(x[0]), torch.tensor([0, 1, 2, 0]))
             logger.log(loss=loss)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    recorder.close()
 
 
 # --- records without a training ------------------------------------------------------------------
@@ -128,7 +120,11 @@ def moments(flight: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def test_a_bad_batch_in_a_real_training_is_written_down(tmp_path: Path) -> None:
-    train(FlightRecorder(tmp_path, steps=20, seed=SEED), tmp_path, steps=40, nan_at=23)
+    log_dir = tmp_path / "run"
+    recorder = FlightRecorder(tmp_path, steps=20, seed=SEED)
+    rules = [recorder, Nonfinite()]
+    with pytest.raises(IndexError):
+        train(log_dir, steps=40, nan_at=23, alerts=rules, on_alert=recorder.on_alert)
     [path] = flight_files(tmp_path)
     assert path.name == "flight-23.json"
     flight = read_flight(path)
@@ -152,15 +148,43 @@ def test_a_bad_batch_in_a_real_training_is_written_down(tmp_path: Path) -> None:
     assert flight["random"]["seed"] == SEED
 
 
-def test_a_bad_batch_at_a_full_measurement_names_the_module(tmp_path: Path) -> None:
-    train(FlightRecorder(tmp_path, steps=20), tmp_path, steps=21, nan_at=20)
+def test_every_logger_writes_down_a_fault_and_the_exception_that_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(IndexError):
+        train(tmp_path, steps=23, nan_at=20, alerts=[Nonfinite()])
     [path] = flight_files(tmp_path)
     flight = read_flight(path)
+    assert flight["step"] == 20
+    assert flight["exception"]["type"] == "IndexError"
+    assert flight["complete"]
     assert flight["first_bad_module"] == "0"
-    at = profile(flight, "at")
     # One pixel is under 3 x 3 positions of each of four filters, these are under 3 x 4.
-    assert at["nonfinite_activations"] == [4 * 9, 4 * 9, 4 * 12, 4 * 12, 3]
+    bad = [4 * 9, 4 * 9, 4 * 12, 4 * 12, 3]
+    assert profile(flight, "at")["nonfinite_activations"] == bad
     assert profile(flight, "before")["nonfinite_activations"] == [0] * 5
+
+
+def test_random_states_repeat_the_batch(tmp_path: Path) -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(4):
+            yield torch.rand(4, 1, 8, 8)
+        raise ArithmeticError
+
+    seen = []
+    model = small_cnn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def learn(batch: torch.Tensor) -> None:
+        seen.append(batch)
+        model(batch).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ArithmeticError), HookLogger(model, tmp_path, every_n_steps=2, alerts=()):
+        list(map(learn, batches()))
+    flight = read_flight(tmp_path / "flight-4.json")
+    assert flight["random"]["step"] == 2
+    state = base64.b64decode(flight["random"]["states"]["cpu"])
+    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    assert torch.equal(torch.rand(4, 1, 8, 8), seen[2])
 
 
 def test_figures_are_those_of_the_record(tmp_path: Path) -> None:
@@ -253,7 +277,7 @@ def test_all_outputs_and_parameters_of_a_module_count(tmp_path: Path) -> None:
         replace(
             record(0, full=True),
             activations={"a": masked, "b": good, "b[1]": bad, "c": bad},
-            update_ratios={"a.weight": 0.5, "a.bias": np.nan, "b.weight": np.inf, "b.bias": 1.0},
+            update_ratios={"a.weight": np.nan, "b.weight": np.inf, "b.bias": 1.0},
         )
     )
     recorder.on_exception(RuntimeError(), step=1)
@@ -261,7 +285,7 @@ def test_all_outputs_and_parameters_of_a_module_count(tmp_path: Path) -> None:
     assert flight["first_bad_module"] == "b", "a mask of -inf is no fault"
     at = profile(flight, "at")
     assert at["nonfinite_activations"] == [1, 2, 2]
-    assert at["update_ratio"] == [0.5, "Infinity", None]
+    assert at["update_ratio"] == [None, "Infinity", None]
 
 
 def test_errors_until_it_is_complete_are_part_of_one_file(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from browser import PIXEL, open_browser
+from browser import PIXEL
 from known_runs import alert_at, layout_of, write_run
 
 from telemetry.events import FileWriter, summaries
@@ -17,7 +17,7 @@ from telemetry.plugin_data.statistics import MATRIX_STATISTICS
 from telemetry.report import write_report
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 HOSTILE = "</script><img src=x onerror=window.hacked=1>"
 NAMES = ["low", HOSTILE, "high"]
@@ -65,17 +65,17 @@ def test_data_cannot_end_its_script(report: Path) -> None:
     assert HOSTILE not in text
 
 
-def test_the_report_opens_from_disk(report: Path) -> None:
+def test_the_report_opens_from_disk(report: Path, browser: Browser) -> None:
     errors: list[str] = []
-    with open_browser() as browser:
-        page = browser.new_page(viewport={"width": 1300, "height": 800})
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
-        page.goto(f"{report.as_uri()}#p.telemetry.layer=.high&p.telemetry.step=10")
-        check_page(page)
-        page.emulate_media(media="print")
-        assert page.locator(".toolbar").is_hidden()
-        assert page.locator(".alerts").is_visible()
+    page = browser.new_page(viewport={"width": 1300, "height": 800})
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+    page.goto(f"{report.as_uri()}#p.telemetry.layer=.high&p.telemetry.step=10")
+    check_page(page)
+    page.emulate_media(media="print")
+    assert page.locator(".toolbar").is_hidden()
+    assert page.locator(".alerts").is_visible()
+    page.close()
     assert errors == []
 
 

@@ -1,0 +1,46 @@
+"""The runs that the tests of the page look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from known_runs import COLUMN, alert_at, layout_of, write_run
+
+from telemetry.plugin_data.format import MISSING
+from telemetry.plugin_data.statistics import MATRIX_STATISTICS
+
+HOSTILE = "<img src=x onerror=window.hacked=1>"
+DARKEST, LIGHTEST = "#440154", "#fde725"  # viridis
+NAN, INFINITE = {"#d5006d", "#ff7ac0"}, {"#ff5a00", "#7a1f00"}
+COLORS = ["low", "high", "zero", "infinite", "nan", "missing"]
+NAMES = ["stem", "blocks.0.fc", "blocks.0.act", "blocks.1.fc", "blocks.1.act", "head"]
+
+
+def rising(step: int) -> np.ndarray:
+    """Layer i has 10^i at every step."""
+    return np.float32(10.0) ** np.arange(6, dtype=np.float32) * np.float32(1 + step / 1000)
+
+
+def matrices(step: int) -> np.ndarray:
+    values = np.repeat(rising(step)[:, None], len(MATRIX_STATISTICS), axis=1) / 1e5
+    values[[2, 4], COLUMN["update_ratio"]] = MISSING
+    return values
+
+
+def write_runs(logdir: Path) -> None:
+    write_run(
+        logdir / "demo", layout_of(NAMES), steps=range(60), norms=rising, matrices=matrices,
+        every=10,
+        alerts=[
+            alert_at(7, "blocks.0.fc", severity="warning", kind="vanishing_gradient"),
+            alert_at(30, "head", message="The gradient of head exploded."),
+        ],
+    )  # fmt: skip
+    special = np.array([1, 1e6, 0, np.inf, np.nan, MISSING], np.float32)
+    write_run(logdir / "colors", layout_of(COLORS), steps=range(10), norms=lambda _: special)
+    write_run(
+        logdir / HOSTILE, layout_of([HOSTILE, "plain"]), steps=range(5),
+        norms=lambda s: np.ones(2, np.float32),
+        alerts=[alert_at(2, HOSTILE, message=HOSTILE, kind=HOSTILE, consequences=(HOSTILE,))],
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""The Telemetry page as people use it: in Chromium, inside of TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorboard_data_server
+from browser import TelemetryPage, serve
+from page_runs import NAN, write_runs
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_runs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(logdir: Path, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(
+        logdir, log, fast=tensorboard_data_server.server_binary() is not None, wanted=3
+    ) as url:
+        yield url
+
+
+def test_layers_without_the_statistic_are_shown_on_request(page: TelemetryPage) -> None:
+    page.open(run="colors")
+    assert page.pixel(4.5 / 5, 0.5) in NAN  # the last of five rows
+    page.locator("input[type=checkbox]").check()
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    assert page.link()["all"] == "1"
+
+
+def test_hovering_names_layer_step_and_value(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    page.heatmap.hover(position=page.point(1.5 / 6, 20.5 / 60))
+    tooltip = page.locator(".tooltip")
+    tooltip.wait_for(state="visible")
+    text = tooltip.inner_text()
+    assert "blocks.0.fc" in text
+    assert "step 20" in text
+    assert "10.2" in text
+
+
+def test_the_keyboard_moves_through_steps_and_layers(page: TelemetryPage) -> None:
+    page.open(run="demo", layer=".blocks.0.fc", step="20")
+    page.heatmap.focus()
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        page.page.keyboard.press(key)
+    assert (page.link()["layer"], page.link()["step"]) == (".blocks.0.act", "21")
+    for key in ("Home", "PageDown", "Shift+ArrowRight"):
+        page.page.keyboard.press(key)
+    assert (page.link()["layer"], page.link()["step"]) == (".head", "10")
+    page.page.keyboard.press("n")
+    assert (page.link()["layer"], page.link()["step"]) == (".blocks.0.fc", "7")
+    assert "blocks.0.fc, step 7" in page.locator(".announcer").inner_text()
+
+
+def test_dragging_zooms_in_both_directions(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    whole = page.pixel(0.1, 0.5)
+    page.drag((3.1 / 6, 0.25), (5.9 / 6, 0.5))
+    step0, step1, row0, row1 = map(float, page.link()["zoom"].replace("%2C", ",").split(","))
+    assert (row0, row1) == (3, 6)
+    assert step0 == pytest.approx(15, abs=1)
+    assert step1 == pytest.approx(30, abs=1)
+    page.locator("button.reset:not([disabled])").wait_for()
+    assert page.pixel(0.1, 0.5) != whole
+    page.page.keyboard.press("0")
+    page.locator("button.reset[disabled]").wait_for(state="attached")
+    assert page.pixel(0.1, 0.5) == whole
+
+
+def test_groups_fold_into_one_row(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    page.locator("label:has-text('Layers') select").select_option("1")
+    assert page.link()["folded"] == "blocks"
+    # Three rows: stem, blocks, head; a group has the color of its largest layer.
+    third = page.pixel(0.5, 0.5)
+    page.open(run="demo")
+    assert third == page.pixel(4.5 / 6, 0.5)
+
+
+def test_a_search_leaves_the_layers_that_match(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    page.locator("input[type=search]").fill("act")
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    page.page.wait_for_function("location.hash.includes('search=act')")
+    top = page.pixel(0.25, 0.5)
+    page.open(run="demo")
+    assert top == page.pixel(2.5 / 6, 0.5)
+
+
+def test_values_are_shown_relative_to_a_median(page: TelemetryPage) -> None:
+    page.open(run="demo", mode="own")
+    middle = {page.pixel((row + 0.5) / 6, 0.45) for row in range(6)}
+    assert len(middle) == 1  # each layer is at its own median
+    page.open(run="demo", mode="depth")
+    assert len({page.pixel((row + 0.5) / 6, 0.5) for row in range(6)}) == 6
+
+
+def test_the_page_follows_dark_mode(page: TelemetryPage) -> None:
+    page.open(run="colors", all="1", dark=True)
+    assert page.locator("html.dark").count() == 1
+    dark = page.pixel(5.5 / 6, 0.5)
+    page.screenshot("page-dark")
+    page.page.evaluate("document.body.classList.remove('dark-mode')")
+    page.locator("html:not(.dark)").wait_for(state="attached")
+    page.page.wait_for_timeout(100)  # one frame
+    assert page.pixel(5.5 / 6, 0.5) != dark
+
+
+def test_a_link_restores_what_was_seen(page: TelemetryPage) -> None:
+    link = {
+        "run": "demo", "statistic": "weight_norm", "mode": "depth", "folded": "blocks.0",
+        "layer": ".head", "step": "30", "search": "b",
+    }  # fmt: skip
+    page.open(**link)
+    page.page.reload()
+    page.wait()
+    assert page.link() == link
+    assert page.locator("label:has-text('Statistic') select").input_value() == "weight_norm"
+    assert "head" in page.locator(".detail h2").inner_text()
+
+
+def test_no_other_host_is_asked(page: TelemetryPage) -> None:
+    asked: list[str] = []
+    page.page.on("request", lambda request: asked.append(request.url))
+    page.open(run="demo", layer=".head")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    ours = [url for url in asked if "/plugin/telemetry/" in url]
+    assert ours
+    assert all(url.startswith((page.address, "data:", "about:")) for url in asked)
+
+
+def test_a_narrow_window_is_enough(page: TelemetryPage) -> None:
+    page.page.set_viewport_size({"width": 900, "height": 900})
+    page.open(run="demo", layer=".head", step="30")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    assert page.frame.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.screenshot("page-narrow")
+
+
+@pytest.mark.parametrize(
+    ("route", "answer", "state", "text"),
+    [
+        ("runs", "[]", "empty", "No run with telemetry yet"),
+        ("run?*", '{"newerFormat": "format 9"}', "newer", "newer version of telemetry"),
+    ],
+)
+def test_every_state_has_its_message(
+    page: TelemetryPage, route: str, answer: str, state: str, text: str
+) -> None:
+    page.page.route(
+        f"**/plugin/telemetry/{route}",
+        lambda request: request.fulfill(body=answer, content_type="application/json"),
+    )
+    page.open(ready=state)
+    assert text in page.locator(".message").inner_text()
+    page.screenshot(f"page-{state}")
+
+
+def test_a_failure_can_be_tried_again(page: TelemetryPage) -> None:
+    page.page.route("**/plugin/telemetry/matrix?*", lambda request: request.abort())
+    page.open(ready="error")
+    assert "could not be shown" in page.locator(".message").inner_text()
+    page.page.unroute("**/plugin/telemetry/matrix?*")
+    page.locator(".message button").click()
+    page.wait()
+    page.errors.clear()  # the browser itself complains about the aborted request
+
+
+def test_loading_is_told(page: TelemetryPage) -> None:
+    page.page.route("**/plugin/telemetry/matrix?*", lambda request: None)
+    page.open(ready="false")
+    page.locator(".message[data-state=loading]").wait_for()
