@@ -1,4 +1,4 @@
-"""The command ``telemetry``: a report, a table or the alerts of a run, straight from its files."""
+"""The command ``telemetry``: reports, tables and alerts of a run, straight from its files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from telemetry.events import list_event_files
+from telemetry.flight import explain
 from telemetry.plugin_data import STATISTICS, Statistic
 from telemetry.plugin_data.files import FileSource
 from telemetry.plugin_data.run_data import RunData
@@ -59,7 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     alerts.set_defaults(command=_alerts)
 
-    for command in (report, summary, alerts):
+    explanation = commands.add_parser("explain", help="tell what was recorded around a fault")
+    explanation.set_defaults(command=_explain)
+
+    for command in (report, summary, alerts, explanation):
         command.add_argument("run", type=Path, metavar="RUN", help="directory of the run")
     return parser
 
@@ -132,6 +136,13 @@ def _print_alert(alert: Alert, console: Console) -> None:
     console.print(head, soft_wrap=True)
     for line in (*alert.message.splitlines(), *alert.consequences):
         console.print(Text(f"  {_plain(line)}"), soft_wrap=True)
+
+
+def _explain(args: argparse.Namespace, console: Console) -> int:
+    path = args.run if args.run.is_file() else _log_dir(args.run)
+    for line in explain(path).splitlines():
+        console.print(Text(_plain(line)), soft_wrap=True)
+    return 0
 
 
 def _open(path: Path) -> RunData:

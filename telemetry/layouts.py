@@ -19,24 +19,12 @@ _TITLES = {
     "dead_units": "Share of dead units",
 }
 
-_BY_LAYER = {
-    "grad_norm": "Gradient norm",
-    "update_ratio": "Update ratio",
-    "activation_rms": "Activation RMS",
-    "dead_units": "Dead units",
-}
-
-
 def custom_scalars_value() -> Summary.Value:
     """What to write once per run, at step 0."""
     layout = layout_pb2.Layout(
         category=[
             layout_pb2.Category(
                 title="Telemetry: over the depth", chart=[_loss(), *map(_margins, depth.STATISTICS)]
-            ),
-            # Closed: each of these asks the server for up to twelve tags.
-            layout_pb2.Category(
-                title="Telemetry: by layer", chart=[*map(_layers, _BY_LAYER)], closed=True
             ),
         ]
     )
@@ -60,11 +48,4 @@ def _margins(statistic: str) -> layout_pb2.Chart:
     return layout_pb2.Chart(
         title=f"{_TITLES[statistic]}: median over all layers, 5 to 95 %",
         margin=layout_pb2.MarginChartContent(series=[series]),
-    )
-
-
-def _layers(statistic: str) -> layout_pb2.Chart:
-    return layout_pb2.Chart(
-        title=f"{_BY_LAYER[statistic]} by layer",
-        multiline=layout_pb2.MultilineChartContent(tag=[rf"^{statistic}/\d+\."]),
     )

@@ -164,7 +164,7 @@ class HookLogger:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exception is not None:
+        if exception is not None and _is_first_rank():
             self._pipeline.flush()
             self._flight.on_exception(exception, self._capture.step)
         self.close()
@@ -287,16 +287,20 @@ class HookLogger:
 
     def _note_alert(self, alert: Alert) -> None:
         self._alerts.append(alert)
-        self._flight.on_alert(alert)
-        try:
-            self._alert_file.write(alert)
-        except OSError:
-            self._faults.report("to append to alerts.jsonl")
+        if _is_first_rank():
+            self._write_down(alert)
         if self._on_alert == "raise":
             if alert.stage != "end":
                 self._to_raise = self._to_raise or alert
         elif self._on_alert is not None:
             self._on_alert(alert)
+
+    def _write_down(self, alert: Alert) -> None:
+        self._flight.on_alert(alert)
+        try:
+            self._alert_file.write(alert)
+        except OSError:
+            self._faults.report("to append to alerts.jsonl")
 
     def _raise_if_asked(self) -> None:
         if self._to_raise is not None and not self._pipeline.on_own_thread():
@@ -365,9 +369,14 @@ def _open_writer(writer: object, first_step: int) -> tuple[tensorboard.SummaryWr
         raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
 
 
+def _is_first_rank() -> bool:
+    """Whether this process is the one of several that speaks and writes for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _say_where(log_dir: str) -> None:
-    """Print how to look at the run; of several ranks only the first does."""
-    if os.environ.get("RANK", "0") == "0":
+    """Print how to look at the run."""
+    if _is_first_rank():
         print(links.how_to_look(log_dir), file=sys.stderr)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from telemetry.flight import explain, flight_files
 from telemetry.plugin_data import STATISTICS, payloads
 from telemetry.plugin_data.builtin_tags import histogram_tags
 from telemetry.plugin_data.files import FileSource
@@ -41,6 +42,7 @@ script-src 'unsafe-inline' data:; style-src 'unsafe-inline'">
 <body>
 <h1 class="report-title">{title}<span class="count">{facts}</span></h1>
 <div id="telemetry"></div>
+{faults}
 <script type="application/json" id="data">{data}</script>
 <script type="module">import {{ render }} from "telemetry/report_page.js"; render();</script>
 </body>
@@ -73,11 +75,12 @@ def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) 
             f"{os.fspath(log_dir)}: holds event files, but nothing that telemetry wrote"
         )
     name = Path(log_dir).resolve().name
-    Path(path).write_text(_page(name, overview, _data(name, run, overview)), encoding="utf-8")
+    page = _page(name, overview, _data(name, run, overview), _faults(log_dir))
+    Path(path).write_text(page, encoding="utf-8")
     return source.problems
 
 
-def _page(name: str, overview: Overview, data: dict[str, Any]) -> str:
+def _page(name: str, overview: Overview, data: dict[str, Any], faults: str) -> str:
     files = read_static_files()
     alerts = len(overview.alerts)
     facts = [
@@ -89,8 +92,23 @@ def _page(name: str, overview: Overview, data: dict[str, Any]) -> str:
         title=html.escape(f"Telemetry: {name}"),
         facts=", ".join(facts),
         style=files["style.css"].decode(),
+        faults=faults,
         imports=_script_json({"imports": dict(_modules(files))}),
         data=_script_json(data),
+    )
+
+
+def _faults(log_dir: str | os.PathLike[str]) -> str:
+    """What the flight recorder kept around faults, as a section; empty if it kept nothing."""
+    if not flight_files(log_dir):
+        return ""
+    try:
+        text = explain(log_dir)
+    except (OSError, ValueError) as error:
+        text = str(error)
+    return (
+        '<section class="faults"><h2>Around the faults</h2>'
+        f"<pre>{html.escape(text)}</pre></section>"
     )
 
 

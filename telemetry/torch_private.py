@@ -332,5 +332,6 @@ def norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> lis
     """Vector norm of each tensor, in ``dtype``, which is not narrower than theirs."""
     at_once = _find(torch, "_foreach_norm", "gradient norms take longer")
     if at_once is not None:
-        return [norm.to(dtype) for norm in at_once(list(tensors), order, dtype=dtype)]
+        norms: list[Tensor] = at_once(list(tensors), order, dtype=dtype)
+        return [norm if norm.dtype is dtype else norm.to(dtype) for norm in norms]
     return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]

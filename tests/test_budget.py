@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -69,7 +70,7 @@ def test_a_run_stays_within_the_budget_once_the_first_measurement_is_paid_for(
 
 
 def test_what_is_cheap_enough_is_measured_as_often_as_asked_for() -> None:
-    run = Run(bare_s=0.1, full_s=0.005)
+    run = Run(bare_s=0.1, full_s=0.004)
     budget = Budget(max_overhead=0.01, every_n_steps=10)
     run.go_on(budget, 1000)
     assert [step for step, _ in run.measured] == list(range(0, 1000, 10))
@@ -82,8 +83,9 @@ def test_the_interval_is_stretched_no_further_than_needed() -> None:
     budget = Budget(max_overhead=0.01, every_n_steps=3)
     run.go_on(budget, 3000)
     steps = [step for step, _ in run.measured]
-    gaps = [after - before for before, after in zip(steps, steps[1:], strict=False)]
-    assert set(gaps) <= {18, 21, 24}
+    gaps = [after - before for before, after in pairwise(steps)]
+    assert gaps[0] == 42  # it pays for the first, too
+    assert set(gaps[1:]) <= {18, 21}
     assert all(step % 3 == 0 for step in steps)
     assert run.overhead == pytest.approx(0.01, rel=0.02)
 
@@ -117,7 +119,7 @@ def test_parts_do_not_grow_without_end_where_fewer_layers_are_no_cheaper() -> No
     budget = Budget(max_overhead=0.01, every_n_steps=1)
     run.go_on(budget, 50_000)
     assert 1 < budget.turn.parts <= MAX_PARTS
-    assert run.overhead <= 0.01
+    assert run.overhead <= 0.01 * (1 + 1e-9)
     assert len(run.measured) == 5
 
 

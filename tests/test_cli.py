@@ -139,6 +139,17 @@ def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "out.html" in capsys.readouterr().out
 
 
+def test_a_run_without_a_fault_is_explained_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demo(tmp_path)
+    assert main(["explain", str(tmp_path)]) == 0
+    assert "no flight file" in capsys.readouterr().out
+    broken = tmp_path / "flight-3.json"
+    broken.write_text("{")
+    assert main(["explain", str(broken)]) == 2
+
+
 def test_the_command_does_without_torch() -> None:
     code = "import sys, telemetry.cli; assert not {'torch', 'tensorflow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -64,6 +64,8 @@ class LossTrend:
         self._peak = 0.0
         self.is_worse = False
         """Whether it rose four standard deviations of its past above it."""
+        self.is_better = False
+        """Whether it fell below what it used to be by more than it usually strays."""
         self.is_recovering = False
         """Whether it is worse than it was, but falling: a fifth of the rise is undone."""
 
@@ -81,6 +83,7 @@ class LossTrend:
         usual = self._past.median
         spread = max(self._past.spread, 1e-3 * abs(usual))
         self.is_worse = recent > usual + 4 * spread
+        self.is_better = recent < usual - spread
         self._steps_worse = self._steps_worse + 1 if self.is_worse else 0
         self._peak = max(self._peak, recent) if self._steps_worse > 1 else recent
         self.is_recovering = self.is_worse and recent < self._peak - 0.2 * (self._peak - usual)

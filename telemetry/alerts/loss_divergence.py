@@ -96,7 +96,7 @@ class LossDivergence:
 _REACH = 20
 _FEW = 5
 _JUMP = 3.0
-_CALM_STEPS = 50
+_CALM_STEPS = 10
 
 
 def _median_ratio(record: StepRecord) -> float:

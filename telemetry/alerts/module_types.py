@@ -34,8 +34,8 @@ POOLING = frozenset(
     + [f"Adaptive{kind}Pool{n}d" for kind in ("Avg", "Max") for n in (1, 2, 3)]
 )
 UNBOUNDED = frozenset(
-    ["ReLU", "LeakyReLU", "PReLU", "RReLU", "GELU", "SiLU", "Mish", "ELU", "CELU", "SELU"]
-    + ["Softplus", "Hardswish", "GLU", "Softmax", "LogSoftmax", "ReLU6"]
+    ["ReLU", "LeakyReLU", "PReLU", "RReLU", "ReLU6", "GELU", "SiLU", "Mish", "ELU", "CELU"]
+    + ["SELU", "Softplus", "Hardswish", "GLU", "Softmax", "LogSoftmax"]
 )
 """Activations without two flat ends, and distributions, which have other reasons to be flat."""
 

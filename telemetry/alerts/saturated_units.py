@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,7 +26,8 @@ class SaturatedUnits:
 
     Outputs of the network may be flat because the predictions are right; only layers before others
     with parameters count. So may hidden ones after training (binary codes); so it speaks of layers
-    that were flat from the beginning, and of those that became so while the loss rose.
+    that were flat from the beginning, that became so within 20 steps and to no advantage, or while
+    the loss rose.
 
     Args:
         fraction: Of the outputs that are flat.
@@ -37,10 +39,8 @@ class SaturatedUnits:
     def __init__(self, *, fraction: float = 0.8, looks: int = 2) -> None:
         self._fraction = fraction
         self._looks_needed = looks
-        self._looks: dict[str, int] = {}
-        self._suspects: set[str] = set()
+        self._layers: dict[str, _Layer] = {}
         self._ranges: dict[str, tuple[float, float]] = {}
-        self._was_fine: set[str] = set()
         self._loss = LossTrend()
         self._undecided = False
         self._episode = Episode(_CALM_LOOKS)
@@ -57,20 +57,22 @@ class SaturatedUnits:
         self._undecided = False
         found = None
         for name, share in self._flat_shares(record):
-            if share < self._fraction:
-                self._looks.pop(name, None)
-                self._suspects.discard(name)
-                if share < _FINE:
-                    self._was_fine.add(name)
-                continue
-            looks = self._looks[name] = self._looks.get(name, 0) + 1
-            if name not in self._was_fine or self._loss.is_worse:
-                self._suspects.add(name)
-            if looks < self._looks_needed:
-                self._undecided = True
-            elif name in self._suspects and found is None:
+            if self._is_faulty(name, share, record.step) and found is None:
                 found = _alert(record, name, share, self._fraction)
         return self._episode.update(record, found)
+
+    def _is_faulty(self, name: str, share: float, step: int) -> bool:
+        layer = self._layers.setdefault(name, _Layer())
+        if share < self._fraction:
+            layer.looks, layer.is_suspect = 0, False
+            layer.fine_at = step if share < _FINE else layer.fine_at
+            return False
+        layer.looks += 1
+        sudden = layer.fine_at is None or step - layer.fine_at <= _SUDDEN
+        if self._loss.is_worse or (sudden and not self._loss.is_better):
+            layer.is_suspect = True
+        self._undecided |= layer.looks < self._looks_needed
+        return layer.is_suspect and layer.looks >= self._looks_needed
 
     def _flat_shares(self, record: StepRecord) -> Iterator[tuple[str, float]]:
         """Hidden layers and which share of their outputs is flat, in forward order."""
@@ -100,7 +102,23 @@ class SaturatedUnits:
         return _share_beyond(sketch, Flat(low=low, high=high))
 
 
+@dataclass(kw_only=True)
+class _Layer:
+    """What is known of one layer.
+
+    Attributes:
+        looks: Full measurements in a row at which it was flat.
+        fine_at: The last step at which it was not; None if it never was.
+        is_suspect: Whether its being flat is no success of training.
+    """
+
+    looks: int = 0
+    fine_at: int | None = None
+    is_suspect: bool = False
+
+
 _FINE = 0.5
+_SUDDEN = 20
 _BLOCKED = 0.7
 _CALM_LOOKS = 3
 _LARGE = 10.0

@@ -77,7 +77,7 @@ def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
         if values is not None:
             if values.numel() == 0:
                 values = values.new_zeros(1)
-            wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+            wide = torch.float64 if values.dtype is torch.float64 else torch.float32
             groups.setdefault((values.device, wide), []).append((index, values))
     return [
         _norms_of_group(pairs, wide)

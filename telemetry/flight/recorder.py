@@ -31,8 +31,8 @@ class FlightRecorder:
 
     Of each step the gradient norms of all modules, loss and learning rates are kept, of full
     measurements the sketches, too, in at most 64 MiB (16 MiB and 48 MiB; the latest two of each are
-    kept in any case). What a file says is told in :mod:`telemetry.flight.document`; it is at most
-    8 MiB.
+    kept in any case, as are three of the fault that is being recorded). What a file says is told in
+    :mod:`telemetry.flight.document`; it is at most 8 MiB.
 
     A file is written at an alert of severity ``error``, and when an exception ends the training. It
     is completed with what came after when a quarter of ``steps`` has passed, or at :meth:`close`;

@@ -105,6 +105,18 @@ def test_a_large_run_is_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert json.loads(found[1])["histograms"] == {}
 
 
+def test_what_was_recorded_around_a_fault_is_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telemetry.report.flight_files", lambda _: [tmp_path])
+    monkeypatch.setattr("telemetry.report.explain", lambda _: HOSTILE)
+    write_demo(tmp_path / "demo")
+    write_report(tmp_path / "demo", tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Around the faults" in text
+    assert HOSTILE not in text
+
+
 def test_files_without_our_data_are_told(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path)
     writer.write_values([summaries.scalar("loss", 1.0)], 0)

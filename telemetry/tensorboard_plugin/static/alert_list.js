@@ -27,11 +27,19 @@ export class AlertList {
       .filter((alert) => !this.kind || alert.kind === this.kind)
       .filter((alert) => !this.severity || alert.severity === this.severity)
       .sort((a, b) => b.step - a.step);
-    const count = shown.length === alerts.length ? alerts.length : `${shown.length} of ${alerts.length}`;
+    const count =
+      shown.length === alerts.length ? alerts.length : `${shown.length} of ${alerts.length}`;
     fill(
       this.node,
-      element("h2", {}, "Alerts", element("span", { class: "count" }, alerts.length ? `${count}` : "none")),
-      alerts.length ? this.#filters(kinds) : element("p", { class: "muted" }, "Nothing was found wrong with this run so far."),
+      element(
+        "h2",
+        {},
+        "Alerts",
+        element("span", { class: "count" }, alerts.length ? `${count}` : "none"),
+      ),
+      alerts.length
+        ? this.#filters(kinds)
+        : element("p", { class: "muted" }, "Nothing was found wrong with this run so far."),
       element("ul", {}, ...shown.map((alert) => this.#item(alert))),
     );
   }
@@ -44,8 +52,22 @@ export class AlertList {
     return element(
       "div",
       { class: "filters" },
-      dropDown("Kind", [["", "all"], ...kinds.map((kind) => [kind, kindTitle(kind)])], this.kind, set("kind")),
-      dropDown("Severity", [["", "all"], ["error", "errors"], ["warning", "warnings"]], this.severity, set("severity")),
+      dropDown(
+        "Kind",
+        [["", "all"], ...kinds.map((kind) => [kind, kindTitle(kind)])],
+        this.kind,
+        set("kind"),
+      ),
+      dropDown(
+        "Severity",
+        [
+          ["", "all"],
+          ["error", "errors"],
+          ["warning", "warnings"],
+        ],
+        this.severity,
+        set("severity"),
+      ),
     );
   }
 

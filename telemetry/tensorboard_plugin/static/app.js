@@ -4,7 +4,7 @@ import { AlertList } from "./alert_list.js";
 import { Detail } from "./detail.js";
 import { element, fill } from "./dom.js";
 import { columnAt, valueAt } from "./field.js";
-import { formatStep, formatValue } from "./format.js";
+import { formatValue } from "./format.js";
 import { KEY_HELP, watchKeys } from "./keyboard.js";
 import { drawLegend } from "./legend.js";
 import { Panel } from "./panel.js";
@@ -15,6 +15,7 @@ import { NewerFormatError } from "./source.js";
 import { emptyMessage, failureMessage, loadingMessage, newerFormatMessage } from "./states.js";
 import { theme as readTheme } from "./theme.js";
 import { drawToolbar } from "./toolbar.js";
+import { Tooltip } from "./tooltip.js";
 import { clampRows, limit, panView, reveal, scaleView, wholeView } from "./view.js";
 
 const DETAIL_DELAY_MS = 120;
@@ -75,7 +76,7 @@ export class App {
     this.toolbar = element("header", { class: "toolbar" });
     this.stage = element("main", { class: "stage" });
     this.legend = element("div", { class: "legend" });
-    this.tooltip = element("div", { class: "tooltip", role: "tooltip", hidden: true });
+    this.tooltip = new Tooltip();
     this.announcer = element("p", { class: "announcer", "aria-live": "polite" });
     this.alertList = new AlertList((alert) => this.#chooseAlert(alert));
     this.detail = new Detail({
@@ -85,8 +86,19 @@ export class App {
     });
     this.side = element("aside", { class: "side" }, this.detail.node, this.alertList.node);
     this.messageArea = element("div", { class: "message-area" });
-    this.body = element("div", { class: "body" }, element("div", { class: "center" }, this.stage, this.legend, element("p", { class: "muted keys" }, KEY_HELP)), this.side);
-    fill(this.root, this.toolbar, this.messageArea, this.body, this.tooltip, this.announcer);
+    this.body = element(
+      "div",
+      { class: "body" },
+      element(
+        "div",
+        { class: "center" },
+        this.stage,
+        this.legend,
+        element("p", { class: "muted keys" }, KEY_HELP),
+      ),
+      this.side,
+    );
+    fill(this.root, this.toolbar, this.messageArea, this.body, this.tooltip.node, this.announcer);
     new ResizeObserver(() => this.draw()).observe(this.stage);
     window.addEventListener("beforeprint", () => this.#drawNow());
   }
@@ -101,7 +113,9 @@ export class App {
     const { run, other, statistic } = this.state;
     const names = other ? [run, other] : [run];
     const kept = new Map(this.panels.map((panel) => [panel.run, panel]));
-    const panels = names.map((name) => kept.get(name) ?? new Panel(this.source, name, this.#panelEvents(name)));
+    const panels = names.map(
+      (name) => kept.get(name) ?? new Panel(this.source, name, this.#panelEvents(name)),
+    );
     const request = (this.request = Symbol("request"));
     document.documentElement.dataset.ready = "false";
     if (panels.some((panel) => !panel.overview)) this.#message(loadingMessage());
@@ -112,7 +126,8 @@ export class App {
       return;
     }
     if (request !== this.request) return; // something else has been chosen meanwhile
-    for (const panel of panels) if (!kept.has(panel.run)) watchKeys(panel.heatmap.node, this.#keys());
+    for (const panel of panels)
+      if (!kept.has(panel.run)) watchKeys(panel.heatmap.node, this.#keys());
     this.panels = panels;
     const { statistics } = panels[0].overview;
     if (!statistics.some((known) => known.name === statistic)) {
@@ -155,7 +170,10 @@ export class App {
 
   whole() {
     const rowCount = Math.max(...this.panels.map((panel) => this.#rows(panel).length));
-    return wholeView(this.panels.map((panel) => panel.extent(this.statistic)), rowCount);
+    return wholeView(
+      this.panels.map((panel) => panel.extent(this.statistic)),
+      rowCount,
+    );
   }
 
   view() {
@@ -194,7 +212,18 @@ export class App {
     for (const { panel, rows, field, values } of parts) {
       panel.title.hidden = parts.length === 1;
       const size = this.#size(rowCount, parts.length);
-      panel.draw({ ...size, statistic, theme, view: clampRows(view, rows.length), isZoomed, rows, field, values, scale, selection: this.#selection(panel) });
+      panel.draw({
+        ...size,
+        statistic,
+        theme,
+        view: clampRows(view, rows.length),
+        isZoomed,
+        rows,
+        field,
+        values,
+        scale,
+        selection: this.#selection(panel),
+      });
     }
     drawLegend(this.legend, scale, statistic, state.mode, theme);
     this.#drawSide();
@@ -206,7 +235,8 @@ export class App {
     const { statistic, state, panels } = this;
     const fields = panels.map((panel) => panel.field(statistic));
     const key = `${statistic.name} ${state.mode}`;
-    const isKnown = this.known?.key === key && this.known.fields.every((field, i) => field === fields[i]);
+    const isKnown =
+      this.known?.key === key && this.known.fields.every((field, i) => field === fields[i]);
     if (!isKnown || this.known.fields.length !== fields.length) {
       const values = fields.map((field, i) => panels[i].values(field, statistic, state.mode));
       this.known = { key, fields, scale: makeScale(statistic, state.mode, values) };
@@ -240,12 +270,23 @@ export class App {
       return paths.length === folded.size && paths.every((path) => folded.has(path));
     };
     const depth = Array.from({ length: depths + 1 }, (_, i) => i).find(isFoldedAt);
-    const content = { state: this.state, runs: this.runs, statistics: overview.statistics, depths, foldedDepth: depth === undefined ? "" : String(depth), isZoomed };
+    const content = {
+      state: this.state,
+      runs: this.runs,
+      statistics: overview.statistics,
+      depths,
+      foldedDepth: depth === undefined ? "" : String(depth),
+      isZoomed,
+    };
     drawToolbar(this.toolbar, content, (changes) => this.change(changes));
   }
 
   #drawSide() {
-    const alerts = this.panels.flatMap((panel) => panel.alerts.map((alert) => (this.panels.length > 1 ? { ...alert, run: panel.run, original: alert } : alert)));
+    const alerts = this.panels.flatMap((panel) =>
+      panel.alerts.map((alert) =>
+        this.panels.length > 1 ? { ...alert, run: panel.run, original: alert } : alert,
+      ),
+    );
     this.alertList.show(alerts, this.chosenAlert);
     const panel = this.#detailPanel();
     const layer = panel?.overview.layers.find((known) => known.name === this.state.layer);
@@ -276,12 +317,17 @@ export class App {
       select: (layer, step) => {
         this.focusedRun = run;
         this.chosenAlert = null;
-        this.#select(panel().overview.layers[layer].name, step ?? this.state.step ?? panel().overview.lastStep);
+        this.#select(
+          panel().overview.layers[layer].name,
+          step ?? this.state.step ?? panel().overview.lastStep,
+        );
       },
-      hover: (cell, x, y, group) => this.#showTooltip(panel(), cell, x, y, group),
+      hover: (cell, x, y, group) => this.#hover(panel(), cell, x, y, group),
       zoom: (view) => this.change({ zoom: limit(view, this.whole()) }),
-      scale: (factor, x, y) => this.change({ zoom: limit(scaleView(this.view(), factor, x, y), this.whole()) }),
-      pan: (dx, dy) => this.change({ zoom: limit(panView(this.view(), dx, dy, this.whole()), this.whole()) }),
+      scale: (factor, x, y) =>
+        this.change({ zoom: limit(scaleView(this.view(), factor, x, y), this.whole()) }),
+      pan: (dx, dy) =>
+        this.change({ zoom: limit(panView(this.view(), dx, dy, this.whole()), this.whole()) }),
       unzoom: () => this.change({ zoom: null }),
       fold: (path) => this.#toggleFold(path),
       changed: () => this.draw(),
@@ -295,7 +341,8 @@ export class App {
       moveLayer: (count) => this.#moveLayer(count),
       zoom: (factor) => this.#zoomAtSelection(factor),
       unzoom: () => this.change({ zoom: null }),
-      close: () => (this.state.layer === null ? this.change({ zoom: null }) : this.#select(null, null)),
+      close: () =>
+        this.state.layer === null ? this.change({ zoom: null }) : this.#select(null, null),
       alert: (direction) => this.#moveAlert(direction),
       fold: () => this.#foldSelection(),
       search: () => this.toolbar.querySelector("input").focus(),
@@ -305,7 +352,8 @@ export class App {
   #select(layer, step) {
     const isOther = layer !== this.state.layer;
     let { zoom } = this.state;
-    if (zoom && layer !== null) zoom = limit(reveal(this.view(), step, this.#rowIndex(layer), this.whole()), this.whole());
+    if (zoom && layer !== null)
+      zoom = limit(reveal(this.view(), step, this.#rowIndex(layer), this.whole()), this.whole());
     this.change({ layer, step, zoom });
     this.#announce();
     if (isOther && layer !== null) this.#loadDetailSoon();
@@ -324,16 +372,23 @@ export class App {
     const { layer, step } = this.state;
     const column = step === null ? steps.length - 1 : Math.max(columnAt(steps, step), 0) + count;
     const clamped = Math.min(Math.max(column, 0), steps.length - 1);
-    this.#select(layer ?? panel.overview.layers[this.#rows(panel)[0].layers[0]].name, steps[clamped]);
+    this.#select(
+      layer ?? panel.overview.layers[this.#rows(panel)[0].layers[0]].name,
+      steps[clamped],
+    );
   }
 
   #moveLayer(count) {
     const panel = this.#detailPanel() ?? this.panels[0];
     const rows = this.#rows(panel);
     if (!rows.length) return;
-    const current = this.state.layer === null ? (count > 0 ? -1 : 0) : this.#rowIndex(this.state.layer);
+    const current =
+      this.state.layer === null ? (count > 0 ? -1 : 0) : this.#rowIndex(this.state.layer);
     const row = Math.min(Math.max(current + count, 0), rows.length - 1);
-    this.#select(panel.overview.layers[rows[row].layers[0]].name, this.state.step ?? panel.overview.lastStep);
+    this.#select(
+      panel.overview.layers[rows[row].layers[0]].name,
+      this.state.step ?? panel.overview.lastStep,
+    );
   }
 
   #moveAlert(direction) {
@@ -393,35 +448,11 @@ export class App {
     this.draw();
   }
 
-  #showTooltip(panel, cell, x, y, group) {
-    this.tooltip.hidden = !(cell || group);
-    if (group) {
-      const isFolded = this.state.folded.has(group);
-      fill(this.tooltip, element("b", {}, group), element("span", {}, isFolded ? "click to unfold" : "click to fold"));
-    } else if (cell) fill(this.tooltip, ...this.#cellText(panel, cell));
-    if (this.tooltip.hidden) return;
-    const bounds = panel.heatmap.node.getBoundingClientRect();
-    const { offsetWidth: width, offsetHeight: height } = this.tooltip;
-    const left = bounds.left + x + 16 + width > window.innerWidth ? bounds.left + x - width - 12 : bounds.left + x + 16;
-    const top = Math.min(bounds.top + y + 14, window.innerHeight - height - 6);
-    this.tooltip.style.left = `${Math.max(left, 4)}px`;
-    this.tooltip.style.top = `${top}px`;
-  }
-
-  #cellText(panel, cell) {
-    const { statistic } = this;
+  #hover(panel, cell, x, y, group) {
+    if (group) return this.tooltip.showGroup(panel, group, this.state.folded.has(group), x, y);
+    if (!cell) return this.tooltip.hide();
     const row = this.#rows(panel)[cell.row];
-    const field = panel.heatmap.content.field;
-    const layer = panel.overview.layers[cell.layer];
-    const value = valueAt(field, cell.layer, cell.step);
-    const name = row.folded ? `${row.folded} (${row.type}; here ${titleOf(layer)})` : titleOf(layer);
-    const next = field.steps[cell.column + 1];
-    const steps = next > cell.step + 1 ? `step ${formatStep(cell.step)}, holds until ${formatStep(next)}` : `step ${formatStep(cell.step)}`;
-    return [
-      element("b", {}, name),
-      element("span", {}, `${layer.type} · ${steps}`),
-      element("span", { class: Number.isFinite(value) ? "" : "nonfinite" }, `${statistic.title}: ${formatValue(statistic, value)}`),
-    ];
+    this.tooltip.showCell(panel, cell, row, this.statistic, x, y);
   }
 
   #announce() {
@@ -436,7 +467,8 @@ export class App {
   #message(node) {
     this.body.hidden = true;
     fill(this.messageArea, node);
-    document.documentElement.dataset.ready = node.dataset.state === "loading" ? "false" : node.dataset.state;
+    document.documentElement.dataset.ready =
+      node.dataset.state === "loading" ? "false" : node.dataset.state;
   }
 
   #fail(error) {

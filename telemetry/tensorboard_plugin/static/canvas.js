@@ -25,7 +25,7 @@ export function roundTicks(low, high, count, whole) {
   let stride = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
   if (whole) stride = Math.max(1, Math.round(stride));
   const ticks = [];
-  for (let tick = Math.ceil(low / stride - 1e-9) * stride; tick <= high + stride * 1e-9; ) {
+  for (let tick = Math.ceil(low / stride - 1e-9) * stride; tick <= high + stride * 1e-9;) {
     ticks.push(Math.abs(tick) < stride * 1e-9 ? 0 : tick);
     tick += stride;
   }

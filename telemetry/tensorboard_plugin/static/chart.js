@@ -59,12 +59,7 @@ export function legendOf(curves) {
     "div",
     { class: "curve-legend" },
     ...curves.map((curve) =>
-      element(
-        "span",
-        {},
-        element("i", { style: `background:${curve.color}` }),
-        curve.label,
-      ),
+      element("span", {}, element("i", { style: `background:${curve.color}` }), curve.label),
     ),
   );
 }
@@ -87,7 +82,8 @@ function valueScale(curves, view, log) {
   if (log) {
     [low, high] = [Math.log10(low), Math.log10(high)];
     if (high - low < 0.3) [low, high] = [low - 0.2, high + 0.2];
-  } else if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  } else if (low === high)
+    [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   return { low, high, log };
 }
 

@@ -4,7 +4,7 @@ import { alertText } from "./alert_list.js";
 import { drawChart, legendOf } from "./chart.js";
 import { dropDown, element, fill } from "./dom.js";
 import { columnAt } from "./field.js";
-import { formatStep, formatValue } from "./format.js";
+import { formatNumber, formatStep, formatValue } from "./format.js";
 import { drawHistogram } from "./histogram.js";
 import { titleOf } from "./rows.js";
 
@@ -68,11 +68,17 @@ export class Detail {
     const shapes = layer.parameters
       .map((p) => `${p.name.split(".").pop()} ${p.shape.join("×") || "scalar"}`)
       .join(", ");
-    const button = (text, title, onclick) => element("button", { title, "aria-label": title, onclick }, text);
+    const button = (text, title, onclick) =>
+      element("button", { title, "aria-label": title, onclick }, text);
     return element(
       "header",
       {},
-      element("h2", {}, titleOf(layer), button("✕", "Close (Esc)", () => this.on.close())),
+      element(
+        "h2",
+        {},
+        titleOf(layer),
+        button("✕", "Close (Esc)", () => this.on.close()),
+      ),
       element("p", { class: "muted" }, [layer.type, shapes].filter(Boolean).join(" · ")),
       element(
         "p",
@@ -102,7 +108,11 @@ export class Detail {
             { scope: "row", title: known.description },
             element("button", { onclick: () => this.on.statistic(known.name) }, known.title),
           ),
-          element("td", { class: Number.isFinite(value) ? "" : "nonfinite" }, formatValue(known, value)),
+          element(
+            "td",
+            { class: Number.isFinite(value) ? "" : "nonfinite" },
+            formatValue(known, value),
+          ),
           element("td", {}, canvas),
         );
       });
@@ -112,7 +122,8 @@ export class Detail {
   #curves(series) {
     const { statistic, theme, view, step, alerts } = this.shown;
     const own = series.statistics.get(statistic.name);
-    if (!own) return element("p", { class: "muted" }, `${statistic.title}: not measured for this layer.`);
+    if (!own)
+      return element("p", { class: "muted" }, `${statistic.title}: not measured for this layer.`);
     const curves = [{ ...own, color: theme.curves[0], label: statistic.title }];
     if (statistic.name === "grad_norm" && series.parameters.size > 1) {
       [...series.parameters].slice(0, MAX_CURVES).forEach(([name, curve], i) => {
@@ -150,7 +161,12 @@ export class Detail {
         this.show(this.shown);
       }),
       canvas,
-      element("p", { class: "muted" }, `Bars: step ${formatStep(at)}, ${chosen.steps.length} steps kept by TensorBoard. Linear up to ±${formatValue({ unit: "" }, chosen.unit)}, logarithmic beyond.`),
+      element(
+        "p",
+        { class: "muted" },
+        `Bars: step ${formatStep(at)}; TensorBoard keeps ${chosen.steps.length} steps. `,
+        `Linear up to ±${formatNumber(chosen.unit)}, logarithmic beyond.`,
+      ),
     );
   }
 
@@ -163,8 +179,17 @@ export class Detail {
         if (!steps.length) return [];
         const nearest = steps[Math.max(columnAt(steps, step ?? Infinity), 0)];
         return [
-          element("h3", {}, `${kind.charAt(0).toUpperCase()}${kind.slice(1)}`, element("span", { class: "count" }, `step ${formatStep(nearest)}`)),
-          element("img", { src: source.imageUrl(run, tag, nearest), alt: `${kind} of ${name} at step ${nearest}`, loading: "lazy" }),
+          element(
+            "h3",
+            {},
+            `${kind.charAt(0).toUpperCase()}${kind.slice(1)}`,
+            element("span", { class: "count" }, `step ${formatStep(nearest)}`),
+          ),
+          element("img", {
+            src: source.imageUrl(run, tag, nearest),
+            alt: `${kind} of ${name} at step ${nearest}`,
+            loading: "lazy",
+          }),
         ];
       }),
     );
@@ -178,7 +203,13 @@ export class Detail {
       "div",
       {},
       element("h3", {}, "Alerts of this layer"),
-      ...items.map((alert) => element("div", { class: `alert ${alert.severity === "error" ? "error" : "warning"}` }, ...alertText(alert))),
+      ...items.map((alert) =>
+        element(
+          "div",
+          { class: `alert ${alert.severity === "error" ? "error" : "warning"}` },
+          ...alertText(alert),
+        ),
+      ),
     );
   }
 
@@ -198,7 +229,10 @@ function drawSpark(canvas, curve, statistic, view, theme, step) {
     return statistic.log ? Math.log10(value) : value;
   });
   const finite = scaled.filter((value) => value === value);
-  const [low, high] = [finite.reduce((a, b) => Math.min(a, b), Infinity), finite.reduce((a, b) => Math.max(a, b), -Infinity)];
+  const [low, high] = [
+    finite.reduce((a, b) => Math.min(a, b), Infinity),
+    finite.reduce((a, b) => Math.max(a, b), -Infinity),
+  ];
   const x = (at) => ((at - view.step0) / (view.step1 - view.step0)) * width;
   const y = (value) => height - 2 - ((value - low) / (high - low || 1)) * (height - 4);
   context.strokeStyle = theme.curves[0];

@@ -26,12 +26,6 @@ export function formatStep(step) {
   return String(Math.round(step)).replace(/\B(?=(\d{3})+$)/g, "\u202f");
 }
 
-/** JSON has neither NaN nor infinity; the server sends their names. */
-export function parseNumber(value) {
-  if (typeof value === "number") return value;
-  return { nan: NaN, inf: Infinity, "-inf": -Infinity }[value] ?? NaN;
-}
-
 /** Without zeros at the end of the fraction; those of an exponent stay. */
 function shorten(text) {
   return text.replace(/(\.\d*?)0+(?=e|$)/, "$1").replace(/\.(?=e|$)/, "");

@@ -238,7 +238,7 @@ export class Heatmap {
     }
   }
 
-  #drawCursor(context, { layer, step, row }, color) {
+  #drawCursor(context, { step, row }, color) {
     const { box } = this;
     const [x, y] = [this.#x(step), this.#y(row + 0.5)];
     context.strokeStyle = color;
@@ -284,9 +284,18 @@ export class Heatmap {
 export function drawAlertMark(context, theme, alert, x, y) {
   context.beginPath();
   if (alert.severity === "error") {
-    [[0, -6], [6, 0], [0, 6], [-6, 0]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+    [
+      [0, -6],
+      [6, 0],
+      [0, 6],
+      [-6, 0],
+    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
   } else {
-    [[0, -6], [6, 5], [-6, 5]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+    [
+      [0, -6],
+      [6, 5],
+      [-6, 5],
+    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
   }
   context.closePath();
   context.fillStyle = alert.severity === "error" ? theme.error : theme.warning;

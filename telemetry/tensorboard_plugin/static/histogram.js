@@ -27,7 +27,8 @@ export function drawHistogram(canvas, histogram, { view, theme, width, height, s
   drawValueAxis(context, theme, box, histogram, bins);
   drawStepAxis(context, theme, box, view, "");
   const column = Math.max(columnAt(histogram.steps, step ?? Infinity), 0);
-  const x = box.x + ((histogram.steps[column] - view.step0) / (view.step1 - view.step0)) * box.width;
+  const x =
+    box.x + ((histogram.steps[column] - view.step0) / (view.step1 - view.step0)) * box.width;
   context.strokeStyle = theme.text;
   if (x >= box.x && x <= box.x + box.width) line(context, x, box.y, x, box.y + box.height);
   drawBars(context, theme, box, histogram, bins, column);

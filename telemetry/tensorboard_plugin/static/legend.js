@@ -35,7 +35,10 @@ export function drawLegend(node, scale, statistic, mode, theme) {
 }
 
 function legendTitle(statistic, mode) {
-  const relation = { own: ", relative to the layer's own median", depth: ", relative to the median over all layers" };
+  const relation = {
+    own: ", relative to the layer's own median",
+    depth: ", relative to the median over all layers",
+  };
   return statistic.title + (relation[mode] ?? "");
 }
 

@@ -21,7 +21,11 @@ export class Panel {
     this.run = run;
     this.on = on;
     this.heatmap = new Heatmap(on);
-    this.strip = element("canvas", { class: "strip", role: "img", "aria-label": "Loss and learning rate" });
+    this.strip = element("canvas", {
+      class: "strip",
+      role: "img",
+      "aria-label": "Loss and learning rate",
+    });
     this.stripLegend = element("div", {});
     this.title = element("h2", { class: "run-name" }, run);
     this.notice = element("p", { class: "notice", hidden: true });
@@ -193,9 +197,22 @@ export class Panel {
     fill(this.stripLegend, legendOf(curves.map((curve) => withValue(curve, cursor))));
     const loss = curves.filter((curve) => curve.kind === "loss");
     const rates = curves.filter((curve) => curve.kind !== "loss");
-    const options = { view, theme, width, height: STRIP_HEIGHT, left: gutter, right: RIGHT, cursor };
+    const options = {
+      view,
+      theme,
+      width,
+      height: STRIP_HEIGHT,
+      left: gutter,
+      right: RIGHT,
+      cursor,
+    };
     const log = isLog(loss[0]?.values ?? rates[0].values);
-    drawChart(this.strip, { ...options, curves: loss.length ? loss : rates, log, second: loss.length ? rates : [] });
+    drawChart(this.strip, {
+      ...options,
+      curves: loss.length ? loss : rates,
+      log,
+      second: loss.length ? rates : [],
+    });
   }
 
   #drawNotice(field, statistic) {

@@ -65,9 +65,7 @@ export function encode(scale, values) {
     else if (value === Infinity) codes[i] = INFINITE_CODE;
     else if (value !== value) codes[i] = NAN_CODE;
     else {
-      const place = scale.log
-        ? Math.log(value / scale.low) * factor
-        : (value - scale.low) * factor;
+      const place = scale.log ? Math.log(value / scale.low) * factor : (value - scale.low) * factor;
       codes[i] = FIRST_CODE + Math.round((place < 0 ? 0 : place > 1 ? 1 : place) * span);
     }
   }

@@ -8,7 +8,11 @@ with HookLogger(model, "runs/first", every_n_steps=100):
     train()`;
 
 export function loadingMessage() {
-  return message("loading", "Loading…", element("div", { class: "spinner", "aria-hidden": "true" }));
+  return message(
+    "loading",
+    "Loading…",
+    element("div", { class: "spinner", "aria-hidden": "true" }),
+  );
 }
 
 export function emptyMessage() {
@@ -17,7 +21,11 @@ export function emptyMessage() {
     "No run with telemetry yet",
     element("p", {}, "Wrap your training, and its layers appear here:"),
     element("pre", {}, EXAMPLE),
-    element("p", { class: "muted" }, "If a run has just begun, it shows after TensorBoard has reloaded its data."),
+    element(
+      "p",
+      { class: "muted" },
+      "If a run has just begun, it shows after TensorBoard has reloaded its data.",
+    ),
   );
 }
 
@@ -40,5 +48,10 @@ export function failureMessage(text, retry) {
 }
 
 function message(state, title, ...content) {
-  return element("div", { class: "message", role: "status", dataset: { state } }, element("h1", {}, title), ...content);
+  return element(
+    "div",
+    { class: "message", role: "status", dataset: { state } },
+    element("h1", {}, title),
+    ...content,
+  );
 }

@@ -24,8 +24,6 @@ export function theme() {
     text: color("text"),
     muted: color("muted"),
     line: color("line"),
-    background: color("background"),
-    surface: color("surface"),
     missing: color("missing"),
     accent: color("accent"),
     error: color("error"),

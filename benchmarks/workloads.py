@@ -1,0 +1,120 @@
+"""What the benchmarks train: small models of four kinds, each with one batch of random data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model with one batch of random data."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[], Tensor]
+    classes: int
+    block_steps: int
+
+
+def mnist_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(800, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def resnet18() -> nn.Module:
+    """As is usual for images of CIFAR's size: a small first convolution, no pooling after it."""
+    model: nn.Module = torchvision.models.resnet18(num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+class GPT(nn.Module):
+    """Four pre-norm layers of width 128, 256 tokens."""
+
+    def __init__(
+        self, width: int = 128, depth: int = 4, tokens: int = 256, length: int = 128
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.position = nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.Sequential(*(GPTBlock(width) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, tokens, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.blocks(self.embedding(tokens) + self.position)))
+        return logits
+
+
+class GPTBlock(nn.Module):
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3 * self.heads, -1).transpose(1, 2)
+        q, k, v = qkv.chunk(3, dim=1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x.add(self.mlp(self.norm2(x)))
+
+
+class Residual(nn.Module):
+    """``x`` and a little of what a layer makes of it: signals keep their size at any depth."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.activation = nn.Linear(width, width), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add(self.activation(self.linear(x)), alpha=0.03)
+
+
+def mlp(depth: int, width: int = 64) -> nn.Module:
+    return nn.Sequential(*(Residual(width) for _ in range(depth)))
+
+
+WORKLOADS = [
+    Workload(
+        name="MNIST CNN, batch 64",
+        model=mnist_cnn,
+        inputs=lambda: torch.randn(64, 1, 28, 28),
+        classes=10,
+        block_steps=20,
+    ),
+    Workload(
+        name="GPT, 4 layers of 128, batch 16 × 128 tokens",
+        model=GPT,
+        inputs=lambda: torch.randint(256, (16, 128)),
+        classes=256,
+        block_steps=4,
+    ),
+    Workload(
+        name="ResNet-18, batch 32 × 3 × 32 × 32",
+        model=resnet18,
+        inputs=lambda: torch.randn(32, 3, 32, 32),
+        classes=10,
+        block_steps=2,
+    ),
+    Workload(
+        name="MLP, 1000 layers of 64, batch 32",
+        model=lambda: mlp(1000),
+        inputs=lambda: torch.randn(32, 64),
+        classes=64,
+        block_steps=2,
+    ),
+]

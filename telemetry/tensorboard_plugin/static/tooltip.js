@@ -1,0 +1,62 @@
+// What is under the pointer, in words beside it.
+
+import { element, fill } from "./dom.js";
+import { valueAt } from "./field.js";
+import { formatStep, formatValue } from "./format.js";
+import { titleOf } from "./rows.js";
+
+const MARGIN = 6;
+
+export class Tooltip {
+  constructor() {
+    this.node = element("div", { class: "tooltip", role: "tooltip", hidden: true });
+  }
+
+  hide() {
+    this.node.hidden = true;
+  }
+
+  showGroup(panel, path, isFolded, x, y) {
+    const what = isFolded ? "click to unfold" : "click to fold";
+    fill(this.node, element("b", {}, path), element("span", {}, what));
+    this.#place(panel, x, y);
+  }
+
+  showCell(panel, cell, row, statistic, x, y) {
+    const { field } = panel.heatmap.content;
+    const layer = panel.overview.layers[cell.layer];
+    const value = valueAt(field, cell.layer, cell.step);
+    const name = row.folded
+      ? `${row.folded} (${row.type}; here ${titleOf(layer)})`
+      : titleOf(layer);
+    fill(
+      this.node,
+      element("b", {}, name),
+      element("span", {}, `${layer.type} · ${stepsText(field, cell)}`),
+      element(
+        "span",
+        { class: Number.isFinite(value) ? "" : "nonfinite" },
+        `${statistic.title}: ${formatValue(statistic, value)}`,
+      ),
+    );
+    this.#place(panel, x, y);
+  }
+
+  /** Beside a point of the panel's picture, inside of the window. */
+  #place(panel, x, y) {
+    this.node.hidden = false;
+    const bounds = panel.heatmap.node.getBoundingClientRect();
+    const { offsetWidth: width, offsetHeight: height } = this.node;
+    const right = bounds.left + x + 16;
+    const left = right + width > window.innerWidth ? bounds.left + x - width - 12 : right;
+    const top = Math.min(bounds.top + y + 14, window.innerHeight - height - MARGIN);
+    this.node.style.left = `${Math.max(left, MARGIN)}px`;
+    this.node.style.top = `${top}px`;
+  }
+}
+
+function stepsText(field, cell) {
+  const next = field.steps[cell.column + 1];
+  const step = `step ${formatStep(cell.step)}`;
+  return next > cell.step + 1 ? `${step}, holds until ${formatStep(next)}` : step;
+}
