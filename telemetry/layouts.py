@@ -19,6 +19,7 @@ _TITLES = {
     "dead_units": "Share of dead units",
 }
 
+
 def custom_scalars_value() -> Summary.Value:
     """What to write once per run, at step 0."""
     layout = layout_pb2.Layout(

@@ -103,28 +103,24 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
     A class, because entering a generator costs more than most of what runs inside.
     """
 
-    __slots__ = ("_grad_enabled", "_stack")
+    __slots__ = ("_autocast", "_grad_enabled", "_stack")
 
     def __enter__(self) -> bool:
         self._grad_enabled = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
-        self._stack = _without_modes() if _any_mode() else None
-        return self._stack is None or not _dispatch_modes()
+        self._autocast = tuple(filter(torch.is_autocast_enabled, _device_types()))
+        for device_type in self._autocast:
+            torch.set_autocast_enabled(device_type, False)
+        in_mode = torch.is_inference_mode_enabled() or _dispatch_modes() or _function_modes()
+        self._stack = _without_modes() if in_mode else None
+        return self._stack is None or _leave_dispatch_modes() is not None or not _dispatch_modes()
 
     def __exit__(self, *exception: object) -> None:
         if self._stack is not None:
             self._stack.close()
+        for device_type in self._autocast:
+            torch.set_autocast_enabled(device_type, True)
         torch.set_grad_enabled(self._grad_enabled)
-
-
-def _any_mode() -> bool:
-    return (
-        torch.is_inference_mode_enabled()
-        or _dispatch_modes()
-        or _function_modes()
-        or torch.is_autocast_enabled("cpu")
-        or (_accelerator() != "cpu" and torch.is_autocast_enabled(_accelerator()))
-    )
 
 
 def _dispatch_modes() -> bool:
@@ -163,17 +159,14 @@ def _without_modes() -> contextlib.ExitStack:
     leave = _leave_dispatch_modes()
     if leave is not None:
         stack.enter_context(leave())
-    for device_type in {"cpu", _accelerator()}:
-        if torch.is_autocast_enabled(device_type):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
 
 
 @functools.cache
-def _accelerator() -> str:
-    """Device type of the accelerator that this PyTorch was built for, or ``cpu``."""
+def _device_types() -> tuple[str, ...]:
+    """The CPU and the accelerator that this PyTorch was built for."""
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator is not None else "cpu"
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def is_being_traced(tensor: Tensor) -> bool:
@@ -332,6 +325,5 @@ def norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> lis
     """Vector norm of each tensor, in ``dtype``, which is not narrower than theirs."""
     at_once = _find(torch, "_foreach_norm", "gradient norms take longer")
     if at_once is not None:
-        norms: list[Tensor] = at_once(list(tensors), order, dtype=dtype)
-        return [norm if norm.dtype is dtype else norm.to(dtype) for norm in norms]
+        return list(at_once(list(tensors), order, dtype=dtype))
     return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]

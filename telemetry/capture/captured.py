@@ -20,8 +20,11 @@ from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurements
 from telemetry.records import Layout, StepRecord, TensorRecord
 
-_OBSERVATION_BYTES = 4096
-"""A sketch with its usual number of buckets, and what leads to it."""
+_OBSERVATION_BYTES = 1024
+"""What leads to the record of a small tensor; its values are in the measurer's arena."""
+
+_NORM_BYTES = 16
+"""A norm and the index of its parameter."""
 
 _CLIPPED = 1 - 1e-3
 """Clipping scales by at most 1, so a ratio of norms below this is no rounding."""
@@ -90,7 +93,8 @@ class CapturedStep:
         """Host memory held until :meth:`record`, about; the measurer bounds its own."""
         pictures = [*self.window.feature_maps.values(), *self.window.filters.values()]
         observations = len(self.window.tally.observations)
-        return observations * _OBSERVATION_BYTES + sum(p.nbytes for p in pictures)
+        norms = sum(1 for _ in self.window.indices()) * _NORM_BYTES
+        return observations * _OBSERVATION_BYTES + norms + sum(p.nbytes for p in pictures)
 
     def record(self, scalars: Mapping[str, float]) -> StepRecord:
         """Reduce to numbers and pixels; waits for an accelerator, so not for the training thread.
@@ -132,7 +136,7 @@ class CapturedStep:
                 else None
             ),
             nan_buffers=self._nan_buffers(),
-            nonfinite_parameters=self._nonfinite_parameters(),
+            nonfinite_parameters=self._nonfinite_parameters(tensors["weights"]),
             activations=tensors["activations"],
             activation_grads=tensors["activation_grads"],
             grads=tensors["grads"],
@@ -203,14 +207,16 @@ class CapturedStep:
             if math.isnan(norm)
         )
 
-    def _nonfinite_parameters(self) -> tuple[str, ...]:
+    def _nonfinite_parameters(self, weights: Mapping[str, TensorRecord]) -> tuple[str, ...]:
+        names = [parameter.name for parameter in self.layout.parameters]
         broken = {
-            index
+            names[index]
             for reading in self.window.parameter_norms
             for index, finite in zip(reading.indices, reading.read()[1], strict=True)
             if not finite
         }
-        return tuple(self.layout.parameters[index].name for index in sorted(broken))
+        broken |= {name for name, weight in weights.items() if weight.sketch.nonfinite_count}
+        return tuple(name for name in names if name in broken)
 
     def _update_ratios(self) -> dict[str, float]:
         parameters = self.layout.parameters

@@ -85,6 +85,7 @@ class ModuleHooks:
         self._input_picture = False
         self._unit_axes: dict[tuple[int, ...], int] = {}
         self._hooks: dict[str, ForwardHook] = {}
+        self._installed = False
         self._parameter_handles: list[RemovableHandle] = []
         self._graphs_before = graphs_compiled()
 
@@ -116,6 +117,7 @@ class ModuleHooks:
             self._hooks[name] = hook
         for hook in before.values():
             hook.remove()
+        self._installed = True
         self._pictured = pictured
         self._input_picture = input_picture
 
@@ -172,6 +174,9 @@ class ModuleHooks:
         A graph that is compiled while no hook is there would never show anything. So once
         something has been compiled, hooks stay on modules that have not run outside of a graph.
         """
+        if not self._installed:
+            return
+        self._installed = False
         compiling = graphs_compiled() != self._graphs_before
         for hook in self._hooks.values():
             if not hook.traced and (hook.ran_eagerly or not compiling):

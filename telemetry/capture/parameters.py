@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from telemetry.records import Parameter
-from telemetry.selection import cleaned
+from telemetry.selection import clean_name, cleaned
 
 
 class ParameterTable:
@@ -23,6 +23,8 @@ class ParameterTable:
 
     def __init__(self, model: nn.Module) -> None:
         self._index_of: dict[int, int] = {}
+        self._names: list[str] = []
+        self._any_lazy = False
         self.parameters: tuple[Parameter, ...] = ()
         self.refresh(model)
 
@@ -30,11 +32,12 @@ class ParameterTable:
         """Read the model's parameters again; whether they are others than before."""
         named = dict(model.named_parameters())
         index_of = {id(parameter): index for index, parameter in enumerate(named.values())}
-        parameters = tuple(_described(model, named))
-        if index_of == self._index_of and parameters == self.parameters:
+        names = list(named)
+        if index_of == self._index_of and names == self._names and not self._any_lazy:
             return False
-        self._index_of = index_of
-        self.parameters = parameters
+        self._index_of, self._names = index_of, names
+        self._any_lazy = any(map(is_lazy, named.values()))
+        self.parameters = tuple(_described(model, named))
         return True
 
     def holds(self, optimizer: Optimizer) -> bool:
@@ -52,11 +55,11 @@ class ParameterTable:
 
 
 def _described(model: nn.Module, named: dict[str, nn.Parameter]) -> Iterator[Parameter]:
-    full_names = (name for name, _ in model.named_modules())
-    shown = dict(zip(full_names, cleaned(model.named_modules()), strict=True))
+    chosen = cleaned((name, name) for name, _ in model.named_modules())
+    shown = {full: short for short, full in chosen.items()}
     for name, parameter in named.items():
         owner, _, own = name.rpartition(".")
-        module_name = shown[owner]
+        module_name = shown.get(owner, clean_name(owner))  # a wrapper goes by what it wraps
         yield Parameter(
             name=f"{module_name}.{own}" if module_name else own,
             module_name=module_name,
@@ -93,7 +96,7 @@ def plain(tensor: Tensor) -> Tensor | None:
     Of a sparse tensor those that are set, of a complex one real and imaginary parts. None for what
     has no such values: integers, quantized, nested and fake tensors.
     """
-    if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype in _NORMED:
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.dtype in _NORMED:
         return tensor
     if tensor.is_nested or is_lazy(tensor):
         return None
@@ -111,4 +114,5 @@ def plain(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.dtype in _NORMED else tensor.to(torch.float32)
 
 
+_PLAIN = (Tensor, nn.Parameter)
 _NORMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

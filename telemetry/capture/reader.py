@@ -123,7 +123,8 @@ class StepReader:
             norms=[group.sent() for group in norms], scaled=scaled, learning_rates=learning_rates
         )
         # After the step all is NaN; only now can a broken parameter be told from a bad batch.
-        if window.full or any(group.known_nonfinite for group in norms):
+        weights_measured = window.full and self._content.weights
+        if not weights_measured and (window.full or any(g.known_nonfinite for g in norms)):
             window.parameter_norms += [group.sent() for group in take_norms(parameters)]
         if not window.full:
             return

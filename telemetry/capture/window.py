@@ -16,7 +16,7 @@ from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
 
 MANY_OBSERVATIONS = 8192
-FEW_CALLS = 8
+FEW_CALLS = 4
 """Bounds of one step: after so many observations only the first calls of each tensor are measured,
 the others counted."""
 

@@ -441,3 +441,21 @@ def test_no_message_is_logged_for_an_ordinary_model(
     with caplog.at_level(logging.INFO, "telemetry"):
         assert_left_alone(mlp, plain, tmp_path)
     assert not caplog.records
+
+
+class NamedLikeWrappers(nn.Module):
+    """Children with the names that wrappers give to what they wrap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(4, 4)
+        self._orig_mod = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self._orig_mod(self.module(x)))
+
+
+def test_names_that_look_like_wrappers_are_told_apart(tmp_path: Path) -> None:
+    outcome, _ = check(NamedLikeWrappers, plain, tmp_path)
+    assert list(outcome.full[0].activations) == ["module", "_orig_mod", "head"]

@@ -90,6 +90,14 @@ def test_steps_that_go_back_begin_a_new_session(tmp_path: Path) -> None:
     assert run.overview().session_count == 2
 
 
+def test_within_a_tag_steps_never_go_back() -> None:
+    recorder, last = Recorder(), {}
+    for step in (0, 1, 2, 3, 1, 2, 0, 5):
+        for value in recorder.values_of(record(step, full=step % 2 == 0)):
+            assert step > last.get(value.tag, -1)
+            last[value.tag] = step
+
+
 def test_a_later_recorder_goes_on_where_an_earlier_one_was(tmp_path: Path) -> None:
     write(tmp_path, [record(s) for s in range(10)])
     run = write(tmp_path, [record(s, full=True) for s in range(5, 8)])

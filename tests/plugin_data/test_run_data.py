@@ -173,6 +173,16 @@ def test_nothing_is_read_twice(tmp_path: Path) -> None:
     assert len(source.reads) == 21
 
 
+def test_a_tag_that_has_grown_is_read_again(tmp_path: Path) -> None:
+    write_run(tmp_path / "short", LAYOUT, steps=range(15), norms=norms)
+    write_run(tmp_path / "long", LAYOUT, steps=range(18), norms=norms)
+    run = RunData(FileSource(tmp_path / "short"))
+    assert len(run.matrix("grad_norm").steps) == 15
+    run.source = CountingSource(tmp_path / "long")
+    assert run.matrix("grad_norm").steps.tolist() == list(range(18))
+    assert len(run.source.reads) == 1  # the first ten steps are known
+
+
 def test_of_too_much_data_steps_are_left_out_until_a_part_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,184 @@
+"""Training loops that are not ours: steps are counted and gradients logged as they use them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from twins import Recorder, seed
+
+from telemetry import HookLogger
+from telemetry.records import StepRecord
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of the frameworks
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+def assert_whole(records: list[StepRecord], *, steps: int, calls: int = 1) -> None:
+    """As many steps, each of them complete."""
+    assert [record.step for record in records] == list(range(steps))
+    for record in records:
+        assert record.grad_present.all()
+        assert {tensor.calls for tensor in record.activations.values()} == {calls}
+        assert {tensor.calls for tensor in record.activation_grads.values()} == {calls}
+        assert all(ratio > 0 for ratio in record.update_ratios.values())
+
+
+# --- Lightning ------------------------------------------------------------------------------------
+
+
+def lightning_module(automatic: bool) -> Any:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+            self.automatic_optimization = automatic
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            loss = self.net(batch[0]).square().mean()
+            if not automatic:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def validation_step(self, batch: list[Tensor], index: int) -> None:
+            self.net(batch[0])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    return Module()
+
+
+def fit(log_dir: Path | None, *, automatic: bool, **options: Any) -> tuple[Any, list[StepRecord]]:
+    import lightning
+
+    seed(0)
+    module = lightning_module(automatic)
+    recorder = Recorder()
+    loader = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4)
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, val_check_interval=2, **options,
+    )  # fmt: skip
+    if log_dir is None:
+        trainer.fit(module, loader, loader)
+    else:
+        with HookLogger(module, log_dir, alerts=[recorder], every_n_steps=1):
+            trainer.fit(module, loader, loader)
+    return module, recorder.records
+
+
+LIGHTNING = [
+    ({"automatic": True}, 6, 1),
+    ({"automatic": False}, 6, 1),
+    ({"automatic": True, "accumulate_grad_batches": 2, "gradient_clip_val": 0.01}, 3, 2),
+    ({"automatic": True, "precision": "bf16-mixed"}, 6, 1),
+]
+
+
+@pytest.mark.parametrize(("options", "steps", "calls"), LIGHTNING)
+def test_lightning(tmp_path: Path, options: dict[str, Any], steps: int, calls: int) -> None:
+    pytest.importorskip("lightning")
+    bare, _ = fit(None, **options)
+    watched, records = fit(tmp_path, **options)
+    for expected, got in zip(bare.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(expected, got)
+    assert_whole(records, steps=steps, calls=calls)
+    if "gradient_clip_val" in options:
+        assert all(record.total_grad_norm == pytest.approx(0.01, rel=1e-3) for record in records)
+        assert all(record.total_grad_norm_before_clipping > 0.02 for record in records)
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+class Regressor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.net(x)
+        return {"loss": y.square().mean(), "logits": y}
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __init__(self) -> None:
+        self.rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.rows[index], "labels": torch.zeros(())}
+
+
+def hf_train(log_dir: Path | None, out: Path, **options: Any) -> tuple[Any, list[StepRecord]]:
+    import transformers
+
+    seed(0)
+    model = Regressor()
+    recorder = Recorder()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(out), per_device_train_batch_size=4, num_train_epochs=1, use_cpu=True,
+        report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1000, **options,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=Rows(), eval_dataset=Rows(), processing_class=None
+    )
+    if log_dir is None:
+        trainer.train()
+    else:
+        with HookLogger(model, log_dir, alerts=[recorder], every_n_steps=1):
+            trainer.train()
+    return model, recorder.records
+
+
+HUGGING_FACE = [
+    ({}, 6, 1),
+    ({"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}, 3, 2),
+    ({"bf16": True, "eval_strategy": "steps", "eval_steps": 2}, 6, 1),
+]
+
+
+@pytest.mark.parametrize(("options", "steps", "calls"), HUGGING_FACE)
+def test_hugging_face_trainer(
+    tmp_path: Path, options: dict[str, Any], steps: int, calls: int
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    bare, _ = hf_train(None, tmp_path / "out", **options)
+    watched, records = hf_train(tmp_path / "log", tmp_path / "out", **options)
+    for expected, got in zip(bare.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(expected, got)
+    assert_whole(records, steps=steps, calls=calls)
+    if "max_grad_norm" in options:
+        assert all(record.total_grad_norm == pytest.approx(0.01, rel=1e-3) for record in records)
+
+
+def test_accelerate_with_a_prepared_optimizer_that_is_named(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, recorder = mlp(), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4)
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with HookLogger(prepared, tmp_path, optimizer=optimizer, alerts=[recorder], every_n_steps=1):
+        for [x] in loader:
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_whole(recorder.records, steps=3, calls=2)

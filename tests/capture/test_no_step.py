@@ -1,0 +1,114 @@
+"""Training that no optimizer of this model ever ends is told, once, with what usually causes it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from twins import assert_left_alone
+
+from telemetry import HookLogger
+from telemetry.capture.no_step import PASSES_WITHOUT_EVIDENCE, PASSES_WITHOUT_STEP
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+
+
+def one_pass(model: nn.Module) -> None:
+    model(torch.randn(3, 2)).square().mean().backward()
+
+
+def stepping_a_copy(model: nn.Module, passes: int) -> None:
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(passes):
+        optimizer.zero_grad()
+        one_pass(model)
+        optimizer.step()
+
+
+def skipping_every_step(model: nn.Module, passes: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(passes):
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 2)).mean() * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def stepping_by_hand(model: nn.Module, passes: int) -> None:
+    for _ in range(passes):
+        one_pass(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad.zero_()
+
+
+CAUSES: list[tuple[Callable[[nn.Module, int], None], str]] = [
+    (stepping_a_copy, "made for a copy of the model"),
+    (skipping_every_step, "GradScaler skips every step"),
+    (stepping_by_hand, "call logger.step()"),
+]
+
+
+@pytest.mark.parametrize(("train", "cause"), CAUSES)
+def test_passes_without_a_step_are_told_with_their_cause(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    train: Callable[[nn.Module, int], None],
+    cause: str,
+) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path):
+        train(model, PASSES_WITHOUT_STEP - 1)
+        assert not caplog.records
+        train(model, 60)
+    [record] = caplog.records
+    assert "20 backward passes have reached this model without a step" in record.getMessage()
+    assert cause in record.getMessage()
+
+
+def accumulate(model: nn.Module, passes: int) -> None:
+    for _ in range(passes):
+        one_pass(model)
+
+
+def test_gradients_may_be_accumulated_over_more_passes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with HookLogger(model, tmp_path, every_n_steps=1):
+        for _ in range(2):
+            accumulate(model, PASSES_WITHOUT_EVIDENCE - 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not caplog.records
+        accumulate(model, PASSES_WITHOUT_EVIDENCE + 1)
+    [record] = caplog.records
+    assert "as it should be if gradients are accumulated" in record.getMessage()
+
+
+def test_what_comes_after_the_message_is_logged_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step in progress holds no more than the passes until then."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
+        stepping_by_hand(model, 50)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            one_pass(model)
+            optimizer.step()
+            yield
+
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert [record.activations["0"].calls for record in outcome.full] == [PASSES_WITHOUT_STEP, 1]
