@@ -1,6 +1,6 @@
 """What recording costs: training steps with and without it, interleaved in one process.
 
-    python benchmarks/overhead.py [--quick] [--only NAME] [--device cuda] [--threads N] [--json FILE]
+    python benchmarks/overhead.py [--quick] [--only MODEL] [--threads N] [--json FILE]
 
 Blocks of a few steps of every variant follow each other in random order, round after round, each
 on its own copy of the model; the table gives medians. A block ends when all that it recorded is
@@ -133,8 +133,8 @@ def measure(
 
 def cost_of(name: str, runs: Sequence[Mapping[str, Block]]) -> Cost:
     def added(clock: str) -> float:
-        ratios = (getattr(run[name], clock) / getattr(run["bare"], clock) for run in runs)
-        return statistics.median(ratios) - 1
+        ratios = [getattr(run[name], clock) / getattr(run["bare"], clock) for run in runs]
+        return float(statistics.median(ratios)) - 1
 
     return Cost(
         wall_ms=statistics.median(run[name].wall_ms for run in runs),

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils import tensorboard
 
-from telemetry import HookLogger
+from telemetry import HookLogger, SummaryWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,12 @@ def nothing(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Recording:
 def with_telemetry(
     model: nn.Module, optimizer: Optimizer, log_dir: Path, **options: Any
 ) -> Recording:
-    return Recording(finish=HookLogger(model, log_dir, **options).flush)
+    return Recording(finish=HookLogger(model, SummaryWriter(str(log_dir)), **options).flush)
 
 
 def naively(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Recording:
     """``add_histogram`` of the same tensors, as tutorials show it; no images, no alerts."""
-    writer = SummaryWriter(str(log_dir))
+    writer = tensorboard.SummaryWriter(str(log_dir))
     step = 0
 
     def observe(name: str, output: Tensor) -> None:
@@ -93,7 +93,7 @@ def with_composer(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Reco
     """Moments of inputs and outputs for each sample, gradient norms; nothing is written."""
     callbacks = import_module("composer.callbacks")
     activations = callbacks.ActivationMonitor(interval="25ba", only_log_wandb=False)
-    gradients = callbacks.OptimizerMonitor(log_optimizer_metrics=False)
+    gradients = callbacks.OptimizerMonitor(log_optimizer_metrics=False, batch_log_interval=1)
     logger = SimpleNamespace(log_metrics=lambda metrics: None)
     state = SimpleNamespace(
         model=model,

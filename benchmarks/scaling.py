@@ -27,7 +27,7 @@ import torch
 from overhead import describe_machine
 from torch import nn
 
-from telemetry import HookLogger
+from telemetry import HookLogger, SummaryWriter
 
 SIZES = [10, 100, 1000, 10_000]
 WIDTH, BATCH = 16, 4
@@ -47,9 +47,10 @@ class Cost:
 
 def training_of(modules: int) -> tuple[nn.Module, Callable[[], None]]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(modules)))
-    for layer in model:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(modules)]
+    for layer in layers:
         nn.init.orthogonal_(layer.weight)  # numbers stay of normal size at any depth
+    model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     inputs = torch.randn(BATCH, WIDTH)
 
@@ -85,8 +86,10 @@ def measure(modules: int, rounds: int, threads: int) -> Cost:
     memory = peak_mb()
     with (
         tempfile.TemporaryDirectory() as folder,
-        HookLogger(unlogged_model, f"{folder}/unlogged", every_n_steps=1_000_000) as idle,
-        HookLogger(logged_model, f"{folder}/logged", every_n_steps=1) as busy,
+        HookLogger(
+            unlogged_model, SummaryWriter(f"{folder}/unlogged"), every_n_steps=1_000_000
+        ) as idle,
+        HookLogger(logged_model, SummaryWriter(f"{folder}/logged"), every_n_steps=1) as busy,
     ):
         runs = []
         for _ in range(rounds + 1):

@@ -21,7 +21,8 @@ from torch.utils import tensorboard
 
 from telemetry import hyperparameters, links
 from telemetry.alert_file import AlertFile
-from telemetry.alerts import default_rules
+from telemetry.alerts import rules_from
+from telemetry.alerts.configuration import Settings
 from telemetry.board import Board
 from telemetry.capture import Capture, Content
 from telemetry.events.file_writer import FileWriter
@@ -69,7 +70,8 @@ class HookLogger:
         gradients: Measure the gradients of parameters.
         weights: Measure parameters and how far each step moves them.
         images: Draw feature maps and filters of convolutions, and the input.
-        alerts: Rules that look at each step; None: the default rules; ``()``: none.
+        alerts: Rules that look at each step; None: the default rules; ``()``: none. A dict changes
+            the default rules by name: ``{"dead_units": {"fraction": 0.8}, "saturated_units": None}``.
         on_alert: Called with each :class:`Alert` on a background thread, or ``"raise"`` to raise
             :class:`TelemetryAlert` from the end of an optimizer step, :meth:`log`, :meth:`step` or
             the end of the ``with`` block.
@@ -97,7 +99,7 @@ class HookLogger:
         gradients: bool = True,
         weights: bool = True,
         images: bool = True,
-        alerts: Iterable[Rule] | None = None,
+        alerts: Iterable[Rule] | Mapping[str, Settings | None] | None = None,
         on_alert: Callable[[Alert], None] | Literal["raise"] | None = None,
         first_step: int = 0,
     ) -> None:
@@ -106,7 +108,7 @@ class HookLogger:
         selection = Selection.parse(modules, exclude)
         selection.check(model)
         primary = _check_optimizer(optimizer, model)
-        rules = default_rules() if alerts is None else _check_rules(alerts)
+        rules = _check_rules(alerts)
         if not (on_alert is None or on_alert == "raise" or callable(on_alert)):
             raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable or "raise"')
         _check_first_step(first_step)
@@ -334,8 +336,12 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
 
 
 def _check_rules(alerts: Any) -> Sequence[Rule]:
+    if alerts is None or isinstance(alerts, Mapping):
+        return rules_from(alerts or {})
     if not isinstance(alerts, Iterable) or isinstance(alerts, str):
-        raise TypeError(f"HookLogger(alerts={alerts!r}): must be a sequence of rules, () for none")
+        raise TypeError(
+            f"HookLogger(alerts={alerts!r}): must be rules, () for none, or a dict by name"
+        )
     rules = tuple(alerts)
     for rule in rules:
         if not callable(rule):

@@ -573,6 +573,7 @@ def test_a_callback_that_fails_is_told_and_training_goes_on(
         ({"modules": 7}, TypeError, r"HookLogger\(modules=7\)"),
         ({"exclude": nn.Module}, ValueError, "leaves none"),
         ({"alerts": "all"}, TypeError, r"HookLogger\(alerts='all'\)"),
+        ({"alerts": {"dead_unit": None}}, ValueError, "no such rule; .*dead_units"),
         ({"alerts": [1]}, TypeError, "1 is no rule"),
         ({"first_step": -1}, ValueError, r"first_step=-1\): must not be negative"),
         ({"on_alert": "stop"}, TypeError, 'must be a callable or "raise"'),

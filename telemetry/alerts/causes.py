@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from telemetry.records import Alert, Rule, StepRecord
+from telemetry.records import Alert, Rule, Severity, StepRecord
 
 _EXPLOSIONS = {"exploding_gradient", "exploding_activation"}
 CAUSES: dict[str, set[str]] = {
-    "exploding_activation": {"exploding_gradient", "saturated_units", "loss_divergence"},
+    "exploding_activation": {
+        "exploding_gradient",
+        "saturated_units",
+        "dead_units",
+        "loss_divergence",
+    },
     "exploding_gradient": {"exploding_activation", "saturated_units", "loss_divergence"},
     "saturated_units": _EXPLOSIONS | {"loss_divergence"},
     "dead_units": _EXPLOSIONS | {"loss_divergence", "nonfinite", "vanishing_gradient"},
@@ -34,10 +39,14 @@ class OneCause:
 
     Args:
         rules: Causes before consequences.
+        severities: Of the alerts of some kinds, where they should not be the rule's own.
     """
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], *, severities: Mapping[str, Severity] | None = None
+    ) -> None:
         self._rules = tuple(rules)
+        self._severities = dict(severities or {})
         self._told: dict[str, _Told] = {}
         self._hidden: dict[str, _Hidden] = {}
         self._allowance = _BURST
@@ -61,7 +70,7 @@ class OneCause:
 
     def _sort_out(self, alerts: list[Alert]) -> list[Alert]:
         told: list[Alert] = []
-        for alert in alerts:
+        for alert in map(self._graded, alerts):
             if alert.stage == "end":
                 told += self._end(alert)
             elif (cause := self._cause_of(alert)) is None:
@@ -69,7 +78,11 @@ class OneCause:
                 told.append(alert)
             else:
                 told = self._add_consequence(cause, alert, told)
-        return told
+        return [_with_consequences(alert) for alert in told]
+
+    def _graded(self, alert: Alert) -> Alert:
+        severity = self._severities.get(alert.kind, alert.severity)
+        return alert if alert.stage == "end" else replace(alert, severity=severity)
 
     def _end(self, alert: Alert) -> list[Alert]:
         """Tell the end of what was told, and what outlives it."""
@@ -121,6 +134,15 @@ class _Hidden:
 
     alert: Alert
     cause: str
+
+
+def _with_consequences(alert: Alert) -> Alert:
+    """The same with its consequences as the second line of the message."""
+    if not alert.consequences:
+        return alert
+    seen, advice = alert.message.split("\n")
+    listed = ", ".join(what.replace("_", " ") for what in alert.consequences)
+    return replace(alert, message=f"{seen}\nIt leads to: {listed}.\n{advice}")
 
 
 _REACH = 200

@@ -22,15 +22,18 @@ class ExplodingActivation:
     Args:
         factor: Above the module's own past.
         depth_factor: From the first module to the largest.
+        loss: Where the loss is followed; rules may share it.
     """
 
     kind = "exploding_activation"
 
-    def __init__(self, *, factor: float = 100.0, depth_factor: float = 1e4) -> None:
+    def __init__(
+        self, *, factor: float = 100.0, depth_factor: float = 1e4, loss: LossTrend | None = None
+    ) -> None:
         self._factor = factor
         self._depth_decades = math.log10(depth_factor)
         self._highest: dict[str, float] = {}
-        self._loss = LossTrend()
+        self._loss = loss or LossTrend()
         self._first_step: int | None = None
         self._looks = 0
         self._episode = Episode(_CALM_LOOKS)
@@ -41,7 +44,7 @@ class ExplodingActivation:
         return self._looks == 1
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._loss.add(record.loss)
+        self._loss.see(record)
         if not record.activations:
             return ()
         if self._first_step is None:

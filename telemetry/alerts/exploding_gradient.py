@@ -39,12 +39,18 @@ class ExplodingGradient:
         lasting_factor: Above that of older steps, for ten steps with a loss that has risen.
         depth_factor: Growth of activations from the first module to the largest, times that of
             their gradients on the way back.
+        loss: Where the loss is followed; rules may share it.
     """
 
     kind = "exploding_gradient"
 
     def __init__(
-        self, *, factor: float = 1000.0, lasting_factor: float = 30.0, depth_factor: float = 1e5
+        self,
+        *,
+        factor: float = 1000.0,
+        lasting_factor: float = 30.0,
+        depth_factor: float = 1e5,
+        loss: LossTrend | None = None,
     ) -> None:
         self._decades = math.log10(factor)
         self._lasting_decades = math.log10(lasting_factor)
@@ -53,7 +59,7 @@ class ExplodingGradient:
         self._older: deque[float] = deque(maxlen=_OLDER)
         self._long_ago = History(100)
         self._depths = History(50)
-        self._loss = LossTrend()
+        self._loss = loss or LossTrend()
         self._blame = _Blame()
         self._steps_far_above = 0
         self._steps_above = 0
@@ -67,7 +73,7 @@ class ExplodingGradient:
         return not self._episode.is_on and (self._steps_above > 0 or self._deep_looks > 0)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._loss.add(record.loss)
+        self._loss.see(record)
         if self._first_step is None:
             self._first_step = record.step
         if not record.grad_finite.all():

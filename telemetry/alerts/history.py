@@ -6,6 +6,8 @@ import math
 from collections import deque
 from collections.abc import Collection
 
+from telemetry.records import StepRecord
+
 NORMAL_CONSISTENT = 1.4826
 """Median absolute deviation to standard deviation, for a normal distribution."""
 
@@ -62,6 +64,7 @@ class LossTrend:
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._steps_worse = 0
         self._peak = 0.0
+        self._last_step = -1
         self.is_worse = False
         """Whether it rose four standard deviations of its past above it."""
         self.is_better = False
@@ -69,10 +72,12 @@ class LossTrend:
         self.is_recovering = False
         """Whether it is worse than it was, but falling: a fifth of the rise is undone."""
 
-    def add(self, loss: float | None) -> None:
-        """Take the loss of one step; nothing if it is not known or not finite."""
-        if loss is None or not math.isfinite(loss):
+    def see(self, record: StepRecord) -> None:
+        """Take the loss of a step, if it is known and finite; once, also if several rules ask."""
+        loss = record.loss
+        if record.step == self._last_step or loss is None or not math.isfinite(loss):
             return
+        self._last_step = record.step
         if len(self._recent) == _RECENT and not 0 < self._steps_worse <= _PATIENCE:
             self._past.add(self._recent[0])
         self._recent.append(loss)

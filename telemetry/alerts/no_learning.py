@@ -39,6 +39,12 @@ class NoLearning:
         self._first_rates: tuple[float, ...] = ()
         self._episode = Episode(1)
 
+    @property
+    def wants_full(self) -> bool:
+        """Whether it is time to speak and too little is known."""
+        late = self._steps >= self._steps_needed - _LOOKS
+        return late and self._looks < _LOOKS and self._largest_ratio <= self._update_ratio
+
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """A loss was logged; perhaps its step never comes."""
         self._losses += 1
@@ -59,7 +65,7 @@ class NoLearning:
 
     def _find(self, record: StepRecord) -> Alert | None:
         moves = self._largest_ratio > self._update_ratio
-        if self._steps < self._steps_needed or self._looks < 3 or moves:
+        if self._steps < self._steps_needed or self._looks < _LOOKS or moves:
             return None
         first, now = self._first_norms.median, self._norms.median
         faded = not (now >= 0.3 * first) or (now == 0 and first != 0)
@@ -76,6 +82,9 @@ class NoLearning:
             f"{self._largest_ratio:.1g} of its size"
         )
         return _alert(record.step, self._largest_ratio, self._update_ratio, seen)
+
+
+_LOOKS = 3
 
 
 def _largest_ratio(record: StepRecord) -> float:

@@ -32,16 +32,19 @@ class SaturatedUnits:
     Args:
         fraction: Of the outputs that are flat.
         looks: Full measurements in a row.
+        loss: Where the loss is followed; rules may share it.
     """
 
     kind = "saturated_units"
 
-    def __init__(self, *, fraction: float = 0.8, looks: int = 2) -> None:
+    def __init__(
+        self, *, fraction: float = 0.8, looks: int = 2, loss: LossTrend | None = None
+    ) -> None:
         self._fraction = fraction
         self._looks_needed = looks
         self._layers: dict[str, _Layer] = {}
         self._ranges: dict[str, tuple[float, float]] = {}
-        self._loss = LossTrend()
+        self._loss = loss or LossTrend()
         self._undecided = False
         self._episode = Episode(_CALM_LOOKS)
 
@@ -51,7 +54,7 @@ class SaturatedUnits:
         return self._undecided and not self._episode.is_on
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._loss.add(record.loss)
+        self._loss.see(record)
         if not record.full or not record.grad_finite.all():
             return ()
         self._undecided = False

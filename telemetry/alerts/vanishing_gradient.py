@@ -39,6 +39,7 @@ class VanishingGradient:
         branch_factor: More of both, on a side branch.
         steps: In a row.
         branch_steps: In a row, on a side branch.
+        loss: Where the loss is followed; rules may share it.
     """
 
     kind = "vanishing_gradient"
@@ -51,13 +52,14 @@ class VanishingGradient:
         branch_factor: float = 10.0,
         steps: int = 3,
         branch_steps: int = 10,
+        loss: LossTrend | None = None,
     ) -> None:
         self._decades = math.log10(factor)
         self._update_decades = math.log10(update_factor)
         self._branch_decades = math.log10(branch_factor)
         self._steps = steps
         self._branch_steps = branch_steps
-        self._loss = LossTrend()
+        self._loss = loss or LossTrend()
         self._modules: Modules | None = None
         self._state = _State.of(0)
         self._undecided = False
@@ -69,7 +71,7 @@ class VanishingGradient:
         return self._undecided and not self._episode.is_on
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._loss.add(record.loss)
+        self._loss.see(record)
         modules = self._follow(record)
         state = self._state
         norms = modules.grad_norms(record)

@@ -60,10 +60,8 @@ class LargeTensor:
         if not tensor.is_contiguous():
             for index in pieces(tensor.shape, SERIAL_ELEMENTS):
                 piece = working(tensor[index]).contiguous()
-                self._sample.add(piece.view(-1))
                 self._add(piece.numpy(), index, scratch.flags())
             return
-        self._sample.add(tensor.view(-1))
         array = tensor.numpy() if tensor.dtype is dtype else None
         for index in pieces(tensor.shape, PIECE_ELEMENTS):
             if array is None:
@@ -83,6 +81,7 @@ class LargeTensor:
                 np.minimum(unit_min, lows, out=unit_min)
                 np.maximum(unit_max, highs, out=unit_max)
         self._moments.add(flat, float(low), float(high), flags)
+        self._sample.add(flat)  # it is in the cache by now
 
     def record(self) -> TensorRecord:
         """What was in the tensor."""

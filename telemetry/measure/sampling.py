@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from telemetry.measure.moments import Moments
-from telemetry.measure.tensors import SERIAL_ELEMENTS, in_memory_order, working
+from telemetry.measure.moments import FloatArray, Moments
+from telemetry.measure.tensors import SERIAL_ELEMENTS, in_memory_order
 from telemetry.sketch import LAST_BUCKET, bucket_indices
 
 FULL_ELEMENTS = 131_072
@@ -61,6 +61,15 @@ def _runs(flat: Tensor, step: int, first: int) -> Tensor:
     return flat.as_strided((count, _RUN), (step, 1), flat.storage_offset() + first)
 
 
+def _gather(flat: FloatArray, step: int, first: int) -> FloatArray:
+    """A copy of the same runs as :func:`_runs`, 1-D. NumPy copies each as a single item."""
+    count = max(0, (flat.size - first - _RUN) // step + 1)
+    size = flat.itemsize
+    run = np.dtype((np.void, _RUN * size))
+    runs = np.ndarray((count,), run, flat.data, first * size if count else 0, (step * size,))
+    return runs.copy().view(flat.dtype)
+
+
 class Sample:
     """A sample of one tensor's values, as bfloat16.
 
@@ -75,17 +84,14 @@ class Sample:
         self._seen = 0
         self._taken = 0
 
-    def add(self, flat: Tensor) -> None:
+    def add(self, flat: FloatArray) -> None:
         """Take some of the tensor, or of its next piece: 1-D and contiguous."""
-        taken, serial = flat, SERIAL_ELEMENTS
-        if self._step:
-            taken, serial = _runs(flat, self._step, -self._seen % self._step), serial // _RUN
-        end = self._taken + taken.numel()
-        target = self._memory[self._taken : end].view(taken.shape)
-        for to, part in zip(target.split(serial), taken.split(serial), strict=True):
-            # In steps: to gather and convert at once is slow, and so is float16 to bfloat16.
-            to.copy_(working(part).contiguous())
-        self._seen += flat.numel()
+        taken = _gather(flat, self._step, -self._seen % self._step) if self._step else flat
+        end = self._taken + taken.size
+        target = self._memory[self._taken : end].split(SERIAL_ELEMENTS)
+        for to, part in zip(target, torch.from_numpy(taken).split(SERIAL_ELEMENTS), strict=True):
+            to.copy_(part)
+        self._seen += flat.size
         self._taken = end
 
     def histogram(self, moments: Moments) -> tuple[NDArray[np.int16], NDArray[np.float64]]:

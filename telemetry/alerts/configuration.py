@@ -1,0 +1,111 @@
+"""The rules by their names, and their parameters as the user sets them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any, get_args
+
+from telemetry.alerts.causes import OneCause
+from telemetry.alerts.dead_units import DeadUnits
+from telemetry.alerts.exploding_activation import ExplodingActivation
+from telemetry.alerts.exploding_gradient import ExplodingGradient
+from telemetry.alerts.history import LossTrend
+from telemetry.alerts.loss_divergence import LossDivergence
+from telemetry.alerts.no_learning import NoLearning
+from telemetry.alerts.nonfinite import Nonfinite
+from telemetry.alerts.saturated_units import SaturatedUnits
+from telemetry.alerts.suspicion import Suspicion
+from telemetry.alerts.vanishing_gradient import VanishingGradient
+from telemetry.records import Rule, Severity
+
+Settings = Mapping[str, "float | str"]
+"""Parameters of one rule by name, and ``severity``."""
+
+# Causes before consequences: of alerts that begin in one step the first leads.
+_RULES: Mapping[str, Callable[..., Rule]] = {
+    rule.kind: rule
+    for rule in (
+        LossDivergence,
+        SaturatedUnits,
+        ExplodingGradient,
+        DeadUnits,
+        ExplodingActivation,
+        VanishingGradient,
+        Nonfinite,
+        NoLearning,
+    )
+}
+
+
+def default_rules() -> tuple[Rule, ...]:
+    """The rules that watch every run unless told otherwise; new ones, which have seen nothing."""
+    return rules_from({})
+
+
+def rules_from(config: Mapping[str, Settings | None]) -> tuple[Rule, ...]:
+    """All rules, some of them with other parameters than usual, or without some.
+
+    ::
+
+        rules_from({"dead_units": {"fraction": 0.8, "severity": "error"}, "saturated_units": None})
+
+    Args:
+        config: By the name of a rule its parameters, or None to leave it out. A rule's parameters
+            are the keyword arguments of its class; ``severity`` goes for any of them.
+
+    Raises:
+        TypeError: A rule's parameters are no mapping, or a parameter is no number.
+        ValueError: There is no rule or parameter of that name, or a number is not positive.
+    """
+    for name, settings in config.items():
+        _check(name, settings)
+    loss = LossTrend()
+    rules: list[Rule] = []
+    for name, make in _RULES.items():
+        settings = config.get(name, {})
+        if settings is not None:
+            arguments: dict[str, Any] = {k: v for k, v in settings.items() if k != "severity"}
+            if "loss" in inspect.signature(make).parameters:
+                arguments["loss"] = loss
+            rules.append(make(**arguments))
+    severities: dict[str, Any] = {
+        name: settings["severity"]
+        for name, settings in config.items()
+        if settings and "severity" in settings
+    }
+    return (OneCause([*rules, Suspicion()], severities=severities),)
+
+
+def _check(name: str, settings: Settings | None) -> None:
+    if name not in _RULES:
+        raise ValueError(
+            f"HookLogger(alerts={{{name!r}: ...}}): no such rule; {_closest(name, _RULES)}"
+        )
+    if settings is None:
+        return
+    if not isinstance(settings, Mapping):
+        raise TypeError(
+            f"HookLogger(alerts={{{name!r}: {settings!r}}}): must be a dict of parameters, or None "
+            "to leave the rule out"
+        )
+    known = [k for k in inspect.signature(_RULES[name]).parameters if k != "loss"]
+    for parameter, value in settings.items():
+        where = f"HookLogger(alerts={{{name!r}: {{{parameter!r}: {value!r}}}}})"
+        if parameter == "severity":
+            if value not in get_args(Severity):
+                raise ValueError(f"{where}: must be one of {', '.join(get_args(Severity))}")
+        elif parameter not in known:
+            options = [*known, "severity"]
+            raise ValueError(f"{where}: no such parameter; {_closest(parameter, options)}")
+        elif not isinstance(value, Real) or isinstance(value, bool):
+            raise TypeError(f"{where}: must be a number")
+        elif not value > 0:
+            raise ValueError(f"{where}: must be above 0")
+
+
+def _closest(name: str, options: Mapping[str, object] | list[str]) -> str:
+    close = get_close_matches(str(name), options, n=3, cutoff=0.5)
+    return f"the closest are {', '.join(close)}" if close else f"there are {', '.join(options)}"

@@ -1,0 +1,77 @@
+"""Each benchmark runs, prints what it ran on, and writes the rows that it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(script: str, json_file: Path, *arguments: str) -> dict[str, Any]:
+    """What a benchmark writes in its quick form."""
+    command = [sys.executable, f"benchmarks/{script}.py", "--quick", "--json", str(json_file)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    written: dict[str, Any] = json.loads(json_file.read_text(encoding="utf-8"))
+    assert written["machine"] in done.stdout
+    assert "torch" in written["machine"]
+    return written
+
+
+@pytest.fixture
+def json_file(tmp_path: Path) -> Path:
+    return tmp_path / "figures.json"
+
+
+def test_overhead_compares_every_recording_with_bare_training(json_file: Path) -> None:
+    (costs,) = run("overhead", json_file, "--only", "MNIST", "--threads", "1")["figures"].values()
+    ours = {"only norms", "every step", "same, no images", "same as wandb"}
+    assert {"bare", "add_histogram", "every 10 steps", "every 100 steps", *ours} <= set(costs)
+    assert costs["bare"]["added"] == 0
+    assert all(cost["wall_ms"] > 0 for cost in costs.values())
+    # The one difference that no noise hides.
+    assert costs["add_histogram"]["cpu_added"] > costs["only norms"]["cpu_added"]
+    mean = (9 * costs["only norms"]["wall_ms"] + costs["every step"]["wall_ms"]) / 10
+    assert costs["every 10 steps"]["wall_ms"] == pytest.approx(mean)
+
+
+def test_scaling_has_a_row_for_each_size(json_file: Path) -> None:
+    rows = run("scaling", json_file, "--modules", "5", "50")["figures"]
+    assert [row["modules"] for row in rows] == [5, 50]
+    for row in rows:
+        assert row["bare_us"] > 0
+        assert row["logged_us"] > row["unlogged_us"]
+        assert row["background_us"] > 0
+
+
+def test_tensor_compares_with_the_limit_and_with_tensorboard(json_file: Path) -> None:
+    results = run("tensor", json_file, "--sizes", "100000")["results"]
+    works = {row["work"] for row in results["float32"]}
+    assert {"add", "reduce", "x.sum()", "make_histogram"} <= works
+    assert len(results) == 4
+    for rows in results.values():
+        assert rows
+        assert all(len(row["rounds"]) == 2 for row in rows)
+
+
+def test_writing_compares_with_torchs_writer(json_file: Path) -> None:
+    figures = run("writing", json_file)["figures"]
+    for kind in ("scalar", "histogram of 100 buckets"):
+        assert set(figures[kind]) == {"torch", "calls", "batches", "ready batches"}
+        assert figures[kind]["ready batches"]["cheaper"] > 1
+    assert figures["slowdown"]["nothing"] == 1
