@@ -14,13 +14,13 @@ class Flat:
 
 
 BOUNDED = {
-    "Tanh": Flat(low=-0.998, high=0.998),
-    "Sigmoid": Flat(low=0.002, high=0.998),
-    "Hardtanh": Flat(low=-0.998, high=0.998),
-    "Hardsigmoid": Flat(low=0.0, high=0.998),
+    "Tanh": Flat(low=-0.9985, high=0.9985),
+    "Sigmoid": Flat(low=0.0015, high=0.9985),
+    "Hardtanh": Flat(low=-0.9985, high=0.9985),
+    "Hardsigmoid": Flat(low=0.0, high=0.9985),
     "Softsign": Flat(low=-0.94, high=0.94),
-    "RNN": Flat(low=-0.998, high=0.998),
-    "RNNCell": Flat(low=-0.998, high=0.998),
+    "RNN": Flat(low=-0.9985, high=0.9985),
+    "RNNCell": Flat(low=-0.9985, high=0.9985),
 }
 """Activations with two flat ends. A gate that begins nearly closed (sigmoid of -5) is not flat."""
 

@@ -42,7 +42,7 @@ def block_sample(tensor: Tensor) -> Tensor:
     step = sample_step(tensor.numel())
     if step == 0:
         return tensor
-    return _runs(in_memory_order(tensor, None).tensor.contiguous().view(-1), step, 0)
+    return _runs(in_memory_order(tensor, None).tensor.contiguous().view(-1), step)
 
 
 @lru_cache(maxsize=4096)
@@ -56,17 +56,19 @@ def sample_step(count: int) -> int:
     return step
 
 
-def _runs(flat: Tensor, step: int, first: int) -> Tensor:
-    count = max(0, (flat.numel() - first - _RUN) // step + 1)
-    return flat.as_strided((count, _RUN), (step, 1), flat.storage_offset() + first)
+def _runs(flat: Tensor, step: int) -> Tensor:
+    count = (flat.numel() - _RUN) // step + 1
+    return flat.as_strided((count, _RUN), (step, 1), flat.storage_offset())
 
 
 def _gather(flat: FloatArray, step: int, first: int) -> FloatArray:
-    """A copy of the same runs as :func:`_runs`, 1-D. NumPy copies each as a single item."""
+    """A copy of the runs that begin at ``first``, 1-D: NumPy copies each as a single item."""
     count = max(0, (flat.size - first - _RUN) // step + 1)
+    if count == 0:
+        return flat[:0]
     size = flat.itemsize
     run = np.dtype((np.void, _RUN * size))
-    runs = np.ndarray((count,), run, flat.data, first * size if count else 0, (step * size,))
+    runs: NDArray[np.void] = np.ndarray((count,), run, flat.data, first * size, (step * size,))
     return runs.copy().view(flat.dtype)
 
 

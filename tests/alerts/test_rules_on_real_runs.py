@@ -1,0 +1,154 @@
+"""Each rule on a small real training run with its fault, and silence on the run without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from telemetry import Alert, HookLogger
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Tensor, Tensor]:
+    data = load_digits()
+    return torch.from_numpy(data.data).float() / 16, torch.from_numpy(data.target)
+
+
+def mlp(
+    depth: int = 4, activation: type[nn.Module] = nn.ReLU, gain: float = 2**0.5
+) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for width_in in [64] + [48] * (depth - 1):
+        linear = nn.Linear(width_in, 48)
+        nn.init.normal_(linear.weight, std=gain / width_in**0.5)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, activation()]
+    return nn.Sequential(*layers, nn.Linear(48, 10))
+
+
+def train(
+    model: nn.Module,
+    digits: tuple[Tensor, Tensor],
+    log_dir: Path,
+    *,
+    steps: int = 120,
+    lr: float = 0.05,
+    loss_unit: float = 1.0,
+    disturb: Callable[[int, Tensor], Tensor] | None = None,
+    alerts: dict[str, dict[str, float] | None] | None = None,
+) -> list[Alert]:
+    """Alerts that began; each step is judged before the next, so that runs repeat."""
+    images, labels = digits
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr / loss_unit, momentum=0.9)
+    torch.manual_seed(1)
+    with HookLogger(model, log_dir, every_n_steps=10, images=False, alerts=alerts) as logger:
+        for step in range(steps):
+            batch = torch.randint(0, len(images), (32,))
+            inputs = images[batch] if disturb is None else disturb(step, images[batch])
+            loss = F.cross_entropy(model(inputs), labels[batch]) * loss_unit
+            logger.log(loss=loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            logger.flush()
+        return [alert for alert in logger.alerts if alert.stage == "begin"]
+
+
+@pytest.mark.parametrize("loss_unit", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.GELU])
+def test_a_healthy_run_is_silent_in_any_unit(
+    digits: tuple[Tensor, Tensor],
+    tmp_path: Path,
+    activation: type[nn.Module],
+    loss_unit: float,
+) -> None:
+    model = mlp(activation=activation, gain=1.0 if activation is nn.Tanh else 2**0.5)
+    assert train(model, digits, tmp_path, loss_unit=loss_unit) == []
+
+
+def test_weights_that_are_too_large_explode(digits: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    [alert] = train(mlp(16, gain=4.0), digits, tmp_path, lr=1e-4, steps=30)
+    assert alert.kind == "exploding_gradient"
+    assert alert.module_name is not None
+    assert alert.step <= 2
+
+
+def test_a_deep_stack_of_sigmoids_vanishes(digits: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    alerts = train(mlp(12, nn.Sigmoid, gain=1.0), digits, tmp_path)
+    assert [alert.kind for alert in alerts] == ["vanishing_gradient"]
+    assert alerts[0].module_name in {"0", "2", "4"}
+
+
+def test_a_bad_batch_is_named_where_it_enters(
+    digits: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    def break_one(step: int, inputs: Tensor) -> Tensor:
+        return inputs * torch.nan if step == 33 else inputs
+
+    first = train(mlp(), digits, tmp_path, disturb=break_one)[0]
+    assert (first.kind, first.step, first.severity) == ("nonfinite", 33, "error")
+
+
+def test_a_layer_that_gives_only_zeros_is_dead(
+    digits: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    model = mlp()
+    nn.init.constant_(model[2].bias, -50)
+    [alert] = train(model, digits, tmp_path)
+    assert alert.kind == "dead_units"
+    assert alert.module_name in {"2", "3"}
+    assert alert.message.count("\n") <= 2
+
+
+def test_a_layer_on_the_flat_part_is_saturated(
+    digits: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    first = train(mlp(4, nn.Tanh, gain=60.0), digits, tmp_path)[0]
+    assert first.kind == "saturated_units"
+
+
+def test_a_learning_rate_that_is_far_too_high_diverges(
+    digits: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    kinds = [alert.kind for alert in train(mlp(), digits, tmp_path, lr=30.0)]
+    assert kinds[0] in {"loss_divergence", "dead_units"}
+
+
+def test_a_learning_rate_of_almost_nothing_does_not_learn(
+    digits: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    [alert] = train(mlp(), digits, tmp_path, lr=1e-9, steps=160)
+    assert alert.kind == "no_learning"
+
+
+def test_a_rule_that_is_left_out_says_nothing(
+    digits: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    alerts = train(mlp(), digits, tmp_path, lr=1e-9, steps=160, alerts={"no_learning": None})
+    assert alerts == []
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"dead_unit": None}, ValueError, "no such rule; .*dead_units"),
+        ({"dead_units": {"fractoin": 0.5}}, ValueError, "no such parameter; .*fraction"),
+        ({"dead_units": {"fraction": "half"}}, TypeError, "must be a number"),
+        ({"dead_units": {"fraction": 0}}, ValueError, "must be above 0"),
+        ({"dead_units": {"severity": "fatal"}}, ValueError, "must be one of warning, error"),
+        ({"dead_units": 0.5}, TypeError, "must be a dict of parameters, or None"),
+    ],
+)
+def test_what_cannot_be_configured_is_named(
+    tmp_path: Path, config: dict[str, object], error: type[Exception], message: str
+) -> None:
+    model = mlp()
+    with pytest.raises(error, match=message):
+        HookLogger(model, tmp_path, alerts=config)  # type: ignore[arg-type]
