@@ -11,21 +11,20 @@ class HostCopy:
 
     The values of a CPU tensor are copied at once. Those of an accelerator's tensor are copied to
     pinned memory by its current stream; :meth:`wait` waits for that.
+
+    Attributes:
+        nbytes: Host memory that the values take.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.Event | None = None
+        self.nbytes = tensor.numel() * tensor.element_size()
         if tensor.device.type == "cpu":
             self._values = tensor.detach().clone()
             return
         self._values = tensor.detach().to("cpu", non_blocking=True)
         self._event = torch.Event(device=tensor.device)
         self._event.record()
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory that the values take."""
-        return self._values.nbytes
 
     def wait(self) -> Tensor:
         """The values, on the CPU; same shape and dtype."""

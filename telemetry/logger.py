@@ -70,8 +70,9 @@ class HookLogger:
         gradients: Measure the gradients of parameters.
         weights: Measure parameters and how far each step moves them.
         images: Draw feature maps and filters of convolutions, and the input.
-        alerts: Rules that look at each step; None: the default rules; ``()``: none. A dict changes
-            the default rules by name: ``{"dead_units": {"fraction": 0.8}, "saturated_units": None}``.
+        alerts: Rules that look at each step; None: the default rules; ``()``: none. A dict sets
+            parameters of the default rules, or leaves some out:
+            ``{"dead_units": {"fraction": 0.8}, "saturated_units": None}``.
         on_alert: Called with each :class:`Alert` on a background thread, or ``"raise"`` to raise
             :class:`TelemetryAlert` from the end of an optimizer step, :meth:`log`, :meth:`step` or
             the end of the ``with`` block.

@@ -107,20 +107,21 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
 
     def __enter__(self) -> bool:
         self._grad_enabled = torch.is_grad_enabled()
+        in_mode = torch.is_inference_mode_enabled() or _dispatch_modes() or _function_modes()
+        # First of all, for torch-function modes see the rest.
+        self._stack = _without_modes() if in_mode else None
         torch.set_grad_enabled(False)
         self._autocast = tuple(filter(torch.is_autocast_enabled, _device_types()))
         for device_type in self._autocast:
             torch.set_autocast_enabled(device_type, False)
-        in_mode = torch.is_inference_mode_enabled() or _dispatch_modes() or _function_modes()
-        self._stack = _without_modes() if in_mode else None
         return self._stack is None or _leave_dispatch_modes() is not None or not _dispatch_modes()
 
     def __exit__(self, *exception: object) -> None:
-        if self._stack is not None:
-            self._stack.close()
         for device_type in self._autocast:
             torch.set_autocast_enabled(device_type, True)
         torch.set_grad_enabled(self._grad_enabled)
+        if self._stack is not None:
+            self._stack.close()
 
 
 def _dispatch_modes() -> bool:
@@ -151,14 +152,13 @@ def _leave_dispatch_modes() -> Callable[[], contextlib.AbstractContextManager[ob
 
 def _without_modes() -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.no_grad())
     functions_off = _find(torch._C, "DisableTorchFunction", "torch-function modes see measurements")
     if functions_off is not None:
         stack.enter_context(functions_off())
     leave = _leave_dispatch_modes()
     if leave is not None:
         stack.enter_context(leave())
+    stack.enter_context(torch.inference_mode(False))
     return stack
 
 

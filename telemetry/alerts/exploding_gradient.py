@@ -31,7 +31,7 @@ class ExplodingGradient:
     inputs, outputs in large units, side branches with small gradients. The product of both growths
     is an explosion from ``depth_factor`` on, if each has a third of its decades and they are there
     in the first steps, before training can have caused them. It takes two measurements, or one that
-    is ten times larger. Later, where clipping hides the norm, both must have grown tenfold, and the
+    is thirty times larger. Later, where clipping hides the norm, both must have grown tenfold, and the
     loss risen.
 
     Args:
@@ -49,7 +49,7 @@ class ExplodingGradient:
         *,
         factor: float = 1000.0,
         lasting_factor: float = 30.0,
-        depth_factor: float = 1e5,
+        depth_factor: float = 1e4,
         loss: LossTrend | None = None,
     ) -> None:
         self._decades = math.log10(factor)
@@ -128,7 +128,7 @@ class ExplodingGradient:
         smaller = min(forward.decades, backward.decades)
         if self._is_early(record):
             deep = product >= self._depth_decades and smaller >= self._depth_decades / 3
-            certain = deep and product >= self._depth_decades + 1
+            certain = deep and product >= self._depth_decades + _CERTAIN
         else:
             usual = self._depths.median if len(self._depths) else smaller
             deep = smaller >= usual + 1 and self._loss.is_worse
@@ -169,6 +169,7 @@ _SHORTEST_HISTORY = 10
 _LASTING = 10
 _NEW_NORMAL = 50
 _OLDER = 20
+_CERTAIN = 1.5
 _EARLY = 5
 _CALM_STEPS = 50
 

@@ -7,22 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Flat:
-    """Where an activation is flat: at or below ``low``, at or above ``high``."""
+    """Where a curve is flat: at or below ``low``, at or above ``high``."""
 
     low: float
     high: float
 
 
+_EXACT = Flat(low=-0.9985, high=0.9985)
+_NEARLY = Flat(low=-0.94, high=0.94)
+
 BOUNDED = {
-    "Tanh": Flat(low=-0.9985, high=0.9985),
-    "Sigmoid": Flat(low=0.0015, high=0.9985),
-    "Hardtanh": Flat(low=-0.9985, high=0.9985),
-    "Hardsigmoid": Flat(low=0.0, high=0.9985),
-    "Softsign": Flat(low=-0.94, high=0.94),
-    "RNN": Flat(low=-0.9985, high=0.9985),
-    "RNNCell": Flat(low=-0.9985, high=0.9985),
+    "Tanh": (_NEARLY, _EXACT),
+    "RNN": (_NEARLY, _EXACT),
+    "RNNCell": (_NEARLY, _EXACT),
+    "Sigmoid": (Flat(low=0.06, high=0.94), Flat(low=0.0015, high=0.9985)),
+    "Hardtanh": (_EXACT,),
+    "Hardsigmoid": (Flat(low=0.0, high=0.9985),),
+    "Softsign": (_NEARLY,),
 }
-"""Activations with two flat ends. A gate that begins nearly closed (sigmoid of -5) is not flat."""
+"""Activations with two flat ends: where they begin, and where hardly any slope is left.
+
+A gate that begins nearly closed (sigmoid of -5) is on the first, not on the second.
+"""
 
 LOOKUPS = frozenset(["Embedding", "EmbeddingBag"])
 """Their outputs have a scale of their own, which nothing before them explains."""
@@ -34,8 +40,24 @@ POOLING = frozenset(
     + [f"Adaptive{kind}Pool{n}d" for kind in ("Avg", "Max") for n in (1, 2, 3)]
 )
 UNBOUNDED = frozenset(
-    ["ReLU", "LeakyReLU", "PReLU", "RReLU", "ReLU6", "GELU", "SiLU", "Mish", "ELU", "CELU"]
-    + ["SELU", "Softplus", "Hardswish", "GLU", "Softmax", "LogSoftmax"]
+    [
+        "ReLU",
+        "LeakyReLU",
+        "PReLU",
+        "RReLU",
+        "ReLU6",
+        "GELU",
+        "SiLU",
+        "Mish",
+        "ELU",
+        "CELU",
+        "SELU",
+        "Softplus",
+        "Hardswish",
+        "GLU",
+        "Softmax",
+        "LogSoftmax",
+    ]
 )
 """Activations without two flat ends, and distributions, which have other reasons to be flat."""
 
@@ -44,8 +66,18 @@ LINEAR = frozenset(
     + [f"ConvTranspose{n}d" for n in (1, 2, 3)]
 )
 NORMALIZATIONS = frozenset(
-    ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "LayerNorm", "GroupNorm"]
-    + ["RMSNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"]
+    [
+        "BatchNorm1d",
+        "BatchNorm2d",
+        "BatchNorm3d",
+        "SyncBatchNorm",
+        "LayerNorm",
+        "GroupNorm",
+        "RMSNorm",
+        "InstanceNorm1d",
+        "InstanceNorm2d",
+        "InstanceNorm3d",
+    ]
 )
 
 STANDARD = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,8 @@ from telemetry.sketch import Sketch, bucket_indices
 class SaturatedUnits:
     """Finds layers most of whose outputs lie where their activation no longer passes gradients.
 
-    Which part is flat depends on what the module is. For modules it does not know, and that have
+    Which part is flat depends on what the module is; of tanh and sigmoid three quarters of it must
+    lie where hardly any slope is left, as in no healthy net. For modules it does not know, and that have
     no parameters, the ends of the range they have kept to are taken, if the gradient hardly gets
     back through them. Functions that are no modules are seen through their neighbors: a layer's
     outputs are large, what the next layer receives is not, and hardly any gradient comes back.
@@ -84,7 +85,7 @@ class SaturatedUnits:
             name, type_name = forward.names[index], forward.types[index]
             after = forward.names[index + 1]
             if type_name in BOUNDED:
-                yield name, _share_beyond(record.activations[name].sketch, BOUNDED[type_name])
+                yield name, _share_flat(record.activations[name].sketch, BOUNDED[type_name])
             elif forward.owned[index]:
                 if forward.owned[index + 1] and forward.types[index + 1] not in NORMALIZATIONS:
                     yield name, _share_lost(record, name, after)
@@ -120,12 +121,19 @@ class _Layer:
     is_suspect: bool = False
 
 
+_QUITE = 0.75
 _FINE = 0.5
 _SUDDEN = 20
 _BLOCKED = 0.7
 _CALM_LOOKS = 3
 _LARGE = 10.0
 _SMALL = 2.0
+
+
+def _share_flat(sketch: Sketch, flats: Sequence[Flat]) -> float:
+    """Of values on the flat part of a curve, three quarters of which must be quite flat."""
+    nearly, *quite = (_share_beyond(sketch, flat) for flat in flats)
+    return min([nearly, *(share / _QUITE for share in quite)])
 
 
 def _share_beyond(sketch: Sketch, flat: Flat) -> float:

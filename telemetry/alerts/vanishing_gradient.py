@@ -47,9 +47,9 @@ class VanishingGradient:
     def __init__(
         self,
         *,
-        factor: float = 1000.0,
-        update_factor: float = 100.0,
-        branch_factor: float = 10.0,
+        factor: float = 300.0,
+        update_factor: float = 300.0,
+        branch_factor: float = 30.0,
         steps: int = 3,
         branch_steps: int = 10,
         loss: LossTrend | None = None,

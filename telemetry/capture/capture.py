@@ -168,11 +168,12 @@ class Capture:
         """Whether every parameter that has a gradient was stepped since the last step ended."""
         model = self._model()
         stepped = set(self._window.indices())
-        return model is None or all(
-            index in stepped
-            for index, parameter in enumerate(model.parameters())
-            if parameter.grad is not None
-        )
+        with undisturbed():
+            return model is None or all(
+                index in stepped
+                for index, parameter in enumerate(model.parameters())
+                if parameter.grad is not None
+            )
 
     def step_completed(self) -> None:
         """Hand the step over and prepare for the next."""
@@ -253,7 +254,7 @@ class Capture:
                 self._window.random_states = read_random_states()
                 if self._by_hand:
                     self._reader.expect_step_by_hand()
-        self._hooks.begin(self._window)
+            self._hooks.begin(self._window)
 
     def _refresh(self) -> None:
         """Look again whether parameters were replaced, on steps where that is cheap."""
@@ -269,15 +270,15 @@ class Capture:
 
     def _hand_over(self, window: Window) -> None:
         layout = self._layout.current(self._model(), window.order)
-        self._deliver(
-            CapturedStep.of(
+        with undisturbed():
+            captured = CapturedStep.of(
                 window,
                 wall_time=time.time(),
                 layout=layout,
                 totals=self._totals,
                 faults=self._faults,
             )
-        )
+        self._deliver(captured)
 
     def _pass_begins(self) -> None:
         """A training pass begins after an optimizer has stepped in this window."""

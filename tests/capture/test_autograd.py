@@ -14,6 +14,8 @@ from hand import assert_logged, assert_tensor, by_hand, check, not_training
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -639,3 +641,55 @@ def test_an_optimizer_that_gets_the_models_parameters_later(tmp_path: Path) -> N
         optimizer.step()
         assert logger.current_step == 1
     assert recorder.records[0].grad_present.all()
+
+
+# --- modes of the caller --------------------------------------------------------------------------
+
+
+class SeenByDispatch(TorchDispatchMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class SeenByFunction(TorchFunctionMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [SeenByDispatch, SeenByFunction])
+def test_no_mode_of_the_caller_sees_our_operations(tmp_path: Path, mode: Any) -> None:
+    """Selective checkpointing is such a mode, and so are profilers and a default device."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 3)
+            self.wide = nn.Linear(72, 4000)  # too large to be copied
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wide(self.conv(x.view(6, 1, 8, 8)).flatten(1))
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[str]:
+        optimizer = sgd(model)
+        for _ in range(2):
+            seen: list[str] = []
+            x = torch.randn(6, 64)
+            with mode(seen):
+                optimizer.zero_grad()
+                loss_of(model, x).backward()
+                optimizer.step()
+            yield from seen
+
+    outcome = assert_left_alone(Net, loop, tmp_path)
+    assert outcome.full[1].activation_grads["wide"].calls == 1
+    assert outcome.yielded
