@@ -31,8 +31,8 @@ class ExplodingGradient:
     inputs, outputs in large units, side branches with small gradients. The product of both growths
     is an explosion from ``depth_factor`` on, if each has a third of its decades and they are there
     in the first steps, before training can have caused them. It takes two measurements, or one that
-    is thirty times larger. Later, where clipping hides the norm, both must have grown tenfold, and the
-    loss risen.
+    is thirty times larger. Later, where clipping hides the norm, both must have grown tenfold, and
+    the loss risen.
 
     Args:
         factor: Above the highest norm of the last 100 steps, for two steps.
