@@ -19,11 +19,12 @@ from telemetry.sketch import Sketch, bucket_indices
 class SaturatedUnits:
     """Finds layers most of whose outputs lie where their activation no longer passes gradients.
 
-    Which part is flat depends on what the module is; of tanh and sigmoid three quarters of it must
-    lie where hardly any slope is left, as in no healthy net. For modules it does not know, and that
-    have no parameters, the ends of the range they have kept to are taken, if the gradient hardly
-    gets back through them. Functions that are no modules are seen through their neighbors: a layer's
-    outputs are large, what the next layer receives is not, and hardly any gradient comes back.
+    Which part is flat depends on what the module is; of tanh and sigmoid three quarters of it
+    must lie where hardly any slope is left, as in no healthy net. For modules it does not know,
+    and that have no parameters, the ends of the range they have kept to are taken, if the
+    gradient hardly gets back through them. Functions that are no modules are seen through their
+    neighbors: a layer's outputs are large, what the next layer receives is not, and hardly any
+    gradient comes back.
 
     Outputs of the network may be flat because the predictions are right; only layers before others
     with parameters count. So may hidden ones after training (binary codes); so it speaks of layers
