@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,10 @@ def bench() -> Iterator[ModuleType]:
     module = ours.load_faultbench()
     if module is None:
         pytest.skip(f"no faultbench in {ours.HOME}")
+    log = logging.getLogger("telemetry")
+    level = log.level  # the benchmark is quiet about what it finds
     yield module
+    log.setLevel(level)
     sys.modules.pop("faultbench", None)
 
 
