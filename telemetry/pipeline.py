@@ -59,7 +59,7 @@ Item = CapturedStep | LoggedScalars | ReadyValues
 class Pipeline:
     """Takes steps from the training thread and never makes it wait.
 
-    At most 1000 steps or 64 MiB of them wait; more are dropped, counted and told. What the user
+    At most 1000 steps wait, and 64 MiB of those measured in full; more are dropped, counted and told. What the user
     logged is never dropped. In a forked child everything is ignored.
 
     Args:
@@ -109,7 +109,8 @@ class Pipeline:
         if self._closed or os.getpid() != self._pid:
             return
         bytes_waiting = self._bytes_taken - self._bytes_done
-        if self._queue.qsize() >= MAX_STEPS_WAITING or bytes_waiting > MAX_BYTES_WAITING:
+        too_large = captured.measurements is not None and bytes_waiting > MAX_BYTES_WAITING
+        if self._queue.qsize() >= MAX_STEPS_WAITING or too_large:
             self._drop(captured.step)
             return
         self._bytes_taken += captured.nbytes

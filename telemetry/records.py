@@ -121,7 +121,7 @@ class TensorRecord:
 
     Attributes:
         sketch: Histogram and exact moments of all elements.
-        calls: How many tensors were merged into it.
+        calls: How many tensors there were; of very many the first few of each module are merged.
         unit_min: Smallest value of each unit or channel, float32, shape ``[units]``; None where
             there are no units to tell apart. NaN where the unit has one.
         unit_max: Largest value of each unit, likewise.

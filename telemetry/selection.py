@@ -210,13 +210,14 @@ def _is_leaf(name: str, module: nn.Module) -> bool:
     """Whether a user would say that it computes something itself."""
     children = {key for key, child in module._modules.items() if child is not None}
     # ParameterList and its like have no forward: hooks on them never fire.
-    can_run = type(module).forward is not nn.Module.forward
+    forward = getattr(module, "forward", None)
+    can_run = getattr(forward, "__func__", forward) not in (None, nn.Module.forward)
     is_part = _PARAMETRIZATIONS in name.split(".")
     return can_run and not is_part and not children - {_PARAMETRIZATIONS}
 
 
 def _is_wrapper(name: str, module: nn.Module) -> bool:
-    children = list(module._modules)
+    children = list(module._modules.keys())  # iterating fails for modules of torch.jit
     if children == [_WRAPPED_ROOT]:
         return clean_name(name) == ""
     return len(children) == 1 and children[0] in _WRAPPED

@@ -108,6 +108,12 @@ class ModuleHooks:
         """
         before, self._hooks = self._hooks, {}
         for name, module in watched.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                self.faults.tell(
+                    "modules that torch.jit has compiled take no hooks, nothing is "
+                    "logged for their outputs"
+                )
+                continue
             hook = before.get(name)
             if hook is None or hook.module() is not module:
                 hook = ForwardHook(self, name, module)

@@ -9,23 +9,28 @@ from typing import Any
 
 from torch import Tensor
 
+_DEEPEST = 8
+"""Containers inside of each other; one that holds itself would have no end."""
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Tensors in tuples, lists, mappings and dataclasses, nested at will, in their order.
+
+def tensors_in(value: object, depth: int = 0) -> Iterator[Tensor]:
+    """Tensors in tuples, lists, mappings and dataclasses, nested in each other, in their order.
 
     Anything else (None, numbers, foreign objects) is passed over.
     """
     if isinstance(value, Tensor):
         yield value
+    elif depth == _DEEPEST:
+        return
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from tensors_in(item, depth + 1)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from tensors_in(item)
+            yield from tensors_in(item, depth + 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            yield from tensors_in(getattr(value, field.name, None), depth + 1)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -26,22 +26,22 @@ def explain_silence(
         trained: Names of all modules with a parameter that got a gradient in that step.
         step: Its number.
     """
+    # Something was compiled, and a module that was not seen running took part in the step.
     compiled = graphs_compiled() > 0 and any(name in trained for name in silent)
-    if len(silent) == watched:
-        cause = (
-            "the model was compiled before HookLogger was made"
-            if compiled
-            else "the model was not in training mode, or ran without gradients or on another thread"
-        )
-        missing = f"no watched module was seen running at step {step}, so activations are missing"
-    else:
-        cause = "they were compiled before HookLogger was made" if compiled else ""
-        missing = (
+    if len(silent) < watched:
+        message = (
             f"{len(silent)} of {watched} watched modules did not run at step {step}, nothing is "
             f"logged for their outputs: {_listed(silent)}"
         )
-    message = f"{missing}. Probably {cause}" if cause else missing
-    return f"{message}: {_WAYS_OUT}" if compiled else message
+        cause = f"If they were compiled before HookLogger was made, {_WAYS_OUT}"
+        return f"{message}. {cause}" if compiled else message
+    message = f"no watched module was seen running at step {step}, so activations are missing"
+    if compiled:
+        return f"{message}. The model was probably compiled before HookLogger was made: {_WAYS_OUT}"
+    return (
+        f"{message}. The model was probably not in training mode, or ran without gradients or on "
+        "another thread"
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -459,3 +459,48 @@ class NamedLikeWrappers(nn.Module):
 def test_names_that_look_like_wrappers_are_told_apart(tmp_path: Path) -> None:
     outcome, _ = check(NamedLikeWrappers, plain, tmp_path)
     assert list(outcome.full[0].activations) == ["module", "_orig_mod", "head"]
+
+
+def test_a_model_that_never_trains_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models from a hub come in evaluation mode."""
+    monkeypatch.setattr("telemetry.capture.silence.graphs_compiled", lambda: 0)  # by other tests
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        model.eval()
+        yield from plain(model, logger)
+
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "no watched module was seen running at step 0" in message
+    assert "not in training mode" in message
+    assert all(record.grad_present.all() for record in outcome.full)
+
+
+def test_a_container_that_holds_itself_comes_to_an_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pack(a: Tensor, b: Tensor) -> dict[str, Any]:
+        output: dict[str, Any] = {"a": a, "b": b}
+        output["all"] = output
+        return output
+
+    loop = sgd_loop(lambda model, x: model.inner(x)["a"].square().mean())
+    outcome = assert_left_alone(lambda: Wrapped(pack), loop, tmp_path)
+    assert {"inner", "inner[1]"} < set(outcome.full[0].activations)
+    assert not caplog.records
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_part_that_was_scripted_before_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 2))
+
+    outcome = assert_left_alone(make, plain, tmp_path)
+    assert list(outcome.full[0].activations) == ["1", "2"]
+    assert outcome.full[0].grad_present.all()
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "torch.jit has compiled" in message
