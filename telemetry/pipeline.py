@@ -59,8 +59,8 @@ Item = CapturedStep | LoggedScalars | ReadyValues
 class Pipeline:
     """Takes steps from the training thread and never makes it wait.
 
-    At most 1000 steps wait, and 64 MiB of those measured in full; more are dropped, counted and told. What the user
-    logged is never dropped. In a forked child everything is ignored.
+    At most 1000 steps wait, and 64 MiB of those measured in full; more are dropped, counted and
+    told. What the user logged is never dropped. In a forked child everything is ignored.
 
     Args:
         board: Says what to write.
