@@ -24,6 +24,7 @@ from telemetry.alert_file import AlertFile
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
 from telemetry.board import Board
+from telemetry.budget import Budget
 from telemetry.capture import Capture, Content
 from telemetry.events.file_writer import FileWriter
 from telemetry.events.summary_writer import SummaryWriter
@@ -60,6 +61,12 @@ class HookLogger:
         writer: A :class:`telemetry.SummaryWriter` or ``torch.utils.tensorboard.SummaryWriter``,
             which stays open, or a log directory or URL, for which one of the former is opened.
         every_n_steps: Measure in full at steps 0, N, 2N, ...
+        max_overhead: Share of the training time that the logger may take on the training thread,
+            such as 0.01: on the CPU its CPU time there, on a CUDA device the time by which measured
+            steps take longer. Measurements then come less often and, rather than ten times as
+            rarely, for a part of the layers at a time; gradient norms are skipped if they alone
+            take more than half. What came of it is logged as ``telemetry/overhead`` and
+            ``telemetry/every_n_steps``. Each rank decides for itself. None: no limit.
         optimizer: Whose steps count; default: the first torch optimizer that steps parameters of
             this model.
         modules: Watched modules: a glob over ``named_modules()``, a class, a
@@ -92,6 +99,7 @@ class HookLogger:
         writer: tensorboard.SummaryWriter | str | os.PathLike[str],
         *,
         every_n_steps: int = 100,
+        max_overhead: float | None = None,
         optimizer: Optimizer | None = None,
         modules: Selector | Iterable[Selector] | None = None,
         exclude: Selector | Iterable[Selector] | None = None,
@@ -106,6 +114,15 @@ class HookLogger:
     ) -> None:
         _check_model(model)
         schedule = every(every_n_steps)
+        self._budget = (
+            None
+            if max_overhead is None
+            else Budget(
+                max_overhead=max_overhead,
+                every_n_steps=every_n_steps,
+                entered=self._write_costs,
+            )
+        )
         selection = Selection.parse(modules, exclude)
         selection.check(model)
         primary = _check_optimizer(optimizer, model)
@@ -140,11 +157,12 @@ class HookLogger:
                 weights=weights,
                 images=images,
             ),
-            deliver=self._pipeline.submit,
+            deliver=pipeline.submit,
             safe_point=self._raise_if_asked,
             primary=primary,
             faults=self._faults,
             first_step=first_step,
+            budget=self._budget,
         )
         # Keeps this logger until the model is gone or the process exits, and then closes it. Unlike
         # atexit it also runs in a process of multiprocessing, and before the writer's own (0).
@@ -282,6 +300,17 @@ class HookLogger:
         if self._owns_writer:
             self._writer.close()
             self._owns_writer = False
+
+    def _write_costs(self, step: int) -> None:
+        """Write what the budget has done up to a step that was measured in full."""
+        if self._budget is None:
+            return
+        self._pipeline.submit_logged(
+            LoggedScalars(step=step, wall_time=time.time(), values=self._budget.scalars())
+        )
+        news = self._budget.news()
+        if news is not None:
+            log.warning("telemetry: %s", news)
 
     def _write(self, values: Sequence[Summary.Value]) -> None:
         self._pipeline.submit_logged(

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from telemetry.budget import Budget
 from telemetry.capture.captured import CapturedStep, RunTotals
+from telemetry.capture.costs import StepCosts
 from telemetry.capture.hooks import CONVOLUTIONS
 from telemetry.capture.layout import LayoutKeeper
 from telemetry.capture.module_hooks import ModuleHooks
@@ -50,6 +52,7 @@ class Capture:
         primary: Whose steps count; None: the first optimizer that steps the model's parameters.
         faults: Where hooks tell what failed.
         first_step: Number of the first step.
+        budget: What this may cost, and takes note of it; None: whatever is due is done.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Capture:
         primary: Optimizer | None,
         faults: Faults,
         first_step: int = 0,
+        budget: Budget | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._selection = selection
@@ -73,6 +77,8 @@ class Capture:
         self._safe_point = safe_point
         self._primary = weakref.ref(primary) if primary is not None else None
         self._faults = faults
+        self._budget = budget
+        self._costs = StepCosts(budget)
         self._table = ParameterTable(model)
         # Optimizers without parameters of the model, and how many parameters they had.
         self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -83,6 +89,7 @@ class Capture:
         self._hooks = ModuleHooks(
             model,
             faults,
+            own_time=self._costs.own,
             activations=content.activations,
             activation_grads=content.activation_gradients,
             pass_begins=self._pass_begins,
@@ -113,7 +120,9 @@ class Capture:
         self._end_scripting = leave_modules_that_are_scripted()
         self._thread = None
         self._foreign.clear()
-        self._open_window(attaching=True)
+        self._costs.restart()
+        with self._costs.own:
+            self._open_window(attaching=True)
 
     def detach(self) -> None:
         """Take every hook off; harmless when done twice."""
@@ -148,7 +157,13 @@ class Capture:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Read the gradients, which are final, and what the step is about to change."""
-        with self._faults.contained("to read the gradients"), undisturbed() as alone:
+        if not self._window.norms:
+            return
+        with (
+            self._costs.own,
+            self._faults.contained("to read the gradients"),
+            undisturbed() as alone,
+        ):
             if alone:
                 self._refresh()
                 self._reader.before_step(self._window, optimizer)
@@ -159,7 +174,11 @@ class Capture:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See how far the parameters have moved."""
-        with self._faults.contained("to measure the update"), undisturbed() as alone:
+        with (
+            self._costs.own,
+            self._faults.contained("to measure the update"),
+            undisturbed() as alone,
+        ):
             if alone:
                 self._reader.after_step(self._window, optimizer)
         self._hooks.resume()
@@ -180,14 +199,17 @@ class Capture:
         if backward_task() == NO_TASK:
             self._thread = threading.get_ident()
         window = self._window
-        with self._faults.contained("to hand over a step"):
-            self._hooks.end()
-            self._hand_over(window)
-            if window.full:
-                self._tell_silent_modules(window)
-            self._hooks.uninstall()
-        self.step += 1
-        self._open_window()
+        with self._costs.own:
+            with self._faults.contained("to hand over a step"):
+                self._hooks.end()
+                if window.norms:
+                    self._hand_over(window)
+                if window.full:
+                    self._tell_silent_modules(window)
+                self._hooks.uninstall()
+                self._note_costs(window)
+            self.step += 1
+            self._open_window()
 
     def safe_point(self) -> None:
         """Let the logger raise between steps, if it was asked to."""
@@ -198,8 +220,12 @@ class Capture:
     def manual_step(self) -> None:
         """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
         self._by_hand = True
-        with self._faults.contained("to read the gradients"), undisturbed() as alone:
-            if alone:
+        with (
+            self._costs.own,
+            self._faults.contained("to read the gradients"),
+            undisturbed() as alone,
+        ):
+            if alone and self._window.norms:
                 self._refresh()
                 self._reader.step_by_hand(self._window)
         self.step_completed()
@@ -227,11 +253,15 @@ class Capture:
 
     def _open_window(self, *, attaching: bool = False) -> None:
         model = self._model()
-        full = self._is_due(self.step)
+        affordable = self._budget is None or self._budget.affords_full()
+        full = affordable and self._is_due(self.step)
         self._reader.forget()
         self._no_step = NoStepWatch()
         self._window = Window(
-            step=self.step, measurer=self._measurer if full else None, thread=self._thread
+            step=self.step,
+            measurer=self._measurer if full else None,
+            norms=full or self._budget is None or self._budget.affords_norms(),
+            thread=self._thread,
         )
         if model is None:
             return
@@ -248,12 +278,18 @@ class Capture:
 
     def _begin_window(self) -> None:
         """Begin to measure a step in full."""
+        if self._budget is not None:
+            modules = self._layout.current(self._model(), ()).modules
+            turn = self._budget.begin_full(len(modules))
+            self._window.left_out = frozenset(
+                module.name for i, module in enumerate(modules) if not turn.takes(i)
+            )
         with undisturbed() as alone:
             if alone:
                 self._refresh()
                 self._window.random_states = read_random_states()
                 if self._by_hand:
-                    self._reader.expect_step_by_hand()
+                    self._reader.expect_step_by_hand(self._window)
             self._hooks.begin(self._window)
 
     def _refresh(self) -> None:
@@ -267,6 +303,13 @@ class Capture:
         convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
         drawn = spread(convolutions, PICTURED_MODULES) if self._content.images else []
         self._hooks.install(watched, pictured=frozenset(drawn), input_picture=self._content.images)
+
+    def _note_costs(self, window: Window) -> None:
+        first = next(model.parameters(), None) if (model := self._model()) is not None else None
+        if first is not None:
+            self._costs.step_ended(
+                window.step, full=window.full, norms=window.norms, device=first.device
+            )
 
     def _hand_over(self, window: Window) -> None:
         layout = self._layout.current(self._model(), window.order)
@@ -287,7 +330,11 @@ class Capture:
 
     def _pass_ended(self, window: Window, tally: Tally, parameters: Iterable[Tensor]) -> None:
         """A backward pass has reached parameters."""
-        with self._faults.contained("to end a backward pass"), undisturbed() as alone:
+        with (
+            self._costs.own,
+            self._faults.contained("to end a backward pass"),
+            undisturbed() as alone,
+        ):
             if alone:
                 self._reader.end_pass(window, tally, parameters)
             message = self._no_step.backward_ended(parameters)

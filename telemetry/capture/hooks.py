@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +49,7 @@ class Watcher(Protocol):
     in_phase: bool
     gradients_wanted: bool
     faults: Faults
+    own_time: AbstractContextManager[None]
 
     def on_forward(self, hook: ForwardHook, args: Any, output: Any) -> None:
         """A module returned ``output``."""
@@ -119,10 +120,11 @@ class ForwardHook(Inert):
         # A module that shares its hooks with this one is a shallow copy, as DataParallel makes.
         if not self._watcher.armed or module is not self.module():
             return
-        try:
-            self._watcher.on_forward(self, args, output)
-        except Exception:
-            self._watcher.faults.report(f"to observe the output of {self.called}")
+        with self._watcher.own_time:
+            try:
+                self._watcher.on_forward(self, args, output)
+            except Exception:
+                self._watcher.faults.report(f"to observe the output of {self.called}")
 
     def _trace(self, output: Any) -> None:
         """Put observers into the graph that the compiler is making; it traces what is here."""
@@ -139,10 +141,11 @@ class ForwardHook(Inert):
     def in_graph(self, tensor: Tensor, index: int, backward: bool) -> None:
         """See :class:`telemetry.capture.compiled.Observer`."""
         self.traced = True
-        try:
-            self._watcher.on_graph(self, tensor, index, backward)
-        except Exception:
-            self._watcher.faults.report(f"to observe {self.called} in a compiled graph")
+        with self._watcher.own_time:
+            try:
+                self._watcher.on_graph(self, tensor, index, backward)
+            except Exception:
+                self._watcher.faults.report(f"to observe {self.called} in a compiled graph")
 
 
 class GradHook(Inert):
@@ -166,10 +169,11 @@ class GradHook(Inert):
         watcher, hook = self._watcher(), self._hook()
         if watcher is None or hook is None:
             return
-        try:
-            watcher.on_gradient(hook, self._index, self._window, grad)
-        except Exception:
-            watcher.faults.report(f"to observe the gradient of {hook.called}")
+        with watcher.own_time:
+            try:
+                watcher.on_gradient(hook, self._index, self._window, grad)
+            except Exception:
+                watcher.faults.report(f"to observe the gradient of {hook.called}")
 
 
 def is_inert_copy(hook: object) -> bool:

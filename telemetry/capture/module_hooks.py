@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class ModuleHooks:
     Args:
         model: The model that the modules belong to.
         faults: Where hooks tell what failed.
+        own_time: Entered while anything is done here.
         activations: Whether outputs are measured.
         activation_grads: Whether gradients with respect to them are.
         pass_begins: Called when a forward pass begins though an optimizer has stepped since the
@@ -61,12 +62,14 @@ class ModuleHooks:
         model: nn.Module,
         faults: Faults,
         *,
+        own_time: AbstractContextManager[None],
         activations: bool,
         activation_grads: bool,
         pass_begins: Callable[[], None],
         pass_ended: Callable[[Window, Tally, Iterable[Tensor]], None],
     ) -> None:
         self.faults = faults
+        self.own_time = own_time
         self.armed = False
         self.in_phase = False
         self.gradients_wanted = activation_grads
@@ -223,6 +226,8 @@ class ModuleHooks:
                 return
             inputs = () if window.order else args
             window.order.setdefault(hook.name)
+            if hook.name in window.left_out:
+                return
             for index, tensor in enumerate(tensors_in(output)):
                 if is_being_traced(tensor):
                     self.faults.tell(_WITHOUT_VALUES)
@@ -245,6 +250,8 @@ class ModuleHooks:
         with undisturbed() as alone:
             if alone:
                 window.order.setdefault(hook.name)
+                if hook.name in window.left_out:
+                    return
                 self._observe_output(window, hook, tensor, index)
                 self._take_images(window, hook.name, (), tensor if index == 0 else ())
 
@@ -255,6 +262,8 @@ class ModuleHooks:
         window = self._window
         if window is None or window_number != self._window_number or grad is None:
             return  # a graph kept from an earlier step; an output that got no gradient
+        if hook.name in window.left_out:
+            return
         current = self._passes.current() if self._passes is not None else None
         tally = window.tally if current is None else current.tally
         name = _output_name(hook.name, index)
@@ -324,12 +333,13 @@ class ModuleHooks:
 
     def _accumulated(self, parameter: Tensor) -> None:
         """A gradient has accumulated, so this backward pass is one of training."""
-        try:
-            current = self._passes.current() if self._passes is not None else None
-            if current is not None:
-                current.accumulated[id(parameter)] = parameter
-        except Exception:
-            self.faults.report("to follow a backward pass")
+        with self.own_time:
+            try:
+                current = self._passes.current() if self._passes is not None else None
+                if current is not None:
+                    current.accumulated[id(parameter)] = parameter
+            except Exception:
+                self.faults.report("to follow a backward pass")
 
     def _end_pass(self, window: Window, ended: BackwardPass) -> None:
         if window is not self._window or self._paused:

@@ -77,16 +77,16 @@ class StepReader:
             learning_rates=[HostCopy(r) if isinstance(r, Tensor) else float(r) for r in rates],
         )
         if window.full and self._content.weights:
-            self._probes[id(optimizer)] = UpdateProbe(parameters)
+            self._probes[id(optimizer)] = UpdateProbe(self._in_turn(window, parameters))
 
     def after_step(self, window: Window, optimizer: Optimizer) -> None:
         """See how far the optimizer has moved the parameters."""
         self._read_probe(window, id(optimizer))
 
-    def expect_step_by_hand(self) -> None:
+    def expect_step_by_hand(self, window: Window) -> None:
         """Look at the parameters now: nothing will tell when the loop is about to change them."""
         if self._content.weights:
-            self._probes[_BY_HAND] = UpdateProbe(self._all_parameters())
+            self._probes[_BY_HAND] = UpdateProbe(self._in_turn(window, self._all_parameters()))
 
     def step_by_hand(self, window: Window) -> None:
         """Read everything after a step that no optimizer took."""
@@ -129,12 +129,21 @@ class StepReader:
         if not window.full:
             return
         if self._content.gradients:
-            self._observe(window, "grads", grads, scaled=scaled)
+            self._observe(window, "grads", self._in_turn(window, grads), scaled=scaled)
         if self._content.weights:
-            self._observe(window, "weights", parameters)
+            self._observe(window, "weights", self._in_turn(window, parameters))
         self._read_buffers(window)
         if self._content.images:
             self._take_filters(window)
+
+    def _in_turn(
+        self, window: Window, tensors: Sequence[tuple[int, Tensor]]
+    ) -> Sequence[tuple[int, Tensor]]:
+        """Those of the parameters that are measured in this window."""
+        if not window.left_out:
+            return tensors
+        described = self._table.parameters
+        return [(i, t) for i, t in tensors if described[i].module_name not in window.left_out]
 
     def _observe(
         self,

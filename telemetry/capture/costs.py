@@ -1,0 +1,62 @@
+"""What each step takes, and how much of that is telemetry's own."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from telemetry.budget import Budget, Stopwatch
+
+
+class StepCosts:
+    """Enters each step into a budget, if there is one.
+
+    On the CPU, wall time is told from CPU time that the training thread spends inside of
+    :attr:`own`. On a CUDA device, where both only queue work, an event is recorded at the end of
+    each step; a step is entered once the device has come to it, which nobody waits for.
+    """
+
+    def __init__(self, budget: Budget | None) -> None:
+        self._budget = budget
+        self._stopwatch = Stopwatch()
+        self.own: AbstractContextManager[None] = (
+            nullcontext() if budget is None else self._stopwatch
+        )
+        self._last_s: float | None = None
+        self._last_event: torch.cuda.Event | None = None
+        # Step, whether full, whether with norms; and the event at its end.
+        self._queued: deque[tuple[int, bool, bool, torch.cuda.Event]] = deque()
+
+    def restart(self) -> None:
+        """The next step begins now: what came before belongs to none."""
+        self._last_s, self._last_event = None, None
+        self._queued.clear()
+        self._stopwatch.take()
+
+    def step_ended(self, step: int, *, full: bool, norms: bool, device: torch.device) -> None:
+        """A step ended; work for the next one has not begun."""
+        if self._budget is None:
+            return
+        if device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(device))
+            self._queued.append((step, full, norms, event))
+            self._settle(self._budget)
+            return
+        now = time.perf_counter()
+        own_s, before = self._stopwatch.take(), self._last_s
+        self._last_s = now
+        # The first step after a start began somewhere before it; what it cost is known.
+        step_s = own_s if before is None else now - before
+        self._budget.completed(step, full=full, norms=norms, step_s=step_s, own_s=own_s)
+
+    def _settle(self, budget: Budget) -> None:
+        """Enter the steps that the device has finished."""
+        while self._queued and self._queued[0][-1].query():
+            step, full, norms, event = self._queued.popleft()
+            before, self._last_event = self._last_event, event
+            step_s = before.elapsed_time(event) * 1e-3 if before is not None else 0.0
+            budget.completed(step, full=full, norms=norms, step_s=step_s, own_s=None)
