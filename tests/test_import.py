@@ -18,12 +18,11 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_import_takes_less_than_50_ms() -> None:
+def test_import_loads_a_handful_of_modules() -> None:
     code = (
-        "import time; start = time.perf_counter(); import telemetry; "
-        "print(time.perf_counter() - start)"
+        "import sys; before = len(sys.modules); import telemetry; print(len(sys.modules) - before)"
     )
-    assert min(float(run_python(code)) for _ in range(5)) < 0.050
+    assert int(run_python(code)) <= 10
 
 
 def test_import_loads_neither_torch_nor_numpy() -> None:

@@ -31,7 +31,7 @@ CHROMIUM_ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-PATIENCE_S = 15
+PATIENCE_S = 60
 
 
 @contextmanager
