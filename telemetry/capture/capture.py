@@ -305,11 +305,11 @@ class Capture:
         self._hooks.install(watched, pictured=frozenset(drawn), input_picture=self._content.images)
 
     def _note_costs(self, window: Window) -> None:
-        first = next(model.parameters(), None) if (model := self._model()) is not None else None
-        if first is not None:
-            self._costs.step_ended(
-                window.step, full=window.full, norms=window.norms, device=first.device
-            )
+        model = self._model() if self._budget is not None else None
+        if model is not None:
+            with undisturbed():
+                device = next(model.parameters()).device
+            self._costs.step_ended(window.step, full=window.full, norms=window.norms, device=device)
 
     def _hand_over(self, window: Window) -> None:
         layout = self._layout.current(self._model(), window.order)

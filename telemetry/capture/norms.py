@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,56 +11,64 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from telemetry.capture.parameters import plain
+from telemetry.capture.parameters import PLAIN, plain
 from telemetry.host_copy import HostCopy
 from telemetry.measure import block_sample
-from telemetry.torch_private import norms_of
+from telemetry.torch_private import joined, norms_of
 
 SMALL = 65_536
 """Elements up to which a parameter's update is measured in full; above, a sample of as many."""
+
+
+_SMALL = 1024
+"""Elements up to which tensors in CPU memory are joined, to be reduced together."""
+
+_JOINED = 65_536
+"""Elements of those that are joined at a time: so many stay in a core's cache."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Norms:
     """Norms of some tensors of one device, on that device.
 
-    ``values`` holds the L2 norms ``[k]``; on an accelerator a second row ``[2, k]`` with the
-    largest magnitudes, which stay finite where the sum of squares overflows float32.
+    Attributes:
+        indices: Which tensors.
+        values: Their L2 norms ``[k]``; on an accelerator a second row ``[2, k]`` with the largest
+            magnitudes, which stay finite where the sum of squares overflows float32.
+        known_nonfinite: Whether an element is not finite, as far as known without waiting.
     """
 
     indices: tuple[int, ...]
     values: Tensor
+    known_nonfinite: bool = False
 
     @property
     def nonfinite(self) -> Tensor:
         """Whether any element behind them is not finite, bool ``[]`` on the device."""
         return self.values.view(-1, len(self.indices))[-1].isfinite().all().logical_not()
 
-    @property
-    def known_nonfinite(self) -> bool:
-        """The same, as far as that is known without waiting."""
-        return self.values.device.type == "cpu" and not bool(self.values.isfinite().all())
-
     def sent(self) -> NormReading:
         """The same on its way to the host."""
+        values = self.values
+        on_host = values.device.type == "cpu"
         return NormReading(
             indices=self.indices,
-            norms=HostCopy(self.values),
-            largest_known=self.values.dim() == 2,
+            wait=(lambda: values) if on_host else HostCopy(values).wait,
+            largest_known=values.dim() == 2,
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NormReading:
-    """:class:`Norms`, perhaps still on their way to the host."""
+    """:class:`Norms`, perhaps still on their way to the host; ``wait`` gives the values."""
 
     indices: tuple[int, ...]
-    norms: HostCopy
+    wait: Callable[[], Tensor]
     largest_known: bool
 
     def read(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Norms, float64 ``[k]``, and whether all elements were finite, ``[k]``."""
-        values = self.norms.wait().to(torch.float64).numpy()
+        values = self.wait().to(torch.float64).numpy()
         if not self.largest_known:
             return values, np.isfinite(values)
         return values[0], np.isfinite(values[1])
@@ -71,30 +80,86 @@ def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
     Args:
         tensors: Each with an index; what has no norm (see :func:`plain`) is left out.
     """
+    small = _SmallTensors()
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, tensor in tensors:
+        if small.takes(index, tensor):
+            continue
         values = plain(tensor)
         if values is not None:
             if values.numel() == 0:
                 values = values.new_zeros(1)
             wide = torch.float64 if values.dtype is torch.float64 else torch.float32
             groups.setdefault((values.device, wide), []).append((index, values))
-    return [
+    norms = [small.norms()] if small.indices else []
+    return norms + [
         _norms_of_group(pairs, wide)
         for (device, wide), pairs in groups.items()
         if device.type != "meta"
     ]
 
 
+class _SmallTensors:
+    """Small float32 tensors in CPU memory, of which there may be thousands.
+
+    They are joined and reduced together: one call of PyTorch for each takes longer than the work.
+    """
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+        self._tensors: list[Tensor] = []
+        self._starts: list[int] = []
+        self._end = 0
+        self._norms: list[NDArray[np.float64]] = []
+
+    def takes(self, index: int, tensor: Tensor) -> bool:
+        """Take ``tensor`` if it is one of these; it has to stay as it is until :meth:`norms`."""
+        if (
+            type(tensor) not in PLAIN
+            or tensor.dtype is not torch.float32
+            or not tensor.is_cpu
+            or tensor.layout is not torch.strided
+            or not 0 < (count := tensor.numel()) <= _SMALL
+        ):
+            return False
+        if self._end + count > _JOINED:
+            self._reduce()
+        self.indices.append(index)
+        self._tensors.append(tensor)
+        self._starts.append(self._end)
+        self._end += count
+        return True
+
+    def norms(self) -> Norms:
+        """Of all tensors that were taken, at least one."""
+        self._reduce()
+        return _on_host(self.indices, np.concatenate(self._norms))
+
+    def _reduce(self) -> None:
+        with np.errstate(invalid="ignore"):  # of signaling NaN
+            squares = np.square(joined(self._tensors).numpy(), dtype=np.float64)
+        self._norms.append(np.sqrt(np.add.reduceat(squares, self._starts)))
+        self._tensors, self._starts, self._end = [], [], 0
+
+
 def _norms_of_group(pairs: Sequence[tuple[int, Tensor]], wide: torch.dtype) -> Norms:
-    tensors = [tensor for _, tensor in pairs]
+    indices, tensors = zip(*pairs, strict=True)
     norms = torch.stack(norms_of(tensors, 2, wide))
     if norms.device.type != "cpu":
         norms = torch.stack([norms, torch.stack(norms_of(tensors, torch.inf, wide))])
-    elif not torch.isfinite(norms.sum()):
+        return Norms(indices=indices, values=norms)
+    if not math.isfinite(norms.sum()):
         # Squares beyond 3e38 overflow float32: an infinite norm does not tell infinite elements.
         norms = torch.stack(norms_of(tensors, 2, torch.float64))
-    return Norms(indices=tuple(index for index, _ in pairs), values=norms)
+    return _on_host(indices, norms.to(torch.float64).numpy())
+
+
+def _on_host(indices: Sequence[int], norms: NDArray[np.float64]) -> Norms:
+    return Norms(
+        indices=tuple(indices),
+        values=torch.from_numpy(norms),
+        known_nonfinite=not math.isfinite(norms.sum()),
+    )
 
 
 class UpdateProbe:

@@ -63,7 +63,8 @@ class FlightRecorder:
         self._seed = seed
         self._faults = faults or Faults()
         self._lock = threading.Lock()
-        self._steps: deque[Snapshot] = deque(maxlen=steps)
+        self._steps: deque[Snapshot] = deque()
+        self._step_bytes = 0
         self._details: deque[Snapshot] = deque()
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
         self._flight: Flight | None = None
@@ -112,8 +113,11 @@ class FlightRecorder:
 
     def _add(self, record: StepRecord) -> None:
         step = snapshot(record)
+        if len(self._steps) == self._count:
+            self._step_bytes -= self._steps.popleft().nbytes
         self._steps.append(step)
-        _shrink(self._steps, MAX_STEP_BYTES)
+        # Counted on: this is done at every step, and a sum over all would be most of the work.
+        self._step_bytes = _shrink(self._steps, self._step_bytes + step.nbytes, MAX_STEP_BYTES)
         if record.full:
             step = replace(step, detail=detail(record))
             self._keep_detail(step)
@@ -132,7 +136,7 @@ class FlightRecorder:
         if len(kept) >= 2 and kept[-1].step - kept[-2].step < self._count / _DETAILS:
             kept.pop()
         kept.append(step)
-        _shrink(kept, MAX_DETAIL_BYTES)
+        _shrink(kept, sum(step.nbytes for step in kept), MAX_DETAIL_BYTES)
         while len(kept) > 2 and kept[1].step <= step.step - self._count:
             kept.popleft()
 
@@ -192,8 +196,8 @@ class FlightRecorder:
             log.warning("telemetry: what led to step %d is in %s", self._flight.step, path)
 
 
-def _shrink(kept: deque[Snapshot], max_bytes: int) -> None:
-    """Drop the oldest until the rest fits; the latest two stay."""
-    total = sum(step.nbytes for step in kept)
-    while len(kept) > 2 and total > max_bytes:
-        total -= kept.popleft().nbytes
+def _shrink(kept: deque[Snapshot], nbytes: int, max_bytes: int) -> int:
+    """Drop the oldest of ``nbytes`` until the rest fits, but for the latest two; what is left."""
+    while len(kept) > 2 and nbytes > max_bytes:
+        nbytes -= kept.popleft().nbytes
+    return nbytes

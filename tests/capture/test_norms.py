@@ -1,0 +1,78 @@
+"""Norms of many tensors at once are those of each."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from telemetry.capture.norms import UpdateProbe, take_norms
+
+DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SIZES = st.lists(st.sampled_from([0, 1, 3, 64, 1000, 1024, 1025, 5000]), max_size=12)
+
+
+def norms_by_index(tensors: list[Tensor]) -> dict[int, float]:
+    return {
+        index: float(norm)
+        for group in take_norms(enumerate(tensors))
+        for index, norm in zip(group.indices, group.sent().read()[0], strict=True)
+    }
+
+
+@given(sizes=SIZES, seed=st.integers(0, 2**31))
+def test_each_tensor_has_its_own_norm(sizes: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randn(size, generator=generator, dtype=torch.float64).to(DTYPES[place % 5])
+        for place, size in enumerate(sizes)
+    ]
+    expected = {i: float(np.linalg.norm(t.double().numpy())) for i, t in enumerate(tensors)}
+    assert norms_by_index(tensors) == pytest.approx(expected, rel=1e-5)
+
+
+def test_so_many_small_tensors_that_they_are_joined_in_parts() -> None:
+    tensors = [torch.full((1000,), float(i)) for i in range(200)]
+    expected = {i: i * 1000**0.5 for i in range(200)}
+    assert norms_by_index(tensors) == pytest.approx(expected)
+
+
+def test_any_layout_in_memory_counts_each_element_once() -> None:
+    wide = torch.arange(24.0).reshape(4, 6)
+    tensors = [wide.t(), wide[:, ::2], torch.ones(()).expand(5), wide[:0]]
+    expected = {i: float(tensor.norm()) for i, tensor in enumerate(tensors)}
+    assert norms_by_index(tensors) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("size", [100, 5000])
+@pytest.mark.parametrize(
+    ("bits", "is_finite"), [(0x7F800001, False), (0x7F800000, False), (0x7F7FFFFF, True)]
+)
+def test_infinite_and_nan_are_told_from_huge(size: int, bits: int, is_finite: bool) -> None:
+    tensor = torch.ones(size)
+    tensor.view(torch.int32)[7] = bits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [norms] = take_norms([(0, tensor)])
+        _, finite = norms.sent().read()
+    assert finite.tolist() == [is_finite]
+    assert norms.known_nonfinite is not is_finite
+    assert bool(norms.nonfinite) is not is_finite
+
+
+def test_an_update_is_compared_with_its_own_parameter() -> None:
+    parameters = [torch.ones(2000), torch.ones(10), torch.ones(10, dtype=torch.float64)]
+    probe = UpdateProbe(list(enumerate(parameters)))
+    for place, parameter in enumerate(parameters):
+        parameter *= 1 + 0.1 * (place + 1)
+    ratios = {
+        index: ratio
+        for indices, values in (update.read() for update in probe.read())
+        for index, ratio in zip(indices, values, strict=True)
+    }
+    assert ratios == pytest.approx({0: 0.1, 1: 0.2, 2: 0.3}, rel=1e-5)
