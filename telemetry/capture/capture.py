@@ -174,6 +174,8 @@ class Capture:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """See how far the parameters have moved."""
+        if not self._window.full:
+            return
         with (
             self._costs.own,
             self._faults.contained("to measure the update"),

@@ -47,7 +47,7 @@ class LargeTensor:
         sample_memory: For the :class:`Sample`; used until :meth:`record`.
     """
 
-    def __init__(self, values: Values, scratch: Scratch, sample_memory: Tensor) -> None:
+    def __init__(self, values: Values, scratch: Scratch, sample_memory: FloatArray) -> None:
         values = values.collapsed()
         tensor, dtype, axis = values.tensor, values.working_dtype, values.unit_axis
         self._moments = Moments()

@@ -113,12 +113,12 @@ class Measurer:
         return partial(small.record, small.add(values))
 
     def _measure_large(self, values: Values) -> Pending:
-        size = sample_size(values.tensor.numel())
-        memory = self._arena.take(size, torch.bfloat16)
+        size, dtype = sample_size(values.tensor.numel()), values.working_dtype
+        memory = self._arena.take(size, dtype)
         if memory is None:
-            own = torch.empty(size, dtype=torch.bfloat16)
-            return _done(LargeTensor(values, self._scratch, own).record())
-        return LargeTensor(values, self._scratch, memory).record
+            own = torch.empty(size, dtype=dtype)
+            return _done(LargeTensor(values, self._scratch, own.numpy()).record())
+        return LargeTensor(values, self._scratch, memory.numpy()).record
 
 
 class Measurements:

@@ -61,26 +61,31 @@ def _runs(flat: Tensor, step: int) -> Tensor:
     return flat.as_strided((count, _RUN), (step, 1), flat.storage_offset())
 
 
-def _gather(flat: FloatArray, step: int, first: int) -> FloatArray:
-    """A copy of the runs that begin at ``first``, 1-D: NumPy copies each as a single item."""
-    count = max(0, (flat.size - first - _RUN) // step + 1)
-    if count == 0:
-        return flat[:0]
-    size = flat.itemsize
-    run = np.dtype((np.void, _RUN * size))
-    runs: NDArray[np.void] = np.ndarray((count,), run, flat.data, first * size, (step * size,))
-    return runs.copy().view(flat.dtype)
+_RUNS = {dtype: np.dtype((np.void, _RUN * dtype().itemsize)) for dtype in (np.float32, np.float64)}
+
+
+def _gather(flat: FloatArray, step: int, first: int, target: FloatArray) -> int:
+    """Copy the runs that begin at ``first`` to ``target``; how many elements that are."""
+    count = (flat.size - first - _RUN) // step + 1
+    if count <= 0:
+        return 0
+    run = _RUNS[flat.dtype.type]  # NumPy copies it as a single item
+    at, stride = first * flat.itemsize, step * flat.itemsize
+    runs: NDArray[np.void] = np.ndarray((count,), run, flat.data, at, (stride,))
+    target[: count * _RUN].view(run)[:] = runs
+    return count * _RUN
 
 
 class Sample:
-    """A sample of one tensor's values, as bfloat16.
+    """A sample of one tensor's values.
 
     Args:
         count: Elements of the tensor.
-        memory: Where to keep the sample: 1-D, bfloat16, :func:`sample_size` of ``count`` elements.
+        memory: Where to keep the sample: 1-D, of the dtype of the values, :func:`sample_size` of
+            ``count`` elements.
     """
 
-    def __init__(self, count: int, memory: Tensor) -> None:
+    def __init__(self, count: int, memory: FloatArray) -> None:
         self._step = sample_step(count)
         self._memory = memory
         self._seen = 0
@@ -88,13 +93,13 @@ class Sample:
 
     def add(self, flat: FloatArray) -> None:
         """Take some of the tensor, or of its next piece: 1-D and contiguous."""
-        taken = _gather(flat, self._step, -self._seen % self._step) if self._step else flat
-        end = self._taken + taken.size
-        target = self._memory[self._taken : end].split(SERIAL_ELEMENTS)
-        for to, part in zip(target, torch.from_numpy(taken).split(SERIAL_ELEMENTS), strict=True):
-            to.copy_(part)
+        target = self._memory[self._taken :]
+        if self._step:
+            self._taken += _gather(flat, self._step, -self._seen % self._step, target)
+        else:
+            target[: flat.size] = flat
+            self._taken += flat.size
         self._seen += flat.size
-        self._taken = end
 
     def histogram(self, moments: Moments) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
         """Buckets and counts of the tensor that has these moments.
@@ -102,14 +107,14 @@ class Sample:
         The sample says how the values that are not zero are distributed; zeros are counted exactly,
         and the buckets of the minimum and the maximum are always there.
         """
-        bits = self._memory[: self._taken].view(torch.int16).numpy().view(np.uint16)
-        buckets, counts = histogram_of_codes(
-            _count_codes(bits >> 4), moments.positive_inf_count, moments.negative_inf_count
-        )
+        values = self._memory[: self._taken]
+        if moments.finite_count < moments.count:
+            values = values[np.isfinite(values)]
+        with np.errstate(over="ignore"):  # of float64
+            buckets, counts = histogram_of_codes(_count_codes(codes_of(values)), 0, 0)
         if counts.sum() == moments.finite_count:
             return buckets, counts
-        zeros_taken = bits.size - int(np.count_nonzero(bits << 1))
-        return _scaled(buckets, counts, zeros_taken, moments)
+        return _scaled(buckets, counts, values.size - int(np.count_nonzero(values)), moments)
 
 
 def sample_size(count: int) -> int:
@@ -118,7 +123,14 @@ def sample_size(count: int) -> int:
     return _RUN * (count // step + 1) if step else count
 
 
-def _count_codes(codes: NDArray[np.integer]) -> NDArray[np.int64]:
+def codes_of(values: FloatArray) -> NDArray[np.uint16]:
+    """The code of each number; of NaN an arbitrary one."""
+    bits = values.astype(np.float32, copy=False).view(np.uint32) + np.uint32(0x8000)
+    codes: NDArray[np.uint16] = np.right_shift(bits, np.uint32(20), out=bits).astype(np.uint16)
+    return codes
+
+
+def _count_codes(codes: NDArray[np.uint16]) -> NDArray[np.int64]:
     counts = np.zeros(CODES, np.int64)
     for part in torch.from_numpy(codes.view(np.int16)).split(SERIAL_ELEMENTS):
         counts += torch.bincount(part, minlength=CODES).numpy()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from math import isfinite
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from telemetry.measure.moments import FloatArray, tensor_record, unit_extremes
-from telemetry.measure.sampling import CODES, histogram_of_codes
+from telemetry.measure.sampling import CODES, codes_of, histogram_of_codes
 from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, unit_shape, working
 from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch, sketch_array
@@ -81,7 +80,7 @@ def _sketches(values: FloatArray, starts: list[int], places: list[slice]) -> lis
     wide = values.astype(np.float64)
     sums = np.add.reduceat(wide, starts).tolist()
     sums_squares = np.add.reduceat(np.square(wide, out=wide), starts).tolist()
-    codes = _codes(values)
+    codes = codes_of(values)
 
     def sketch(i: int, place: slice) -> Sketch:
         if not (isfinite(lows[i]) and isfinite(highs[i])):
@@ -102,10 +101,3 @@ def _sketches(values: FloatArray, starts: list[int], places: list[slice]) -> lis
         )
 
     return [sketch(i, place) for i, place in enumerate(places)]
-
-
-def _codes(values: FloatArray) -> NDArray[np.uint16]:
-    """The code of each number; of NaN an arbitrary one."""
-    bits = values.astype(np.float32, copy=False).view(np.uint32) + np.uint32(0x8000)
-    codes: NDArray[np.uint16] = np.right_shift(bits, np.uint32(20), out=bits).astype(np.uint16)
-    return codes
