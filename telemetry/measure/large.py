@@ -14,8 +14,10 @@ from telemetry.measure.sampling import Sample
 from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
 from telemetry.records import TensorRecord
 
-# A piece is read five times: a megabyte of float32 mostly stays in a core's cache meanwhile.
-PIECE_ELEMENTS = 1 << 18
+# A piece is read five times: half a megabyte of float32 stays in a core's cache meanwhile. Where
+# units are told apart there is more to do for each piece, and larger ones are faster.
+PIECE_ELEMENTS = 1 << 17
+UNIT_PIECE_ELEMENTS = 1 << 18
 
 
 class Scratch:
@@ -28,13 +30,13 @@ class Scratch:
     def wide(self, dtype: torch.dtype) -> Tensor:
         """For a piece's values in float32 or float64, 1-D."""
         if self._wide is None:
-            self._wide = torch.empty(PIECE_ELEMENTS, dtype=torch.float64)
-        return self._wide.view(dtype)[:PIECE_ELEMENTS]
+            self._wide = torch.empty(UNIT_PIECE_ELEMENTS, dtype=torch.float64)
+        return self._wide.view(dtype)[:UNIT_PIECE_ELEMENTS]
 
     def flags(self) -> NDArray[np.bool_]:
         """For a truth value of each of a piece's values, 1-D."""
         if self._flags is None:
-            self._flags = np.empty(PIECE_ELEMENTS, np.bool_)
+            self._flags = np.empty(UNIT_PIECE_ELEMENTS, np.bool_)
         return self._flags
 
 
@@ -63,7 +65,8 @@ class LargeTensor:
                 self._add(piece.numpy(), index, scratch.flags())
             return
         array = tensor.numpy() if tensor.dtype is dtype else None
-        for index in pieces(tensor.shape, PIECE_ELEMENTS):
+        limit = PIECE_ELEMENTS if axis is None else UNIT_PIECE_ELEMENTS
+        for index in pieces(tensor.shape, limit):
             if array is None:
                 self._add(_convert(tensor[index], scratch.wide(dtype)), index, scratch.flags())
             else:
