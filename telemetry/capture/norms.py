@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from telemetry.capture.parameters import PLAIN, plain
+from telemetry.capture.parameters import plain
 from telemetry.host_copy import HostCopy
 from telemetry.measure import block_sample
 from telemetry.torch_private import joined, norms_of
@@ -20,11 +21,13 @@ SMALL = 65_536
 """Elements up to which a parameter's update is measured in full; above, a sample of as many."""
 
 
-_SMALL = 1024
-"""Elements up to which tensors in CPU memory are joined, to be reduced together."""
+_CPU = torch.device("cpu")
 
-_JOINED = 65_536
-"""Elements of those that are joined at a time: so many stay in a core's cache."""
+_SMALL = 1024
+_MANY = 32
+_JOINED = 64
+"""So many tensors in CPU memory, of at most so many elements, are joined to be reduced together; so
+many at a time, to stay in a core's cache."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,66 +83,40 @@ def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
     Args:
         tensors: Each with an index; what has no norm (see :func:`plain`) is left out.
     """
-    small = _SmallTensors()
+    small: list[tuple[int, Tensor]] = []
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, tensor in tensors:
-        if small.takes(index, tensor):
-            continue
         values = plain(tensor)
-        if values is not None:
-            if values.numel() == 0:
-                values = values.new_zeros(1)
-            wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-            groups.setdefault((values.device, wide), []).append((index, values))
-    norms = [small.norms()] if small.indices else []
+        if values is None:
+            continue
+        if values.dtype is torch.float32 and values.is_cpu and 0 < values.numel() <= _SMALL:
+            small.append((index, values))
+            continue
+        if values.numel() == 0:
+            values = values.new_zeros(1)
+        wide = torch.float64 if values.dtype is torch.float64 else torch.float32
+        groups.setdefault((values.device, wide), []).append((index, values))
+    if len(small) < _MANY:
+        groups.setdefault((_CPU, torch.float32), []).extend(small)
+        small = []
+    norms = [_norms_together(small)] if small else []
     return norms + [
         _norms_of_group(pairs, wide)
         for (device, wide), pairs in groups.items()
-        if device.type != "meta"
+        if pairs and device.type != "meta"
     ]
 
 
-class _SmallTensors:
-    """Small float32 tensors in CPU memory, of which there may be thousands.
-
-    They are joined and reduced together: one call of PyTorch for each takes longer than the work.
-    """
-
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-        self._tensors: list[Tensor] = []
-        self._starts: list[int] = []
-        self._end = 0
-        self._norms: list[NDArray[np.float64]] = []
-
-    def takes(self, index: int, tensor: Tensor) -> bool:
-        """Take ``tensor`` if it is one of these; it has to stay as it is until :meth:`norms`."""
-        if (
-            type(tensor) not in PLAIN
-            or tensor.dtype is not torch.float32
-            or not tensor.is_cpu
-            or tensor.layout is not torch.strided
-            or not 0 < (count := tensor.numel()) <= _SMALL
-        ):
-            return False
-        if self._end + count > _JOINED:
-            self._reduce()
-        self.indices.append(index)
-        self._tensors.append(tensor)
-        self._starts.append(self._end)
-        self._end += count
-        return True
-
-    def norms(self) -> Norms:
-        """Of all tensors that were taken, at least one."""
-        self._reduce()
-        return _on_host(self.indices, np.concatenate(self._norms))
-
-    def _reduce(self) -> None:
-        with np.errstate(invalid="ignore"):  # of signaling NaN
-            squares = np.square(joined(self._tensors).numpy(), dtype=np.float64)
-        self._norms.append(np.sqrt(np.add.reduceat(squares, self._starts)))
-        self._tensors, self._starts, self._end = [], [], 0
+def _norms_together(pairs: Sequence[tuple[int, Tensor]]) -> Norms:
+    """Of small float32 tensors in CPU memory: one call for each would take longer than the work."""
+    norms = []
+    for start in range(0, len(pairs), _JOINED):
+        tensors = [tensor for _, tensor in pairs[start : start + _JOINED]]
+        starts = [0, *accumulate(tensor.numel() for tensor in tensors[:-1])]
+        # PyTorch widens without the warning that NumPy gives of a signaling NaN.
+        values = joined(tensors).to(torch.float64).numpy()
+        norms.append(np.sqrt(np.add.reduceat(np.square(values, out=values), starts)))
+    return _on_host([index for index, _ in pairs], np.concatenate(norms))
 
 
 def _norms_of_group(pairs: Sequence[tuple[int, Tensor]], wide: torch.dtype) -> Norms:
@@ -148,13 +125,14 @@ def _norms_of_group(pairs: Sequence[tuple[int, Tensor]], wide: torch.dtype) -> N
     if norms.device.type != "cpu":
         norms = torch.stack([norms, torch.stack(norms_of(tensors, torch.inf, wide))])
         return Norms(indices=indices, values=norms)
-    if not math.isfinite(norms.sum()):
+    on_host = _on_host(indices, norms.numpy())
+    if on_host.known_nonfinite and wide is torch.float32:
         # Squares beyond 3e38 overflow float32: an infinite norm does not tell infinite elements.
-        norms = torch.stack(norms_of(tensors, 2, torch.float64))
-    return _on_host(indices, norms.to(torch.float64).numpy())
+        return _norms_of_group(pairs, torch.float64)
+    return on_host
 
 
-def _on_host(indices: Sequence[int], norms: NDArray[np.float64]) -> Norms:
+def _on_host(indices: Sequence[int], norms: NDArray[np.floating]) -> Norms:
     return Norms(
         indices=tuple(indices),
         values=torch.from_numpy(norms),

@@ -96,7 +96,7 @@ def plain(tensor: Tensor) -> Tensor | None:
     Of a sparse tensor those that are set, of a complex one real and imaginary parts. None for what
     has no such values: integers, quantized, nested and fake tensors.
     """
-    if type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.dtype in _NORMED:
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.dtype in _NORMED:
         return tensor
     if tensor.is_nested or is_lazy(tensor):
         return None
@@ -114,5 +114,5 @@ def plain(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.dtype in _NORMED else tensor.to(torch.float32)
 
 
-PLAIN = (Tensor, nn.Parameter)
+_PLAIN = (Tensor, nn.Parameter)
 _NORMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
