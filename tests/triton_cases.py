@@ -32,9 +32,9 @@ def by_kernel(tensor: Tensor) -> Tensor:
     return row
 
 
-def check(tensor: Tensor) -> None:
-    """The kernel says what PyTorch's operations say, and NumPy."""
-    row, expected = by_kernel(tensor), device._statistics(tensor)
+def check(tensor: Tensor, where: str = "cpu") -> None:
+    """The kernel says what PyTorch's operations say on a device, and NumPy."""
+    row, expected = by_kernel(tensor.to(where)).cpu(), device._statistics(tensor.to(where)).cpu()
     assert row.dtype == expected.dtype == torch.float64
     torch.testing.assert_close(row[:4], expected[:4], rtol=0, atol=0)
     atol = 1e-12 * float((tensor.numel() * expected[5]).sqrt())

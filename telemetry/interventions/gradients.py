@@ -155,8 +155,7 @@ def _bound_norm(grad: Tensor, limit: float | Tensor) -> Tensor:
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, wide))
     too_large = (norm > limit) & norm.isfinite()
-    # Not torch.where with a number, which would be copied to the device while all wait.
-    factor: Tensor = (limit / norm).masked_fill(~too_large, 1.0)
+    factor = torch.where(too_large, limit / norm, 1.0)
     # Half precision would round the factor, and may have nothing as small.
     exact = torch.promote_types(grad.dtype, torch.float32)
     return (grad.to(exact) * factor).to(grad.dtype)

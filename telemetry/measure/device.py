@@ -1,7 +1,7 @@
 """Tensors on an accelerator: reduced there, and brought to the host together at the end of a step.
 
 Nothing here waits for the device. What would: reading a value, ``torch.bincount`` (it reads the
-range back), boolean indexing, ``torch.where`` with a Python number (it is copied to the device).
+range back), boolean indexing, ``torch.tensor`` on the device.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def _reduce(  # type: ignore[no-untyped-def]
         x = tl.load(values + start + places).to(tl.float32)
         total, squares, low, high = _moments(x, total, squares, low, high, threads, vector)
         counts += tl.histogram(_codes(x), codes)
-    if first == whole % step:  # whose turn it is
+    if first == 0:
         there = places < (count - whole).to(tl.int32)
         x = tl.load(values + whole + places, mask=there, other=float("nan")).to(tl.float32)
         total, squares, low, high = _moments(x, total, squares, low, high, threads, vector)
