@@ -98,8 +98,9 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
     statistics must not enter the cache of selective checkpointing, be recorded as a graph or run in
     half precision.
 
-    Gives False where a torch-dispatch mode is active and there is no way to leave it: then nothing
-    may be done inside, for selective checkpointing would take it for the model's.
+    Gives False where nothing may be done inside: where a torch-dispatch mode is active and there is
+    no way to leave it, for selective checkpointing would take it for the model's; and while the
+    work of a GPU is captured as a CUDA graph, for it would be done at every replay.
 
     A class, because entering a generator costs more than most of what runs inside.
     """
@@ -115,6 +116,8 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
         self._autocast = tuple(filter(torch.is_autocast_enabled, _device_types()))
         for device_type in self._autocast:
             torch.set_autocast_enabled(device_type, False)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return False
         return self._stack is None or _leave_dispatch_modes() is not None or not _dispatch_modes()
 
     def __exit__(self, *exception: object) -> None:

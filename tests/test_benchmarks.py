@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,3 +76,9 @@ def test_writing_compares_with_torchs_writer(json_file: Path) -> None:
         assert set(figures[kind]) == {"torch", "calls", "batches", "ready batches"}
         assert figures[kind]["ready batches"]["cheaper"] > 1
     assert figures["slowdown"]["nothing"] == 1
+
+
+def test_gpu_says_that_there_is_no_device(json_file: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one, and the benchmark takes minutes")
+    assert run("gpu", json_file)["figures"] == {"bandwidth": [], "step": None}

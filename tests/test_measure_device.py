@@ -132,11 +132,11 @@ def test_the_measurer_brings_everything_over_in_one_copy() -> None:
 def test_a_tensor_that_cannot_be_reduced_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(values: object) -> Tensor:
+    def fail(tensor: object) -> Tensor:
         raise torch.OutOfMemoryError
 
     measurer = Measurer()
-    monkeypatch.setattr(device, "_row", fail)
+    monkeypatch.setattr(device, "_statistics", fail)
     with pytest.raises(torch.OutOfMemoryError):
         measurer.add(normal(5).as_subclass(Elsewhere))
     measurer.add(normal(5))

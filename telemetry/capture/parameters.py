@@ -94,7 +94,8 @@ def plain(tensor: Tensor) -> Tensor | None:
     """The values that this process holds, dense and of a dtype that norms can be taken of.
 
     Of a sparse tensor those that are set, of a complex one real and imaginary parts. None for what
-    has no such values: integers, quantized, nested and fake tensors.
+    has no such values: integers, quantized, nested and fake tensors, and for sparse ones on an
+    accelerator that are not coalesced.
     """
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.dtype in _NORMED:
         return tensor
@@ -104,6 +105,8 @@ def plain(tensor: Tensor) -> Tensor | None:
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return None  # a wrapper without values of its own, such as a FakeTensor
     if tensor.is_sparse:
+        if not (tensor.is_cpu or tensor.is_coalesced()):
+            return None  # coalescing would wait for the device
         tensor = tensor.coalesce().values()
     elif tensor.layout is not torch.strided:
         tensor = tensor.values()

@@ -1,20 +1,24 @@
 """Tensors on an accelerator: reduced there, and brought to the host together at the end of a step.
 
 Nothing here waits for the device. What would: reading a value, ``torch.bincount`` (it reads the
-range back), boolean indexing, ``torch.where`` with a Python number (it is copied to the device).
+range back), boolean indexing, ``torch.tensor`` on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from math import inf
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from telemetry.host_copy import HostCopy
+from telemetry.host_copy import HostCopy, current_stream, send
 from telemetry.measure.moments import Moments, tensor_record
 from telemetry.measure.sampling import CODES, histogram_of_codes
 from telemetry.measure.tensors import Values, pieces, unit_shape, working
@@ -26,35 +30,69 @@ PIECE_ELEMENTS = 1 << 22
 # Of these a row begins with the sums over all pieces; the minimum and the maximum follow.
 _SUMS = 6
 _EXTREMES = 2
+_MINIMUM_AT, _MAXIMUM_AT = _SUMS, _SUMS + 1
 _CODES_AT = _SUMS + _EXTREMES
 _UNITS_AT = _CODES_AT + CODES
 
+_ROWS_AT_ONCE = 64
+
+# Dtypes that have a minimum and need no wider one for it.
+_ORDERED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+log = logging.getLogger("telemetry")
+
+# The module of the Triton kernel once it was looked for, None if it cannot be used.
+_kernels: list[ModuleType | None] = []
+
 
 class DeviceTensors:
-    """What is known of one step's tensors on one device: a row of numbers each."""
+    """What is known of one step's tensors on one device: a row of numbers each, on the device."""
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
         self._end = 0
         self._copy: HostCopy | None = None
+        # Of each stream on which tensors were added: rows that the kernel can add to there.
+        self._streams: dict[Any, list[Tensor]] = {}
 
     def add(self, values: Values) -> Callable[[], TensorRecord]:
-        """Reduce a tensor; how to get its record after :meth:`send`."""
-        row = _row(values)
-        start, self._end = self._end, self._end + row.numel()
-        self._rows.append(row)
-        return partial(self._record, slice(start, self._end), values.tensor.numel())
+        """Reduce a tensor that is not empty; how to get its record after :meth:`send`."""
+        count = values.tensor.numel()
+        values = values.collapsed()
+        parts = [self._statistics(values.tensor)]
+        if values.unit_axis is not None:
+            parts += _unit_extremes(values.tensor, values.unit_axis)
+        start, self._end = self._end, self._end + sum(map(len, parts))
+        self._rows += parts
+        return partial(self._record, slice(start, self._end), count)
 
     def send(self) -> None:
         """Start the copy to the host; nothing can be added any more."""
         if not self._rows:  # adding failed
             return
-        if self._rows[0].is_cuda:
-            stream = torch.cuda.current_stream(self._rows[0].device)
-            for row in self._rows:  # may be of another stream
+        device = self._rows[0].device
+        stream = current_stream(device)
+        if stream is not None and set(self._streams) != {stream}:
+            for other in self._streams:
+                stream.wait_stream(other)
+            for row in self._rows:
                 row.record_stream(stream)
         self._copy = HostCopy(torch.cat(self._rows))
+        send(device)
         self._rows.clear()
+        self._streams.clear()
+
+    def _statistics(self, tensor: Tensor) -> Tensor:
+        """Sums, extremes and code counts, shape ``[8 + 4096]``, float64."""
+        blank = self._streams.setdefault(current_stream(tensor.device), [])
+        kernel = _kernel_for(tensor)
+        if kernel is not None:
+            if not blank:
+                blank += _blank_rows(tensor.device)
+            row = blank.pop()
+            if _run(kernel, tensor, row):
+                return row
+        return _statistics(tensor)
 
     def _record(self, place: slice, count: int) -> TensorRecord:
         assert self._copy is not None, "send() comes first"
@@ -76,28 +114,82 @@ class DeviceTensors:
         return tensor_record(moments.sketch(buckets, counts), (low, high) if low.size else None)
 
 
-def _row(values: Values) -> Tensor:
-    """Sums, extremes, code counts and unit extremes of a tensor that is not empty, 1-D."""
-    values = values.collapsed()
-    device, axis = values.tensor.device, values.unit_axis
-    exact = torch.float64
+# --- in one read ---------------------------------------------------------------------------------
+
+
+def _kernel_for(tensor: Tensor) -> ModuleType | None:
+    """The module of the Triton kernel, if it can take the tensor."""
+    if not tensor.is_cuda or not tensor.is_contiguous():
+        return None
+    kernel = _load_kernel()
+    return kernel if kernel is not None and tensor.dtype in kernel.DTYPES else None
+
+
+def _load_kernel() -> ModuleType | None:
+    if not _kernels:
+        try:
+            _kernels.append(import_module("telemetry.measure.triton_kernel"))
+        except ImportError:
+            _kernels.append(None)
+    return _kernels[0]
+
+
+def _blank_rows(device: torch.device) -> Iterable[Tensor]:
+    """Rows of a tensor without elements, several because one costs as much."""
+    rows = torch.zeros(_ROWS_AT_ONCE, _UNITS_AT, dtype=torch.float64, device=device)
+    rows[:, _MINIMUM_AT].fill_(inf)
+    rows[:, _MAXIMUM_AT].fill_(-inf)
+    return rows.unbind()
+
+
+def _run(kernel: ModuleType, tensor: Tensor, row: Tensor) -> bool:
+    """Have the kernel add the tensor to the row. If it cannot, it is given up for good."""
+    try:
+        kernel.add_statistics(tensor, row)
+    # It is compiled at the first call, which can fail in as many ways as there are compilers.
+    except Exception:
+        log.warning("telemetry: its GPU kernel fails, so it measures more slowly", exc_info=True)
+        _kernels[:] = [None]
+        return False
+    return True
+
+
+# --- in PyTorch's own operations -----------------------------------------------------------------
+
+
+def _statistics(tensor: Tensor) -> Tensor:
+    """Sums, extremes and code counts, shape ``[8 + 4096]``, float64."""
+    device, exact = tensor.device, torch.float64
     sums = torch.zeros(_SUMS, dtype=exact, device=device)
     codes = torch.zeros(CODES, dtype=exact, device=device)
-    unit_count = 0 if axis is None else values.tensor.shape[axis]
-    low = torch.full((1 + unit_count,), inf, dtype=exact, device=device)
-    high = torch.full((1 + unit_count,), -inf, dtype=exact, device=device)
-    for index in pieces(values.tensor.shape, PIECE_ELEMENTS):
-        x = working(values.tensor[index])
+    low = torch.full((1,), inf, dtype=exact, device=device)
+    high = torch.full((1,), -inf, dtype=exact, device=device)
+    for index in pieces(tensor.shape, PIECE_ELEMENTS):
+        x = working(tensor[index])
         sums += _sums(x, exact)
         codes += _code_counts(x)
-        _lower(low[:1], x.nan_to_num(inf, inf, inf).amin())
-        _raise(high[:1], x.nan_to_num(-inf, -inf, -inf).amax())
-        if axis is not None:
-            units = x.reshape(unit_shape(x.shape, axis))
-            ours = slice(1 + index[axis].start, 1 + index[axis].stop)
-            _lower(low[ours], units.amin((0, 2)))
-            _raise(high[ours], units.amax((0, 2)))
-    return torch.cat([sums, low[:1], high[:1], codes, low[1:], high[1:]])
+        _lower(low, x.nan_to_num(inf, inf, inf).amin())
+        _raise(high, x.nan_to_num(-inf, -inf, -inf).amax())
+    return torch.cat([sums, low, high, codes])
+
+
+def _unit_extremes(tensor: Tensor, axis: int) -> list[Tensor]:
+    """Minimum and maximum of each unit, shape ``[units]`` each, float64; NaN where it has one."""
+    exact = torch.float64
+    if tensor.dtype in _ORDERED:  # as it is, without temporary memory
+        others = [other for other in range(tensor.ndim) if other != axis]
+        if not others:
+            return [tensor.to(exact), tensor.to(exact)]
+        return [tensor.amin(others).to(exact), tensor.amax(others).to(exact)]
+    size = tensor.shape[axis]
+    low = torch.full((size,), inf, dtype=exact, device=tensor.device)
+    high = torch.full((size,), -inf, dtype=exact, device=tensor.device)
+    for index in pieces(tensor.shape, PIECE_ELEMENTS):
+        x = working(tensor[index])
+        units = x.reshape(unit_shape(x.shape, axis))
+        _lower(low[index[axis]], units.amin((0, 2)))
+        _raise(high[index[axis]], units.amax((0, 2)))
+    return [low, high]
 
 
 def _sums(x: Tensor, exact: torch.dtype) -> Tensor:

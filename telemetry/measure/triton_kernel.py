@@ -1,0 +1,176 @@
+"""Everything but the units' extremes of a tensor on a GPU, in a single read of it.
+
+Importing this module needs Triton. :mod:`telemetry.measure.device` has the same in PyTorch's own
+operations, of which each reads the tensor once or more.
+
+A fixed number of programs share a tensor. Each takes tile after tile, keeps in its registers what
+it has seen, and adds that to the result once, at its end. Codes are counted in shared memory, by
+an instruction that equal codes do not slow down where Triton is recent (``ATOMS.POPC.INC``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from telemetry.measure.sampling import CODES
+
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""What the kernel reads: dtypes of which float32 holds every number."""
+
+# The counters are cleared and read for every tile, so it is longer than there are counters; but its
+# 16 elements for each thread have to fit into registers. With 64 of these a thread, two programs
+# run on a multiprocessor at a time: one waits for memory while the other counts.
+_TILE = 8192
+_WARPS = 16
+_THREADS = 32 * _WARPS
+_PROGRAMS = 2
+_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
+if torch.version.cuda:
+    _OPTIONS["maxnreg"] = 64
+
+# What a thread loads at once.
+_VECTOR_BYTES = 16
+
+# Codes of finite numbers end at that of infinity, to which the largest are rounded, and of negative
+# ones likewise. The kernel uses some beyond to count what is no such number, or zero.
+_ROUNDED_TO_INF = tl.constexpr(2040)
+_ZERO = tl.constexpr(2045)
+_INF = tl.constexpr(2046)
+_NAN = tl.constexpr(2047)
+_NEGATIVE = tl.constexpr(2048)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _reduce(  # type: ignore[no-untyped-def]
+    values,
+    row,
+    count,
+    tile: tl.constexpr,
+    threads: tl.constexpr,
+    vector: tl.constexpr,
+    codes: tl.constexpr,
+):
+    """Add ``count`` values to a row of statistics."""
+    first = tl.program_id(0).to(tl.int64) * tile
+    step = tl.num_programs(0).to(tl.int64) * tile
+    whole = count.to(tl.int64) // tile * tile
+    places = tl.arange(0, tile)
+    total = tl.zeros((threads,), tl.float64)
+    squares = tl.zeros((threads,), tl.float64)
+    low = tl.full((threads,), float("inf"), tl.float32)
+    high = tl.full((threads,), float("-inf"), tl.float32)
+    counts = tl.zeros((codes,), tl.int32)
+    for start in range(first, whole, step):
+        # Without a mask, so that a thread loads 16 bytes at a time.
+        x = tl.load(values + start + places).to(tl.float32)
+        total, squares, low, high = _moments(x, total, squares, low, high, threads, vector)
+        counts += tl.histogram(_codes(x), codes)
+    if first == 0:
+        there = places < (count - whole).to(tl.int32)
+        x = tl.load(values + whole + places, mask=there, other=float("nan")).to(tl.float32)
+        total, squares, low, high = _moments(x, total, squares, low, high, threads, vector)
+        counts += tl.histogram(_codes(x), codes, mask=there)
+    _add_counts(row, counts, codes)
+    tl.atomic_add(row + 4, tl.sum(total, 0), sem="relaxed")
+    tl.atomic_add(row + 5, tl.sum(squares, 0), sem="relaxed")
+    tl.atomic_min(row + 6, tl.min(low, 0).to(tl.float64), sem="relaxed")
+    tl.atomic_max(row + 7, tl.max(high, 0).to(tl.float64), sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _moments(  # type: ignore[no-untyped-def]
+    x,
+    total,
+    squares,
+    low,
+    high,
+    threads: tl.constexpr,
+    vector: tl.constexpr,
+):
+    """Each thread's sums and extremes, with its finite values of a tile.
+
+    A thread has loaded ``vector`` elements at a time: nothing is exchanged between threads. In
+    float64 no square of a float32 number overflows.
+    """
+    x = tl.reshape(x, (x.shape[0] // (threads * vector), threads, vector))
+    finite = (x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+    wide = tl.where(finite, x, 0.0).to(tl.float64)
+    total += tl.sum(tl.sum(wide, 2), 0)
+    squares += tl.sum(tl.sum(wide * wide, 2), 0)
+    low = tl.minimum(low, tl.min(tl.min(tl.where(finite, x, float("inf")), 2), 0))
+    high = tl.maximum(high, tl.max(tl.max(tl.where(finite, x, float("-inf")), 2), 0))
+    return total, squares, low, high
+
+
+@triton.jit
+def _codes(x):  # type: ignore[no-untyped-def]
+    """Codes of float32 numbers, with others for zeros, infinities and NaN.
+
+    Tests look at bits: a GPU may take denormal numbers for zeros.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    other = tl.where(magnitude > 0x7F800000, _NAN, ((bits >> 20) & _NEGATIVE) | _INF)
+    # Half a bfloat16 unit, and a shift. What ties to even differs from what ties upwards in the
+    # last bit of a bfloat16 number only, which is shifted out.
+    code = tl.where(magnitude == 0, _ZERO, (bits + 0x8000) >> 20)
+    code = tl.where(magnitude < 0x7F800000, code, other)
+    return code.to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_counts(row, counts, codes: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add what a program counted to the row: zeros and infinities also to their own codes."""
+    code = tl.arange(0, codes)
+    nan = tl.sum(tl.where(code == _NAN, counts, 0), 0)
+    zero = tl.sum(tl.where(code == _ZERO, counts, 0), 0)
+    positive_inf = tl.sum(tl.where(code == _INF, counts, 0), 0)
+    negative_inf = tl.sum(tl.where(code == _NEGATIVE + _INF, counts, 0), 0)
+    counts = tl.where((code & (_NEGATIVE - 1)) > _ROUNDED_TO_INF, 0, counts)
+    counts += tl.where(code == 0, zero, 0)
+    counts += tl.where(code == _ROUNDED_TO_INF, positive_inf, 0)
+    counts += tl.where(code == _NEGATIVE + _ROUNDED_TO_INF, negative_inf, 0)
+    tl.atomic_add(row, nan.to(tl.float64), sem="relaxed")
+    tl.atomic_add(row + 1, positive_inf.to(tl.float64), sem="relaxed")
+    tl.atomic_add(row + 2, negative_inf.to(tl.float64), sem="relaxed")
+    tl.atomic_add(row + 3, zero.to(tl.float64), sem="relaxed")
+    tl.atomic_add(row + 8 + code, counts.to(tl.float64), mask=counts > 0, sem="relaxed")
+
+
+def add_statistics(tensor: Tensor, row: Tensor) -> None:
+    """Add the statistics of a tensor to a row of a device buffer, without waiting for the device.
+
+    What is added up over programs depends in its last bits on the order in which they end.
+
+    Args:
+        tensor: Contiguous, not empty, of one of :data:`DTYPES`, on a GPU.
+        row: float64, shape ``[8 + 4096]``, on the same device: counts of NaN, +inf, −inf and zero;
+            sum, sum of squares, minimum and maximum of the finite values; how often each code
+            occurs, those of NaN left out and all zeros as the positive one.
+    """
+    count = tensor.numel()
+    aligned = tensor.data_ptr() % _VECTOR_BYTES == 0
+    programs = min(triton.cdiv(count, _TILE), _PROGRAMS * _multiprocessors(tensor.device))
+    with torch.cuda.device_of(tensor):
+        _reduce[(programs,)](
+            tensor,
+            row,
+            count,
+            tile=_TILE,
+            threads=_THREADS,
+            vector=_VECTOR_BYTES // tensor.element_size() if aligned else 1,
+            codes=CODES,
+            num_warps=_WARPS,
+            **_OPTIONS,
+        )
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":  # Triton's interpreter
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
