@@ -12,7 +12,6 @@ is the growth of the process's peak memory from bare training to logging every s
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import resource
 import statistics
@@ -24,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from overhead import describe_machine
+from machine import describe_machine, write_json
 from torch import nn
 
 from telemetry import HookLogger, SummaryWriter
@@ -129,15 +128,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch; default: 1")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     args = parser.parse_args()
-    machine = describe_machine(torch.device("cpu"))
-    print(machine)
+    torch.set_num_threads(args.threads)  # here only for what is printed
+    device = torch.device("cpu")
+    print(describe_machine(device))
     sizes = args.modules or (SIZES[:2] if args.quick else SIZES)
     rounds = 2 if args.quick else 9
     costs = [measure_apart(modules, rounds, args.threads) for modules in sizes]
     print_table(costs)
     if args.json:
-        figures = [asdict(cost) for cost in costs]
-        args.json.write_text(json.dumps({"machine": machine, "figures": figures}, indent=2))
+        write_json(args.json, device, figures=[asdict(cost) for cost in costs])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ def run(script: str, json_file: Path, *arguments: str) -> dict[str, Any]:
     )
     written: dict[str, Any] = json.loads(json_file.read_text(encoding="utf-8"))
     assert written["machine"] in done.stdout
-    assert "torch" in written["machine"]
+    assert written["cores"] == os.cpu_count()
+    for name in ("Python", "telemetry", "torch", "tensorboard"):
+        assert f"{name} {written['versions'][name]}" in written["machine"]
     return written
 
 
@@ -39,7 +41,8 @@ def json_file(tmp_path: Path) -> Path:
 
 
 def test_overhead_compares_every_recording_with_bare_training(json_file: Path) -> None:
-    (costs,) = run("overhead", json_file, "--only", "MNIST", "--threads", "1")["figures"].values()
+    arguments = ("--only", "MNIST", "--threads", "1", "--markdown")
+    (costs,) = run("overhead", json_file, *arguments)["figures"].values()
     ours = {"only norms", "every step", "same, no images", "same as wandb"}
     assert {"bare", "add_histogram", "every 10 steps", "every 100 steps", *ours} <= set(costs)
     assert costs["bare"]["added"] == 0
