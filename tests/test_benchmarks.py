@@ -53,6 +53,15 @@ def test_overhead_compares_every_recording_with_bare_training(json_file: Path) -
     assert costs["every 10 steps"]["wall_ms"] == pytest.approx(mean)
 
 
+def test_dashboard_asks_for_all_that_the_page_shows(json_file: Path) -> None:
+    (row,) = run("dashboard", json_file, "--sizes", "50x50")["figures"]
+    assert (row["layers"], row["steps"]) == (50, 50)
+    asked = {"start_s", "cold_ms", "warm_ms", "cell_ms", "scalars_s", "histograms_s"}
+    drawn = {"page_s", "redraw_ms"} & set(row)  # where there is Chromium
+    assert all(row[name] > 0 for name in asked | drawn)
+    assert row["wire_kb"] * 1000 > 50 * 50 * 4 / 2  # the picture's numbers, hardly compressible
+
+
 def test_scaling_has_a_row_for_each_size(json_file: Path) -> None:
     rows = run("scaling", json_file, "--modules", "5", "50")["figures"]
     assert [row["modules"] for row in rows] == [5, 50]
