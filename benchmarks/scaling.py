@@ -115,7 +115,8 @@ def measure_apart(modules: int, rounds: int, threads: int) -> Cost:
 
 def print_table(costs: Sequence[Cost]) -> None:
     titles = ("bare", "unlogged", "logged", "background", "MB added")
-    print(f"\n{'modules':>9}", *(f"{title:>11}" for title in titles))
+    print("\nCPU time per module and step, bare and added to it; MB added to the process's peak")
+    print(f"{'modules':>9}", *(f"{title:>11}" for title in titles))
     for cost in costs:
         numbers = (cost.bare_us, cost.unlogged_us, cost.logged_us, cost.background_us)
         print(f"{cost.modules:9,}", *(f"{us:9.2f}µs" for us in numbers), f"{cost.added_mb:11.1f}")
