@@ -69,6 +69,7 @@ def test_scaling_has_a_row_for_each_size(json_file: Path) -> None:
         assert row["bare_us"] > 0
         assert row["logged_us"] > row["unlogged_us"]
         assert row["background_us"] > 0
+        assert row["dropped"] == 0
 
 
 def test_tensor_compares_with_the_limit_and_with_tensorboard(json_file: Path) -> None:
