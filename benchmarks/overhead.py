@@ -1,6 +1,6 @@
 """What recording costs: training steps with and without it, interleaved in one process.
 
-    python benchmarks/overhead.py [--quick] [--only MODEL] [--threads N] [--json FILE]
+    python benchmarks/overhead.py [--quick] [--only MODEL] [--threads N] [--markdown] [--json FILE]
 
 Blocks of a few steps of every variant follow each other in random order, round after round, each
 on its own copy of the model; the table gives medians. A block ends when all that it recorded is
@@ -16,19 +16,16 @@ wandb.watch and ignite. Other libraries take part where they are installed.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from machine import describe_machine, write_json
 from recordings import Record, installed_recordings
 from torch import nn
 from workloads import WORKLOADS, Workload
@@ -161,31 +158,22 @@ def mixed(logged: Cost, other: Cost, interval: int) -> Cost:
 # --- telling
 
 
-def describe_machine(device: torch.device) -> str:
-    accelerator = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    return (
-        f"{cpu_name()} ({os.cpu_count()} cores){accelerator}, {torch.get_num_threads()} torch "
-        f"threads, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"tensorboard {version('tensorboard')}"
-    )
+TITLES = ("ms per step", "added", "CPU added", "thread added")
 
 
-def cpu_name() -> str:
-    """What the processor calls itself; the architecture where Linux does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def print_table(workload: Workload, costs: Mapping[str, Cost]) -> None:
-    titles = ("ms per step", "added", "CPU added", "thread added")
-    print(f"\n{workload.name}\n{'':20}", *(f"{title:>13}" for title in titles))
+def print_table(workload: Workload, costs: Mapping[str, Cost], *, markdown: bool) -> None:
+    columns = [f"{title:>13}" for title in TITLES]
+    if markdown:
+        print(f"\n{workload.name}\n\n| {'':17} | {' | '.join(columns)} |")
+        print("|---" + "|--:" * len(columns) + "|")
+    else:
+        print(f"\n{workload.name}\n{'':20}", *columns)
     for name, cost in costs.items():
         shares = (cost.added, cost.cpu_added, cost.thread_added)
-        print(f"  {name:18} {cost.wall_ms:13.2f}", *(f"{share:13.1%}" for share in shares))
+        cells = [f"{cost.wall_ms:13.2f}", *(f"{share:13.1%}" for share in shares)]
+        print(
+            f"| {name:17} | {' | '.join(cells)} |" if markdown else f"  {name:18} {' '.join(cells)}"
+        )
 
 
 def main() -> None:
@@ -195,13 +183,13 @@ def main() -> None:
     parser.add_argument("--only", help="models whose name contains this")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="of torch; its own default if not given")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device(args.device)
-    machine = describe_machine(device)
-    print(machine)
+    print(describe_machine(device))
     recordings = installed_recordings()
     results = {}
     for workload in WORKLOADS:
@@ -209,10 +197,10 @@ def main() -> None:
             continue
         costs = measure(workload, recordings, device, rounds=2 if args.quick else args.rounds)
         results[workload.name] = costs
-        print_table(workload, costs)
+        print_table(workload, costs, markdown=args.markdown)
     if args.json:
         figures = {n: {v: asdict(c) for v, c in costs.items()} for n, costs in results.items()}
-        args.json.write_text(json.dumps({"machine": machine, "figures": figures}, indent=2))
+        write_json(args.json, device, figures=figures)
 
 
 if __name__ == "__main__":

@@ -63,12 +63,17 @@ def naively(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Recording:
     return Recording(after_step=after_step, finish=writer.flush)
 
 
+def start_wandb(folder: Path) -> Any:
+    """A run that asks no other host for anything."""
+    wandb: Any = import_module("wandb")
+    settings = wandb.Settings(silent=True, console="off", disable_git=True)
+    return wandb.init(mode="offline", dir=str(folder), settings=settings, reinit="finish_previous")
+
+
 def with_wandb(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Recording:
     """Histograms of parameters and their gradients; not the time of wandb's own process."""
-    wandb: Any = import_module("wandb")
     log_dir.mkdir()
-    settings = wandb.Settings(silent=True, console="off", disable_git=True)
-    run = wandb.init(mode="offline", dir=str(log_dir), settings=settings, reinit="finish_previous")
+    run = start_wandb(log_dir)
     run.watch(model, log="all", log_freq=1)
     return Recording(after_step=lambda: run.log({"recorded": 1}))
 
@@ -90,7 +95,10 @@ def with_ignite(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Record
 
 
 def with_composer(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Recording:
-    """Moments of inputs and outputs for each sample, gradient norms; nothing is written."""
+    """Moments of inputs and outputs, gradient norms; nothing is written.
+
+    ActivationMonitor takes the samples of a batch for separate outputs, and measures each.
+    """
     callbacks = import_module("composer.callbacks")
     activations = callbacks.ActivationMonitor(interval="25ba", only_log_wandb=False)
     gradients = callbacks.OptimizerMonitor(log_optimizer_metrics=False, batch_log_interval=1)
@@ -102,8 +110,7 @@ def with_composer(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Reco
         timestamp=SimpleNamespace(batch=SimpleNamespace(value=0)),
     )
     activations.create_module_names(model)
-    for module in model.modules():
-        module.register_forward_hook(partial(activations.forward_hook, logger, 0))
+    activations.attach_forward_hooks(state, logger)
     return Recording(after_step=lambda: gradients.batch_end(state, logger))
 
 

@@ -6,13 +6,14 @@ The model is a chain of linear layers of width 16 with a batch of 4, where hooks
 they measure. Each size runs in a process of its own, so that its peak memory can be told; within
 it, bare and recorded steps follow each other in turn, and times are medians of the training
 thread's CPU time per module. "background" is what other threads do for a logged step. "MB added"
-is the growth of the process's peak memory from bare training to logging every step.
+is the growth of the process's peak memory from bare training to logging every step. "dropped" are
+events that the writer did not take, of one for each logged step: where there are any, "logged" and
+"background" are of less than what a step would write.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import resource
 import statistics
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from overhead import describe_machine
+from machine import describe_machine, write_json
 from torch import nn
 
 from telemetry import HookLogger, SummaryWriter
@@ -43,6 +44,7 @@ class Cost:
     logged_us: float  # likewise
     background_us: float
     added_mb: float
+    dropped: int  # events, of one for each logged step
 
 
 def training_of(modules: int) -> tuple[nn.Module, Callable[[], None]]:
@@ -89,7 +91,8 @@ def measure(modules: int, rounds: int, threads: int) -> Cost:
         HookLogger(
             unlogged_model, SummaryWriter(f"{folder}/unlogged"), every_n_steps=1_000_000
         ) as idle,
-        HookLogger(logged_model, SummaryWriter(f"{folder}/logged"), every_n_steps=1) as busy,
+        SummaryWriter(f"{folder}/logged") as writer,
+        HookLogger(logged_model, writer, every_n_steps=1) as busy,
     ):
         runs = []
         for _ in range(rounds + 1):
@@ -97,6 +100,7 @@ def measure(modules: int, rounds: int, threads: int) -> Cost:
             of_unlogged, _ = thread_and_process_us(unlogged, idle.flush)
             of_logged, of_all = thread_and_process_us(logged, busy.flush)
             runs.append((of_bare, of_unlogged - of_bare, of_logged - of_bare, of_all - of_logged))
+        dropped = writer._get_file_writer().dropped_count
     medians = [statistics.median(column) / modules for column in zip(*runs[1:], strict=True)]
     return Cost(
         modules=modules,
@@ -105,6 +109,7 @@ def measure(modules: int, rounds: int, threads: int) -> Cost:
         logged_us=medians[2],
         background_us=medians[3],
         added_mb=peak_mb() - memory,
+        dropped=dropped,
     )
 
 
@@ -115,11 +120,13 @@ def measure_apart(modules: int, rounds: int, threads: int) -> Cost:
 
 
 def print_table(costs: Sequence[Cost]) -> None:
-    titles = ("bare", "unlogged", "logged", "background", "MB added")
-    print(f"\n{'modules':>9}", *(f"{title:>11}" for title in titles))
+    titles = ("bare", "unlogged", "logged", "background", "MB added", "dropped")
+    print("\nCPU time per module and step, bare and added to it; MB added to the process's peak")
+    print(f"{'modules':>9}", *(f"{title:>11}" for title in titles))
     for cost in costs:
         numbers = (cost.bare_us, cost.unlogged_us, cost.logged_us, cost.background_us)
-        print(f"{cost.modules:9,}", *(f"{us:9.2f}µs" for us in numbers), f"{cost.added_mb:11.1f}")
+        cells = [f"{us:9.2f}µs" for us in numbers]
+        print(f"{cost.modules:9,}", *cells, f"{cost.added_mb:11.1f} {cost.dropped:11}")
 
 
 def main() -> None:
@@ -129,15 +136,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch; default: 1")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     args = parser.parse_args()
-    machine = describe_machine(torch.device("cpu"))
-    print(machine)
+    torch.set_num_threads(args.threads)  # here only for what is printed
+    device = torch.device("cpu")
+    print(describe_machine(device))
     sizes = args.modules or (SIZES[:2] if args.quick else SIZES)
     rounds = 2 if args.quick else 9
     costs = [measure_apart(modules, rounds, args.threads) for modules in sizes]
     print_table(costs)
     if args.json:
-        figures = [asdict(cost) for cost in costs]
-        args.json.write_text(json.dumps({"machine": machine, "figures": figures}, indent=2))
+        write_json(args.json, device, figures=[asdict(cost) for cost in costs])
 
 
 if __name__ == "__main__":

@@ -16,19 +16,19 @@ Sizes of 100,000,000 and more want some GB of memory and minutes.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from overhead import describe_machine
+from machine import describe_machine, write_json
+from recordings import start_wandb
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import make_histogram
@@ -115,9 +115,8 @@ def tensorboard_histogram() -> Statistics:
     return lambda tensor: make_histogram(tensor.numpy(), bins, None)
 
 
-def wandb_statistics() -> Statistics:
-    wandb: Any = import_module("wandb")
-    wandb.init(mode="offline", dir=tempfile.mkdtemp(), settings=wandb.Settings(silent=True))
+def wandb_statistics(folder: Path) -> Statistics:
+    start_wandb(folder)
     history = import_module("wandb.integration.torch.wandb_torch").TorchHistory()
     return lambda tensor: history.log_tensor_stats(tensor, "tensor")
 
@@ -127,13 +126,21 @@ def composer_metrics() -> Statistics:
     return lambda tensor: monitor.add_metrics({}, "tensor", "", tensor)
 
 
-def find_peers() -> dict[str, Statistics]:
-    """Other libraries' statistics of one tensor; says which are not installed."""
+def find_peers(folder: Path) -> dict[str, Statistics]:
+    """Other libraries' statistics of one tensor; says which are not installed.
+
+    Args:
+        folder: Where wandb writes.
+    """
     peers: dict[str, Statistics] = {
         "x.sum()": Tensor.sum,
         "make_histogram": tensorboard_histogram(),
     }
-    for name, load in {"wandb": wandb_statistics, "composer": composer_metrics}.items():
+    others: dict[str, Callable[[], Statistics]] = {
+        "wandb": partial(wandb_statistics, folder),
+        "composer": composer_metrics,
+    }
+    for name, load in others.items():
         try:
             peers[name] = load()
         except ImportError as missing:
@@ -191,8 +198,8 @@ class Table:
     rows: Sequence[Mapping[str, Result]]
 
 
-def measure_all(sizes: Sequence[int], rounds: int) -> Iterator[Table]:
-    peers = find_peers()
+def measure_all(sizes: Sequence[int], rounds: int, folder: Path) -> Iterator[Table]:
+    peers = find_peers(folder)
     yield Table(
         title="float32",
         unit="ns per element",
@@ -248,16 +255,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    machine = f"{describe_machine(torch.device('cpu'))}, numpy {np.__version__}"
-    print(machine)
+    device = torch.device("cpu")
+    print(describe_machine(device))
     results: dict[str, list[dict[str, Any]]] = {}
-    with torch.no_grad():
+    with torch.no_grad(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         sizes = args.sizes or SIZES[: 1 if args.quick else None]
-        for table in measure_all(sizes, rounds=2 if args.quick else 9):
+        for table in measure_all(sizes, 2 if args.quick else 9, Path(folder)):
             print_table(table)
             results[table.title] = [asdict(r) for row in table.rows for r in row.values()]
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine, "results": results}), encoding="utf-8")
+        write_json(args.json, device, results=results)
 
 
 if __name__ == "__main__":

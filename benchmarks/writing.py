@@ -14,7 +14,6 @@ second. Figures are medians over the rounds; ratios are taken within a round.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from overhead import describe_machine
+from machine import describe_machine, write_json
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils import tensorboard
 
@@ -193,8 +192,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    machine = describe_machine(torch.device("cpu"))
-    print(machine)
+    device = torch.device("cpu")
+    print(describe_machine(device))
     figures: dict[str, object] = {}
     for kind, variants in KINDS.items():
         costs = measure_costs(variants, rounds=3 if args.quick else 15)
@@ -206,7 +205,7 @@ def main() -> None:
         print(f"  {name:14}{slowdown:10.2f}×")
     figures["slowdown"] = slowdowns
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine, "figures": figures}, indent=2))
+        write_json(args.json, device, figures=figures)
 
 
 if __name__ == "__main__":

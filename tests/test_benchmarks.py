@@ -30,7 +30,9 @@ def run(script: str, json_file: Path, *arguments: str) -> dict[str, Any]:
     )
     written: dict[str, Any] = json.loads(json_file.read_text(encoding="utf-8"))
     assert written["machine"] in done.stdout
-    assert "torch" in written["machine"]
+    assert written["cores"] == os.cpu_count()
+    for name in ("Python", "telemetry", "torch", "tensorboard"):
+        assert f"{name} {written['versions'][name]}" in written["machine"]
     return written
 
 
@@ -40,7 +42,8 @@ def json_file(tmp_path: Path) -> Path:
 
 
 def test_overhead_compares_every_recording_with_bare_training(json_file: Path) -> None:
-    (costs,) = run("overhead", json_file, "--only", "MNIST", "--threads", "1")["figures"].values()
+    arguments = ("--only", "MNIST", "--threads", "1", "--markdown")
+    (costs,) = run("overhead", json_file, *arguments)["figures"].values()
     ours = {"only norms", "every step", "same, no images", "same as wandb"}
     assert {"bare", "add_histogram", "every 10 steps", "every 100 steps", *ours} <= set(costs)
     assert costs["bare"]["added"] == 0
@@ -51,6 +54,15 @@ def test_overhead_compares_every_recording_with_bare_training(json_file: Path) -
     assert costs["every 10 steps"]["wall_ms"] == pytest.approx(mean)
 
 
+def test_dashboard_asks_for_all_that_the_page_shows(json_file: Path) -> None:
+    (row,) = run("dashboard", json_file, "--sizes", "50x50")["figures"]
+    assert (row["layers"], row["steps"]) == (50, 50)
+    asked = {"start_s", "cold_ms", "warm_ms", "cell_ms", "scalars_s", "histograms_s"}
+    drawn = {"page_s", "redraw_ms"} & set(row)  # where there is Chromium
+    assert all(row[name] > 0 for name in asked | drawn)
+    assert row["wire_kb"] * 1000 > 50 * 50 * 4 / 2  # the picture's numbers, hardly compressible
+
+
 def test_scaling_has_a_row_for_each_size(json_file: Path) -> None:
     rows = run("scaling", json_file, "--modules", "5", "50")["figures"]
     assert [row["modules"] for row in rows] == [5, 50]
@@ -58,6 +70,7 @@ def test_scaling_has_a_row_for_each_size(json_file: Path) -> None:
         assert row["bare_us"] > 0
         assert row["logged_us"] > row["unlogged_us"]
         assert row["background_us"] > 0
+        assert row["dropped"] == 0
 
 
 def test_tensor_compares_with_the_limit_and_with_tensorboard(json_file: Path) -> None:
