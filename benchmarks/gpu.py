@@ -26,7 +26,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from overhead import describe_machine
+from machine import describe_machine
 from torch import Tensor, nn
 from workloads import GPT, GPTBlock
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,10 +24,15 @@ def log10_histogram(
     if not filled.size:
         return np.empty(0), np.empty(0), np.empty(0)
     first, last = int(filled[0]), int(filled[-1])
-    limits = edges()[1:].astype(np.float64)
-    # The last bucket's upper edge is infinite where float32 ends.
-    limits[-1] = min(limits[-1], float(np.finfo(np.float32).max))
-    log_limits = np.log10(limits[first : last + 2])
+    log_limits = _log_edges()[first : last + 2].copy()
     largest = max(abs(sketch.min), abs(sketch.max))
     log_limits[-1] = min(log_limits[-1], np.log10(largest)) if largest > 0 else log_limits[-1]
     return log_limits[:-1], np.maximum(log_limits[1:], log_limits[:-1]), counts[first : last + 1]
+
+
+@cache
+def _log_edges() -> NDArray[np.float64]:
+    limits = edges()[1:].astype(np.float64)
+    # The last bucket's upper edge is infinite where float32 ends.
+    limits[-1] = min(limits[-1], float(np.finfo(np.float32).max))
+    return np.log10(limits)

@@ -228,14 +228,19 @@ class Sketch:
         value; a bucket of no width if all are equal.
         """
         left, right = _limits(self.buckets)
-        if left.size:
-            left[0], right[-1] = self.min, self.max
-        gap = np.flatnonzero(left[1:] > right[:-1])
-        return (
-            np.insert(left, gap + 1, right[gap]),
-            np.insert(right, gap + 1, left[gap + 1]),
-            np.insert(self.counts, gap + 1, 0.0),
-        )
+        if not left.size:
+            return left, right, self.counts
+        left[0], right[-1] = self.min, self.max
+        ends_before_gap = left[1:] > right[:-1]
+        # Where each bucket goes; numpy.insert takes ten times as long.
+        places = np.arange(left.size)
+        places[1:] += np.cumsum(ends_before_gap)
+        gaps = places[:-1][ends_before_gap] + 1
+        size = left.size + gaps.size
+        all_left, all_right, all_counts = np.empty(size), np.empty(size), np.zeros(size)
+        all_left[places], all_right[places], all_counts[places] = left, right, self.counts
+        all_left[gaps], all_right[gaps] = right[:-1][ends_before_gap], left[1:][ends_before_gap]
+        return all_left, all_right, all_counts
 
 
 def sketch_array(x: NDArray[Any]) -> Sketch:
@@ -274,12 +279,18 @@ def sketch_array(x: NDArray[Any]) -> Sketch:
 def _limits(buckets: NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Left and right edges of signed buckets, as new float64 arrays; the outermost are infinite."""
     magnitude = np.abs(buckets.astype(np.intp))
-    wide = edges().astype(np.float64)
-    wide[-1] = inf
+    wide = _wide_edges()
     near, far = wide[magnitude], wide[magnitude + 1]
     left = np.where(buckets > 0, near, -far)
     right = np.where(buckets < 0, -near, far)
     return left, right
+
+
+@cache
+def _wide_edges() -> NDArray[np.float64]:
+    wide = edges().astype(np.float64)
+    wide[-1] = inf
+    return wide
 
 
 def _sum(parts: list[float]) -> float:

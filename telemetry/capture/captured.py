@@ -73,13 +73,14 @@ class CapturedStep:
     ) -> CapturedStep:
         """End the step."""
         measurer = window.measurer
+        ends = window.overflow_ends()  # first: finish() sends what waits on a GPU to the host
         return CapturedStep(
             window=window,
             wall_time=wall_time,
             layout=layout,
             totals=totals,
             measurements=measurer.finish() if measurer is not None else None,
-            overflow_ends=window.overflow_ends(),
+            overflow_ends=ends,
             faults=faults,
         )
 

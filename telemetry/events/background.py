@@ -37,8 +37,9 @@ class BackgroundWriter:
         files: Where the records go.
         name: What log messages call this writer.
         flush_s: The longest time in seconds that a record waits before it is written.
-        max_pending_bytes: A droppable record that finds so much waiting is dropped; any other
-            at four times as much.
+        max_pending_bytes: A droppable record is dropped if there would be more waiting with it,
+            any other if there would be four times as much. One that finds nothing waiting is taken,
+            however large.
 
     Attributes:
         dropped_count: Droppable records that found the queue full.
@@ -79,7 +80,7 @@ class BackgroundWriter:
             if self._closing:
                 raise OSError(f"{self._name}: the writer is closed")
             limit = self._droppable_limit if droppable else self._hard_limit
-            if self._pending_bytes + size > limit:
+            if self._pending_bytes and self._pending_bytes + size > limit:
                 self._count_drop(droppable)
                 return
             self._pending.append(record)

@@ -183,6 +183,17 @@ def test_there_is_room_again_once_the_queue_was_written() -> None:
     writer.close()
 
 
+def test_a_record_larger_than_the_queue_is_taken_when_nothing_waits() -> None:
+    files = MemoryFiles()
+    writer = make_writer(files, max_pending_bytes=1000)
+    for _ in range(3):
+        put(writer, bytes(5000), droppable=True)
+        writer.flush()
+    writer.close()
+    assert list(map(len, files.written)) == [5000] * 3
+    assert writer.dropped_count == 0
+
+
 def test_memory_has_a_limit_for_every_kind_of_record(caplog: pytest.LogCaptureFixture) -> None:
     files = MemoryFiles()
     files.failure = OSError("no disk")
