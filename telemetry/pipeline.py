@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -25,6 +26,7 @@ log = logging.getLogger("telemetry")
 MAX_STEPS_WAITING = 1000
 MAX_BYTES_WAITING = 64 * 2**20
 CLOSE_TIMEOUT_S = 60.0
+VALUES_AT_ONCE = 500
 
 
 class Sink(Protocol):
@@ -209,12 +211,10 @@ class Pipeline:
             self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
             self._tell(self._judge(record), record.wall_time)
         droppable = not self._board.is_needed(record)
-        self._sink(
-            list(self._board.values_of(record)),
-            step=record.step,
-            wall_time=record.wall_time,
-            droppable=droppable,
-        )
+        # Deep models have tens of thousands of values, of which only a few are in memory at a time.
+        values = iter(self._board.values_of(record))
+        while some := list(islice(values, VALUES_AT_ONCE)):
+            self._sink(some, step=record.step, wall_time=record.wall_time, droppable=droppable)
 
     def _judge(self, record: StepRecord) -> Iterator[Alert]:
         for rule in self._rules:
