@@ -194,6 +194,7 @@ class StepRecord:
         skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the
             gradients are not finite by design.
         full: Whether what follows was measured at this step.
+        left_out: Modules that were not, with their parameters, for it was the turn of others.
         total_grad_norm_before_clipping: Norm of all gradients at the end of the backward pass.
         clipped_fraction: Share of all full steps so far at which clipping made them smaller.
         nan_buffers: Buffers that hold a NaN, by their names in ``named_buffers()``.
@@ -225,6 +226,7 @@ class StepRecord:
     skipped_steps: int = 0
     skipped: bool = False
     full: bool = False
+    left_out: frozenset[str] = frozenset()
     total_grad_norm_before_clipping: float | None = None
     clipped_fraction: float | None = None
     nan_buffers: tuple[str, ...] = ()

@@ -130,6 +130,7 @@ class CapturedStep:
             ),
             skipped=scaler is not None and scaler.skipped,
             full=window.full,
+            left_out=window.left_out,
             total_grad_norm_before_clipping=before,
             clipped_fraction=(
                 self.totals.clipped_fraction(before, float(np.linalg.norm(norms)))

@@ -43,6 +43,7 @@ class Recorder:
         self._layout: Layout | None = None
         self._layout_number = -1
         self._written: dict[ChunkKind, int] = {}
+        self._matrix: NDArray[np.float32] | None = None
         self._alert_count = 0
         self._block = _NormBlock()
         self._last_step: int | None = None
@@ -74,7 +75,7 @@ class Recorder:
         if record.full or self._block.is_due(record.wall_time):
             yield from self.pending_values()
         if record.full:
-            yield self._numbers("m", statistics.matrix(record))
+            yield self._numbers("m", self._with_held(record, statistics.matrix(record)))
 
     def pending_values(self) -> Iterator[Summary.Value]:
         """What is still held back, to be written in an event with :attr:`last_step`."""
@@ -85,6 +86,18 @@ class Recorder:
         tag = alert_tag(self._session, self._alert_count)
         self._alert_count += 1
         return summaries.tensor(tag, encode_alert(alert), PLUGIN_NAME)
+
+    def _with_held(self, record: StepRecord, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A matrix in which a module that was left out stays as it was measured last.
+
+        In the picture a measurement lasts until the next one of the same module.
+        """
+        if record.left_out and self._matrix is not None:
+            modules = enumerate(record.layout.modules)
+            held = [row for row, module in modules if module.name in record.left_out]
+            matrix[held] = self._matrix[held]
+        self._matrix = matrix
+        return matrix
 
     def _pending(self, step: int, *, in_new_tag: bool = False) -> Iterator[Summary.Value]:
         if not self._block:
@@ -103,6 +116,7 @@ class Recorder:
         self._layout = layout
         self._layout_number += 1
         self._written = {"m": 0, "n": 0}
+        self._matrix = None
         content = encode_layout(layout, statistics.MATRIX_STATISTICS)
         tag = layout_tag(self._session, self._layout_number)
         return summaries.tensor(tag, content, PLUGIN_NAME)

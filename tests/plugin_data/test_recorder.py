@@ -13,10 +13,17 @@ from known_runs import alert_at, layout_of
 from telemetry.events import FileWriter
 from telemetry.plugin_data import Recorder, new_session_id
 from telemetry.plugin_data.files import FileSource
-from telemetry.plugin_data.format import decode_alert, decode_layout, encode_alert, encode_layout
+from telemetry.plugin_data.format import (
+    MISSING,
+    decode_alert,
+    decode_layout,
+    encode_alert,
+    encode_layout,
+)
 from telemetry.plugin_data.run_data import RunData
 from telemetry.plugin_data.statistics import MATRIX_STATISTICS
-from telemetry.records import Layout, StepRecord
+from telemetry.records import Layout, StepRecord, TensorRecord
+from telemetry.sketch import sketch_array
 
 LAYOUT = layout_of(["a", "b"])
 
@@ -54,6 +61,28 @@ def test_norms_of_every_step_are_kept(tmp_path: Path) -> None:
     assert found.steps.tolist() == list(range(57))
     assert found.values.tolist() == [[s, s + 1] for s in range(57)]
     assert run.matrix("nonfinite").steps.tolist() == list(range(0, 57, 10))
+
+
+def test_what_is_left_out_stays_as_it_was_until_it_is_measured_again(tmp_path: Path) -> None:
+    def of(**sizes: float) -> dict[str, TensorRecord]:
+        return {
+            name: TensorRecord(sketch=sketch_array(np.full(4, size)))
+            for name, size in sizes.items()
+        }
+
+    only_a, only_b = frozenset("b"), frozenset("a")
+    records = [
+        record(0, full=True, activations=of(a=1, b=2)),
+        record(1),
+        record(2, full=True, activations=of(a=3), left_out=only_a),
+        record(3, full=True, activations=of(b=4), left_out=only_b),
+        record(4, full=True, activations=of(), left_out=only_b),  # b did not run
+    ]
+    found = write(tmp_path, records).matrix("activation_rms")
+    assert found.steps.tolist() == [0, 2, 3, 4]
+    assert found.values[:3].tolist() == [[1, 2], [3, 2], [3, 4]]
+    assert found.values[3, 0] == 3
+    assert found.values[3, 1] == MISSING
 
 
 def test_norms_are_given_out_once_a_second() -> None:
