@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alerts.course import Course
-from telemetry.alerts.depth import backward_growth, forward_growth
+from telemetry.alerts.depth import backward_growth, forward_growth, gain
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import module_of
 from telemetry.alerts.history import History
@@ -24,15 +24,17 @@ class ExplodingGradient:
     scale. Heavy-tailed data, rare classes and warm restarts stay within a factor of ten of their
     own maximum. It explodes
 
-    - when it exceeds that maximum ``factor`` times in two steps in a row, or ten times as much in
+    - when it exceeds that maximum ``factor`` times in three steps in a row, or ten times as much in
       one;
     - when it exceeds it fivefold, the optimizer's step then moves the weights by a fifth of their
       size, and the loss is far above all before;
     - when it is, for ten steps, ``lasting_factor`` times what it was more than 20 steps ago, while
-      the loss has risen and does not come back. (A loss that is given another weight, or harder
-      data, raises both as well; then the loss falls again.)
+      the loss has risen and does not come back. (Harder data raise both as well; then the loss
+      falls again.)
 
-    If the learning rate has just jumped, that has its own rule, which goes first.
+    What the loss gives the network is no part of it: if it has another weight or unit, the gradient
+    of the network's output grows as much as that of the parameters. The first full measurement
+    tells how much. If the learning rate has just jumped, that has its own rule, which goes first.
 
     *Over depth*: an explosion that is there from the beginning multiplies activations on their way
     forward and gradients on their way back, both from layer to layer. Either alone is common: small
@@ -43,7 +45,7 @@ class ExplodingGradient:
     the loss risen.
 
     Args:
-        factor: Above the highest norm of the last 100 steps, for two steps.
+        factor: Above the highest norm of the last 100 steps, for three steps.
         lasting_factor: Above that of older steps, for ten steps with a loss that has risen.
         depth_factor: Growth of activations from the first module to the largest, times that of
             their gradients on the way back.
@@ -65,6 +67,9 @@ class ExplodingGradient:
         self._depth_decades = math.log10(depth_factor)
         self._course = course or Course()
         self._depths = History(50)
+        self._gains = History(10)
+        self._from_loss = 0.0
+        self._is_explained = False
         self._blame = _Blame()
         self._steps_far_above = 0
         self._steps_lasting = 0
@@ -87,13 +92,16 @@ class ExplodingGradient:
 
     def _in_time(self, record: StepRecord) -> Alert | None:
         course, norm, loss = self._course, self._course.norm, self._course.loss
-        self._steps_far_above = self._steps_far_above + 1 if norm.above >= self._decades else 0
         lasts = norm.far_above >= self._lasting_decades
+        self._see_gain(record, large=lasts)
+        far_above = norm.above - self._from_loss >= self._decades
+        lasts &= norm.far_above - self._from_loss >= self._lasting_decades
+        self._steps_far_above = self._steps_far_above + 1 if far_above else 0
         self._steps_lasting = self._steps_lasting + 1 if lasts else 0
-        explodes = self._steps_far_above >= 2 or norm.above >= self._decades + 1
+        lost = loss.is_worse and not loss.is_recovering
+        explodes = norm.above >= self._decades + 1
+        explodes |= self._steps_far_above >= 3 or (self._steps_lasting >= _LASTING and lost)
         explodes |= (
-            self._steps_lasting >= _LASTING and loss.is_worse and not loss.is_recovering
-        ) or (
             course.gradients_led
             and course.since_large_step <= norm.since_jump
             and loss.steps_far_above >= 2
@@ -108,6 +116,18 @@ class ExplodingGradient:
             threshold=norm.usual * 10**self._lasting_decades,
             seen=f"The gradient norm is {total:.3g}, it used to be {norm.usual:.3g}",
         )
+
+    def _see_gain(self, record: StepRecord, *, large: bool) -> None:
+        """When the norm has become large, see once how much of that came with the loss."""
+        now = gain(record)
+        if not large:
+            self._from_loss, self._is_explained = 0.0, False
+            if not math.isnan(now):
+                self._gains.add(now)
+        elif not self._is_explained and not math.isnan(now) and len(self._gains):
+            risen = now - self._gains.median
+            self._from_loss = max(self._course.norm.far_above - risen, 0.0)
+            self._is_explained = True
 
     def _over_depth(self, record: StepRecord) -> Alert | None:
         if not record.activations or not record.activation_grads:
