@@ -17,7 +17,7 @@ class ExplodingActivation:
 
     It speaks when an output is ``factor`` times larger than in the first hundred measurements
     before, in two full measurements in a row, and the loss has risen as well; or when activations
-    grow ``depth_factor`` times through the network in the first steps.
+    grow ``depth_factor`` times through the network in the first steps, the very first included.
 
     Args:
         factor: Above the module's own past.
@@ -35,6 +35,7 @@ class ExplodingActivation:
         self._highest: dict[str, float] = {}
         self._course = course or Course()
         self._looks = 0
+        self._began_deep: bool | None = None
         self._episode = Episode(_CALM_LOOKS)
 
     @property
@@ -65,7 +66,9 @@ class ExplodingActivation:
             elif highest < rms < math.inf:
                 self._highest[name] = rms
         growth = forward_growth(record)
-        if found is None and self._course.is_young and growth.decades > self._depth_decades:
+        deep = growth.decades > self._depth_decades
+        self._began_deep = deep if self._began_deep is None else self._began_deep
+        if found is None and self._course.is_young and deep and self._began_deep:
             seen = f"Activations grow {10**growth.decades:.2g}-fold through the network"
             found = _alert(
                 record, growth.module_name, 10**growth.decades, 10**self._depth_decades, seen

@@ -40,9 +40,9 @@ class ExplodingGradient:
     forward and gradients on their way back, both from layer to layer. Either alone is common: small
     inputs, outputs in large units, side branches with small gradients. The product of both growths
     is an explosion from ``depth_factor`` on, if each has a third of its decades and they are there
-    in the first steps, before training can have caused them. It takes two measurements, or one that
-    is thirty times larger. Later, where clipping hides the norm, both must have grown tenfold, and
-    the loss risen.
+    at the first measurement, before training can have caused them. It takes two measurements, or
+    one that is thirty times larger. Later, where clipping hides the norm, both must have grown
+    tenfold, and the loss risen.
 
     Args:
         factor: Above the highest norm of the last 100 steps, for three steps.
@@ -74,6 +74,7 @@ class ExplodingGradient:
         self._steps_far_above = 0
         self._steps_lasting = 0
         self._deep_looks = 0
+        self._began_deep: bool | None = None
         self._episode = Episode(_CALM_STEPS)
 
     @property
@@ -138,6 +139,8 @@ class ExplodingGradient:
         certain = False
         if self._course.is_young:
             deep = product >= self._depth_decades and smaller >= self._depth_decades / 3
+            self._began_deep = deep if self._began_deep is None else self._began_deep
+            deep &= self._began_deep
             certain = deep and product >= self._depth_decades + _CERTAIN
         else:
             usual = self._depths.median if len(self._depths) else smaller
