@@ -58,7 +58,7 @@ class OneCause:
         for rule in self._rules:
             if hasattr(rule, "on_loss"):
                 alerts += rule.on_loss(step, loss)
-        return self._sort_out(alerts)
+        return [_with_consequences(alert) for alert in self._sort_out(alerts)]
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         alerts = [alert for rule in self._rules for alert in rule(record)]
@@ -66,7 +66,7 @@ class OneCause:
         wanted = any(getattr(rule, "wants_full", False) for rule in self._rules)
         self.wants_full = wanted and self._allowance >= 1
         self._allowance -= self.wants_full
-        return self._sort_out(alerts)
+        return [_with_consequences(alert) for alert in self._sort_out(alerts)]
 
     def _sort_out(self, alerts: list[Alert]) -> list[Alert]:
         told: list[Alert] = []
@@ -78,7 +78,7 @@ class OneCause:
                 told.append(alert)
             else:
                 told = self._add_consequence(cause, alert, told)
-        return [_with_consequences(alert) for alert in told]
+        return told
 
     def _graded(self, alert: Alert) -> Alert:
         severity = self._severities.get(alert.kind, alert.severity)
@@ -86,14 +86,14 @@ class OneCause:
 
     def _end(self, alert: Alert) -> list[Alert]:
         """Tell the end of what was told, and what outlives it."""
-        if self._hidden.pop(alert.kind, None) is not None:
+        self._hidden.pop(alert.kind, None)
+        if self._told.pop(alert.kind, None) is None:
             return []
-        self._told.pop(alert.kind, None)
         left = [hidden.alert for hidden in self._hidden.values() if hidden.cause == alert.kind]
         for survivor in left:
             del self._hidden[survivor.kind]
-            self._told[survivor.kind] = _Told(alert=survivor, step=alert.step)
-        return [alert, *(replace(survivor, step=alert.step) for survivor in left)]
+        lasting = [replace(found, step=alert.step) for found in left if found.kind in _STATES]
+        return [alert, *self._sort_out(lasting)]
 
     def _cause_of(self, alert: Alert) -> _Told | None:
         if alert.kind in self._hidden:
@@ -115,8 +115,11 @@ class OneCause:
             after = replace(after, severity="error")
         self._hidden[alert.kind] = _Hidden(alert=alert, cause=before.kind)
         cause.alert, cause.step = after, alert.step
-        if before in told:
-            return [after if item is before else item for item in told]
+        if any(_is_told(item, before) for item in told):
+            return [
+                replace(after, stage=item.stage, step=item.step) if _is_told(item, before) else item
+                for item in told
+            ]
         return [*told, replace(after, stage="worse", step=alert.step)] if worse else told
 
 
@@ -136,6 +139,11 @@ class _Hidden:
     cause: str
 
 
+def _is_told(item: Alert, cause: Alert) -> bool:
+    """Whether ``item`` tells of ``cause`` in this step: that it begins or grows worse."""
+    return item.kind == cause.kind and item.stage != "end"
+
+
 def _with_consequences(alert: Alert) -> Alert:
     """The same with its consequences as the second line of the message."""
     if not alert.consequences:
@@ -144,6 +152,9 @@ def _with_consequences(alert: Alert) -> Alert:
     listed = ", ".join(what.replace("_", " ") for what in alert.consequences)
     return replace(alert, message=f"{seen}\nIt leads to: {listed}.\n{advice}")
 
+
+_STATES = {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}
+"""Faults that do not pass with what caused them."""
 
 _REACH = 200
 _BURST = 12.0

@@ -9,10 +9,10 @@ from numbers import Real
 from typing import Any, get_args
 
 from telemetry.alerts.causes import OneCause
+from telemetry.alerts.course import Course
 from telemetry.alerts.dead_units import DeadUnits
 from telemetry.alerts.exploding_activation import ExplodingActivation
 from telemetry.alerts.exploding_gradient import ExplodingGradient
-from telemetry.alerts.history import LossTrend
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.alerts.no_learning import NoLearning
 from telemetry.alerts.nonfinite import Nonfinite
@@ -62,14 +62,14 @@ def rules_from(config: Mapping[str, Settings | None]) -> tuple[Rule, ...]:
     """
     for name, settings in config.items():
         _check(name, settings)
-    loss = LossTrend()
+    course = Course()
     rules: list[Rule] = []
     for name, make in _RULES.items():
         settings = config.get(name, {})
         if settings is not None:
             arguments: dict[str, Any] = {k: v for k, v in settings.items() if k != "severity"}
-            if "loss" in inspect.signature(make).parameters:
-                arguments["loss"] = loss
+            if "course" in inspect.signature(make).parameters:
+                arguments["course"] = course
             rules.append(make(**arguments))
     severities: dict[str, Any] = {
         name: settings["severity"]
@@ -91,7 +91,7 @@ def _check(name: str, settings: Settings | None) -> None:
             f"HookLogger(alerts={{{name!r}: {settings!r}}}): must be a dict of parameters, or None "
             "to leave the rule out"
         )
-    known = [k for k in inspect.signature(_RULES[name]).parameters if k != "loss"]
+    known = [k for k in inspect.signature(_RULES[name]).parameters if k != "course"]
     for parameter, value in settings.items():
         where = f"HookLogger(alerts={{{name!r}: {{{parameter!r}: {value!r}}}}})"
         if parameter == "severity":

@@ -36,6 +36,19 @@ def backward_growth(record: StepRecord) -> Growth:
     return _growth(_profile(record.layout, record.activation_grads)[::-1])
 
 
+def gain(record: StepRecord) -> float:
+    """What the network makes of the gradient that the loss gives it.
+
+    Another unit or weight of the loss, or another scale of the targets, changes both alike.
+
+    Returns:
+        Decimal logarithm of the norm of all gradients over the RMS of that of the last module's
+        output; NaN where it is not measured or zero.
+    """
+    total, profile = record.total_grad_norm, _profile(record.layout, record.activation_grads)
+    return math.log10(total) - profile[-1][1] if profile and 0 < total < math.inf else math.nan
+
+
 def _profile(layout: Layout, tensors: Mapping[str, TensorRecord]) -> list[tuple[str, float]]:
     """Module names and decimal logarithms of RMS, in forward order.
 

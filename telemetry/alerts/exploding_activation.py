@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from telemetry.alerts.course import Course
 from telemetry.alerts.depth import forward_growth
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import module_of
-from telemetry.alerts.history import LossTrend
 from telemetry.records import Alert, StepRecord
 
 
@@ -17,25 +17,25 @@ class ExplodingActivation:
 
     It speaks when an output is ``factor`` times larger than in the first hundred measurements
     before, in two full measurements in a row, and the loss has risen as well; or when activations
-    grow ``depth_factor`` times through the network in the first steps.
+    grow ``depth_factor`` times through the network in the first steps, the very first included.
 
     Args:
         factor: Above the module's own past.
         depth_factor: From the first module to the largest.
-        loss: Where the loss is followed; rules may share it.
+        course: How the run goes; rules may share it.
     """
 
     kind = "exploding_activation"
 
     def __init__(
-        self, *, factor: float = 100.0, depth_factor: float = 1e4, loss: LossTrend | None = None
+        self, *, factor: float = 100.0, depth_factor: float = 1e4, course: Course | None = None
     ) -> None:
         self._factor = factor
         self._depth_decades = math.log10(depth_factor)
         self._highest: dict[str, float] = {}
-        self._loss = loss or LossTrend()
-        self._first_step: int | None = None
+        self._course = course or Course()
         self._looks = 0
+        self._began_deep: bool | None = None
         self._episode = Episode(_CALM_LOOKS)
 
     @property
@@ -44,11 +44,9 @@ class ExplodingActivation:
         return self._looks == 1
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._loss.see(record)
+        self._course.follow(record)
         if not record.activations:
             return ()
-        if self._first_step is None:
-            self._first_step = record.step
         found = self._grown(record)
         self._looks = self._looks + 1 if found else 0
         overflown = not record.grad_finite.all()  # there will be no second look
@@ -60,7 +58,7 @@ class ExplodingActivation:
         for name, output in record.activations.items():
             rms = output.sketch.rms
             highest = self._highest.get(name, 0.0)
-            if highest and rms > self._factor * highest and self._loss.is_worse:
+            if highest and rms > self._factor * highest and self._course.loss.is_worse:
                 times = rms / highest
                 if found is None:
                     seen = f"The output of {module_of(name)} is {times:.2g} times its former size"
@@ -68,8 +66,9 @@ class ExplodingActivation:
             elif highest < rms < math.inf:
                 self._highest[name] = rms
         growth = forward_growth(record)
-        early = self._first_step is not None and record.step < self._first_step + _EARLY
-        if found is None and early and growth.decades > self._depth_decades:
+        deep = growth.decades > self._depth_decades
+        self._began_deep = deep if self._began_deep is None else self._began_deep
+        if found is None and self._course.is_young and deep and self._began_deep:
             seen = f"Activations grow {10**growth.decades:.2g}-fold through the network"
             found = _alert(
                 record, growth.module_name, 10**growth.decades, 10**self._depth_decades, seen
@@ -77,7 +76,6 @@ class ExplodingActivation:
         return found
 
 
-_EARLY = 5
 _CALM_LOOKS = 3
 
 

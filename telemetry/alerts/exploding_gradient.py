@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.depth import backward_growth, forward_growth
+from telemetry.alerts.course import Course
+from telemetry.alerts.depth import backward_growth, forward_growth, gain
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.history import History, LossTrend
+from telemetry.alerts.forward import module_of
+from telemetry.alerts.history import History
 from telemetry.alerts.modules import Modules
 from telemetry.records import Alert, StepRecord
 
@@ -21,25 +22,34 @@ class ExplodingGradient:
 
     *In time*: how far the total norm lies above the highest of the last 100 steps, on a logarithmic
     scale. Heavy-tailed data, rare classes and warm restarts stay within a factor of ten of their
-    own maximum. It explodes when it exceeds that maximum ``factor`` times in two steps in a row or
-    ten times as much in one; or, for ten steps, ``lasting_factor`` times what it was more than 20
-    steps ago, while the loss, too, has left its range and does not come back. (A loss that is given
-    another weight, or harder data, raises both as well; then the loss falls again.)
+    own maximum. It explodes
+
+    - when it exceeds that maximum ``factor`` times in three steps in a row, or ten times as much in
+      one;
+    - when it exceeds it fivefold, the optimizer's step then moves the weights by a fifth of their
+      size, and the loss is far above all before;
+    - when it is, for ten steps, ``lasting_factor`` times what it was more than 20 steps ago, while
+      the loss has risen and does not come back. (Harder data raise both as well; then the loss
+      falls again.)
+
+    What the loss gives the network is no part of it: if it has another weight or unit, the gradient
+    of the network's output grows as much as that of the parameters. The first full measurement
+    tells how much. If the learning rate has just jumped, that has its own rule, which goes first.
 
     *Over depth*: an explosion that is there from the beginning multiplies activations on their way
     forward and gradients on their way back, both from layer to layer. Either alone is common: small
     inputs, outputs in large units, side branches with small gradients. The product of both growths
     is an explosion from ``depth_factor`` on, if each has a third of its decades and they are there
-    in the first steps, before training can have caused them. It takes two measurements, or one that
-    is thirty times larger. Later, where clipping hides the norm, both must have grown tenfold, and
-    the loss risen.
+    at the first measurement, before training can have caused them. It takes two measurements, or
+    one that is thirty times larger. Later, where clipping hides the norm, both must have grown
+    tenfold, and the loss risen.
 
     Args:
-        factor: Above the highest norm of the last 100 steps, for two steps.
+        factor: Above the highest norm of the last 100 steps, for three steps.
         lasting_factor: Above that of older steps, for ten steps with a loss that has risen.
         depth_factor: Growth of activations from the first module to the largest, times that of
             their gradients on the way back.
-        loss: Where the loss is followed; rules may share it.
+        course: How the run goes; rules may share it.
     """
 
     kind = "exploding_gradient"
@@ -50,75 +60,75 @@ class ExplodingGradient:
         factor: float = 1000.0,
         lasting_factor: float = 30.0,
         depth_factor: float = 1e4,
-        loss: LossTrend | None = None,
+        course: Course | None = None,
     ) -> None:
         self._decades = math.log10(factor)
         self._lasting_decades = math.log10(lasting_factor)
         self._depth_decades = math.log10(depth_factor)
-        self._totals = History(100)
-        self._older: deque[float] = deque(maxlen=_OLDER)
-        self._long_ago = History(100)
+        self._course = course or Course()
         self._depths = History(50)
-        self._loss = loss or LossTrend()
+        self._gains = History(10)
+        self._from_loss = 0.0
+        self._is_explained = False
         self._blame = _Blame()
         self._steps_far_above = 0
-        self._steps_above = 0
+        self._steps_lasting = 0
         self._deep_looks = 0
-        self._first_step: int | None = None
+        self._began_deep: bool | None = None
         self._episode = Episode(_CALM_STEPS)
 
     @property
     def wants_full(self) -> bool:
         """Whether a full measurement would help to decide."""
-        return not self._episode.is_on and (self._steps_above > 0 or self._deep_looks > 0)
+        just_jumped = self._course.norm.since_jump < _LASTING
+        return not self._episode.is_on and (just_jumped or self._deep_looks > 0)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._loss.see(record)
-        if self._first_step is None:
-            self._first_step = record.step
+        self._course.follow(record)
         if not record.grad_finite.all():
             found = self._cut_short(record)
             return self._episode.update(record, found) if found else ()
+        self._blame.add(record)
         return self._episode.update(record, self._in_time(record) or self._over_depth(record))
 
     def _in_time(self, record: StepRecord) -> Alert | None:
-        self._blame.add(record)
-        total = record.total_grad_norm
-        if total == 0:
-            return None
-        level = math.log10(total)
-        if len(self._totals) < _SHORTEST_HISTORY:
-            self._totals.add(level)
-            return None
-        above = level - self._totals.highest
-        far = level - self._long_ago.highest if len(self._long_ago) else above
-        self._steps_far_above = self._steps_far_above + 1 if above >= self._decades else 0
-        self._steps_above = self._steps_above + 1 if far >= self._lasting_decades else 0
-        usual = self._long_ago.median if len(self._long_ago) else self._totals.median
-        self._remember(level, above)
-        lost = self._loss.is_worse and not self._loss.is_recovering
-        explodes = (
-            self._steps_far_above >= 2
-            or above >= self._decades + 1
-            or (self._steps_above >= _LASTING and lost)
+        course, norm, loss = self._course, self._course.norm, self._course.loss
+        lasts = norm.far_above >= self._lasting_decades
+        self._see_gain(record, large=lasts)
+        far_above = norm.above - self._from_loss >= self._decades
+        lasts &= norm.far_above - self._from_loss >= self._lasting_decades
+        self._steps_far_above = self._steps_far_above + 1 if far_above else 0
+        self._steps_lasting = self._steps_lasting + 1 if lasts else 0
+        lost = loss.is_worse and not loss.is_recovering
+        explodes = norm.above >= self._decades + 1
+        explodes |= self._steps_far_above >= 3 or (self._steps_lasting >= _LASTING and lost)
+        explodes |= (
+            course.gradients_led
+            and course.since_large_step <= norm.since_jump
+            and loss.steps_far_above >= 2
         )
-        if not explodes:
+        if not explodes or course.since_rate_jump < _WAIT_FOR_RATE:
             return None
+        total = record.total_grad_norm
         return _alert(
             record,
             module_name=self._blame.module_name,
             value=total,
-            threshold=10 ** (usual + self._lasting_decades),
-            seen=f"The gradient norm is {total:.3g}, it used to be {10**usual:.3g}",
+            threshold=norm.usual * 10**self._lasting_decades,
+            seen=f"The gradient norm is {total:.3g}, it used to be {norm.usual:.3g}",
         )
 
-    def _remember(self, level: float, above: float) -> None:
-        """What explodes is not what is usual, unless it lasts."""
-        if above < self._lasting_decades or self._steps_above > _NEW_NORMAL:
-            self._totals.add(level)
-            if len(self._older) == _OLDER:
-                self._long_ago.add(self._older[0])
-            self._older.append(level)
+    def _see_gain(self, record: StepRecord, *, large: bool) -> None:
+        """When the norm has become large, see once how much of that came with the loss."""
+        now = gain(record)
+        if not large:
+            self._from_loss, self._is_explained = 0.0, False
+            if not math.isnan(now):
+                self._gains.add(now)
+        elif not self._is_explained and not math.isnan(now) and len(self._gains):
+            risen = now - self._gains.median
+            self._from_loss = max(self._course.norm.far_above - risen, 0.0)
+            self._is_explained = True
 
     def _over_depth(self, record: StepRecord) -> Alert | None:
         if not record.activations or not record.activation_grads:
@@ -126,13 +136,15 @@ class ExplodingGradient:
         forward, backward = forward_growth(record), backward_growth(record)
         product = forward.decades + backward.decades
         smaller = min(forward.decades, backward.decades)
-        if self._is_early(record):
+        certain = False
+        if self._course.is_young:
             deep = product >= self._depth_decades and smaller >= self._depth_decades / 3
+            self._began_deep = deep if self._began_deep is None else self._began_deep
+            deep &= self._began_deep
             certain = deep and product >= self._depth_decades + _CERTAIN
         else:
             usual = self._depths.median if len(self._depths) else smaller
-            deep = smaller >= usual + 1 and self._loss.is_worse
-            certain = False
+            deep = smaller >= usual + 1 and self._course.loss.is_worse
         self._deep_looks = self._deep_looks + 1 if deep else 0
         if not deep:
             self._depths.add(smaller)
@@ -151,7 +163,8 @@ class ExplodingGradient:
 
     def _cut_short(self, record: StepRecord) -> Alert | None:
         """An explosion that was about to be told when the numbers overflowed."""
-        if self._episode.is_on or not (self._deep_looks or self._steps_above):
+        just_jumped = self._course.gradients_led and self._course.norm.since_jump < _LASTING
+        if self._episode.is_on or not (self._deep_looks or just_jumped):
             return None
         return _alert(
             record,
@@ -161,32 +174,29 @@ class ExplodingGradient:
             seen="Gradients grew until the numbers overflowed",
         )
 
-    def _is_early(self, record: StepRecord) -> bool:
-        return self._first_step is not None and record.step < self._first_step + _EARLY
 
-
-_SHORTEST_HISTORY = 10
 _LASTING = 10
-_NEW_NORMAL = 50
-_OLDER = 20
+_WAIT_FOR_RATE = 5
 _CERTAIN = 1.5
-_EARLY = 5
 _CALM_STEPS = 50
 
 
 class _Blame:
-    """Which module is behind a sudden growth of the gradients.
+    """Which module is behind a sudden growth of the gradients; the first evidence stands.
 
-    If its weights grew, its outputs do, which a full measurement shows: of the modules whose
+    If a module's weights grew, its outputs do, which a full measurement shows: of the modules whose
     outputs grew, it runs first. From the norms alone: in a network of ReLUs all gradients grow but
-    its own, which does not contain its weight.
+    its own, which does not contain its weight. After a step or two everything has changed.
+
+    Attributes:
+        module_name: The culprit; None while nothing grows or there is no telling.
     """
 
     def __init__(self) -> None:
+        self.module_name: str | None = None
         self._modules: Modules | None = None
         self._norms = np.zeros(0)
         self._outputs: dict[str, float] = {}
-        self.module_name: str | None = None
 
     def add(self, record: StepRecord) -> None:
         before = self._modules
@@ -194,27 +204,27 @@ class _Blame:
             self._modules = Modules(record.layout)
             names = before.names if before is not None else ()
             self._norms = self._modules.carry(self._norms, names, np.nan)
-        modules = self._modules
-        assert modules is not None
-        grown_output = self._first_grown_output(record)
-        if grown_output is not None:
-            self.module_name = grown_output
-        norms = modules.grad_norms(record)
+        assert self._modules is not None
+        by_output = self._first_grown_output(record)
+        grown, by_norm = self._all_but_one(self._modules, self._modules.grad_norms(record))
+        if by_output is not None or grown:
+            self.module_name = self.module_name or by_norm or by_output
+        else:
+            self.module_name = None
+
+    def _all_but_one(self, modules: Modules, norms: NDArray[np.float64]) -> tuple[bool, str | None]:
+        """Whether gradients grew tenfold, and the module whose gradient grew far less than all."""
         with np.errstate(divide="ignore", invalid="ignore"):
             growth = np.log10(norms / self._norms)
-        self._remember(norms, growth, modules)
-
-    def _remember(
-        self, norms: NDArray[np.float64], growth: NDArray[np.float64], modules: Modules
-    ) -> None:
         known = np.isfinite(growth)
-        if known.sum() >= 3 and np.median(growth[known]) > 1:
-            order = np.sort(growth[known])
-            if order[1] - order[0] > 1:
-                self.module_name = modules.names[int(np.where(known, growth, np.inf).argmin())]
-            return
-        usual = np.isnan(self._norms) | (norms > 0)
-        self._norms = np.where(usual, norms, self._norms)
+        if known.sum() < _FEWEST or np.median(growth[known]) <= 1:
+            seen = np.isnan(self._norms) | (norms > 0)
+            self._norms = np.where(seen, norms, self._norms)
+            return False, None
+        least, next_least = np.sort(growth[known])[:2]
+        if next_least - least <= 1:
+            return True, None
+        return True, modules.names[int(np.where(known, growth, np.inf).argmin())]
 
     def _first_grown_output(self, record: StepRecord) -> str | None:
         first = None
@@ -222,12 +232,13 @@ class _Blame:
             rms = output.sketch.rms
             before = self._outputs.get(name)
             if before is not None and rms > _GROWN * before:
-                first = first if first is not None else name.partition("[")[0]
+                first = first if first is not None else module_of(name)
             elif 0 < rms < math.inf:
                 self._outputs[name] = rms
         return first
 
 
+_FEWEST = 3
 _GROWN = 10.0
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from telemetry.alerts.course import Course
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import Forward, module_of
-from telemetry.alerts.history import LossTrend
 from telemetry.alerts.module_types import BOUNDED, NORMALIZATIONS, STANDARD, Flat
 from telemetry.records import Alert, StepRecord
 from telemetry.sketch import Sketch, bucket_indices
@@ -34,19 +34,19 @@ class SaturatedUnits:
     Args:
         fraction: Of the outputs that are flat.
         looks: Full measurements in a row.
-        loss: Where the loss is followed; rules may share it.
+        course: How the run goes; rules may share it.
     """
 
     kind = "saturated_units"
 
     def __init__(
-        self, *, fraction: float = 0.8, looks: int = 2, loss: LossTrend | None = None
+        self, *, fraction: float = 0.8, looks: int = 2, course: Course | None = None
     ) -> None:
         self._fraction = fraction
         self._looks_needed = looks
         self._layers: dict[str, _Layer] = {}
         self._ranges: dict[str, tuple[float, float]] = {}
-        self._loss = loss or LossTrend()
+        self._course = course or Course()
         self._undecided = False
         self._episode = Episode(_CALM_LOOKS)
 
@@ -56,7 +56,7 @@ class SaturatedUnits:
         return self._undecided and not self._episode.is_on
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._loss.see(record)
+        self._course.follow(record)
         if not record.full or not record.grad_finite.all():
             return ()
         self._undecided = False
@@ -74,7 +74,7 @@ class SaturatedUnits:
             return False
         layer.looks += 1
         sudden = layer.fine_at is None or step - layer.fine_at <= _SUDDEN
-        if self._loss.is_worse or (sudden and not self._loss.is_better):
+        if self._course.loss.is_worse or (sudden and not self._course.loss.is_better):
             layer.is_suspect = True
         self._undecided |= layer.looks < self._looks_needed
         return layer.is_suspect and layer.looks >= self._looks_needed

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.alerts.course import Course
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.history import LossTrend
 from telemetry.alerts.modules import Modules
 from telemetry.records import Alert, StepRecord
 
@@ -39,7 +39,7 @@ class VanishingGradient:
         branch_factor: More of both, on a side branch.
         steps: In a row.
         branch_steps: In a row, on a side branch.
-        loss: Where the loss is followed; rules may share it.
+        course: How the run goes; rules may share it.
     """
 
     kind = "vanishing_gradient"
@@ -52,14 +52,14 @@ class VanishingGradient:
         branch_factor: float = 30.0,
         steps: int = 3,
         branch_steps: int = 10,
-        loss: LossTrend | None = None,
+        course: Course | None = None,
     ) -> None:
         self._decades = math.log10(factor)
         self._update_decades = math.log10(update_factor)
         self._branch_decades = math.log10(branch_factor)
         self._steps = steps
         self._branch_steps = branch_steps
-        self._loss = loss or LossTrend()
+        self._course = course or Course()
         self._modules: Modules | None = None
         self._state = _State.of(0)
         self._undecided = False
@@ -71,7 +71,7 @@ class VanishingGradient:
         return self._undecided and not self._episode.is_on
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._loss.see(record)
+        self._course.follow(record)
         modules = self._follow(record)
         state = self._state
         norms = modules.grad_norms(record)
@@ -80,7 +80,7 @@ class VanishingGradient:
             return ()
         with np.errstate(divide="ignore"):
             share = np.log10(norms / largest)
-        state.add(share, -self._decades, self._loss.is_worse)
+        state.add(share, -self._decades, self._course.loss.is_worse)
         if record.update_ratios:
             state.update_share = _update_share(modules, record)
         faint = (state.faint_steps > 0) & (state.since_zero > _SINCE_ZERO)

@@ -10,6 +10,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD, Adam
 
 from telemetry import Alert, HookLogger
 
@@ -41,18 +42,22 @@ def train(
     steps: int = 120,
     lr: float = 0.05,
     loss_unit: float = 1.0,
+    adam: bool = False,
     disturb: Callable[[int, Tensor], Tensor] | None = None,
+    weigh: Callable[[int], float] = lambda step: 1.0,
     alerts: dict[str, dict[str, float] | None] | None = None,
 ) -> list[Alert]:
     """Alerts that began; each step is judged before the next, so that runs repeat."""
     images, labels = digits
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr / loss_unit, momentum=0.9)
+    optimizer = (
+        Adam(model.parameters(), lr) if adam else SGD(model.parameters(), lr / loss_unit, 0.9)
+    )
     torch.manual_seed(1)
     with HookLogger(model, log_dir, every_n_steps=10, images=False, alerts=alerts) as logger:
         for step in range(steps):
             batch = torch.randint(0, len(images), (32,))
             inputs = images[batch] if disturb is None else disturb(step, images[batch])
-            loss = F.cross_entropy(model(inputs), labels[batch]) * loss_unit
+            loss = F.cross_entropy(model(inputs), labels[batch]) * loss_unit * weigh(step)
             logger.log(loss=loss)
             optimizer.zero_grad()
             loss.backward()
@@ -78,6 +83,34 @@ def test_weights_that_are_too_large_explode(digits: tuple[Tensor, Tensor], tmp_p
     assert alert.kind == "exploding_gradient"
     assert alert.module_name is not None
     assert alert.step <= 2
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])
+def test_weights_that_grow_on_the_way_explode(
+    digits: tuple[Tensor, Tensor], tmp_path: Path, activation: type[nn.Module]
+) -> None:
+    model = mlp(activation=activation)
+
+    def grow(step: int, inputs: Tensor) -> Tensor:
+        if step == 60:
+            with torch.no_grad():
+                model[4].weight.mul_(500)
+        return inputs
+
+    first = train(model, digits, tmp_path, steps=75, disturb=grow)[0]
+    assert first.kind == "exploding_gradient"
+    assert first.step <= 63
+    assert first.module_name in {"4", "5"}
+
+
+@pytest.mark.parametrize("weight", [300.0, 3000.0])
+def test_another_weight_of_the_loss_is_no_explosion(
+    digits: tuple[Tensor, Tensor], tmp_path: Path, weight: float
+) -> None:
+    def weigh(step: int) -> float:
+        return weight if step >= 60 else 1.0
+
+    assert train(mlp(), digits, tmp_path, steps=110, adam=True, lr=1e-3, weigh=weigh) == []
 
 
 def test_a_deep_stack_of_sigmoids_vanishes(digits: tuple[Tensor, Tensor], tmp_path: Path) -> None:
@@ -114,10 +147,11 @@ def test_a_layer_on_the_flat_part_is_saturated(
     assert first.kind == "saturated_units"
 
 
+@pytest.mark.parametrize("lr", [3.0, 10.0, 30.0])
 def test_a_learning_rate_that_is_far_too_high_diverges(
-    digits: tuple[Tensor, Tensor], tmp_path: Path
+    digits: tuple[Tensor, Tensor], tmp_path: Path, lr: float
 ) -> None:
-    kinds = [alert.kind for alert in train(mlp(), digits, tmp_path, lr=30.0)]
+    kinds = [alert.kind for alert in train(mlp(), digits, tmp_path, lr=lr, steps=40)]
     assert kinds[0] in {"loss_divergence", "dead_units"}
 
 

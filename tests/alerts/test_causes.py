@@ -1,0 +1,83 @@
+"""Of the faults that follow from each other the first is told, with the others listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from telemetry.alerts.causes import OneCause
+from telemetry.records import Alert, Layout, Severity, Stage, StepRecord
+
+
+def record(step: int) -> StepRecord:
+    nothing = np.zeros(0)
+    return StepRecord(
+        step=step,
+        wall_time=0.0,
+        layout=Layout(modules=(), parameters=()),
+        grad_norms=nothing,
+        grad_present=nothing.astype(bool),
+        grad_finite=nothing.astype(bool),
+    )
+
+
+def alert(kind: str, step: int, stage: Stage = "begin", severity: Severity = "error") -> Alert:
+    return Alert(
+        kind=kind,
+        severity=severity,
+        step=step,
+        module_name=None,
+        value=1.0,
+        threshold=0.0,
+        message="Seen.\nAdvice.",
+        stage=stage,
+    )
+
+
+def told(*found: Alert) -> list[tuple[int, str, str]]:
+    def script(record: StepRecord) -> Iterable[Alert]:
+        return [alert for alert in found if alert.step == record.step]
+
+    one_cause = OneCause([script])
+    alerts = [alert for step in range(100) for alert in one_cause(record(step))]
+    return [(alert.step, alert.stage, alert.kind) for alert in alerts]
+
+
+def test_a_consequence_is_not_told() -> None:
+    assert told(alert("loss_divergence", 5), alert("exploding_gradient", 7)) == [
+        (5, "begin", "loss_divergence")
+    ]
+
+
+@pytest.mark.parametrize("state", ["dead_units", "saturated_units", "nonfinite"])
+def test_a_lasting_state_is_told_when_its_cause_is_over(state: str) -> None:
+    cause, over = alert("loss_divergence", 5), alert("loss_divergence", 30, "end")
+    assert told(cause, alert(state, 7), over) == [
+        (5, "begin", "loss_divergence"),
+        (30, "end", "loss_divergence"),
+        (30, "begin", state),
+    ]
+
+
+def test_an_explosion_passes_with_its_cause() -> None:
+    cause, over = alert("loss_divergence", 5), alert("loss_divergence", 30, "end")
+    later = alert("exploding_gradient", 60, "end")
+    assert told(cause, alert("exploding_gradient", 7), over, later) == [
+        (5, "begin", "loss_divergence"),
+        (30, "end", "loss_divergence"),
+    ]
+
+
+def test_all_consequences_of_one_step_are_listed_when_it_grows_worse() -> None:
+    found = [
+        alert("loss_divergence", 5, severity="warning"),
+        alert("exploding_gradient", 7),
+        alert("nonfinite", 7),
+    ]
+    one_cause = OneCause([lambda record: [a for a in found if a.step == record.step]])
+    [_, worse] = [alert for step in range(10) for alert in one_cause(record(step))]
+    assert worse.stage == "worse"
+    assert worse.consequences == ("exploding_gradient", "nonfinite")
+    assert "exploding gradient, nonfinite" in worse.message
