@@ -188,11 +188,14 @@ class Budget:
         self._entered(step)
 
     def scalars(self) -> Mapping[str, float]:
-        """What was spent so far, relative to bare training, and the interval it led to."""
-        return {
-            "telemetry/overhead": self._own_s / self._bare_s if self._bare_s else 0.0,
-            "telemetry/every_n_steps": float(self._interval),
-        }
+        """What was spent so far, relative to bare training, and the interval it led to.
+
+        Before the second step there is no telling how long training takes by itself.
+        """
+        scalars = {"telemetry/every_n_steps": float(self._interval)}
+        if self._bare_s > 0:
+            scalars["telemetry/overhead"] = self._own_s / self._bare_s
+        return scalars
 
     def news(self) -> str | None:
         """Once, when the budget has changed what is measured: how, in words."""
