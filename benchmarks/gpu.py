@@ -16,7 +16,6 @@ Without a CUDA device it says so and writes no figures.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -26,7 +25,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from machine import describe_machine
+from machine import describe_machine, write_json
 from torch import Tensor, nn
 from workloads import GPT, GPTBlock
 
@@ -154,8 +153,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     args = parser.parse_args()
     found = torch.cuda.is_available()
-    machine = describe_machine(torch.device("cuda" if found else "cpu"))
-    print(machine)
+    ran_on = torch.device("cuda" if found else "cpu")
+    print(describe_machine(ran_on))
     rows: list[Bandwidth] = []
     step: Step | None = None
     if not found:
@@ -181,7 +180,7 @@ def main() -> None:
             "bandwidth": [asdict(row) for row in rows],
             "step": asdict(step) if step is not None else None,
         }
-        args.json.write_text(json.dumps({"machine": machine, "figures": figures}, indent=2))
+        write_json(args.json, ran_on, figures=figures)
 
 
 if __name__ == "__main__":
