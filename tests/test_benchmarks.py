@@ -26,7 +26,7 @@ def run(script: str, json_file: Path, *arguments: str) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     written: dict[str, Any] = json.loads(json_file.read_text(encoding="utf-8"))
     assert written["machine"] in done.stdout
