@@ -11,6 +11,8 @@ import torch
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("steady")
 torch.set_num_threads(1)
+# A warning that PyTorch gives once per process would come in whichever test is first.
+torch.set_warn_always(True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
