@@ -100,9 +100,12 @@ def input_grid(images: Tensor) -> NDArray[np.uint8]:
 
 
 def encode_png(image: NDArray[np.uint8]) -> bytes:
-    """A PNG file of ``[height, width, 3]``."""
+    """A PNG file of ``[height, width, 3]``; one of gray levels if all pixels are gray."""
     from PIL import Image
 
+    gray = image[:, :, 0]
+    if np.array_equal(image[:, :, 1], gray) and np.array_equal(image[:, :, 2], gray):
+        image = gray
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG", compress_level=1)  # higher: slower, hardly smaller
     return file.getvalue()

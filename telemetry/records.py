@@ -246,6 +246,26 @@ class StepRecord:
         """L2 norm of all gradients together: the root of the sum of their squared norms."""
         return float(np.sqrt(np.square(self.grad_norms).sum()))
 
+    @cached_property
+    def all_grads_finite(self) -> bool:
+        """Whether every element of every gradient was finite."""
+        return bool(self.grad_finite.all())
+
+    @cached_property
+    def module_grad_norms(self) -> NDArray[np.float64]:
+        """L2 norm of the gradients of each module's own parameters, shape ``[modules]``.
+
+        0 where a module has none; NaN or infinite if one of them is.
+        """
+        norms, count = self.grad_norms, len(self.layout.modules)
+        largest = float(norms.max(initial=0.0))
+        unit = largest if 0 < largest < math.inf else 1.0  # keeps 1e200 from overflowing
+        with np.errstate(over="ignore"):  # where others are infinite
+            squares = np.square(norms / unit)
+        by_module: NDArray[np.float64]
+        by_module = unit * np.sqrt(np.bincount(self.layout.owners, squares, minlength=count))
+        return by_module
+
     @property
     def loss(self) -> float | None:
         """What the user logged as ``loss``, if anything."""

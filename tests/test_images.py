@@ -268,11 +268,16 @@ def test_a_pixel_with_one_nonfinite_color_is_magenta() -> None:
     assert (input_grid(images) == MAGENTA).all(-1).nonzero() == ([2], [3])
 
 
-def test_a_png_holds_the_pixels() -> None:
-    image = feature_map_grid(torch.randn(5, 9, 11))
+@pytest.mark.parametrize("hole", [False, True])
+def test_a_png_holds_the_pixels(hole: bool) -> None:
+    maps = torch.randn(5, 9, 11)
+    if hole:
+        maps[2, 3, 4] = torch.nan
+    image = feature_map_grid(maps)
     with Image.open(io.BytesIO(encode_png(image))) as png:
         assert png.format == "PNG"
-        assert np.array_equal(np.asarray(png), image)
+        assert png.mode == ("RGB" if hole else "L")
+        assert np.array_equal(np.asarray(png.convert("RGB")), image)
 
 
 @given(

@@ -16,6 +16,7 @@ from telemetry.board import Board
 from telemetry.capture.captured import CapturedStep, RunTotals
 from telemetry.capture.window import Window
 from telemetry.faults import Faults
+from telemetry.measure import Measurer
 from telemetry.pipeline import LoggedScalars, Pipeline
 from telemetry.records import Alert, Layout, Rule, StepRecord
 
@@ -60,8 +61,8 @@ def make(sink: Sink, *rules: Rule, told: list[Alert] | None = None) -> Pipeline:
     )
 
 
-def captured(step: int) -> CapturedStep:
-    window = Window(step=step, measurer=None)
+def captured(step: int, *, full: bool = False) -> CapturedStep:
+    window = Window(step=step, measurer=Measurer() if full else None)
     return CapturedStep.of(
         window, wall_time=0.0, layout=LAYOUT, totals=RunTotals(), faults=Faults()
     )
@@ -176,6 +177,75 @@ def test_a_rule_can_ask_for_a_full_measurement(sink: Sink) -> None:
         wanted.append(pipeline.full_wanted)
     pipeline.close()
     assert wanted == [False, True, False]
+
+
+class Watch:
+    """A rule that tells which steps it has seen."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.wants_full = False
+        self._changed = threading.Condition()
+
+    def __call__(self, record: StepRecord) -> Iterator[Alert]:
+        with self._changed:
+            self.steps.append(record.step)
+            self._changed.notify_all()
+        yield from ()
+
+    def has_seen(self, count: int) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self.steps) >= count, 30)
+
+
+def test_steps_that_are_not_measured_in_full_are_taken_a_few_at_a_time(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_module, "FEW", 4)
+    monkeypatch.setattr(pipeline_module, "FEW_S", 3600.0)
+    watch = Watch()
+    pipeline = make(sink, watch)
+    for step in range(3):
+        pipeline.submit(captured(step))
+    assert watch.steps == []
+    pipeline.submit(captured(3))
+    assert watch.has_seen(4)
+    pipeline.close()
+
+
+def test_nothing_waits_for_long(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_module, "FEW_S", 0.01)
+    watch = Watch()
+    pipeline = make(sink, watch)
+    pipeline.submit(captured(0))
+    assert watch.has_seen(1)
+    pipeline.close()
+
+
+def test_a_step_that_is_measured_in_full_is_taken_at_once(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_module, "FEW_S", 3600.0)
+    watch = Watch()
+    pipeline = make(sink, watch)
+    pipeline.submit(captured(0))
+    pipeline.submit(captured(1, full=True))
+    assert watch.has_seen(2)
+    pipeline.close()
+
+
+def test_every_step_is_taken_at_once_while_a_rule_is_suspicious(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_module, "FEW_S", 3600.0)
+    watch = Watch()
+    pipeline = make(sink, watch)
+    watch.wants_full = True
+    pipeline.submit(captured(0))
+    pipeline.flush()
+    pipeline.submit(captured(1))
+    assert watch.has_seen(2)
+    pipeline.close()
 
 
 def test_a_writer_that_fails_is_told_once_and_the_next_steps_are_taken(

@@ -48,7 +48,7 @@ class Course:
         self._follow_rates(record.learning_rates)
         if record.loss is not None and math.isfinite(record.loss):
             self.loss.add(record.loss)
-        if record.grad_finite.all():
+        if record.all_grads_finite:
             self.norm.add(record.total_grad_norm)
         if record.update_ratios:
             self._follow_ratio(_median_ratio(record))

@@ -49,7 +49,7 @@ class ExplodingActivation:
             return ()
         found = self._grown(record)
         self._looks = self._looks + 1 if found else 0
-        overflown = not record.grad_finite.all()  # there will be no second look
+        overflown = not record.all_grads_finite  # there will be no second look
         certain = self._looks >= 2 or overflown
         return self._episode.update(record, found if certain else None)
 

@@ -85,7 +85,7 @@ class ExplodingGradient:
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._course.follow(record)
-        if not record.grad_finite.all():
+        if not record.all_grads_finite:
             found = self._cut_short(record)
             return self._episode.update(record, found) if found else ()
         self._blame.add(record)
@@ -217,7 +217,10 @@ class _Blame:
         with np.errstate(divide="ignore", invalid="ignore"):
             growth = np.log10(norms / self._norms)
         known = np.isfinite(growth)
-        if known.sum() < _FEWEST or np.median(growth[known]) <= 1:
+        count = np.count_nonzero(known)
+        # The median is not computed where fewer than half have grown so much.
+        have_grown = count >= _FEWEST and 2 * np.count_nonzero(growth > 1) >= count
+        if not have_grown or np.median(growth[known]) <= 1:
             seen = np.isnan(self._norms) | (norms > 0)
             self._norms = np.where(seen, norms, self._norms)
             return False, None

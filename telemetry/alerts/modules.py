@@ -24,19 +24,12 @@ class Modules:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         owners = [layout.position[p.module_name] for p in layout.parameters]
-        positions, self._index = np.unique(np.array(owners, dtype=np.intp), return_inverse=True)
-        self.names = tuple(layout.modules[position].name for position in positions)
+        self._positions, self._index = np.unique(np.array(owners, np.intp), return_inverse=True)
+        self.names = tuple(layout.modules[position].name for position in self._positions)
 
     def grad_norms(self, record: StepRecord) -> NDArray[np.float64]:
         """L2 norm over the parameters of each, float64 ``[len(names)]``; 0 if it has none."""
-        largest = record.grad_norms.max(initial=0.0)
-        if not 0 < largest < np.inf:
-            return np.full(len(self.names), largest)
-        squares = np.square(record.grad_norms / largest)  # keeps 1e200 from overflowing
-        norms: NDArray[np.float64] = largest * np.sqrt(
-            np.bincount(self._index, weights=squares, minlength=len(self.names))
-        )
-        return norms
+        return record.module_grad_norms[self._positions]
 
     def update_ratios(self, record: StepRecord) -> NDArray[np.float64]:
         """How far the step moved each, relative to its size; NaN where that is not known.

@@ -60,7 +60,7 @@ def _origins(record: StepRecord) -> Iterator[Alert]:
     for name in record.nonfinite_parameters:
         yield _alert(record, owner.get(name), f"the parameter {name}")
     lost = (
-        not record.grad_finite.all()
+        not record.all_grads_finite
         or (record.loss is not None and not math.isfinite(record.loss))
         or _reaches_the_end(record)
     )

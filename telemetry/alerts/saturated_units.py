@@ -57,7 +57,7 @@ class SaturatedUnits:
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._course.follow(record)
-        if not record.full or not record.grad_finite.all():
+        if not record.full or not record.all_grads_finite:
             return ()
         self._undecided = False
         found = None

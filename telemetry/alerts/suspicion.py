@@ -34,7 +34,7 @@ class Suspicion:
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._wanted -= record.full and self._wanted > 0
-        if record.grad_finite.all() and self._is_unusual(self._norms(record)):
+        if record.all_grads_finite and self._is_unusual(self._norms(record)):
             self._wanted = _FULL_STEPS
         return ()
 
@@ -50,18 +50,19 @@ class Suspicion:
 
     def _is_unusual(self, norms: NDArray[np.float64]) -> bool:
         self._steps += 1
-        is_zero = norms == 0
+        is_zero, is_new = norms == 0, np.isnan(self._mean)
         level = np.log10(np.where(is_zero, 1.0, norms))
-        off = np.where(is_zero | np.isnan(self._mean), 0.0, level - self._mean)
-        vanished = is_zero & (self._zero_rate < _RARE)
-        strange = np.abs(off) > np.maximum(_DECADES, _DEVIATIONS * self._deviation)
-        unusual = bool((strange | (vanished & ~np.isnan(self._mean))).any())
+        off = np.where(is_zero | is_new, 0.0, level - self._mean)
+        distance = np.abs(off)
+        strange = distance > np.maximum(_DECADES, _DEVIATIONS * self._deviation)
+        strange |= is_zero & ~is_new & (self._zero_rate < _RARE)
+        bounded = np.minimum(distance, _DECADES)
+        self._deviation += np.where(is_zero, 0.0, _WEIGHT * (bounded - self._deviation))
+        self._mean = np.where(
+            is_new & ~is_zero, level, self._mean + _WEIGHT * np.copysign(bounded, off)
+        )
         self._zero_rate += _WEIGHT * (is_zero - self._zero_rate)
-        bounded = np.clip(off, -_DECADES, _DECADES)
-        self._deviation += _WEIGHT * (np.abs(bounded) - self._deviation) * ~is_zero
-        first = np.isnan(self._mean) & ~is_zero
-        self._mean = np.where(first, level, self._mean + _WEIGHT * bounded * ~is_zero)
-        return unusual and self._steps > _SHORTEST_HISTORY
+        return bool(strange.any()) and self._steps > _SHORTEST_HISTORY
 
 
 _DECADES = 1.0

@@ -76,13 +76,16 @@ class VanishingGradient:
         state = self._state
         norms = modules.grad_norms(record)
         largest = float(norms.max(initial=0.0))
-        if not 0 < largest < np.inf or not record.grad_finite.all():
+        if not 0 < largest < np.inf or not record.all_grads_finite:
             return ()
         with np.errstate(divide="ignore"):
             share = np.log10(norms / largest)
         state.add(share, -self._decades, self._course.loss.is_worse)
         if record.update_ratios:
             state.update_share = _update_share(modules, record)
+        if not state.faint_steps.any():
+            self._undecided = False
+            return self._episode.update(record, None)
         faint = (state.faint_steps > 0) & (state.since_zero > _SINCE_ZERO)
         self._undecided = bool((faint & np.isnan(state.update_share)).any())
         fading = self._from_the_first(faint, share, norms > 0) | self._on_branches(faint, share)
@@ -188,12 +191,16 @@ class _State:
 
     def add(self, share: NDArray[np.float64], limit: float, loss_is_worse: bool) -> None:
         """Take the logarithms of one step's shares; ``-inf`` where the norm is zero."""
-        zero = np.isneginf(share)
+        zero = share == -np.inf
         self.since_zero = np.where(zero, 0.0, self.since_zero + 1)
         self.first_share = np.where(zero | ~np.isnan(self.first_share), self.first_share, share)
         self.largest_share = np.fmax(self.largest_share, share)
         faint = ~zero & (share < limit)
         self.update_share = np.where(faint, self.update_share, np.nan)
+        if not (faint.any() or self.faint_steps.any()):
+            # As in most steps of most runs; what follows would come to this.
+            self.mark_before, self.last_mark = self.last_mark, share
+            return
         self.faint_steps = np.where(faint, self.faint_steps + 1, 0.0)
         lost = (self.first_share < limit) | loss_is_worse | (self.was_lost > 0)
         self.was_lost = np.where(faint & lost, 1.0, 0.0)

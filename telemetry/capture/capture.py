@@ -315,7 +315,7 @@ class Capture:
 
     def _hand_over(self, window: Window) -> None:
         layout = self._layout.current(self._model(), window.order)
-        with undisturbed():
+        with undisturbed() if window.full else contextlib.nullcontext():
             captured = CapturedStep.of(
                 window,
                 wall_time=time.time(),

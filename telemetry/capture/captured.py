@@ -175,8 +175,8 @@ class CapturedStep:
         for optimizer in self.window.optimizers.values():
             for reading in optimizer.norms:
                 at = np.array(reading.indices, dtype=np.intp)
-                norms[at], finite[at] = reading.read()
-                norms[at] /= self._factor if optimizer.scaled else 1.0
+                values, finite[at] = reading.read()
+                norms[at] = values / self._factor if optimizer.scaled else values
                 present[at] = True
         return norms, present, finite
 
@@ -242,14 +242,16 @@ class CapturedStep:
 
     def _tensors(self, overflown: int) -> dict[Kind, dict[str, TensorRecord]]:
         """Observations of one name merged, in the order of first calls, but for the first few."""
-        reduced = self.measurements.reduce() if self.measurements is not None else []
+        merged: dict[Kind, dict[str, TensorRecord]]
+        merged = {"activations": {}, "activation_grads": {}, "grads": {}, "weights": {}}
+        if self.measurements is None:
+            return merged
+        reduced = self.measurements.reduce()
         tally = self.window.tally
         calls = tally.calls - Counter((o.kind, o.name) for o in tally.observations[:overflown])
         parts: dict[tuple[Kind, str], list[TensorRecord]] = {}
         for o in tally.observations[overflown:]:
             parts.setdefault((o.kind, o.name), []).append(self._unscaled(o, reduced))
-        merged: dict[Kind, dict[str, TensorRecord]]
-        merged = {"activations": {}, "activation_grads": {}, "grads": {}, "weights": {}}
         for (kind, name), records in parts.items():
             record = TensorRecord.merge_all(records)
             merged[kind][name] = replace(record, calls=calls[kind, name])

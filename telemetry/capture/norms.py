@@ -116,7 +116,7 @@ def _norms_together(pairs: Sequence[tuple[int, Tensor]]) -> Norms:
         # PyTorch widens without the warning that NumPy gives of a signaling NaN.
         values = joined(tensors).to(torch.float64).numpy()
         norms.append(np.sqrt(np.add.reduceat(np.square(values, out=values), starts)))
-    return _on_host([index for index, _ in pairs], np.concatenate(norms))
+    return _on_host([index for index, _ in pairs], torch.from_numpy(np.concatenate(norms)))
 
 
 def _norms_of_group(pairs: Sequence[tuple[int, Tensor]], wide: torch.dtype) -> Norms:
@@ -125,19 +125,17 @@ def _norms_of_group(pairs: Sequence[tuple[int, Tensor]], wide: torch.dtype) -> N
     if norms.device.type != "cpu":
         norms = torch.stack([norms, torch.stack(norms_of(tensors, torch.inf, wide))])
         return Norms(indices=indices, values=norms)
-    on_host = _on_host(indices, norms.numpy())
+    on_host = _on_host(indices, norms)
     if on_host.known_nonfinite and wide is torch.float32:
         # Squares beyond 3e38 overflow float32: an infinite norm does not tell infinite elements.
         return _norms_of_group(pairs, torch.float64)
     return on_host
 
 
-def _on_host(indices: Sequence[int], norms: NDArray[np.floating]) -> Norms:
-    return Norms(
-        indices=tuple(indices),
-        values=torch.from_numpy(norms),
-        known_nonfinite=not math.isfinite(norms.sum()),
-    )
+def _on_host(indices: Sequence[int], norms: Tensor) -> Norms:
+    # Python's sum: between two steps of training any other would not be in the core's cache.
+    nonfinite = not math.isfinite(sum(norms.tolist()))
+    return Norms(indices=tuple(indices), values=norms, known_nonfinite=nonfinite)
 
 
 class UpdateProbe:

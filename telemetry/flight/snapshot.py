@@ -81,9 +81,6 @@ class Snapshot:
 def snapshot(record: StepRecord) -> Snapshot:
     """What is kept of a step's record, but for :attr:`Snapshot.detail`."""
     layout = record.layout
-    count = len(layout.modules)
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = np.bincount(layout.owners, np.square(record.grad_norms), minlength=count)
     return Snapshot(
         step=record.step,
         wall_time=record.wall_time,
@@ -94,8 +91,9 @@ def snapshot(record: StepRecord) -> Snapshot:
         loss_scale=record.loss_scale,
         skipped=record.skipped,
         full=record.full,
-        grad_norms=np.sqrt(squares),
-        grad_present=np.bincount(layout.owners, record.grad_present, minlength=count) > 0,
+        grad_norms=record.module_grad_norms,
+        grad_present=np.bincount(layout.owners, record.grad_present, minlength=len(layout.modules))
+        > 0,
     )
 
 
