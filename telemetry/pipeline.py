@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -29,7 +30,7 @@ CLOSE_TIMEOUT_S = 60.0
 VALUES_AT_ONCE = 500
 
 FEW = 8
-FEW_S = 0.25
+FEW_S = 0.5
 """Steps with nothing but norms are taken so many at a time, or as many as come in so long: between
 two steps of training all code leaves the core's cache, and one alone takes twice as long."""
 
@@ -67,9 +68,10 @@ class Pipeline:
     """Takes steps from the training thread and never makes it wait.
 
     At most 1000 steps wait, and 64 MiB of those measured in full; more are dropped, counted and
-    told. What the user logged is never dropped. In a forked child everything is ignored. Steps that
-    are not measured in full are looked at within a quarter of a second or eight steps, all others,
-    and these while a rule is suspicious, at once.
+    told. What the user logged is never dropped. In a forked child everything is ignored.
+
+    Steps that are not measured in full, and what the user logged, are taken up a few at a time,
+    after half a second or eight steps at most; at once while a rule asks for full measurements.
 
     Args:
         board: Says what to write.
@@ -102,6 +104,8 @@ class Pipeline:
         # Not a Queue: its lock is not reentrant, and close() may run from the garbage collector
         # while the same thread is inside of submit().
         self._queue: SimpleQueue[Item | threading.Event | None] = SimpleQueue()
+        # Holds something when what is in the queue is not to wait for more.
+        self._hurry: SimpleQueue[None] = SimpleQueue()
         # Two counts with one writing thread each, where one count would need a lock.
         self._bytes_taken = 0
         self._bytes_done = 0
@@ -124,6 +128,8 @@ class Pipeline:
             return
         self._bytes_taken += captured.nbytes
         self._queue.put(captured)
+        if captured.window.full or self.full_wanted or self._queue.qsize() >= FEW:
+            self._hurry.put(None)
 
     def submit_logged(self, item: LoggedScalars | ReadyValues) -> None:
         """Take what the user logged."""
@@ -136,6 +142,7 @@ class Pipeline:
             return
         done = threading.Event()
         self._queue.put(done)
+        self._hurry.put(None)
         if not done.wait(CLOSE_TIMEOUT_S):
             log.warning("telemetry: writing takes longer than %.0f s", CLOSE_TIMEOUT_S)
 
@@ -145,6 +152,7 @@ class Pipeline:
             return
         self._closed = True
         self._queue.put(None)
+        self._hurry.put(None)
         if not self.on_own_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
         if self.dropped:
@@ -166,36 +174,23 @@ class Pipeline:
     # --- on the background thread --------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._take_few():
-            pass
-        self._flush()
-
-    def _take_few(self) -> bool:
-        """Take what is next; False at the end."""
-        for item in self._next_few():
-            if item is None:
-                return False
+        while (item := self._next()) is not None:
             try:
                 self._take(item)
             except Exception:
                 self._faults.report("to record a step")
-        return True
+        self._flush()
 
-    def _next_few(self) -> Sequence[Item | threading.Event | None]:
-        few = [self._queue.get()]
-        until = time.monotonic() + FEW_S
-        while len(few) < FEW and self._may_wait(few[-1]):
-            try:
-                few.append(self._queue.get(timeout=max(until - time.monotonic(), 0.0)))
-            except Empty:
-                break
-        return few
-
-    def _may_wait(self, item: Item | threading.Event | None) -> bool:
-        """Whether nobody misses anything if ``item`` is taken a little later."""
-        if isinstance(item, CapturedStep):
-            return not (item.window.full or self.full_wanted)
-        return isinstance(item, LoggedScalars)
+    def _next(self) -> Item | threading.Event | None:
+        """What was taken next; if it is the first for a while, some more may come meanwhile."""
+        was_idle = self._queue.empty()
+        item = self._queue.get()
+        if was_idle:
+            with contextlib.suppress(Empty):
+                self._hurry.get(timeout=FEW_S)
+                while True:
+                    self._hurry.get_nowait()
+        return item
 
     def _take(self, item: Item | threading.Event) -> None:
         if isinstance(item, threading.Event):

@@ -24,7 +24,7 @@ SMALL = 65_536
 _CPU = torch.device("cpu")
 
 _SMALL = 1024
-_MANY = 32
+_MANY = 64
 _JOINED = 64
 """So many tensors in CPU memory, of at most so many elements, are joined to be reduced together; so
 many at a time, to stay in a core's cache."""
