@@ -25,10 +25,12 @@ _DOT_ELEMENTS = 2048
 _ONES = {dtype: np.ones(_DOT_ELEMENTS, dtype) for dtype in _SAFE_MAGNITUDES}
 
 # To begin a row costs NumPy as much as some tens of elements. Many rows that are not long are taken
-# several as one; rows that are short are reduced faster as columns of a transposed copy.
+# several as one; rows that are short are reduced faster as columns of a transposed copy. Only where
+# a unit has this many elements in a row is there nothing to gain.
 _MANY_ROWS = 256
 _LONG_ROW = 2048
 _SHORT_ROW = 64
+_LONG_INNER = 512
 
 
 @dataclass(kw_only=True)
@@ -136,6 +138,9 @@ def unit_extremes(values: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 def _of_units(extreme: np.ufunc, values: FloatArray) -> FloatArray:
     outer, units, inner = values.shape
+    if inner >= _LONG_INNER:
+        of_units: FloatArray = extreme.reduce(values, axis=(0, 2))
+        return of_units
     row = _over_rows(extreme, values.reshape(outer, units * inner))
     return row if inner == 1 else _along_rows(extreme, row.reshape(units, inner))
 
