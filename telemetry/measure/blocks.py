@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.measure.moments import FloatArray, FloatType
 
 BLOCK_BYTES = 1 << 20
+
+Block = NDArray[np.uint8]
 
 
 class BlockPool:
@@ -16,10 +20,10 @@ class BlockPool:
 
     def __init__(self, limit: int) -> None:
         self._unallocated = deque(range(limit))
-        self._free: deque[Tensor] = deque()
+        self._free: deque[Block] = deque()
 
-    def take(self) -> Tensor | None:
-        """A block of 1 MiB, uint8, with anything in it; None if all are lent."""
+    def take(self) -> Block | None:
+        """A block of 1 MiB with anything in it; None if all are lent."""
         try:
             return self._free.pop()
         except IndexError:
@@ -28,9 +32,9 @@ class BlockPool:
             self._unallocated.pop()
         except IndexError:
             return None
-        return torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        return np.empty(BLOCK_BYTES, np.uint8)
 
-    def give_back(self, blocks: Iterable[Tensor]) -> None:
+    def give_back(self, blocks: Iterable[Block]) -> None:
         """Blocks from here that nobody uses any more."""
         self._free.extend(blocks)
 
@@ -40,13 +44,13 @@ class Arena:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._blocks: list[Tensor] = []
-        self._rest: dict[torch.dtype, Tensor] = {}
+        self._blocks: list[Block] = []
+        self._rest: dict[FloatType, FloatArray] = {}
 
-    def take(self, count: int, dtype: torch.dtype) -> Tensor | None:
+    def take(self, count: int, dtype: FloatType) -> FloatArray | None:
         """``count`` elements, at most a block's worth, 1-D; None if there is no memory left."""
         rest = self._rest.get(dtype)
-        if rest is None or rest.numel() < count:
+        if rest is None or rest.size < count:
             block = self._pool.take()
             if block is None:
                 return None

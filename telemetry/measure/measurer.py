@@ -13,6 +13,7 @@ from torch import Tensor
 from telemetry.measure.blocks import BLOCK_BYTES, Arena, BlockPool
 from telemetry.measure.device import DeviceTensors
 from telemetry.measure.large import LargeTensor, Scratch
+from telemetry.measure.moments import FloatType
 from telemetry.measure.sampling import sample_size
 from telemetry.measure.small import BATCH_ELEMENTS, SMALL_ELEMENTS, SmallTensors
 from telemetry.measure.tensors import Values, values_of
@@ -20,6 +21,8 @@ from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch
 
 Pending = Callable[[], TensorRecord]
+
+_NUMBERS: dict[torch.dtype, FloatType] = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 class Measurer:
@@ -51,7 +54,7 @@ class Measurer:
 
     def _begin(self) -> None:
         self._arena = Arena(self._pool)
-        self._small: dict[torch.dtype, SmallTensors] = {}
+        self._small: dict[FloatType, SmallTensors] = {}
         self._devices: dict[torch.device, DeviceTensors] = {}
         self._pending: list[Pending] = []
 
@@ -102,23 +105,22 @@ class Measurer:
         return self._measure_small(values)
 
     def _measure_small(self, values: Values) -> Pending:
-        dtype, count = values.working_dtype, values.tensor.numel()
-        small = self._small.get(dtype)
+        number, count = _NUMBERS[values.working_dtype], values.tensor.numel()
+        small = self._small.get(number)
         if small is None or not small.has_room(count):
-            memory = self._arena.take(BATCH_ELEMENTS, dtype)
+            memory = self._arena.take(BATCH_ELEMENTS, number)
             if memory is None:
-                alone = SmallTensors(torch.empty(count, dtype=dtype))
+                alone = SmallTensors(np.empty(count, number))
                 return _done(alone.record(alone.add(values)))
-            small = self._small[dtype] = SmallTensors(memory)
+            small = self._small[number] = SmallTensors(memory)
         return partial(small.record, small.add(values))
 
     def _measure_large(self, values: Values) -> Pending:
-        size, dtype = sample_size(values.tensor.numel()), values.working_dtype
-        memory = self._arena.take(size, dtype)
+        number, size = _NUMBERS[values.working_dtype], sample_size(values.tensor.numel())
+        memory = self._arena.take(size, number)
         if memory is None:
-            own = torch.empty(size, dtype=dtype)
-            return _done(LargeTensor(values, self._scratch, own.numpy()).record())
-        return LargeTensor(values, self._scratch, memory.numpy()).record
+            return _done(LargeTensor(values, self._scratch, np.empty(size, number)).record())
+        return LargeTensor(values, self._scratch, memory).record
 
 
 class Measurements:

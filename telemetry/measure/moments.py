@@ -15,6 +15,7 @@ from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch
 
 FloatArray = NDArray[np.floating]
+FloatType = type[np.float32] | type[np.float64]
 
 # Between these magnitudes, sums of a piece's squares neither overflow nor lose what matters.
 _SAFE_MAGNITUDES = {np.dtype(np.float32): (1e-15, 1e15), np.dtype(np.float64): (1e-140, 1e140)}

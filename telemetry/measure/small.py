@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from telemetry.measure.moments import FloatArray, tensor_record, unit_extremes
 from telemetry.measure.sampling import CODES, codes_of, histogram_of_codes
@@ -27,8 +27,8 @@ class SmallTensors:
         memory: Where to keep them: 1-D, float32 or float64.
     """
 
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
+    def __init__(self, memory: FloatArray) -> None:
+        self._memory = torch.from_numpy(memory)
         self._starts: list[int] = []
         self._unit_shapes: list[tuple[int, int, int] | None] = []
         self._end = 0

@@ -82,7 +82,8 @@ def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
         or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     ):
         return None
-    tensor = tensor.detach()
+    if tensor.requires_grad or type(tensor) is not Tensor:
+        tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         return _stored_values(tensor)
     if tensor.is_neg() or not tensor.data_ptr():
