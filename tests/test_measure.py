@@ -517,13 +517,13 @@ def test_results_do_not_depend_on_the_memory_there_is(arena_elements: int) -> No
 
 def test_memory_is_bounded_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated = []
-    empty = torch.empty
+    empty = np.empty
 
-    def counted(*size: Any, **options: Any) -> Tensor:
-        allocated.append(options["dtype"] == torch.uint8)
-        return empty(*size, **options)
+    def counted(shape: Any, dtype: Any = float, **options: Any) -> NDArray[Any]:
+        allocated.append(dtype is np.uint8)
+        return empty(shape, dtype, **options)
 
-    monkeypatch.setattr(torch, "empty", counted)
+    monkeypatch.setattr(np, "empty", counted)
     measurer = Measurer(arena_elements=4 << 18)
 
     def step(count: int) -> None:
