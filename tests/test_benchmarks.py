@@ -54,6 +54,13 @@ def test_overhead_compares_every_recording_with_bare_training(json_file: Path) -
     assert costs["every 10 steps"]["wall_ms"] == pytest.approx(mean)
 
 
+def test_norms_tells_what_a_step_costs_that_is_not_measured_in_full(json_file: Path) -> None:
+    (cost,) = run("norms", json_file, "--only", "MNIST")["figures"].values()
+    assert cost["parameters"] == 8
+    assert cost["later_ms"] > 0
+    assert cost["step_ms"] > cost["later_ms"]
+
+
 def test_dashboard_asks_for_all_that_the_page_shows(json_file: Path) -> None:
     (row,) = run("dashboard", json_file, "--sizes", "50x50")["figures"]
     assert (row["layers"], row["steps"]) == (50, 50)

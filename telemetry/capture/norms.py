@@ -23,7 +23,7 @@ SMALL = 65_536
 
 _CPU = torch.device("cpu")
 
-_SMALL = 1024
+_SMALL = 256
 _MANY = 64
 _JOINED = 64
 """So many tensors in CPU memory, of at most so many elements, are joined to be reduced together; so

@@ -117,7 +117,7 @@ class StepReader:
         learning_rates: Sequence[float | HostCopy],
     ) -> None:
         """Norms of all gradients; on full steps the gradients and parameters themselves."""
-        grads = [(i, p.grad) for i, p in parameters if p.grad is not None]
+        grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
         norms = take_norms(grads)
         window.optimizers[optimizer] = OptimizerReading(
             norms=[group.sent() for group in norms], scaled=scaled, learning_rates=learning_rates

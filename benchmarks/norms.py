@@ -1,0 +1,151 @@
+"""What a step costs that is not measured in full: the norm of each gradient, and the alerts.
+
+    python benchmarks/norms.py [--quick] [--only MODEL] [--threads N] [--json FILE]
+
+Blocks of bare steps and of watched ones take turns on one model. This is too little to be seen in
+the time of whole steps, which differ by more from one to the next. It is seen in the CPU time of
+``optimizer.step()``, inside of which all of it happens on the training thread ("added"), and in
+that of the logger's own threads ("later").
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from machine import describe_machine, write_json
+from torch import nn
+from workloads import WORKLOADS, Workload
+
+from telemetry import HookLogger, SummaryWriter
+
+_WARM_UP = 9
+"""Steps until the first one, which is measured in full, is digested."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one step that is not measured in full; medians over the rounds, in milliseconds.
+
+    Attributes:
+        parameters: How many the model has.
+        step_ms: CPU time of the training thread for a bare step.
+        added_ms: What the logger adds to that.
+        later_ms: CPU time of the logger's own threads.
+    """
+
+    parameters: int
+    step_ms: float
+    added_ms: float
+    later_ms: float
+
+    @property
+    def share(self) -> float:
+        """All that the logger takes, relative to the bare step."""
+        return (self.added_ms + self.later_ms) / self.step_ms
+
+
+class Training:
+    """A model in training; tells the CPU time of each optimizer step and of the whole."""
+
+    def __init__(self, workload: Workload) -> None:
+        torch.manual_seed(0)
+        self.model = workload.model()
+        self._inputs = workload.inputs()
+        with torch.no_grad():
+            outputs = self.model(self._inputs)
+        self._labels = torch.randint(workload.classes, outputs.shape[:-1])
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Medians over the steps, in seconds: of ``optimizer.step()``, and of everything."""
+        times = [self._step() for _ in range(steps)]
+        updates, wholes = zip(*times, strict=True)
+        return statistics.median(updates), statistics.median(wholes)
+
+    def _step(self) -> tuple[float, float]:
+        begin = time.thread_time()
+        self._optimizer.zero_grad()
+        logits = self.model(self._inputs).flatten(0, -2)
+        nn.functional.cross_entropy(logits, self._labels.flatten()).backward()
+        before = time.thread_time()
+        self._optimizer.step()
+        end = time.thread_time()
+        return end - before, end - begin
+
+
+def measure(workload: Workload, rounds: int, steps: int) -> Cost:
+    """Cost of the norms in one model's training."""
+    training = Training(workload)
+    training.run(2)
+    results = [_round(training, steps) for _ in range(rounds)]
+    step_s, added_s, later_s = (statistics.median(times) for times in zip(*results, strict=True))
+    return Cost(
+        parameters=sum(1 for _ in training.model.parameters()),
+        step_ms=step_s * 1e3,
+        added_ms=added_s * 1e3,
+        later_ms=later_s * 1e3,
+    )
+
+
+def _round(training: Training, steps: int) -> tuple[float, float, float]:
+    bare_update_s, bare_s = training.run(steps)
+    others = set(threading.enumerate())
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        HookLogger(training.model, SummaryWriter(folder), every_n_steps=10**9) as logger,
+    ):
+        clock = _clock_of(set(threading.enumerate()) - others)
+        training.run(_WARM_UP)
+        logger.flush()
+        before = clock()
+        update_s, _ = training.run(steps)
+        logger.flush()
+        later_s = (clock() - before) / steps
+    return bare_s, update_s - bare_update_s, later_s
+
+
+def _clock_of(threads: set[threading.Thread]) -> Callable[[], float]:
+    """CPU time of some threads together, in seconds."""
+    clocks = [time.pthread_getcpuclockid(thread.ident) for thread in threads if thread.ident]
+    return lambda: sum(map(time.clock_gettime, clocks))
+
+
+TITLES = ("parameters", "bare step", "added", "later", "share")
+
+
+def print_row(name: str, cost: Cost) -> None:
+    times = "".join(f"{t:9.2f} ms" for t in (cost.step_ms, cost.added_ms, cost.later_ms))
+    print(f"  {name:44}{cost.parameters:12}{times}{cost.share:12.1%}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one round: figures are rough")
+    parser.add_argument("--only", help="models whose name contains this")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; default: 1")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device = torch.device("cpu")
+    print(describe_machine(device))
+    rounds, steps = (1, 2) if args.quick else (5, 16)
+    print(f"\n{'':46}" + "".join(f"{title:>12}" for title in TITLES))
+    costs = {}
+    for workload in WORKLOADS:
+        if not args.only or args.only in workload.name:
+            costs[workload.name] = cost = measure(workload, rounds, steps)
+            print_row(workload.name, cost)
+    if args.json:
+        write_json(args.json, device, figures={name: asdict(cost) for name, cost in costs.items()})
+
+
+if __name__ == "__main__":
+    main()
