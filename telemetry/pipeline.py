@@ -106,6 +106,8 @@ class Pipeline:
         self._queue: SimpleQueue[Item | threading.Event | None] = SimpleQueue()
         # Holds something when what is in the queue is not to wait for more.
         self._hurry: SimpleQueue[None] = SimpleQueue()
+        # How many of what is in the queue have waited.
+        self._few = 0
         # Two counts with one writing thread each, where one count would need a lock.
         self._bytes_taken = 0
         self._bytes_done = 0
@@ -128,7 +130,7 @@ class Pipeline:
             return
         self._bytes_taken += captured.nbytes
         self._queue.put(captured)
-        if captured.window.full or self.full_wanted or self._queue.qsize() >= FEW:
+        if captured.window.full or self.full_wanted or (captured.step + 1) % FEW == 0:
             self._hurry.put(None)
 
     def submit_logged(self, item: LoggedScalars | ReadyValues) -> None:
@@ -182,14 +184,15 @@ class Pipeline:
         self._flush()
 
     def _next(self) -> Item | threading.Event | None:
-        """What was taken next; if it is the first for a while, some more may come meanwhile."""
-        was_idle = self._queue.empty()
+        """What has waited longest; what then comes with it is next, without another wait."""
         item = self._queue.get()
-        if was_idle:
+        if self._few == 0:
             with contextlib.suppress(Empty):
                 self._hurry.get(timeout=FEW_S)
                 while True:
                     self._hurry.get_nowait()
+            self._few = 1 + self._queue.qsize()
+        self._few -= 1
         return item
 
     def _take(self, item: Item | threading.Event) -> None:
