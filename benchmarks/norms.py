@@ -21,8 +21,7 @@ from pathlib import Path
 
 import torch
 from machine import describe_machine, write_json
-from torch import nn
-from workloads import WORKLOADS, Workload
+from workloads import WORKLOADS, Loop, Workload
 
 from telemetry import HookLogger, SummaryWriter
 
@@ -52,61 +51,48 @@ class Cost:
         return (self.added_ms + self.later_ms) / self.step_ms
 
 
-class Training:
-    """A model in training; tells the CPU time of each optimizer step and of the whole."""
+def run(loop: Loop, steps: int) -> tuple[float, float]:
+    """Medians of this thread's CPU time, in s: of ``optimizer.step()``, and of a whole step."""
+    times = [_step(loop) for _ in range(steps)]
+    updates, wholes = zip(*times, strict=True)
+    return statistics.median(updates), statistics.median(wholes)
 
-    def __init__(self, workload: Workload) -> None:
-        torch.manual_seed(0)
-        self.model = workload.model()
-        self._inputs = workload.inputs()
-        with torch.no_grad():
-            outputs = self.model(self._inputs)
-        self._labels = torch.randint(workload.classes, outputs.shape[:-1])
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
 
-    def run(self, steps: int) -> tuple[float, float]:
-        """Medians over the steps, in seconds: of ``optimizer.step()``, and of everything."""
-        times = [self._step() for _ in range(steps)]
-        updates, wholes = zip(*times, strict=True)
-        return statistics.median(updates), statistics.median(wholes)
-
-    def _step(self) -> tuple[float, float]:
-        begin = time.thread_time()
-        self._optimizer.zero_grad()
-        logits = self.model(self._inputs).flatten(0, -2)
-        nn.functional.cross_entropy(logits, self._labels.flatten()).backward()
-        before = time.thread_time()
-        self._optimizer.step()
-        end = time.thread_time()
-        return end - before, end - begin
+def _step(loop: Loop) -> tuple[float, float]:
+    begin = time.thread_time()
+    loop.make_gradients()
+    before = time.thread_time()
+    loop.optimizer.step()
+    end = time.thread_time()
+    return end - before, end - begin
 
 
 def measure(workload: Workload, rounds: int, steps: int) -> Cost:
     """Cost of the norms in one model's training."""
-    training = Training(workload)
-    training.run(2)
-    results = [_round(training, steps) for _ in range(rounds)]
+    loop = Loop(workload, torch.device("cpu"))
+    run(loop, 2)
+    results = [_round(loop, steps) for _ in range(rounds)]
     step_s, added_s, later_s = (statistics.median(times) for times in zip(*results, strict=True))
     return Cost(
-        parameters=sum(1 for _ in training.model.parameters()),
+        parameters=sum(1 for _ in loop.model.parameters()),
         step_ms=step_s * 1e3,
         added_ms=added_s * 1e3,
         later_ms=later_s * 1e3,
     )
 
 
-def _round(training: Training, steps: int) -> tuple[float, float, float]:
-    bare_update_s, bare_s = training.run(steps)
+def _round(loop: Loop, steps: int) -> tuple[float, float, float]:
+    bare_update_s, bare_s = run(loop, steps)
     others = set(threading.enumerate())
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        HookLogger(training.model, SummaryWriter(folder), every_n_steps=10**9) as logger,
+        HookLogger(loop.model, SummaryWriter(folder), every_n_steps=10**9) as logger,
     ):
         clock = _clock_of(set(threading.enumerate()) - others)
-        training.run(_WARM_UP)
+        run(loop, _WARM_UP)
         logger.flush()
         before = clock()
-        update_s, _ = training.run(steps)
+        update_s, _ = run(loop, steps)
         logger.flush()
         later_s = (clock() - before) / steps
     return bare_s, update_s - bare_update_s, later_s

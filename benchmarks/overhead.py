@@ -27,8 +27,7 @@ from pathlib import Path
 import torch
 from machine import describe_machine, write_json
 from recordings import Record, installed_recordings
-from torch import nn
-from workloads import WORKLOADS, Workload
+from workloads import WORKLOADS, Loop, Workload
 
 # --- measuring
 
@@ -65,15 +64,9 @@ class Training:
     def __init__(
         self, workload: Workload, record: Record, device: torch.device, folder: Path
     ) -> None:
-        torch.manual_seed(0)
         self._steps = workload.block_steps
-        self._inputs = workload.inputs().to(device)
-        self._model = workload.model().to(device)
-        with torch.no_grad():
-            outputs = self._model(self._inputs)
-        self._labels = torch.randint(workload.classes, outputs.shape[:-1], device=device)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3, momentum=0.9)
-        self._recording = record(self._model, self._optimizer, folder)
+        self._loop = Loop(workload, device)
+        self._recording = record(self._loop.model, self._loop.optimizer, folder)
         self._train(steps=1)  # step 0
 
     def run_block(self) -> Block:
@@ -88,12 +81,10 @@ class Training:
 
     def _train(self, steps: int) -> None:
         for _ in range(steps):
-            self._optimizer.zero_grad()
-            logits = self._model(self._inputs).flatten(0, -2)
-            nn.functional.cross_entropy(logits, self._labels.flatten()).backward()
-            self._optimizer.step()
+            self._loop.make_gradients()
+            self._loop.optimizer.step()
             self._recording.after_step()
-        if self._inputs.is_cuda:
+        if self._loop.inputs.is_cuda:
             torch.cuda.synchronize()
         self._recording.finish()
 
@@ -103,7 +94,7 @@ class Training:
             or module._forward_pre_hooks
             or module._backward_hooks
             or module._backward_pre_hooks
-            for module in self._model.modules()
+            for module in self._loop.model.modules()
         )
 
 

@@ -21,6 +21,25 @@ class Workload:
     block_steps: int
 
 
+class Loop:
+    """The training loop of a workload: one model, one batch again and again."""
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.inputs = workload.inputs().to(device)
+        self.model = workload.model().to(device)
+        with torch.no_grad():
+            outputs = self.model(self.inputs)
+        self._labels = torch.randint(workload.classes, outputs.shape[:-1], device=device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+
+    def make_gradients(self) -> None:
+        """All of a step that comes before ``optimizer.step()``."""
+        self.optimizer.zero_grad()
+        logits = self.model(self.inputs).flatten(0, -2)
+        nn.functional.cross_entropy(logits, self._labels.flatten()).backward()
+
+
 def mnist_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3), nn.ReLU(),
