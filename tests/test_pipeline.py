@@ -198,11 +198,17 @@ class Watch:
             return self._changed.wait_for(lambda: len(self.steps) >= count, 30)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time limit lets the background thread begin."""
+    monkeypatch.setattr(pipeline_module, "FEW_S", 3600.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_steps_that_are_not_measured_in_full_are_taken_a_few_at_a_time(
     sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline_module, "FEW", 4)
-    monkeypatch.setattr(pipeline_module, "FEW_S", 3600.0)
     watch = Watch()
     pipeline = make(sink, watch)
     for step in range(3):
@@ -222,10 +228,8 @@ def test_nothing_waits_for_long(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> 
     pipeline.close()
 
 
-def test_a_step_that_is_measured_in_full_is_taken_at_once(
-    sink: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline_module, "FEW_S", 3600.0)
+@pytest.mark.usefixtures("patient")
+def test_a_step_that_is_measured_in_full_is_taken_at_once(sink: Sink) -> None:
     watch = Watch()
     pipeline = make(sink, watch)
     pipeline.submit(captured(0))
@@ -234,10 +238,8 @@ def test_a_step_that_is_measured_in_full_is_taken_at_once(
     pipeline.close()
 
 
-def test_every_step_is_taken_at_once_while_a_rule_is_suspicious(
-    sink: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline_module, "FEW_S", 3600.0)
+@pytest.mark.usefixtures("patient")
+def test_every_step_is_taken_at_once_while_a_rule_is_suspicious(sink: Sink) -> None:
     watch = Watch()
     pipeline = make(sink, watch)
     watch.wants_full = True

@@ -23,8 +23,7 @@ class Modules:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        owners = [layout.position[p.module_name] for p in layout.parameters]
-        self._positions, self._index = np.unique(np.array(owners, np.intp), return_inverse=True)
+        self._positions, self._index = np.unique(layout.owners, return_inverse=True)
         self.names = tuple(layout.modules[position].name for position in self._positions)
 
     def grad_norms(self, record: StepRecord) -> NDArray[np.float64]:

@@ -81,6 +81,7 @@ class Snapshot:
 def snapshot(record: StepRecord) -> Snapshot:
     """What is kept of a step's record, but for :attr:`Snapshot.detail`."""
     layout = record.layout
+    present = np.bincount(layout.owners, record.grad_present, minlength=len(layout.modules))
     return Snapshot(
         step=record.step,
         wall_time=record.wall_time,
@@ -92,8 +93,7 @@ def snapshot(record: StepRecord) -> Snapshot:
         skipped=record.skipped,
         full=record.full,
         grad_norms=record.module_grad_norms,
-        grad_present=np.bincount(layout.owners, record.grad_present, minlength=len(layout.modules))
-        > 0,
+        grad_present=present > 0,
     )
 
 
