@@ -44,7 +44,7 @@ from machine import describe_machine, write_json
 
 from telemetry.board import Board
 from telemetry.events import FileWriter, summaries
-from telemetry.records import Layout, StepRecord, TensorRecord
+from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 
 # TensorBoard with the plugin, Chromium and the layout of a model: those of the page's tests.
@@ -109,12 +109,12 @@ def records(size: Size) -> Iterator[StepRecord]:
         TensorRecord(sketch=sketch_array(random.normal(size=1000, scale=scale)))
         for scale in random.lognormal(size=16)
     ]
-    modules = {module.name: tensors[i % 16] for i, module in enumerate(layout.modules)}
+    outputs = {Output(m.name): tensors[i % 16] for i, m in enumerate(layout.modules)}
     parameters = {p.name: tensors[i % 16] for i, p in enumerate(layout.parameters)}
     measured: dict[str, Any] = {
         "full": True,
-        "activations": modules,
-        "activation_grads": modules,
+        "outputs": outputs,
+        "output_grads": outputs,
         "grads": parameters,
         "weights": parameters,
         "update_ratios": dict.fromkeys(parameters, 1e-3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,11 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from telemetry.events import summaries
 from telemetry.images import encode_png
 from telemetry.magnitudes import log10_histogram
-from telemetry.records import Alert, Layout, Parameter, StepRecord, TensorRecord
+from telemetry.plain_text import printable
+from telemetry.records import Alert, Layout, Output, Parameter, StepRecord, TensorRecord
 from telemetry.selection import spread
+
+T = TypeVar("T")
 
 MANY_PARAMETERS = 64
 """Above, curves are drawn for some layers only: TensorBoard shows one card for each."""
@@ -58,7 +62,7 @@ def values_of(record: StepRecord) -> Iterator[Summary.Value]:
 
 def alert_value(alert: Alert, number: int) -> Summary.Value:
     """An alert as a text with a tag of its own: of texts that share one, TensorBoard drops some."""
-    where = f".{alert.module_name}" if alert.module_name else ""
+    where = f".{printable(alert.module_name)}" if alert.module_name else ""
     tag = f"alert/{number:04d}.{alert.kind}{where}"
     message = alert.message.replace("\n", "  \n")  # Markdown's line break
     return summaries.text(tag, f"**{alert.severity}** at step {alert.step}\n\n{message}")
@@ -80,18 +84,18 @@ def _parameter_curves(record: StepRecord) -> Iterator[Summary.Value]:
 
 
 def _activation_curves(record: StepRecord) -> Iterator[Summary.Value]:
-    tag_of = {name: _output_tag(record.layout, name) for name in record.activations}
-    names = sorted(tag_of, key=tag_of.__getitem__)
+    tag_of = {output: _output_tag(record.layout, output) for output in record.outputs}
+    outputs = sorted(tag_of, key=tag_of.__getitem__)
     for statistic, value in _ACTIVATION_CURVES.items():
-        values = {name: value(tensor) for name, tensor in record.activations.items()}
-        yield from _curves(statistic, names, tag_of, values)
-    for name, tensor in record.activations.items():
+        values = {output: value(tensor) for output, tensor in record.outputs.items()}
+        yield from _curves(statistic, outputs, tag_of, values)
+    for output, tensor in record.outputs.items():
         if tensor.sketch.nonfinite_count:
-            yield summaries.scalar(f"nonfinite/{tag_of[name]}", tensor.sketch.nonfinite_count)
+            yield summaries.scalar(f"nonfinite/{tag_of[output]}", tensor.sketch.nonfinite_count)
 
 
 def _curves(
-    statistic: str, names: Sequence[str], tag_of: Mapping[str, str], values: Mapping[str, float]
+    statistic: str, names: Sequence[T], tag_of: Mapping[T, str], values: Mapping[T, float]
 ) -> Iterator[Summary.Value]:
     """A point for each name that has a value; of many names some, and the range over all."""
     many = len(names) > MANY_PARAMETERS
@@ -109,11 +113,11 @@ def _curves(
 
 def _histograms(record: StepRecord) -> Iterator[Summary.Value]:
     layout = record.layout
-    for name, tensor in record.activations.items():
-        yield _histogram(f"activation/{_output_tag(layout, name)}", tensor)
-    for name, tensor in record.activation_grads.items():
-        yield _histogram(f"activation_grad/{_output_tag(layout, name)}", tensor)
-        yield from _magnitudes(f"activation_grad_log10/{_output_tag(layout, name)}", tensor)
+    for output, tensor in record.outputs.items():
+        yield _histogram(f"activation/{_output_tag(layout, output)}", tensor)
+    for output, tensor in record.output_grads.items():
+        yield _histogram(f"activation_grad/{_output_tag(layout, output)}", tensor)
+        yield from _magnitudes(f"activation_grad_log10/{_output_tag(layout, output)}", tensor)
     for parameter in layout.parameters:
         tag = _parameter_tag(layout, parameter)
         if parameter.name in record.grads:
@@ -135,9 +139,9 @@ def _magnitudes(tag: str, tensor: TensorRecord) -> Iterator[Summary.Value]:
 
 def _images(record: StepRecord) -> Iterator[Summary.Value]:
     for name, pixels in record.feature_maps.items():
-        yield _image(f"feature_maps/{_output_tag(record.layout, name)}", pixels)
+        yield _image(f"feature_maps/{_output_tag(record.layout, Output(name))}", pixels)
     for name, pixels in record.filters.items():
-        yield _image(f"filters/{_output_tag(record.layout, name)}", pixels)
+        yield _image(f"filters/{_output_tag(record.layout, Output(name))}", pixels)
     if record.input is not None:
         yield _image("input", record.input)
 
@@ -148,11 +152,11 @@ def _image(tag: str, pixels: NDArray[np.uint8]) -> Summary.Value:
 
 
 def _parameter_tag(layout: Layout, parameter: Parameter) -> str:
-    return f"{layout.position[parameter.module_name]:04d}.{parameter.name}"
+    return f"{layout.position[parameter.module_name]:04d}.{printable(parameter.name)}"
 
 
-def _output_tag(layout: Layout, name: str) -> str:
+def _output_tag(layout: Layout, output: Output) -> str:
     """``NNNN.name`` of a module's output; the model itself goes by the name of its class."""
-    module_name = name.partition("[")[0]
-    position = layout.position[module_name]
-    return f"{position:04d}.{name if module_name else layout.modules[position].type_name + name}"
+    position = layout.position[output.module_name]
+    name = output.module_name or layout.modules[position].type_name
+    return f"{position:04d}.{printable(str(Output(name, output.place)))}"

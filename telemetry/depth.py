@@ -40,7 +40,7 @@ def values_of(record: StepRecord) -> Iterator[Summary.Value]:
 
 
 def _by_statistic(record: StepRecord) -> dict[str, Iterable[float]]:
-    outputs = record.activations.values()
+    outputs = record.outputs.values()
     return dict(
         zip(
             STATISTICS,

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from telemetry.plain_text import printable
+
 log = logging.getLogger("telemetry")
 
 
@@ -34,7 +36,7 @@ class Faults:
         """Warn of what cannot be measured; once for each message, or for each ``kind`` of them."""
         if (kind or message) not in self._told:
             self._told.add(kind or message)
-            log.warning("telemetry: %s", message)
+            log.warning("telemetry: %s", printable(message))
 
     def summary(self) -> str:
         """What failed and how often, or an empty string."""

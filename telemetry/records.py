@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.plain_text import called
 from telemetry.sketch import Sketch
 
 Severity = Literal["warning", "error"]
@@ -44,11 +45,15 @@ class Alert:
     stage: Stage = "begin"
 
     @property
+    def where(self) -> str:
+        """How a sentence goes on after the kind: `` in fc1``; empty if no module is named."""
+        return f" in {called(self.module_name)}" if self.module_name else ""
+
+    @property
     def title(self) -> str:
         """Kind, place and time in a few words: ``dead_units in fc1 at step 20``."""
-        where = f" in {self.module_name}" if self.module_name else ""
         what = {"begin": "", "worse": " is worse", "end": " is over"}[self.stage]
-        return f"{self.kind}{where}{what} at step {self.step}"
+        return f"{self.kind}{self.where}{what} at step {self.step}"
 
 
 class TelemetryAlert(RuntimeError):  # noqa: N818 - what is raised is the alert
@@ -113,6 +118,24 @@ class Layout:
     def depth_order(self) -> NDArray[np.intp]:
         """Indices into :attr:`parameters`, sorted by the forward position of their modules."""
         return np.argsort(self.owners, kind="stable")
+
+
+class Output(NamedTuple):
+    """Which of the tensors that a module returned.
+
+    As a string it is ``rnn`` for the first and ``rnn[1]`` for the second: to be read by people, not
+    to be taken apart, for a module may be called ``rnn[1]``, too.
+
+    Attributes:
+        module_name: As in ``named_modules()``.
+        place: Of the tensor among those returned, from 0.
+    """
+
+    module_name: str
+    place: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.module_name}[{self.place}]" if self.place else self.module_name
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,8 +223,8 @@ class StepRecord:
         nan_buffers: Buffers that hold a NaN, by their names in ``named_buffers()``.
         nonfinite_parameters: Parameters that held a NaN or Inf before the step. Also on steps that
             are not full, if a gradient is not finite and on the CPU.
-        activations: Outputs of each watched module that ran, in forward order, by module name.
-        activation_grads: Gradients with respect to those outputs.
+        outputs: Every tensor that each watched module returned, in forward order.
+        output_grads: Gradients with respect to those outputs.
         grads: Gradients by parameter name, accumulated and unscaled.
         weights: Parameters before the step, by parameter name.
         update_ratios: ``||after - before|| / ||before||`` by parameter name.
@@ -231,8 +254,8 @@ class StepRecord:
     clipped_fraction: float | None = None
     nan_buffers: tuple[str, ...] = ()
     nonfinite_parameters: tuple[str, ...] = ()
-    activations: Mapping[str, TensorRecord] = field(default_factory=dict)
-    activation_grads: Mapping[str, TensorRecord] = field(default_factory=dict)
+    outputs: Mapping[Output, TensorRecord] = field(default_factory=dict)
+    output_grads: Mapping[Output, TensorRecord] = field(default_factory=dict)
     grads: Mapping[str, TensorRecord] = field(default_factory=dict)
     weights: Mapping[str, TensorRecord] = field(default_factory=dict)
     update_ratios: Mapping[str, float] = field(default_factory=dict)
@@ -240,6 +263,16 @@ class StepRecord:
     filters: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
     input: NDArray[np.uint8] | None = None
     random_states: Mapping[str, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def activations(self) -> Mapping[str, TensorRecord]:
+        """The first output of each watched module that ran, in forward order, by module name."""
+        return _first_of_each(self.outputs)
+
+    @cached_property
+    def activation_grads(self) -> Mapping[str, TensorRecord]:
+        """Gradients with respect to those first outputs."""
+        return _first_of_each(self.output_grads)
 
     @cached_property
     def total_grad_norm(self) -> float:
@@ -270,6 +303,10 @@ class StepRecord:
     def loss(self) -> float | None:
         """What the user logged as ``loss``, if anything."""
         return self.scalars.get("loss")
+
+
+def _first_of_each(outputs: Mapping[Output, TensorRecord]) -> Mapping[str, TensorRecord]:
+    return {output.module_name: tensor for output, tensor in outputs.items() if not output.place}
 
 
 Rule = Callable[[StepRecord], Iterable[Alert]]

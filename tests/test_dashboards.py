@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from telemetry.dashboards import alert_value, values_of
-from telemetry.records import Alert, Layout, Module, Parameter, StepRecord, TensorRecord
+from telemetry.records import Alert, Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 
 LAYOUT = Layout(
@@ -60,16 +60,16 @@ def test_a_parameter_without_gradient_has_no_point() -> None:
 
 
 def test_further_outputs_and_the_model_itself_have_tags_of_their_own() -> None:
-    outputs = {"": tensor(1.0), "lstm": tensor(2.0), "lstm[1]": tensor(3.0)}
-    curves = scalars(record(full=True, activations=outputs))
+    outputs = {Output(""): tensor(1.0), Output("lstm"): tensor(2.0), Output("lstm", 1): tensor(3.0)}
+    curves = scalars(record(full=True, outputs=outputs))
     assert curves["activation_mean/0000.Net"] == 1.0
     assert curves["activation_mean/0001.lstm"] == 2.0
     assert curves["activation_mean/0001.lstm[1]"] == 3.0
 
 
 def test_nonfinite_values_are_counted_where_there_are_any() -> None:
-    outputs = {"lstm": tensor(1.0, np.nan, np.inf), "out": tensor(1.0)}
-    curves = scalars(record(full=True, activations=outputs))
+    outputs = {Output("lstm"): tensor(1.0, np.nan, np.inf), Output("out"): tensor(1.0)}
+    curves = scalars(record(full=True, outputs=outputs))
     assert curves["nonfinite/0001.lstm"] == 2
     assert "nonfinite/0002.out" not in curves
 
@@ -90,7 +90,7 @@ def test_scaler_and_clipping_have_curves() -> None:
 
 
 def test_a_phase_has_only_activations_under_its_name() -> None:
-    step = record(phase="validation", full=True, activations={"out": tensor(1.0)})
+    step = record(phase="validation", full=True, outputs={Output("out"): tensor(1.0)})
     tags = {value.tag for value in values_of(step)}
     assert "validation/activation/0002.out" in tags
     assert all(tag.startswith("validation/") for tag in tags)

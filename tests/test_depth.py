@@ -7,6 +7,7 @@ import pytest
 from small_records import full_record, tensor
 
 from telemetry import depth
+from telemetry.records import Output
 
 
 def curves(**changes: object) -> dict[str, float]:
@@ -27,7 +28,7 @@ def test_what_is_not_finite_is_left_out() -> None:
     norms = np.array([100.0, np.nan, np.inf, 0.0])
     assert curves(grad_norms=norms)["depth/log10_grad_norm/median"] == 2
     assert "depth/log10_grad_norm/median" not in curves(grad_norms=np.full(4, np.nan))
-    assert "depth/dead_units/p05" not in curves(activations={})
+    assert "depth/dead_units/p05" not in curves(outputs={})
 
 
 @pytest.mark.parametrize("changes", [{"full": False}, {"phase": "validation"}, {"skipped": True}])
@@ -36,6 +37,6 @@ def test_other_steps_have_no_curves(changes: dict[str, object]) -> None:
 
 
 def test_the_record_is_not_needed_in_full() -> None:
-    found = curves(activations={"layer0": tensor(2)}, update_ratios={})
+    found = curves(outputs={Output("layer0"): tensor(2)}, update_ratios={})
     assert "depth/log10_update_ratio/median" not in found
     assert found["depth/log10_activation_rms/median"] > 0

@@ -106,8 +106,7 @@ class OneCause:
 
     def _add_consequence(self, cause: _Told, alert: Alert, told: list[Alert]) -> list[Alert]:
         before = after = cause.alert
-        where = f" in {alert.module_name}" if alert.module_name else ""
-        what = f"{alert.kind}{where}"
+        what = f"{alert.kind}{alert.where}"
         if what not in before.consequences:
             after = replace(before, consequences=(*before.consequences, what))
         worse = (before.severity, alert.severity) == ("warning", "error")
@@ -149,8 +148,13 @@ def _with_consequences(alert: Alert) -> Alert:
     if not alert.consequences:
         return alert
     seen, advice = alert.message.split("\n")
-    listed = ", ".join(what.replace("_", " ") for what in alert.consequences)
+    listed = ", ".join(map(_in_words, alert.consequences))
     return replace(alert, message=f"{seen}\nIt leads to: {listed}.\n{advice}")
+
+
+def _in_words(consequence: str) -> str:
+    kind, space, where = consequence.partition(" ")
+    return f"{kind.replace('_', ' ')}{space}{where}"
 
 
 _STATES = {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.forward import Forward, module_of
+from telemetry.alerts.forward import Forward
 from telemetry.alerts.module_types import BOUNDED
-from telemetry.records import Alert, StepRecord, TensorRecord
+from telemetry.plain_text import called
+from telemetry.records import Alert, Output, StepRecord, TensorRecord
 
 
 class DeadUnits:
@@ -43,7 +44,7 @@ class DeadUnits:
         self._fraction = fraction
         self._batches = batches
         self._samples = samples
-        self._silence: dict[str, _Silence] = {}
+        self._silence: dict[Output, _Silence] = {}
         self._undecided = False
         self._episode = Episode(_CALM_LOOKS)
 
@@ -57,45 +58,46 @@ class DeadUnits:
             return ()
         self._undecided = False
         dead = [
-            name
-            for name, silent in _silent_units(record)
-            if self._is_dead(name, silent, record.activations[name])
+            output
+            for output, silent in _silent_units(record)
+            if self._is_dead(output, silent, record.outputs[output])
         ]
         # Where nothing gets a gradient, the loss does not depend on any of it.
-        gradients = [record.activation_grads[name].sketch.sum_squares for name in dead]
+        gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
         wanted = record.total_grad_norm > 0 or any(gradients)
         # Layers behind a dead one see only constants: the first is the cause.
         found = self._alert(record, dead) if dead and wanted else None
         return self._episode.update(record, found)
 
-    def _is_dead(self, name: str, silent: NDArray[np.bool_], output: TensorRecord) -> bool:
+    def _is_dead(self, output: Output, silent: NDArray[np.bool_], tensor: TensorRecord) -> bool:
         """Join this batch to those before; whether they are enough."""
-        now = _Silence(silent=silent, batches=1, samples=output.sketch.finite_count / silent.size)
-        before = self._silence.pop(name, None)
+        now = _Silence(silent=silent, batches=1, samples=tensor.sketch.finite_count / silent.size)
+        before = self._silence.pop(output, None)
         if before is not None and before.silent.shape == silent.shape:
             both = before.joined(now)
             now = both if both.share >= self._fraction else now
         if now.share < self._fraction:
             return False
-        self._silence[name] = now
+        self._silence[output] = now
         witnessed = now.samples * now.silent.sum() ** 0.5 >= self._samples
         enough = bool(now.batches >= self._batches and witnessed)
         self._undecided |= not enough
         return enough
 
-    def _alert(self, record: StepRecord, dead: list[str]) -> Alert:
+    def _alert(self, record: StepRecord, dead: list[Output]) -> Alert:
         silence = self._silence[dead[0]]
-        others = f" So are units of {', '.join(dead[1:4])}." if len(dead) > 1 else ""
+        first, *others = (called(str(output)) for output in dead[:4])
+        also = f" So are units of {', '.join(others)}." if others else ""
         return Alert(
             kind=self.kind,
             severity="error" if silence.share == 1 else "warning",
             step=record.step,
-            module_name=module_of(dead[0]),
+            module_name=dead[0].module_name,
             value=silence.share,
             threshold=self._fraction,
             message=(
-                f"{int(silence.silent.sum())} of {silence.silent.size} units of {dead[0]} give "
-                f"nothing for any input of {silence.batches} batches and cannot learn.{others}\n"
+                f"{int(silence.silent.sum())} of {silence.silent.size} units of {first} give "
+                f"nothing for any input of {silence.batches} batches and cannot learn.{also}\n"
                 "People usually lower the learning rate, check biases and initialization, and use "
                 "LeakyReLU or GELU."
             ),
@@ -128,26 +130,26 @@ class _Silence:
         )
 
 
-def _silent_units(record: StepRecord) -> Iterable[tuple[str, NDArray[np.bool_]]]:
+def _silent_units(record: StepRecord) -> Iterable[tuple[Output, NDArray[np.bool_]]]:
     """Outputs that get a gradient and which of their units are silent, in forward order."""
     forward, idle = Forward.of(record), _idle_modules(record)
-    for index, name in enumerate(forward.names):
-        output, gradient = record.activations[name], record.activation_grads.get(name)
-        if gradient is None or output.unit_min is None or output.unit_min.size < _FEWEST_UNITS:
+    for index, output in enumerate(forward.outputs):
+        tensor, gradient = record.outputs[output], record.output_grads.get(output)
+        if gradient is None or tensor.unit_min is None or tensor.unit_min.size < _FEWEST_UNITS:
             continue
         if forward.types[index] in BOUNDED:
             continue
         if not forward.owned[index]:
-            before = record.activations[forward.names[index - 1]] if index > 0 else output
-            yield name, _is_nothing(output) | _is_next_to_nothing(output, before)
+            before = record.outputs[forward.outputs[index - 1]] if index > 0 else tensor
+            yield output, _is_nothing(tensor) | _is_next_to_nothing(tensor, before)
             continue
-        silent = np.zeros_like(output.unit_min, dtype=np.bool_)
-        if idle[module_of(name)]:
-            silent |= _is_nothing(output)
-        after = forward.types[index + 1] if index + 1 < len(forward.names) else ""
+        silent = np.zeros_like(tensor.unit_min, dtype=np.bool_)
+        if idle[output.module_name]:
+            silent |= _is_nothing(tensor)
+        after = forward.types[index + 1] if index + 1 < len(forward.outputs) else ""
         if after not in BOUNDED:
-            silent |= _is_cut_off(output, gradient)
-        yield name, silent
+            silent |= _is_cut_off(tensor, gradient)
+        yield output, silent
 
 
 def _is_nothing(output: TensorRecord) -> NDArray[np.bool_]:

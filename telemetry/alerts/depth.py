@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telemetry.alerts.forward import module_of
 from telemetry.alerts.module_types import LOOKUPS
-from telemetry.records import Layout, StepRecord, TensorRecord
+from telemetry.records import Layout, Output, StepRecord, TensorRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +27,12 @@ class Growth:
 
 def forward_growth(record: StepRecord) -> Growth:
     """Of the modules' outputs, beginning at the first module."""
-    return _growth(_profile(record.layout, record.activations))
+    return _growth(_profile(record.layout, record.outputs))
 
 
 def backward_growth(record: StepRecord) -> Growth:
     """Of the gradients with respect to them, beginning at the last module."""
-    return _growth(_profile(record.layout, record.activation_grads)[::-1])
+    return _growth(_profile(record.layout, record.output_grads)[::-1])
 
 
 def gain(record: StepRecord) -> float:
@@ -45,20 +44,19 @@ def gain(record: StepRecord) -> float:
         Decimal logarithm of the norm of all gradients over the RMS of that of the last module's
         output; NaN where it is not measured or zero.
     """
-    total, profile = record.total_grad_norm, _profile(record.layout, record.activation_grads)
+    total, profile = record.total_grad_norm, _profile(record.layout, record.output_grads)
     return math.log10(total) - profile[-1][1] if profile and 0 < total < math.inf else math.nan
 
 
-def _profile(layout: Layout, tensors: Mapping[str, TensorRecord]) -> list[tuple[str, float]]:
+def _profile(layout: Layout, tensors: Mapping[Output, TensorRecord]) -> list[tuple[str, float]]:
     """Module names and decimal logarithms of RMS, in forward order.
 
     Left out are outputs that are all zero, and lookups, whose scale is their own.
     """
     position = layout.position
     profile: list[tuple[int, str, float]] = []
-    for output_name, tensor in tensors.items():
-        name, rms = module_of(output_name), tensor.sketch.rms
-        place = position[name]
+    for (name, _), tensor in tensors.items():
+        place, rms = position[name], tensor.sketch.rms
         if 0 < rms < math.inf and layout.modules[place].type_name not in LOOKUPS:
             profile.append((place, name, math.log10(rms)))
     return [(name, level) for _, name, level in sorted(profile, key=lambda item: item[0])]

@@ -44,12 +44,11 @@ class Episode:
 
 
 def _ended(begun: Alert, record: StepRecord) -> Alert:
-    where = f" in {begun.module_name}" if begun.module_name else ""
     return replace(
         begun,
         severity="warning",
         step=record.step,
         stage="end",
-        message=f"The {begun.kind.replace('_', ' ')}{where} of step {begun.step} is over.",
+        message=f"The {begun.kind.replace('_', ' ')}{begun.where} of step {begun.step} is over.",
         consequences=(),
     )

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from telemetry.alerts.course import Course
 from telemetry.alerts.depth import forward_growth
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.forward import module_of
-from telemetry.records import Alert, StepRecord
+from telemetry.plain_text import called
+from telemetry.records import Alert, Output, StepRecord
 
 
 class ExplodingActivation:
@@ -32,7 +32,7 @@ class ExplodingActivation:
     ) -> None:
         self._factor = factor
         self._depth_decades = math.log10(depth_factor)
-        self._highest: dict[str, float] = {}
+        self._highest: dict[Output, float] = {}
         self._course = course or Course()
         self._looks = 0
         self._began_deep: bool | None = None
@@ -45,7 +45,7 @@ class ExplodingActivation:
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._course.follow(record)
-        if not record.activations:
+        if not record.outputs:
             return ()
         found = self._grown(record)
         self._looks = self._looks + 1 if found else 0
@@ -55,16 +55,16 @@ class ExplodingActivation:
 
     def _grown(self, record: StepRecord) -> Alert | None:
         found = None
-        for name, output in record.activations.items():
-            rms = output.sketch.rms
-            highest = self._highest.get(name, 0.0)
+        for output, tensor in record.outputs.items():
+            name, rms = output.module_name, tensor.sketch.rms
+            highest = self._highest.get(output, 0.0)
             if highest and rms > self._factor * highest and self._course.loss.is_worse:
                 times = rms / highest
                 if found is None:
-                    seen = f"The output of {module_of(name)} is {times:.2g} times its former size"
-                    found = _alert(record, module_of(name), times, self._factor, seen)
+                    seen = f"The output of {called(name)} is {times:.2g} times its former size"
+                    found = _alert(record, name, times, self._factor, seen)
             elif highest < rms < math.inf:
-                self._highest[name] = rms
+                self._highest[output] = rms
         growth = forward_growth(record)
         deep = growth.decades > self._depth_decades
         self._began_deep = deep if self._began_deep is None else self._began_deep

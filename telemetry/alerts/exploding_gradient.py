@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from telemetry.alerts.course import Course
 from telemetry.alerts.depth import backward_growth, forward_growth, gain
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.forward import module_of
 from telemetry.alerts.history import History
 from telemetry.alerts.modules import Modules
-from telemetry.records import Alert, StepRecord
+from telemetry.plain_text import called
+from telemetry.records import Alert, Output, StepRecord
 
 
 class ExplodingGradient:
@@ -131,7 +131,7 @@ class ExplodingGradient:
             self._is_explained = True
 
     def _over_depth(self, record: StepRecord) -> Alert | None:
-        if not record.activations or not record.activation_grads:
+        if not record.outputs or not record.output_grads:
             return None
         forward, backward = forward_growth(record), backward_growth(record)
         product = forward.decades + backward.decades
@@ -196,7 +196,7 @@ class _Blame:
         self.module_name: str | None = None
         self._modules: Modules | None = None
         self._norms = np.zeros(0)
-        self._outputs: dict[str, float] = {}
+        self._outputs: dict[Output, float] = {}
 
     def add(self, record: StepRecord) -> None:
         before = self._modules
@@ -231,13 +231,13 @@ class _Blame:
 
     def _first_grown_output(self, record: StepRecord) -> str | None:
         first = None
-        for name, output in record.activations.items():
-            rms = output.sketch.rms
-            before = self._outputs.get(name)
+        for output, tensor in record.outputs.items():
+            rms = tensor.sketch.rms
+            before = self._outputs.get(output)
             if before is not None and rms > _GROWN * before:
-                first = first if first is not None else module_of(name)
+                first = first if first is not None else output.module_name
             elif 0 < rms < math.inf:
-                self._outputs[name] = rms
+                self._outputs[output] = rms
         return first
 
 
@@ -248,7 +248,7 @@ _GROWN = 10.0
 def _alert(
     record: StepRecord, *, module_name: str | None, value: float, threshold: float, seen: str
 ) -> Alert:
-    where = f", most likely because of {module_name}" if module_name else ""
+    where = f", most likely because of {called(module_name)}" if module_name else ""
     return Alert(
         kind=ExplodingGradient.kind,
         severity="error",

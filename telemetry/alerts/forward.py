@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from telemetry.records import StepRecord
-
-
-def module_of(output_name: str) -> str:
-    """The module that an output belongs to: ``rnn[1]`` is another output of ``rnn``."""
-    return output_name.partition("[")[0]
+from telemetry.records import Output, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """Names of the outputs in forward order, and what kind of module gave each.
+    """The outputs in forward order, and what kind of module gave each.
 
     Attributes:
-        names: Of the outputs.
+        outputs: Which they are.
         types: Names of the classes of their modules, in the same order.
         owned: Whether their modules own parameters, in the same order.
     """
 
-    names: Sequence[str]
+    outputs: Sequence[Output]
     types: Sequence[str]
     owned: Sequence[bool]
 
@@ -31,13 +26,13 @@ class Forward:
     def of(record: StepRecord) -> Forward:
         """The outputs measured at this step."""
         layout = record.layout
-        place = {name: layout.position[module_of(name)] for name in record.activations}
-        names = sorted(place, key=place.__getitem__)
+        place = {output: layout.position[output.module_name] for output in record.outputs}
+        outputs = sorted(place, key=place.__getitem__)
         owners = {parameter.module_name for parameter in layout.parameters}
         return Forward(
-            names=names,
-            types=[layout.modules[place[name]].type_name for name in names],
-            owned=[module_of(name) in owners for name in names],
+            outputs=outputs,
+            types=[layout.modules[place[output]].type_name for output in outputs],
+            owned=[output.module_name in owners for output in outputs],
         )
 
     @property

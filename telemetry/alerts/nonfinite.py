@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.forward import module_of
 from telemetry.alerts.module_types import STANDARD
+from telemetry.plain_text import called, printable
 from telemetry.records import Alert, StepRecord, TensorRecord
 
 
@@ -58,7 +58,7 @@ def _origins(record: StepRecord) -> Iterator[Alert]:
     """What is bad for good, the best explanation first."""
     owner = {p.name: p.module_name for p in record.layout.parameters}
     for name in record.nonfinite_parameters:
-        yield _alert(record, owner.get(name), f"the parameter {name}")
+        yield _alert(record, owner.get(name), f"the parameter {printable(name)}")
     lost = (
         not record.all_grads_finite
         or (record.loss is not None and not math.isfinite(record.loss))
@@ -67,25 +67,25 @@ def _origins(record: StepRecord) -> Iterator[Alert]:
     if lost:
         yield from _beginnings(record)
     for name in record.nan_buffers:
-        what = f"the buffer {name}: training hides it, evaluation will not"
+        what = f"the buffer {printable(name)}: training hides it, evaluation will not"
         yield _alert(record, name.rpartition(".")[0], what)
 
 
 def _beginnings(record: StepRecord) -> Iterator[Alert]:
-    for name, output in record.activations.items():
-        if _spoilt(output):
-            yield _alert(record, module_of(name), f"the output of {module_of(name) or 'the model'}")
+    for (name, _), tensor in record.outputs.items():
+        if _spoilt(tensor):
+            yield _alert(record, name, f"the output of {called(name)}")
     if record.full and record.loss is not None and not math.isfinite(record.loss):
         yield _alert(record, None, "the loss; all outputs of modules are good")
     order = [i for i in record.layout.depth_order if record.grad_present[i]]
     bad = [i for i in order if not record.grad_finite[i]]
     if bad and (record.full or record.grad_finite[order[-1]]):
         name = record.layout.parameters[bad[-1]].module_name
-        yield _alert(record, name, f"the backward pass, at the gradient of {name}")
+        yield _alert(record, name, f"the backward pass, at the gradient of {called(name)}")
     elif bad:
-        suspect = _suspect(record)
-        what = f"the forward pass of a step not measured in full; look at what comes to {suspect}"
-        yield _alert(record, suspect, what)
+        name = _suspect(record)
+        what = "the forward pass of a step not measured in full; look at what comes to"
+        yield _alert(record, name, f"{what} {called(name)}")
     yield _alert(record, None, "the loss")
 
 
@@ -101,7 +101,7 @@ def _suspect(record: StepRecord) -> str:
 
 def _reaches_the_end(record: StepRecord) -> bool:
     """Whether the last module that ran returned NaN or infinity."""
-    last = next(reversed(record.activations.values()), None)  # type: ignore[call-overload]
+    last = next(reversed(record.outputs.values()), None)  # type: ignore[call-overload]
     return last is not None and _spoilt(last)
 
 

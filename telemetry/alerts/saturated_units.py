@@ -10,9 +10,10 @@ import numpy as np
 
 from telemetry.alerts.course import Course
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.forward import Forward, module_of
+from telemetry.alerts.forward import Forward
 from telemetry.alerts.module_types import BOUNDED, NORMALIZATIONS, STANDARD, Flat
-from telemetry.records import Alert, StepRecord
+from telemetry.plain_text import called
+from telemetry.records import Alert, Output, StepRecord
 from telemetry.sketch import Sketch, bucket_indices
 
 
@@ -44,8 +45,8 @@ class SaturatedUnits:
     ) -> None:
         self._fraction = fraction
         self._looks_needed = looks
-        self._layers: dict[str, _Layer] = {}
-        self._ranges: dict[str, tuple[float, float]] = {}
+        self._layers: dict[Output, _Layer] = {}
+        self._ranges: dict[Output, tuple[float, float]] = {}
         self._course = course or Course()
         self._undecided = False
         self._episode = Episode(_CALM_LOOKS)
@@ -61,13 +62,13 @@ class SaturatedUnits:
             return ()
         self._undecided = False
         found = None
-        for name, share in self._flat_shares(record):
-            if self._is_faulty(name, share, record.step) and found is None:
-                found = _alert(record, name, share, self._fraction)
+        for output, share in self._flat_shares(record):
+            if self._is_faulty(output, share, record.step) and found is None:
+                found = _alert(record, output, share, self._fraction)
         return self._episode.update(record, found)
 
-    def _is_faulty(self, name: str, share: float, step: int) -> bool:
-        layer = self._layers.setdefault(name, _Layer())
+    def _is_faulty(self, output: Output, share: float, step: int) -> bool:
+        layer = self._layers.setdefault(output, _Layer())
         if share < self._fraction:
             layer.looks, layer.is_suspect = 0, False
             layer.fine_at = step if share < _FINE else layer.fine_at
@@ -79,27 +80,27 @@ class SaturatedUnits:
         self._undecided |= layer.looks < self._looks_needed
         return layer.is_suspect and layer.looks >= self._looks_needed
 
-    def _flat_shares(self, record: StepRecord) -> Iterator[tuple[str, float]]:
-        """Hidden layers and which share of their outputs is flat, in forward order."""
+    def _flat_shares(self, record: StepRecord) -> Iterator[tuple[Output, float]]:
+        """Outputs of hidden layers and which share of them is flat, in forward order."""
         forward = Forward.of(record)
         for index in forward.hidden:
-            name, type_name = forward.names[index], forward.types[index]
-            after = forward.names[index + 1]
+            output, type_name = forward.outputs[index], forward.types[index]
+            after = forward.outputs[index + 1]
             if type_name in BOUNDED:
-                yield name, _share_flat(record.activations[name].sketch, BOUNDED[type_name])
+                yield output, _share_flat(record.outputs[output].sketch, BOUNDED[type_name])
             elif forward.owned[index]:
                 if forward.owned[index + 1] and forward.types[index + 1] not in NORMALIZATIONS:
-                    yield name, _share_lost(record, name, after)
+                    yield output, _share_lost(record, output, after)
             elif type_name not in STANDARD and index > 0:
-                yield name, self._share_at_ends(record, name, forward.names[index - 1])
+                yield output, self._share_at_ends(record, output, forward.outputs[index - 1])
 
-    def _share_at_ends(self, record: StepRecord, name: str, before: str) -> float:
+    def _share_at_ends(self, record: StepRecord, output: Output, before: Output) -> float:
         """Of a module's outputs at the ends of its range, if gradients do not pass it."""
-        sketch = record.activations[name].sketch
-        low, high = self._ranges.get(name, (math.inf, -math.inf))
+        sketch = record.outputs[output].sketch
+        low, high = self._ranges.get(output, (math.inf, -math.inf))
         low, high = min(low, sketch.min), max(high, sketch.max)
-        self._ranges[name] = low, high
-        gradient = record.activation_grads.get(before)
+        self._ranges[output] = low, high
+        gradient = record.output_grads.get(before)
         if gradient is None or _share_faint(gradient.sketch) < _BLOCKED or low == high:
             return 0.0
         if low == 0:  # a kind of ReLU: zero is its flat part, and not a fault
@@ -157,44 +158,44 @@ def _share_faint(sketch: Sketch) -> float:
     return float(sketch.counts[np.abs(sketch.buckets) < limit].sum() / sketch.finite_count)
 
 
-def _share_lost(record: StepRecord, name: str, after: str) -> float:
+def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
     """Of a layer's positive outputs; lost to the gradient if what follows is bounded.
 
     Negative ones prove nothing, as a ReLU may follow. What the next layer receives is estimated
     from what it returns and the size of its weights.
     """
-    output, gradient = record.activations[name], record.activation_grads.get(name)
+    sketch, gradient = record.outputs[output].sketch, record.output_grads.get(output)
     received = _received(record, after)
-    if gradient is None or received is None or received > _SMALL or output.sketch.rms < _LARGE:
+    if gradient is None or received is None or received > _SMALL or sketch.rms < _LARGE:
         return 0.0
-    negative = _share_beyond(output.sketch, Flat(low=-math.ulp(0.0), high=math.inf))
+    negative = _share_beyond(sketch, Flat(low=-math.ulp(0.0), high=math.inf))
     faint = _share_faint(gradient.sketch)
     return max(faint - negative, 0.0) / (1 - negative) if negative < 1 else 0.0
 
 
-def _received(record: StepRecord, name: str) -> float | None:
+def _received(record: StepRecord, output: Output) -> float | None:
     """RMS of what a linear or convolutional layer was given: ``rms_out * sqrt(out) / ||W||``."""
     for parameter in record.layout.parameters:
-        if parameter.module_name == module_of(name) and len(parameter.shape) > 1:
+        if parameter.module_name == output.module_name and len(parameter.shape) > 1:
             weight = record.weights.get(parameter.name)
             if weight is None or weight.sketch.norm == 0:
                 return None
-            outputs = parameter.shape[0]
-            return float(record.activations[name].sketch.rms * outputs**0.5 / weight.sketch.norm)
+            rms, units = record.outputs[output].sketch.rms, parameter.shape[0]
+            return float(rms * units**0.5 / weight.sketch.norm)
     return None
 
 
-def _alert(record: StepRecord, name: str, share: float, fraction: float) -> Alert:
+def _alert(record: StepRecord, output: Output, share: float, fraction: float) -> Alert:
     return Alert(
         kind=SaturatedUnits.kind,
         severity="warning",
         step=record.step,
-        module_name=module_of(name),
+        module_name=output.module_name,
         value=share,
         threshold=fraction,
         message=(
-            f"{share:.0%} of the outputs of {name} lie on the flat part of their activation; "
-            "hardly any gradient gets through.\n"
+            f"{share:.0%} of the outputs of {called(str(output))} lie on the flat part of their "
+            "activation; hardly any gradient gets through.\n"
             "People usually scale or center the inputs, make the initial weights smaller, and add "
             "normalization before the activation."
         ),

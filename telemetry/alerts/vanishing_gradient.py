@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from telemetry.alerts.course import Course
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.modules import Modules
+from telemetry.plain_text import called
 from telemetry.records import Alert, StepRecord
 
 
@@ -143,8 +144,9 @@ class VanishingGradient:
             value=float(10 ** share[first]),
             threshold=10**-self._decades,
             message=(
-                f"The gradient of {name} is {times:.2g} times smaller than the largest, and the "
-                f"optimizer hardly moves it; so in {int(fading.sum())} of {len(share)} layers.\n"
+                f"The gradient of {called(name)} is {times:.2g} times smaller than the largest, "
+                "and the optimizer hardly moves it; so in "
+                f"{int(fading.sum())} of {len(share)} layers.\n"
                 "People usually replace sigmoid and tanh by ReLU or GELU, add normalization or "
                 "skip connections, and use He or Xavier initialization."
             ),

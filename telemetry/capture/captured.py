@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from telemetry import images
 from telemetry.capture.scaler import SkippedSteps
-from telemetry.capture.tally import Kind, Observation
+from telemetry.capture.tally import Kind, Name, Observation
 from telemetry.capture.window import Window
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
@@ -139,8 +140,8 @@ class CapturedStep:
             ),
             nan_buffers=self._nan_buffers(),
             nonfinite_parameters=self._nonfinite_parameters(tensors["weights"]),
-            activations=tensors["activations"],
-            activation_grads=tensors["activation_grads"],
+            outputs=tensors["outputs"],
+            output_grads=tensors["output_grads"],
             grads=tensors["grads"],
             weights=tensors["weights"],
             update_ratios=self._update_ratios(),
@@ -240,16 +241,16 @@ class CapturedStep:
             return 0
         return max((int(end.wait()) for end in self.overflow_ends), default=0)
 
-    def _tensors(self, overflown: int) -> dict[Kind, dict[str, TensorRecord]]:
+    def _tensors(self, overflown: int) -> dict[Kind, dict[Any, TensorRecord]]:
         """Observations of one name merged, in the order of first calls, but for the first few."""
-        merged: dict[Kind, dict[str, TensorRecord]]
-        merged = {"activations": {}, "activation_grads": {}, "grads": {}, "weights": {}}
+        merged: dict[Kind, dict[Any, TensorRecord]]
+        merged = {"outputs": {}, "output_grads": {}, "grads": {}, "weights": {}}
         if self.measurements is None:
             return merged
         reduced = self.measurements.reduce()
         tally = self.window.tally
         calls = tally.calls - Counter((o.kind, o.name) for o in tally.observations[:overflown])
-        parts: dict[tuple[Kind, str], list[TensorRecord]] = {}
+        parts: dict[tuple[Kind, Name], list[TensorRecord]] = {}
         for o in tally.observations[overflown:]:
             parts.setdefault((o.kind, o.name), []).append(self._unscaled(o, reduced))
         for (kind, name), records in parts.items():

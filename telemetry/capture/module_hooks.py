@@ -27,6 +27,7 @@ from telemetry.capture.tally import Tally
 from telemetry.capture.window import Window
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
+from telemetry.records import Output
 from telemetry.torch_private import (
     NO_TASK,
     backward_is_compiled,
@@ -266,10 +267,10 @@ class ModuleHooks:
             return
         current = self._passes.current() if self._passes is not None else None
         tally = window.tally if current is None else current.tally
-        name = _output_name(hook.name, index)
+        output = Output(hook.name, index)
         with undisturbed() as alone:
             if alone:
-                window.observe(tally, "activation_grads", name, local(grad), scaled=True)
+                window.observe(tally, "output_grads", output, local(grad), scaled=True)
 
     def _window_of_call(self, hook: ForwardHook, *, grad_enabled: bool) -> Window | None:
         """Where a module's call belongs; None if it is neither training nor in a phase."""
@@ -299,10 +300,9 @@ class ModuleHooks:
     ) -> None:
         if not self._activations:
             return
-        name = _output_name(hook.name, index)
-        tensor = local(tensor)
+        output, tensor = Output(hook.name, index), local(tensor)
         axis = self._unit_axis(hook, tensor)
-        if not window.observe(window.tally, "activations", name, tensor, unit_axis=axis):
+        if not window.observe(window.tally, "outputs", output, tensor, unit_axis=axis):
             what = described(tensor)
             self.faults.tell(
                 f"what {hook.called} returned is not measured: {what} cannot be", kind=what
@@ -354,7 +354,3 @@ _WITHOUT_VALUES = (
     "passes in which the model is traced or transformed, or is on the meta device, have no values "
     "to measure"
 )
-
-
-def _output_name(name: str, index: int) -> str:
-    return name if index == 0 else f"{name}[{index}]"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
-Kind = Literal["activations", "activation_grads", "grads", "weights"]
+from telemetry.records import Output
+
+Kind = Literal["outputs", "output_grads", "grads", "weights"]
+Name: TypeAlias = str | Output
+"""A parameter's name, or which output."""
 
 
 class Observation(NamedTuple):
@@ -16,7 +20,7 @@ class Observation(NamedTuple):
     """
 
     kind: Kind
-    name: str
+    name: Name
     measurement: int
     scaled: bool
 
@@ -26,7 +30,7 @@ class Tally:
     """What was observed, and how often each tensor came by, measured or only counted."""
 
     observations: list[Observation] = field(default_factory=list)
-    calls: Counter[tuple[Kind, str]] = field(default_factory=Counter)
+    calls: Counter[tuple[Kind, Name]] = field(default_factory=Counter)
 
     def absorb(self, other: Tally) -> None:
         """Add what ``other`` holds."""

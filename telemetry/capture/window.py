@@ -11,7 +11,7 @@ from torch import Tensor
 
 from telemetry.capture.norms import NormReading, Norms, UpdateReading
 from telemetry.capture.scaler import ScalerReading
-from telemetry.capture.tally import Kind, Observation, Tally
+from telemetry.capture.tally import Kind, Name, Observation, Tally
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
 
@@ -70,7 +70,7 @@ class Window:
     random_states: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._seen: Counter[tuple[Kind, str]] = Counter()
+        self._seen: Counter[tuple[Kind, Name]] = Counter()
         self._measured = 0
         self._before_clipping: dict[int, tuple[NormReading, int]] = {}
         self._overflow_ends: dict[torch.device, Tensor] = {}
@@ -90,7 +90,7 @@ class Window:
         self,
         tally: Tally,
         kind: Kind,
-        name: str,
+        name: Name,
         tensor: Tensor,
         *,
         unit_axis: int | None = None,

@@ -45,6 +45,7 @@ from __future__ import annotations
 import base64
 import math
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -54,7 +55,7 @@ import numpy as np
 from telemetry.flight import sketches
 from telemetry.flight.picture import encode_png, heat_map
 from telemetry.flight.snapshot import Detail, Snapshot, Tensor
-from telemetry.records import Alert, Layout, Module
+from telemetry.records import Alert, Layout, Module, Output
 
 FORMAT = "telemetry-flight-1"
 MAX_MODULES = 256
@@ -179,11 +180,11 @@ def _first_bad_module(flight: Flight) -> str | None:
     if named:
         return named[0]
     detail = flight.at.detail if flight.at is not None else None
-    outputs = detail.tensors["activations"] if detail is not None else {}
-    for name, output in outputs.items():
+    outputs = detail.outputs if detail is not None else {}
+    for output, tensor in outputs.items():
         # A mask holds -inf.
-        if output.sketch.nan_count or output.sketch.positive_inf_count:
-            return _module_of(name)
+        if tensor.sketch.nan_count or tensor.sketch.positive_inf_count:
+            return output.module_name
     return None
 
 
@@ -242,16 +243,19 @@ def _profile(step: Snapshot, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _output_columns(detail: Detail, names: Sequence[str]) -> dict[str, Sequence[float | None]]:
-    outputs, grads = detail.tensors["activations"], detail.tensors["activation_grads"]
-    nonfinite = dict.fromkeys(map(_module_of, outputs), 0)
-    for name, output in outputs.items():
-        nonfinite[_module_of(name)] += output.sketch.nonfinite_count
-    known = {name: t for name, t in outputs.items() if not math.isnan(t.dead_fraction)}
+    nonfinite = Counter[str]()
+    for output, tensor in detail.outputs.items():
+        nonfinite[output.module_name] += tensor.sketch.nonfinite_count
+    firsts = [detail.outputs.get(Output(name)) for name in names]
+    grads = [detail.output_grads.get(Output(name)) for name in names]
     return {
-        "activation_rms": [outputs[n].sketch.rms if n in outputs else None for n in names],
-        "nonfinite_activations": [nonfinite.get(n) for n in names],
-        "dead_fraction": [known[n].dead_fraction if n in known else None for n in names],
-        "activation_grad_rms": [grads[n].sketch.rms if n in grads else None for n in names],
+        "activation_rms": [tensor.sketch.rms if tensor else None for tensor in firsts],
+        "nonfinite_activations": [nonfinite.get(name) for name in names],
+        "dead_fraction": [
+            None if tensor is None or math.isnan(tensor.dead_fraction) else tensor.dead_fraction
+            for tensor in firsts
+        ],
+        "activation_grad_rms": [tensor.sketch.rms if tensor else None for tensor in grads],
     }
 
 
@@ -261,7 +265,7 @@ def _parameter_columns(
     norms: dict[str, float] = {}
     ratios: dict[str, float] = {}
     for p in layout.parameters:
-        weight, ratio = detail.tensors["weights"].get(p.name), detail.update_ratios.get(p.name)
+        weight, ratio = detail.weights.get(p.name), detail.update_ratios.get(p.name)
         if weight is not None:
             norms[p.module_name] = math.hypot(norms.get(p.module_name, 0.0), weight.sketch.norm)
         # NaN is that of a parameter of zeros that stayed; inf that of one that moved.
@@ -274,18 +278,26 @@ def _parameter_columns(
 
 
 def _sketches(step: Snapshot, names: set[str]) -> dict[str, dict[str, Any]]:
-    if step.detail is None:
+    detail = step.detail
+    if detail is None:
         return {}
     owner = {p.name: p.module_name for p in step.layout.parameters}
 
-    def shown(named: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {
-            name: sketches.encode(t.sketch)
-            for name, t in named.items()
-            if owner.get(name, _module_of(name)) in names
-        }
+    def of_outputs(tensors: Mapping[Output, Tensor]) -> dict[str, Any]:
+        # First outputs last: a module that is called rnn[1] keeps that name from rnn's second.
+        ordered = sorted(tensors, key=lambda output: -output.place)
+        shown = [output for output in ordered if output.module_name in names]
+        return {str(output): sketches.encode(tensors[output].sketch) for output in shown}
 
-    return {kind: shown(named) for kind, named in step.detail.tensors.items()}
+    def of_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {n: sketches.encode(t.sketch) for n, t in tensors.items() if owner.get(n) in names}
+
+    return {
+        "activations": of_outputs(detail.outputs),
+        "activation_grads": of_outputs(detail.output_grads),
+        "grads": of_parameters(detail.grads),
+        "weights": of_parameters(detail.weights),
+    }
 
 
 def _picture(grad_norms: Sequence[Sequence[float | None]]) -> str | None:
@@ -297,8 +309,3 @@ def _picture(grad_norms: Sequence[Sequence[float | None]]) -> str | None:
     if not rows.size:
         return None
     return f"data:image/png;base64,{base64.b64encode(encode_png(heat_map(rows))).decode()}"
-
-
-def _module_of(output: str) -> str:
-    """The module of an output; those after the first are ``name[1]``, ``name[2]``..."""
-    return output.partition("[")[0]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.records import Layout, StepRecord, TensorRecord
+from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.sketch import Sketch
 
-TensorKind = Literal["activations", "activation_grads", "grads", "weights"]
-TENSOR_KINDS: tuple[TensorKind, ...] = ("activations", "activation_grads", "grads", "weights")
+Key = TypeVar("Key")
 
 _STEP_BYTES = 500
 _TENSOR_BYTES = 600
@@ -30,16 +30,20 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Detail:
-    """What only a full measurement has: tensors by kind and name, and the random numbers' state."""
+    """What only a full measurement has: as in the record."""
 
-    tensors: Mapping[TensorKind, Mapping[str, Tensor]]
+    outputs: Mapping[Output, Tensor]
+    output_grads: Mapping[Output, Tensor]
+    grads: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
     update_ratios: Mapping[str, float]
     random_states: Mapping[str, bytes]
 
     @property
     def nbytes(self) -> int:
         """Memory taken, about."""
-        sketches = [t.sketch for named in self.tensors.values() for t in named.values()]
+        kinds = (self.outputs, self.output_grads, self.grads, self.weights)
+        sketches = [t.sketch for t in chain.from_iterable(kind.values() for kind in kinds)]
         arrays = sum(s.buckets.nbytes + s.counts.nbytes for s in sketches)
         states = sum(map(len, self.random_states.values()))
         return arrays + states + _TENSOR_BYTES * len(sketches) + 100 * len(self.update_ratios)
@@ -99,20 +103,17 @@ def snapshot(record: StepRecord) -> Snapshot:
 
 def detail(record: StepRecord) -> Detail:
     """What is kept of a full measurement beyond that."""
-    named: dict[TensorKind, Mapping[str, TensorRecord]] = {
-        "activations": record.activations,
-        "activation_grads": record.activation_grads,
-        "grads": record.grads,
-        "weights": record.weights,
-    }
     return Detail(
-        tensors={
-            kind: {
-                name: Tensor(sketch=t.sketch, dead_fraction=t.dead_fraction)
-                for name, t in tensors.items()
-            }
-            for kind, tensors in named.items()
-        },
+        outputs=_kept(record.outputs),
+        output_grads=_kept(record.output_grads),
+        grads=_kept(record.grads),
+        weights=_kept(record.weights),
         update_ratios=record.update_ratios,
         random_states=record.random_states,
     )
+
+
+def _kept(tensors: Mapping[Key, TensorRecord]) -> Mapping[Key, Tensor]:
+    return {
+        key: Tensor(sketch=t.sketch, dead_fraction=t.dead_fraction) for key, t in tensors.items()
+    }

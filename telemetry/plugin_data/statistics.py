@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from telemetry.plugin_data.format import MISSING, Statistic
 from telemetry.plugin_data.saturation import saturation
-from telemetry.records import Layout, StepRecord, TensorRecord
+from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.sketch import Sketch
 
 GRADIENT_STATISTICS = (
@@ -93,8 +93,8 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 def matrix(record: StepRecord) -> NDArray[np.float32]:
     """All of :data:`MATRIX_STATISTICS`, shape ``[modules, statistics]``."""
     layout = record.layout
-    outputs = _by_module(layout, record.activations)
-    gradients = _by_module(layout, record.activation_grads)
+    outputs = _by_module(layout, record.outputs)
+    gradients = _by_module(layout, record.output_grads)
     columns = {
         **_parameter_columns(record),
         "activation_rms": _column(layout, {row: _rms(r.sketch) for row, r in outputs.items()}),
@@ -135,17 +135,11 @@ def as_float32(values: NDArray[np.float64]) -> NDArray[np.float32]:
     return np.where(np.isinf(narrow) & np.isfinite(values), np.float32(_FLOAT32_MAX), narrow)
 
 
-def module_of(layout: Layout, name: str) -> int:
-    """Position of the module that an activation's name stands for: ``name`` or ``name[i]``."""
-    position = layout.position.get(name)
-    return layout.position[name[: name.rindex("[")]] if position is None else position
-
-
-def _by_module(layout: Layout, named: Mapping[str, TensorRecord]) -> dict[int, TensorRecord]:
+def _by_module(layout: Layout, outputs: Mapping[Output, TensorRecord]) -> dict[int, TensorRecord]:
     """The tensors of each module as one, by its position."""
     parts: dict[int, list[TensorRecord]] = {}
-    for name, record in named.items():
-        parts.setdefault(module_of(layout, name), []).append(record)
+    for output, record in outputs.items():
+        parts.setdefault(layout.position[output.module_name], []).append(record)
     return {row: TensorRecord.merge_all(records) for row, records in parts.items()}
 
 

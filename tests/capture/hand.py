@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,9 +108,14 @@ def check(
 
 def assert_logged(record: StepRecord, expected: HandStep) -> None:
     """The record holds the tensors of a step, and no others."""
-    for kind in ("activations", "activation_grads", "grads"):
-        logged: dict[str, TensorRecord] = getattr(record, kind)
-        arrays: Arrays = getattr(expected, kind)
+    outputs = {str(output): tensor for output, tensor in record.outputs.items()}
+    output_grads = {str(output): tensor for output, tensor in record.output_grads.items()}
+    kinds: dict[str, tuple[Mapping[str, TensorRecord], Arrays]] = {
+        "outputs": (outputs, expected.activations),
+        "output_grads": (output_grads, expected.activation_grads),
+        "grads": (record.grads, expected.grads),
+    }
+    for kind, (logged, arrays) in kinds.items():
         assert set(logged) == set(arrays), kind
         for name, values in arrays.items():
             assert_tensor(logged[name], values, f"{kind} {name}")

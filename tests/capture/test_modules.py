@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from twins import assert_left_alone, run
 
 from telemetry import HookLogger
+from telemetry.records import Output
 
 
 def sgd_loop(
@@ -145,15 +146,17 @@ def test_tensors_inside_any_container_are_logged(tmp_path: Path, name: str) -> N
     pack, flatten = PACKS[name]
     loop = sgd_loop(lambda model, x: sum(t.square().mean() for t in flatten(model.inner(x))))
     outcome, _ = check(lambda: Wrapped(pack), loop, tmp_path, flatten=flatten)
-    assert list(outcome.full[0].activations) == ["inner", "inner[1]"]
-    assert list(outcome.full[0].activation_grads) in (["inner", "inner[1]"], ["inner[1]", "inner"])
+    record = outcome.full[0]
+    assert list(record.outputs) == [Output("inner"), Output("inner", 1)]
+    assert set(record.output_grads) == {Output("inner"), Output("inner", 1)}
+    assert record.activations == {"inner": record.outputs[Output("inner")]}
 
 
 def test_an_output_that_gets_no_gradient_has_activations_only(tmp_path: Path) -> None:
     loop = sgd_loop(lambda model, x: model.inner(x)[0].square().mean())
     outcome, _ = check(lambda: Wrapped(lambda a, b: (a, b)), loop, tmp_path, flatten=list)
-    assert set(outcome.full[0].activations) == {"inner", "inner[1]"}
-    assert set(outcome.full[0].activation_grads) == {"inner"}
+    assert set(outcome.full[0].outputs) == {Output("inner"), Output("inner", 1)}
+    assert set(outcome.full[0].output_grads) == {Output("inner")}
 
 
 class ReturnsNothing(nn.Module):
@@ -263,7 +266,7 @@ def test_outputs_of_an_rnn_are_told_apart(tmp_path: Path) -> None:
 
     loop = sgd_loop(lambda model, x: model.rnn(x[..., None])[0].square().mean())
     outcome, _ = check(Net, loop, tmp_path, flatten=lambda out: [out[0], out[1][0], out[1][1]])
-    assert list(outcome.full[0].activations) == ["rnn", "rnn[1]", "rnn[2]"]
+    assert list(outcome.full[0].outputs) == [Output("rnn", place) for place in range(3)]
 
 
 # --- changing models ------------------------------------------------------------------------------
@@ -488,7 +491,7 @@ def test_a_container_that_holds_itself_comes_to_an_end(
 
     loop = sgd_loop(lambda model, x: model.inner(x)["a"].square().mean())
     outcome = assert_left_alone(lambda: Wrapped(pack), loop, tmp_path)
-    assert {"inner", "inner[1]"} < set(outcome.full[0].activations)
+    assert {Output("inner"), Output("inner", 1)} < set(outcome.full[0].outputs)
     assert not caplog.records
 
 

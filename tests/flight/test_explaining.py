@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from telemetry.flight import FlightRecorder, explain
-from telemetry.records import Alert, Layout, Module, Parameter, StepRecord, TensorRecord
+from telemetry.records import Alert, Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 
 
@@ -31,9 +31,10 @@ def fly(log_dir: Path, *, modules: int = 4, culprit: int = 2) -> FlightRecorder:
     for step in range(35):
         late = step >= 30
         norms = np.full(modules, np.nan if late else 2.0**-step)
-        outputs = [
-            bad if late and i >= culprit else dead if i == 0 else good for i in range(modules)
-        ]
+        outputs = {
+            Output(name): bad if late and i >= culprit else dead if i == 0 else good
+            for i, name in enumerate(names)
+        }
         recorder(
             StepRecord(
                 step=step,
@@ -45,7 +46,7 @@ def fly(log_dir: Path, *, modules: int = 4, culprit: int = 2) -> FlightRecorder:
                 learning_rates=(0.1,),
                 scalars={"loss": 1.0 + step},
                 full=step % 10 == 0,
-                activations=dict(zip(names, outputs, strict=True)) if step % 10 == 0 else {},
+                outputs=outputs if step % 10 == 0 else {},
                 random_states={"cpu": b"state"},
             )
         )

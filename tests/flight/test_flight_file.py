@@ -19,7 +19,7 @@ from telemetry.flight import file as file_module
 from telemetry.flight.document import MAX_MODULES, number
 from telemetry.flight.picture import encode_png, heat_map
 from telemetry.flight.sketches import decode, encode
-from telemetry.records import Alert, Layout, Module, Parameter, StepRecord, TensorRecord
+from telemetry.records import Alert, Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 
 ANY_FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -46,7 +46,7 @@ def write(log_dir: Path, *, modules: int, culprit: int = 0, steps: int = 3) -> d
                 grad_present=np.arange(modules) != 3,
                 grad_finite=np.ones(modules, dtype=bool),
                 full=step == steps - 1,
-                activations=dict.fromkeys(names, tensor),
+                outputs=dict.fromkeys(map(Output, names), tensor),
                 weights={f"{name}.weight": tensor for name in names},
             )
         )

@@ -22,7 +22,7 @@ from telemetry import Alert, HookLogger, TelemetryAlert
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.flight import FlightRecorder, flight_files, read_flight
 from telemetry.flight import recorder as recorder_module
-from telemetry.records import Layout, Module, Parameter, StepRecord, TensorRecord
+from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 
 SEED = 7
@@ -82,7 +82,7 @@ def record(step: int, *, full: bool = False, **fields: Any) -> StepRecord:
     tensor = TensorRecord(sketch=sketch_array(np.arange(6.0) + step))
     return replace(
         made,
-        activations=dict.fromkeys(("a", "b", "c"), tensor),
+        outputs=dict.fromkeys(map(Output, "abc"), tensor),
         weights={p.name: tensor for p in LAYOUT.parameters},
         update_ratios={p.name: 0.25 for p in LAYOUT.parameters},
         random_states={"cpu": bytes([step % 256])},
@@ -276,7 +276,12 @@ def test_all_outputs_and_parameters_of_a_module_count(tmp_path: Path) -> None:
     recorder(
         replace(
             record(0, full=True),
-            activations={"a": masked, "b": good, "b[1]": bad, "c": bad},
+            outputs={
+                Output("a"): masked,
+                Output("b"): good,
+                Output("b", 1): bad,
+                Output("c"): bad,
+            },
             update_ratios={"a.weight": np.nan, "b.weight": np.inf, "b.bias": 1.0},
         )
     )
@@ -503,7 +508,7 @@ def test_every_file_is_valid_json(tmp_path: Path) -> None:
                 record(step, full=True, scalars={"loss": value}, loss_scale=value),
                 grad_norms=np.full(4, abs(value)),
                 learning_rates=(value,),
-                activations={"a": bad},
+                outputs={Output("a"): bad},
                 weights={"a.weight": bad},
                 update_ratios={"a.weight": value},
             )

@@ -22,7 +22,7 @@ from telemetry.plugin_data.format import (
 )
 from telemetry.plugin_data.run_data import RunData
 from telemetry.plugin_data.statistics import MATRIX_STATISTICS
-from telemetry.records import Layout, StepRecord, TensorRecord
+from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 
 LAYOUT = layout_of(["a", "b"])
@@ -64,19 +64,19 @@ def test_norms_of_every_step_are_kept(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_stays_as_it_was_until_it_is_measured_again(tmp_path: Path) -> None:
-    def of(**sizes: float) -> dict[str, TensorRecord]:
+    def of(**sizes: float) -> dict[Output, TensorRecord]:
         return {
-            name: TensorRecord(sketch=sketch_array(np.full(4, size)))
+            Output(name): TensorRecord(sketch=sketch_array(np.full(4, size)))
             for name, size in sizes.items()
         }
 
     only_a, only_b = frozenset("b"), frozenset("a")
     records = [
-        record(0, full=True, activations=of(a=1, b=2)),
+        record(0, full=True, outputs=of(a=1, b=2)),
         record(1),
-        record(2, full=True, activations=of(a=3), left_out=only_a),
-        record(3, full=True, activations=of(b=4), left_out=only_b),
-        record(4, full=True, activations=of(), left_out=only_b),  # b did not run
+        record(2, full=True, outputs=of(a=3), left_out=only_a),
+        record(3, full=True, outputs=of(b=4), left_out=only_b),
+        record(4, full=True, outputs=of(), left_out=only_b),  # b did not run
     ]
     found = write(tmp_path, records).matrix("activation_rms")
     assert found.steps.tolist() == [0, 2, 3, 4]

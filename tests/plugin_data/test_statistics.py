@@ -11,7 +11,7 @@ import pytest
 from telemetry.plugin_data import statistics
 from telemetry.plugin_data.format import MISSING
 from telemetry.plugin_data.statistics import MATRIX_STATISTICS
-from telemetry.records import Layout, Module, Parameter, StepRecord, TensorRecord
+from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 
 LAYOUT = Layout(
@@ -75,14 +75,14 @@ def test_a_layer_whose_parameters_were_all_zero_has_no_update_ratio() -> None:
 
 
 def test_activations_of_all_outputs_count_together() -> None:
-    measured = record(activations={"act[0]": tensor(3, 0), "act[1]": tensor(4, 0)})
+    measured = record(outputs={Output("act"): tensor(3, 0), Output("act", 1): tensor(4, 0)})
     assert column(measured, "activation_rms") == [MISSING, pytest.approx(2.5)]
     assert column(measured, "zero_fraction") == [MISSING, 0.5]
 
 
 def test_what_is_not_finite_makes_norms_and_means_not_finite() -> None:
     measured = record(
-        activations={"first": tensor(1, math.nan), "act": tensor(1, -math.inf)},
+        outputs={Output("first"): tensor(1, math.nan), Output("act"): tensor(1, -math.inf)},
         weights={"first.weight": tensor(1, math.inf)},
         update_ratios={"first.weight": math.nan},
     )
@@ -94,8 +94,8 @@ def test_what_is_not_finite_makes_norms_and_means_not_finite() -> None:
 
 def test_nonfinite_elements_are_counted_wherever_they_are() -> None:
     measured = record(
-        activations={"first": tensor(1, math.nan)},
-        activation_grads={"first": tensor(math.inf, math.nan)},
+        outputs={Output("first"): tensor(1, math.nan)},
+        output_grads={Output("first"): tensor(math.inf, math.nan)},
         weights={"first.weight": tensor(math.nan), "first.bias": tensor(1)},
         grads={"first.bias": tensor(-math.inf)},
     )
@@ -104,9 +104,9 @@ def test_nonfinite_elements_are_counted_wherever_they_are() -> None:
 
 def test_dead_units_and_saturation_are_taken_where_they_mean_something() -> None:
     measured = record(
-        activations={
-            "first": tensor(1, 1, units=[[0, 0, -1], [0, 2, 0]]),
-            "act": tensor(-0.99, 0.9, 0.1, 0.5),
+        outputs={
+            Output("first"): tensor(1, 1, units=[[0, 0, -1], [0, 2, 0]]),
+            Output("act"): tensor(-0.99, 0.9, 0.1, 0.5),
         }
     )
     assert column(measured, "dead_units") == [pytest.approx(1 / 3), MISSING]

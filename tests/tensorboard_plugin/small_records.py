@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from known_runs import layout_of
 
-from telemetry.records import StepRecord, TensorRecord
+from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 
 LAYOUT = layout_of([f"layer{i}" for i in range(4)])
@@ -33,7 +33,7 @@ def full_record(step: int, **changes: Any) -> StepRecord:
         "grad_finite": np.ones(4, dtype=bool),
         "full": True,
         "learning_rates": (0.1,),
-        "activations": {name: tensor(i + 1) for i, name in enumerate(modules)},
+        "outputs": {Output(name): tensor(i + 1) for i, name in enumerate(modules)},
         "grads": {name: tensor(0.1**i) for i, name in enumerate(names)},
         "weights": {name: tensor(1) for name in names},
         "update_ratios": dict.fromkeys(names, 0.001),
