@@ -194,8 +194,9 @@ class _Glob:
         return self.matches(name)
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern fits the name, with or without what wrappers add to it."""
-        return fnmatchcase(name, self.pattern) or fnmatchcase(clean_name(name), self.pattern)
+        """Whether the pattern is or fits the name, with or without what wrappers add to it."""
+        names = name, clean_name(name)
+        return self.pattern in names or any(fnmatchcase(name, self.pattern) for name in names)
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,8 @@ def _explain_no_match(
     if parameters:
         counted = f"{_count(parameters, 'parameter')} and {counted}"
     message = f'{argument}="{pattern}"): matches none of the {counted}'
+    if "[" in pattern:
+        message += "; [ begins a set of characters, [[] is the character itself"
     return f"{message}; the closest names are {', '.join(closest)}" if closest else message
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import sys
 from types import FrameType
 from typing import Any
@@ -44,6 +45,19 @@ def test_every_leaf_is_watched_by_default() -> None:
     selected = Selection.parse().apply(model)
     assert list(selected) == LEAVES
     assert all(model.get_submodule(name) is module for name, module in selected.items())
+
+
+@pytest.mark.parametrize("name", [*string.punctuation.replace(".", ""), "a[0]", "[!a]", "\n", "*"])
+def test_a_name_that_is_given_exactly_selects_its_module(name: str) -> None:
+    model = nn.Sequential(nn.ModuleDict({name: nn.Linear(1, 1)}), nn.ReLU())
+    assert f"0.{name}" in watched(model, f"0.{name}")
+
+
+def test_a_glob_with_a_bracket_that_matches_nothing_says_why() -> None:
+    model = nn.ModuleDict({"a[0]": nn.Linear(1, 1)})
+    assert watched(model, "*a[[]0]*") == ["a[0]"]
+    with pytest.raises(ValueError, match=r"\[ begins a set of characters, \[\[\] is the char"):
+        watched(model, "*a[0]*")
 
 
 def test_a_model_without_parts_is_watched_itself() -> None:

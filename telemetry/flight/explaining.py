@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from telemetry.flight.file import flight_files, read_flight
+from telemetry.plain_text import called, printable
 
 MAX_ROWS = 30
 MAX_POINTS = 60
@@ -49,14 +50,14 @@ def _explain_file(path: Path) -> str:
 
 def _headline(flight: Mapping[str, Any]) -> str:
     module = flight["first_bad_module"]
-    where = "" if module is None else f"; first bad module: {module or 'the model itself'}"
+    where = "" if module is None else f"; first bad module: {called(module)}"
     missing = "" if flight["complete"] else " (not complete: the run was going on or was killed)"
     return f"Something went wrong at step {flight['step']}{where}{missing}"
 
 
 def _alerts(flight: Mapping[str, Any]) -> Iterator[str]:
     for alert in flight["alerts"]:
-        where = f" in {alert['module_name']}" if alert["module_name"] else ""
+        where = f" in {called(alert['module_name'])}" if alert["module_name"] else ""
         stage = "" if alert["stage"] == "begin" else f", {alert['stage']}"
         yield f"\n{alert['severity']}: {alert['kind']}{where} at step {alert['step']}{stage}"
         yield from (f"  {line}" for line in alert["message"].splitlines())
@@ -125,7 +126,7 @@ def _table(flight: Mapping[str, Any]) -> Iterator[str]:
     rows = _around(names.index(culprit) if culprit in names else 0, len(names))
     for row in rows:
         mark = "»" if names[row] == culprit else " "
-        name = (names[row] or modules["type"][row])[-_NAME_WIDTH:]
+        name = printable(names[row] or modules["type"][row])[-_NAME_WIDTH:]
         cells = "".join(f"{_cells(profiles, key, row):{width}}" for key in shown)
         notes = ", ".join(_notes(profiles, row))
         yield f"{mark} {name:{_NAME_WIDTH}} {cells}{notes}".rstrip()

@@ -1,7 +1,8 @@
 """Which tags of TensorBoard's own dashboards belong to a layer.
 
 They read ``kind/NNNN.name``, with the layer's place in the forward order, which may change while a
-run goes on; so it is the name that is compared.
+run goes on, and ``kind/NNNN.name[i]`` for further outputs: another layer may be called that, but it
+has another place.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from telemetry.plain_text import printable
 from telemetry.plugin_data.sessions import Layer
 
 _OUTPUT_KINDS = {"activation": "outputs", "activation_grad": "gradients of outputs"}
 _PARAMETER_KINDS = {"weight": "parameters", "grad": "gradients"}
 _IMAGE_KINDS = {"feature_maps": "feature maps", "filters": "filters"}
+_TAG = re.compile(r"(\w+)/(\d{4,9})\.(.*)", re.DOTALL)
 _LOSS = re.compile(r"(.*[/_.])?loss", re.IGNORECASE)
 _RATE = re.compile(r"learning_rate/\d+|lr", re.IGNORECASE)
 _MAX_RATES = 4
@@ -25,11 +28,12 @@ NamedTag = tuple[str, str, str]
 def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
     """Those of a layer's outputs, parameters and their gradients."""
     outputs, parameters = [], []
+    parameter_names = {printable(parameter.name) for parameter in layer.parameters}
     for tag in tags:
-        kind, name = _split(tag)
-        if kind in _OUTPUT_KINDS and _is_output(layer, name):
+        kind, place, name = _split(tag)
+        if kind in _OUTPUT_KINDS and place in layer.places and _is_output(layer, name):
             outputs.append((_OUTPUT_KINDS[kind], name, tag))
-        elif kind in _PARAMETER_KINDS and any(p.name == name for p in layer.parameters):
+        elif kind in _PARAMETER_KINDS and name in parameter_names:
             parameters.append((_PARAMETER_KINDS[kind], name, tag))
     return sorted(outputs, reverse=True) + sorted(parameters, key=lambda item: (item[1], item[0]))
 
@@ -38,8 +42,8 @@ def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
     """Those of a layer's feature maps and filters."""
     found = []
     for tag in tags:
-        kind, name = _split(tag)
-        if kind in _IMAGE_KINDS and _is_output(layer, name):
+        kind, place, name = _split(tag)
+        if kind in _IMAGE_KINDS and place in layer.places and _is_output(layer, name):
             found.append((_IMAGE_KINDS[kind], name, tag))
     return sorted(found)
 
@@ -54,11 +58,12 @@ def scalar_curves(tags: Iterable[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _split(tag: str) -> tuple[str, str]:
-    kind, _, numbered = tag.partition("/")
-    return kind, numbered.partition(".")[2]
+def _split(tag: str) -> tuple[str, int, str]:
+    """Kind, place and name; older versions wrote names as they are."""
+    found = _TAG.fullmatch(tag)
+    return (found[1], int(found[2]), printable(found[3])) if found else ("", -1, "")
 
 
 def _is_output(layer: Layer, name: str) -> bool:
-    shown = layer.name or layer.type_name
-    return name == shown or (name.startswith(f"{shown}[") and name.endswith("]"))
+    shown = printable(layer.name or layer.type_name)
+    return re.fullmatch(rf"{re.escape(shown)}(\[\d+\])?", name) is not None

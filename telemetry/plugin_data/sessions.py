@@ -32,11 +32,15 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One row of the picture: a module with its own parameters."""
+    """One row of the picture: a module with its own parameters.
+
+    ``places``: those that it had in the forward order while the run went on.
+    """
 
     name: str
     type_name: str
     parameters: tuple[Parameter, ...]
+    places: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -199,6 +203,11 @@ def _merge_layers(layouts: Sequence[Layout]) -> tuple[Layer, ...]:
                 name=module.name,
                 type_name=module.type_name,
                 parameters=tuple(p for p in layout.parameters if p.module_name == module.name),
+                places=frozenset(
+                    known.position[module.name]
+                    for known in layouts
+                    if module.name in known.position
+                ),
             )
     return tuple(layers[name] for name in names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +69,14 @@ def test_an_explosion_passes_with_its_cause() -> None:
         (5, "begin", "loss_divergence"),
         (30, "end", "loss_divergence"),
     ]
+
+
+def test_a_consequence_names_its_module_as_it_is_called() -> None:
+    cause = alert("exploding_gradient", 0)
+    consequence = replace(alert("dead_units", 0), module_name="my_layer", severity="warning")
+    [found] = OneCause([lambda record: [cause, consequence]])(record(0))
+    assert found.consequences == ("dead_units in my_layer",)
+    assert "\nIt leads to: dead units in my_layer.\n" in found.message
 
 
 def test_all_consequences_of_one_step_are_listed_when_it_grows_worse() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from telemetry.plugin_data.builtin_tags import histogram_tags, image_tags, scalar_curves
 from telemetry.plugin_data.sessions import Layer
 from telemetry.records import Parameter
@@ -10,8 +12,9 @@ LAYER = Layer(
     name="encoder.1",
     type_name="LSTM",
     parameters=(Parameter(name="encoder.1.weight", module_name="encoder.1", shape=(2,)),),
+    places=frozenset({3}),
 )
-MODEL = Layer(name="", type_name="Net", parameters=())
+MODEL = Layer(name="", type_name="Net", parameters=(), places=frozenset({0}))
 
 
 def test_histograms_of_outputs_come_before_those_of_parameters() -> None:
@@ -26,6 +29,19 @@ def test_histograms_of_outputs_come_before_those_of_parameters() -> None:
     ]
     found = histogram_tags(LAYER, tags)
     assert [tag for _, _, tag in found] == [tags[2], tags[1], tags[0], tags[3]]
+
+
+def test_a_layer_that_is_called_like_an_output_of_another_is_not_taken_for_it() -> None:
+    first, second = "activation/0003.encoder.1[1]", "activation/0004.encoder.1[1]"
+    other = replace(LAYER, name="encoder.1[1]", parameters=(), places=frozenset({4}))
+    assert [tag for _, _, tag in histogram_tags(LAYER, [first, second])] == [first]
+    assert [tag for _, _, tag in histogram_tags(other, [first, second])] == [second]
+
+
+def test_names_that_do_not_print_are_found_as_this_and_older_versions_wrote_them() -> None:
+    layer = replace(LAYER, name="a\nb")
+    tags = ["activation/0003.a\\nb", "activation/0003.a\nb[1]"]
+    assert len(histogram_tags(layer, tags)) == 2
 
 
 def test_the_model_itself_goes_by_the_name_of_its_class() -> None:

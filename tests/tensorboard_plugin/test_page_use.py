@@ -86,6 +86,22 @@ def test_groups_fold_into_one_row(page: TelemetryPage) -> None:
     assert third == page.pixel(4.5 / 6, 0.5)
 
 
+def test_a_link_keeps_groups_apart_whatever_they_are_called(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    names = ["a,b", "c%2Cd", "50%", "blocks.0"]
+    found = page.page.evaluate(
+        """async (names) => {
+            const { defaultState, fromLink, toLink } = await import(
+                "/data/plugin/telemetry/static/permalink.js"
+            );
+            const link = toLink({ ...defaultState(), folded: new Set(names) });
+            return [...fromLink(link).folded];
+        }""",
+        names,
+    )
+    assert found == names
+
+
 def test_a_search_leaves_the_layers_that_match(page: TelemetryPage) -> None:
     page.open(run="demo")
     page.locator("input[type=search]").fill("act")

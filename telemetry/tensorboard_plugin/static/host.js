@@ -68,7 +68,8 @@ function address() {
   return frame().location;
 }
 
-function decode(text) {
+/** What was percent-encoded; the text itself if it was not. */
+export function decode(text) {
   try {
     return decodeURIComponent(text);
   } catch {

@@ -1,5 +1,7 @@
 // The state of the page as the values of a link, and back.
 
+import { decode } from "./host.js";
+
 /**
  * @typedef {Object} State
  * @property {string} run
@@ -40,7 +42,8 @@ export function toLink(state) {
     mode: state.mode === "value" ? "" : state.mode,
     search: state.search,
     all: state.all ? "1" : "",
-    folded: [...state.folded].join(","),
+    // A name may hold a comma.
+    folded: [...state.folded].map(encodeURIComponent).join(","),
     zoom: zoom ? [zoom.step0, zoom.step1, zoom.row0, zoom.row1].map(round).join(",") : "",
     // The empty name is that of the model itself.
     layer: state.layer === null ? "" : `.${state.layer}`,
@@ -56,7 +59,7 @@ export function fromLink(link) {
   }
   if (["own", "depth"].includes(link.mode)) state.mode = link.mode;
   state.all = link.all === "1";
-  if (link.folded) state.folded = new Set(link.folded.split(","));
+  if (link.folded) state.folded = new Set(link.folded.split(",").map(decode));
   const numbers = (link.zoom ?? "").split(",").map(Number);
   const [step0, step1, row0, row1] = numbers;
   if (numbers.length === 4 && step0 < step1 && row0 < row1) {
