@@ -410,10 +410,19 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+_where_was_said = False
+
+
 def _say_where(log_dir: str) -> None:
-    """Print how to look at the run."""
-    if _is_first_rank():
-        print(links.how_to_look(log_dir), file=sys.stderr)
+    """Say once in this process how to look at its runs: to ``logging``, else to a terminal."""
+    global _where_was_said
+    if _where_was_said or not _is_first_rank():
+        return
+    _where_was_said = True
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", links.command(log_dir))
+    elif sys.stderr is not None and sys.stderr.isatty():
+        print(links.command(log_dir), file=sys.stderr)
 
 
 def _sink_to(writer: tensorboard.SummaryWriter) -> Sink:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
+import pty
 import subprocess
 import sys
 import textwrap
@@ -291,12 +293,45 @@ def test_hyperparameters_are_written_into_the_run(tmp_path: Path) -> None:
     assert "_hparams_/session_start_info" in load(tmp_path).Tags()["tensors"]
 
 
-def test_the_start_of_a_run_says_how_to_look_at_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+MAKES_THREE_LOGGERS = """
+    import logging, sys
+    from torch import nn
+    from telemetry import HookLogger
+    logging.basicConfig(level=sys.argv[2])
+    for number in range(3):
+        HookLogger(nn.Linear(2, 1), f"{sys.argv[1]}/{number}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "level", "said"),
+    [
+        (True, "WARNING", ["tensorboard --logdir {}"]),
+        (True, "INFO", ["INFO:telemetry:tensorboard --logdir {}"]),
+        (False, "WARNING", []),
+    ],
+)
+def test_how_to_look_at_the_runs_is_said_once_in_a_process(
+    tmp_path: Path, terminal: bool, level: str, said: list[str]
 ) -> None:
-    model = mlp()
-    HookLogger(model, tmp_path / "mine").close()
-    assert f"tensorboard --logdir {tmp_path}" in capsys.readouterr().err
+    screen, stderr = pty.openpty() if terminal else os.pipe()
+    script = textwrap.dedent(MAKES_THREE_LOGGERS)
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), level], check=True, stderr=stderr, timeout=120
+    )
+    os.close(stderr)
+    lines = read_all(screen).decode().splitlines()
+    assert [line for line in lines if "tensorboard" in line] == [s.format(tmp_path) for s in said]
+
+
+def read_all(descriptor: int) -> bytes:
+    """What was written to a pipe or terminal whose other end is closed, up to 64 KiB."""
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # how Linux says that a terminal is gone
+        return b""
+    finally:
+        os.close(descriptor)
 
 
 # --- selecting -----------------------------------------------------------------------------------

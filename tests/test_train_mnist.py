@@ -11,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train_mnist
+from telemetry.links import how_to_look
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def test_mnist_is_learned_and_raises_no_alert(
     assert accuracy is not None
     assert float(accuracy[1]) >= 97
     assert re.search(r"alerts +none", printed)
-    assert printed.endswith(f"tensorboard --logdir {tmp_path}\n")
+    assert printed.endswith(f"{how_to_look(str(tmp_path))}\n")
 
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
     events.Reload()
