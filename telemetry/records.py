@@ -59,8 +59,11 @@ class TelemetryAlert(RuntimeError):  # noqa: N818 - what is raised is the alert
     """
 
     def __init__(self, alert: Alert) -> None:
-        super().__init__(alert.message)
+        super().__init__(alert)  # as it is, so that a pickled one can be loaded
         self.alert = alert
+
+    def __str__(self) -> str:
+        return f"{self.alert.title}: {self.alert.message}"
 
 
 @dataclass(frozen=True, kw_only=True)
