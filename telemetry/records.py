@@ -203,6 +203,9 @@ class StepRecord:
         nan_buffers: Buffers that hold a NaN, by their names in ``named_buffers()``.
         nonfinite_parameters: Parameters that held a NaN or Inf before the step. Also on steps that
             are not full, if a gradient is not finite and on the CPU.
+        inputs: What the model was given, all its floating-point tensors together, by an empty name;
+            by the name of the watched module that ran first what that was given, if it was
+            something else, or if the model itself was not called.
         activations: Outputs of each watched module that ran, in forward order, by module name.
         activation_grads: Gradients with respect to those outputs.
         grads: Gradients by parameter name, accumulated and unscaled.
@@ -234,6 +237,7 @@ class StepRecord:
     clipped_fraction: float | None = None
     nan_buffers: tuple[str, ...] = ()
     nonfinite_parameters: tuple[str, ...] = ()
+    inputs: Mapping[str, TensorRecord] = field(default_factory=dict)
     activations: Mapping[str, TensorRecord] = field(default_factory=dict)
     activation_grads: Mapping[str, TensorRecord] = field(default_factory=dict)
     grads: Mapping[str, TensorRecord] = field(default_factory=dict)

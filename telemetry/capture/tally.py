@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Kind = Literal["activations", "activation_grads", "grads", "weights"]
+Kind = Literal["activations", "activation_grads", "grads", "weights", "inputs"]
 
 
 class Observation(NamedTuple):
