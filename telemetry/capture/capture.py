@@ -101,7 +101,7 @@ class Capture:
         self._end_scripting: Callable[[], None] | None = None
         self._thread: int | None = None
         self._by_hand = False
-        self._told_silent = False
+        self._silence_explained = False
         self.step = first_step
 
     # --- attaching ---------------------------------------------------------------------------
@@ -346,12 +346,17 @@ class Capture:
 
     def _tell_silent_modules(self, window: Window) -> None:
         """Name, once, the watched modules that did not run in the first full step."""
-        watched = self._hooks.watched
-        silent = [name for name in watched if name not in window.order]
-        if self._told_silent or not silent:
+        model = self._model()
+        if self._silence_explained or model is None or not self._content.activations:
             return
-        self._told_silent = True
-        trained = {self._table.parameters[i].module_name for i in window.indices()}
-        self._faults.tell(
-            explain_silence(silent=silent, watched=len(watched), trained=trained, step=window.step)
+        self._silence_explained = True
+        explained = explain_silence(
+            model,
+            self._hooks.watched,
+            ran=window.order,
+            trained={self._table.parameters[i].module_name for i in window.indices()},
+            step=window.step,
         )
+        if explained is not None:
+            level, message = explained
+            self._faults.tell(message, level=level)

@@ -96,9 +96,9 @@ class ModuleHooks:
     # --- on and off ----------------------------------------------------------------------------
 
     @property
-    def watched(self) -> Mapping[str, nn.Module | None]:
-        """The modules that have a hook, by name; None for one that is gone."""
-        return {name: hook.module() for name, hook in self._hooks.items() if hook.installed}
+    def watched(self) -> Mapping[str, ForwardHook]:
+        """The hooks that are on a module, by its name."""
+        return {name: hook for name, hook in self._hooks.items() if hook.installed}
 
     def install(
         self, watched: Mapping[str, nn.Module], *, pictured: frozenset[str], input_picture: bool
