@@ -189,6 +189,8 @@ class HookLogger:
         if exception is not None and _is_first_rank():
             self._pipeline.flush()
             self._flight.on_exception(exception, self._capture.step)
+        if exception is not None:
+            self._capture.detach()  # which is reason enough for a run without steps
         self.close()
         if exception is None:
             self._raise_if_asked()
@@ -316,7 +318,7 @@ class HookLogger:
         The writer is flushed; it is closed if this logger opened it.
         """
         self._finalizer.cancel()
-        self._capture.detach()
+        self._capture.end()
         self._pipeline.close()
         self._flight.close()
         if self._owns_writer:
