@@ -22,6 +22,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from telemetry import HookLogger
+from telemetry.links import how_to_look
 
 FAULTS = (
     "none", "exploding", "vanishing", "nonfinite", "dead", "saturated", "lr_too_high", "lr_too_low",
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"alerts            {len(logger.alerts) or 'none'}")
     for alert in logger.alerts:
         print(f"  {alert.title}")
-    print(f"\nLook at it with:\n  tensorboard --logdir {args.log_dir}")
+    print(f"\nLook at it with:\n{how_to_look(args.log_dir)}")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -48,7 +48,11 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(_HOMES[name]), name)
+    try:
+        home = import_module(_HOMES[name])
+    except AttributeError as error:  # Python would take it for "there is no such name"
+        raise ImportError(f"cannot import {_HOMES[name]}: {error}", name=__name__) from error
+    value: object = getattr(home, name)
     globals()[name] = value
     return value
 

@@ -32,11 +32,11 @@ class Faults:
         except Exception:
             self.report(doing)
 
-    def tell(self, message: str, *, kind: str = "") -> None:
-        """Warn of what cannot be measured; once for each message, or for each ``kind`` of them."""
+    def tell(self, message: str, *, kind: str = "", level: int = logging.WARNING) -> None:
+        """Say what cannot be measured; once for each message, or for each ``kind`` of them."""
         if (kind or message) not in self._told:
             self._told.add(kind or message)
-            log.warning("telemetry: %s", printable(message))
+            log.log(level, "telemetry: %s", printable(message))
 
     def summary(self) -> str:
         """What failed and how often, or an empty string."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -188,6 +189,8 @@ class HookLogger:
         if exception is not None and _is_first_rank():
             self._pipeline.flush()
             self._flight.on_exception(exception, self._capture.step)
+        if exception is not None:
+            self._capture.detach()  # which is reason enough for a run without steps
         self.close()
         if exception is None:
             self._raise_if_asked()
@@ -208,21 +211,42 @@ class HookLogger:
         self._pipeline.flush()
         return tuple(self._alerts)
 
-    def log(self, **scalars: float | Tensor) -> None:
+    def log(
+        self, scalars: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor
+    ) -> None:
         """Write scalars at the current step: ``logger.log(loss=loss, accuracy=0.97)``.
 
         Args:
-            scalars: Numbers or tensors with one element, by tag. A tensor on an accelerator is
-                copied without waiting for it. ``loss`` is what the alerts look at.
+            scalars: Numbers or tensors with one element, by tag, for tags that are no Python names:
+                ``logger.log({"loss/train": loss})``. A tensor on an accelerator is copied without
+                waiting for it. ``loss`` is what the alerts look at.
+            named: Likewise.
 
         Raises:
-            TypeError: A value is no number.
-            ValueError: A tensor has more than one element.
+            TypeError: A value is no number, or a tag no string. All others are written.
+            ValueError: A tensor has more than one element, or a tag cannot be encoded in UTF-8. All
+                others are written.
         """
-        values = {name: _scalar(name, value) for name, value in scalars.items()}
+        if not self._finalizer.still_active():
+            self._faults.tell(_LOGGED_TOO_LATE)
+            return
+        if not isinstance(scalars, Mapping | None):
+            raise TypeError(
+                f"HookLogger.log({reprlib.repr(scalars)}): takes numbers by their tags, "
+                "log(loss=0.5) or log({'loss': 0.5})"
+            )
+        values: dict[str, float | HostCopy] = {}
+        refused: list[TypeError | ValueError] = []
+        for tag, value in {**(scalars or {}), **named}.items():
+            try:
+                values[_checked_tag(tag)] = _scalar(tag, value)
+            except (TypeError, ValueError) as error:
+                refused.append(error)
         self._pipeline.submit_logged(
             LoggedScalars(step=self._capture.step, wall_time=time.time(), values=values)
         )
+        if refused:
+            raise refused[0]
         self._raise_if_asked()
 
     def hparams(
@@ -294,7 +318,7 @@ class HookLogger:
         The writer is flushed; it is closed if this logger opened it.
         """
         self._finalizer.cancel()
-        self._capture.detach()
+        self._capture.end()
         self._pipeline.close()
         self._flight.close()
         if self._owns_writer:
@@ -410,10 +434,19 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+_where_was_said = False
+
+
 def _say_where(log_dir: str) -> None:
-    """Print how to look at the run."""
-    if _is_first_rank():
-        print(links.how_to_look(log_dir), file=sys.stderr)
+    """Say once in this process how to look at its runs: to ``logging``, else to a terminal."""
+    global _where_was_said
+    if _where_was_said or not _is_first_rank():
+        return
+    _where_was_said = True
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", links.command(log_dir))
+    elif sys.stderr is not None and sys.stderr.isatty():
+        print(links.command(log_dir), file=sys.stderr)
 
 
 def _sink_to(writer: tensorboard.SummaryWriter) -> Sink:
@@ -431,6 +464,24 @@ def _sink_to(writer: tensorboard.SummaryWriter) -> Sink:
     return write
 
 
+_LOGGED_TOO_LATE = (
+    "HookLogger.log() after close() writes nothing; call it before, or inside of the with block"
+)
+
+
+def _checked_tag(tag: object) -> str:
+    if not isinstance(tag, str):
+        raise TypeError(f"HookLogger.log({{{tag!r}: ...}}): a tag must be a string")
+    try:
+        tag.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"HookLogger.log({{{tag!r}: ...}}): the tag has half of a surrogate pair, which no "
+            "file can hold; tag.encode(errors='replace').decode() replaces it"
+        ) from None
+    return tag
+
+
 def _scalar(name: str, value: object) -> float | HostCopy:
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -438,11 +489,13 @@ def _scalar(name: str, value: object) -> float | HostCopy:
                 f"HookLogger.log({name}=...): has {value.numel()} elements; reduce it to one, "
                 "for example by .mean()"
             )
+        if value.is_complex() or value.is_meta:
+            raise TypeError(f"HookLogger.log({name}={value!r}): must be a real number")
         return HostCopy(value.detach().reshape(()))
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise TypeError(f"HookLogger.log({name}={value!r}): must be a number") from None
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"HookLogger.log({name}={reprlib.repr(value)}): must be a number") from None
 
 
 def _type(value: object) -> str:

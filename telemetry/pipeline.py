@@ -249,7 +249,7 @@ class Pipeline:
     def _judge(self, record: StepRecord) -> Iterator[Alert]:
         for rule in self._rules:
             try:
-                yield from rule(record)
+                yield from _checked(rule(record))
             except Exception:
                 self._report(rule)
         self.full_wanted = any(getattr(rule, "wants_full", False) for rule in self._rules)
@@ -260,7 +260,7 @@ class Pipeline:
             if on_loss is None:
                 continue
             try:
-                yield from on_loss(step, loss)
+                yield from _checked(on_loss(step, loss))
             except Exception:
                 self._report(rule)
 
@@ -284,3 +284,11 @@ class Pipeline:
             self._on_alert(alert)
         except Exception:
             self._faults.report("to call on_alert")
+
+
+def _checked(found: object) -> Iterator[Alert]:
+    """What a rule returned; the user's own may return anything."""
+    for alert in found if isinstance(found, Iterable) else (found,):
+        if not isinstance(alert, Alert):
+            raise TypeError(f"a rule must return alerts, () for none; it returned {found!r}")
+        yield alert

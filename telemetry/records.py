@@ -64,8 +64,11 @@ class TelemetryAlert(RuntimeError):  # noqa: N818 - what is raised is the alert
     """
 
     def __init__(self, alert: Alert) -> None:
-        super().__init__(alert.message)
+        super().__init__(alert)  # as it is, so that a pickled one can be loaded
         self.alert = alert
+
+    def __str__(self) -> str:
+        return f"{self.alert.title}: {self.alert.message}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +226,9 @@ class StepRecord:
         nan_buffers: Buffers that hold a NaN, by their names in ``named_buffers()``.
         nonfinite_parameters: Parameters that held a NaN or Inf before the step. Also on steps that
             are not full, if a gradient is not finite and on the CPU.
+        inputs: What the model was given, all its floating-point tensors together, by an empty name;
+            by the name of the watched module that ran first what that was given, if it was
+            something else, or if the model itself was not called.
         outputs: Every tensor that each watched module returned, in forward order.
         output_grads: Gradients with respect to those outputs.
         grads: Gradients by parameter name, accumulated and unscaled.
@@ -254,6 +260,7 @@ class StepRecord:
     clipped_fraction: float | None = None
     nan_buffers: tuple[str, ...] = ()
     nonfinite_parameters: tuple[str, ...] = ()
+    inputs: Mapping[str, TensorRecord] = field(default_factory=dict)
     outputs: Mapping[Output, TensorRecord] = field(default_factory=dict)
     output_grads: Mapping[Output, TensorRecord] = field(default_factory=dict)
     grads: Mapping[str, TensorRecord] = field(default_factory=dict)

@@ -20,6 +20,8 @@ _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 _WRAPPED_ROOT = "module"
 # torch.nn.utils.parametrize adds this child to a module, which stays a leaf to its user.
 _PARAMETRIZATIONS = "parametrizations"
+# The class of nn.MultiheadAttention.out_proj, which only lends its parameters.
+_PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,12 +211,18 @@ class _IsInstance:
 
 def _is_leaf(name: str, module: nn.Module) -> bool:
     """Whether a user would say that it computes something itself."""
-    children = {key for key, child in module._modules.items() if child is not None}
+    if _PARAMETRIZATIONS in name.split(".") or not _computes(module):
+        return False
+    children = [child for key, child in module._modules.items() if key != _PARAMETRIZATIONS]
+    return not any(_computes(m) for child in children if child is not None for m in child.modules())
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether anybody calls it."""
     # ParameterList and its like have no forward: hooks on them never fire.
     forward = getattr(module, "forward", None)
     can_run = getattr(forward, "__func__", forward) not in (None, nn.Module.forward)
-    is_part = _PARAMETRIZATIONS in name.split(".")
-    return can_run and not is_part and not children - {_PARAMETRIZATIONS}
+    return can_run and not isinstance(module, _PART_OF_ATTENTION)
 
 
 def _is_wrapper(name: str, module: nn.Module) -> bool:

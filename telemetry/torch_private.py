@@ -276,6 +276,18 @@ def graphs_compiled() -> int:
     return 0 if counters is None else int(counters["stats"]["unique_graphs"])
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this module was compiled by itself: by ``module.compile()`` or ``torch.compile``.
+
+    False for one that a compiled function calls, and where the private name is gone.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    wrapper = None if dynamo is None else _find(dynamo, "OptimizedModule", "see graphs_compiled")
+    if wrapper is not None and isinstance(module, wrapper):
+        return True
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def drop_compiled_code() -> None:
     """Have everything that torch.compile has compiled in this process compiled again when called.
 

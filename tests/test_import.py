@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,16 @@ def test_an_alert_is_usable_without_torch() -> None:
 def test_public_names_are_importable_and_listed(name: str) -> None:
     assert getattr(telemetry, name).__name__ == name
     assert name in dir(telemetry)
+
+
+def test_what_fails_inside_an_import_is_said(tmp_path: Path) -> None:
+    """Python takes an AttributeError for a name that is not there."""
+    (tmp_path / "torch.py").write_text("import sys\nsys.no_such_thing\n")  # a broken install
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from telemetry import HookLogger"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "cannot import name" not in done.stderr
+    assert done.stderr.endswith("has no attribute 'no_such_thing'\n")
+    assert "The above exception was the direct cause" in done.stderr
 
 
 def test_unknown_names_raise_attribute_error() -> None:

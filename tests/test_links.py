@@ -1,8 +1,28 @@
-"""What is printed at the start of a run can be copied."""
+"""What is printed about a run can be copied."""
 
 from __future__ import annotations
 
-from telemetry.links import how_to_look
+import pytest
+
+from telemetry.links import command, how_to_look
+
+
+@pytest.mark.parametrize(
+    ("log_dir", "folder"),
+    [
+        ("runs/first", "runs"),
+        ("runs/first/", "runs"),
+        ("first", "."),
+        (".", "."),
+        ("/first", "/"),
+        ("/", "/"),
+        ("my runs/first", "'my runs'"),
+        ("s3://bucket/runs/first", "s3://bucket/runs"),
+        ("s3://bucket", "s3://bucket"),
+    ],
+)
+def test_the_command_shows_the_run_and_its_neighbors(log_dir: str, folder: str) -> None:
+    assert command(log_dir) == f"tensorboard --logdir {folder}"
 
 
 def test_the_command_and_the_links_name_the_run() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
+import pickle
+import pty
 import subprocess
 import sys
 import textwrap
@@ -123,6 +126,17 @@ def test_a_fault_of_ours_is_told_once_and_does_not_stop_training(
     with HookLogger(model, tmp_path, alerts=[broken_rule]):
         run_through(train(model))
     assert caplog.text.count("telemetry failed to apply the rule 'broken_rule'") == 1
+    assert len(scalars(tmp_path, "grad_norm/total")) == 5
+
+
+@pytest.mark.parametrize("found", ["diverged", None, {"step": 1}, [1]])
+def test_a_rule_that_returns_no_alerts_is_told_what_to_return(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, found: object
+) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path, alerts=[lambda record: found]):
+        run_through(train(model))
+    assert caplog.text.count(f"must return alerts, () for none; it returned {found!r}") == 1
     assert len(scalars(tmp_path, "grad_norm/total")) == 5
 
 
@@ -291,12 +305,45 @@ def test_hyperparameters_are_written_into_the_run(tmp_path: Path) -> None:
     assert "_hparams_/session_start_info" in load(tmp_path).Tags()["tensors"]
 
 
-def test_the_start_of_a_run_says_how_to_look_at_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+MAKES_THREE_LOGGERS = """
+    import logging, sys
+    from torch import nn
+    from telemetry import HookLogger
+    logging.basicConfig(level=sys.argv[2])
+    for number in range(3):
+        HookLogger(nn.Linear(2, 1), f"{sys.argv[1]}/{number}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "level", "said"),
+    [
+        (True, "WARNING", ["tensorboard --logdir {}"]),
+        (True, "INFO", ["INFO:telemetry:tensorboard --logdir {}"]),
+        (False, "WARNING", []),
+    ],
+)
+def test_how_to_look_at_the_runs_is_said_once_in_a_process(
+    tmp_path: Path, terminal: bool, level: str, said: list[str]
 ) -> None:
-    model = mlp()
-    HookLogger(model, tmp_path / "mine").close()
-    assert f"tensorboard --logdir {tmp_path}" in capsys.readouterr().err
+    screen, stderr = pty.openpty() if terminal else os.pipe()
+    script = textwrap.dedent(MAKES_THREE_LOGGERS)
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), level], check=True, stderr=stderr, timeout=120
+    )
+    os.close(stderr)
+    lines = read_all(screen).decode().splitlines()
+    assert [line for line in lines if "tensorboard" in line] == [s.format(tmp_path) for s in said]
+
+
+def read_all(descriptor: int) -> bytes:
+    """What was written to a pipe or terminal whose other end is closed, up to 64 KiB."""
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # how Linux says that a terminal is gone
+        return b""
+    finally:
+        os.close(descriptor)
 
 
 # --- selecting -----------------------------------------------------------------------------------
@@ -536,6 +583,8 @@ def test_an_alert_raises_between_two_steps_if_asked_to(tmp_path: Path) -> None:
     ):
         run_through(logger.flush() for _ in train(model, steps=100))
     assert raised.value.alert.step == 1
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+    assert str(raised.value).startswith("nonfinite in 0 at step 1: planted fault")
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -600,10 +649,54 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         HookLogger(mlp(), tmp_path / "file" / "run")
 
 
-def test_logging_what_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_scalars_may_come_as_a_mapping(tmp_path: Path) -> None:
     model = mlp()
     with HookLogger(model, tmp_path) as logger:
-        with pytest.raises(ValueError, match=r"log\(loss=...\): has 2 elements"):
-            logger.log(loss=torch.zeros(2))
-        with pytest.raises(TypeError, match=r"log\(loss='low'\): must be a number"):
-            logger.log(loss="low")
+        logger.log({"loss/train set": 1, "both": 2}, both=3)
+    assert scalars(tmp_path, "loss/train set") == {0: 1.0}
+    assert scalars(tmp_path, "both") == {0: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("refused", "error", "message"),
+    [
+        ({"loss": torch.zeros(2)}, ValueError, r"log\(loss=...\): has 2 elements"),
+        ({"loss": "low"}, TypeError, r"log\(loss='low'\): must be a number"),
+        ({"loss": None}, TypeError, r"log\(loss=None\): must be a number"),
+        ({"loss": list(range(10**5))}, TypeError, r"log\(loss=\[0, 1, 2.{,30}\]\): must be a num"),
+        ({"loss": 10**400}, TypeError, "must be a number"),
+        ({"loss": torch.tensor(1j)}, TypeError, "must be a real number"),
+        ({"loss": torch.zeros(1, device="meta")}, TypeError, "must be a real number"),
+        ({1: 2.0}, TypeError, r"log\({1: ...}\): a tag must be a string"),
+        ({"\ud800": 1.0}, ValueError, r"log\({'\\ud800': ...}\): .* surrogate"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused_and_what_comes_with_it_is_written(
+    tmp_path: Path, refused: dict[str, float], error: type[Exception], message: str
+) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path) as logger, pytest.raises(error, match=message):
+        logger.log({**refused, "after": 2})
+    assert scalars(tmp_path, "after") == {0: 2.0}
+
+
+@pytest.mark.parametrize("value", [0.5, "loss", [("loss", 0.5)]])
+def test_scalars_without_tags_are_refused(tmp_path: Path, value: object) -> None:
+    model = mlp()
+    with (
+        HookLogger(model, tmp_path) as logger,
+        pytest.raises(TypeError, match=r"takes numbers by their tags, log\(loss=0.5\)"),
+    ):
+        logger.log(value)
+
+
+def test_logging_after_the_end_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path) as logger:
+        run_through(train(model, steps=1))
+    for _ in range(2):
+        logger.log(test_accuracy=0.9)
+    [record] = caplog.records
+    assert "log() after close() writes nothing" in record.getMessage()

@@ -172,6 +172,16 @@ def test_modules_that_cannot_run_are_no_leaves() -> None:
     assert watched(model) == LEAVES
 
 
+def test_modules_that_only_hold_parameters_do_not_make_a_parent() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.scales = nn.ParameterDict({"x": nn.Parameter(torch.ones(1))})
+
+    model = nn.Sequential(Scaled(), nn.MultiheadAttention(2, 1), nn.ModuleList([nn.Linear(2, 2)]))
+    assert watched(model) == ["0", "1", "2.0"]
+
+
 def test_a_missing_child_does_not_make_a_parent() -> None:
     layer = nn.Linear(1, 1)
     layer.register_module("bias_net", None)

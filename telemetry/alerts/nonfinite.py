@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.module_types import STANDARD
@@ -19,12 +19,15 @@ class Nonfinite:
     output of the last module. A gradient scaler skips the steps whose gradients overflow, so those
     never come here; that it skips every step is told after ten losses in a row that are not finite.
 
-    The culprit is the first in execution order: a parameter that is bad already; the first module
-    whose output is; if all outputs are good, the module in whose backward pass it began. At a step
-    that was not measured in full only the gradients of the parameters tell: if those of the last
-    layers are good, it is the last layer whose gradient is not; if none is good, it came with the
-    forward pass. Then the suspect is named: the first module that is not one of PyTorch's, because
-    those do not make NaN of usual numbers; else the first module, because of the batch.
+    The culprit is the first in execution order: a parameter that is bad already; the batch, or what
+    the first watched module is given, unless a step went well with such values before; the first
+    module whose output is bad; if all outputs are good, the module in whose backward pass it began.
+
+    At a step that was not measured in full nobody has looked at batch and outputs; only the
+    gradients of the parameters tell. If those of the last layers are good, it is the last layer
+    whose gradient is not. If none is good, it came before the backward pass. Then the suspect is
+    named: the first module that is not one of PyTorch's, because those do not make NaN of usual
+    numbers; if there is none, no module is, for the batch is as likely.
 
     Args:
         losses: Losses in a row that are not finite before an optimizer step is no longer expected.
@@ -36,6 +39,7 @@ class Nonfinite:
         self._losses = losses
         self._bad_losses = 0
         self._episode = Episode(_CALM_STEPS)
+        self._usual: set[str] = set()
         self._last: StepRecord | None = None
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
@@ -47,28 +51,42 @@ class Nonfinite:
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._last = record
-        found = None if record.skipped else next(_origins(record), None)
+        found = None if record.skipped else next(_origins(record, self._usual), None)
+        if found is None and not record.skipped:
+            self._usual.update(name for name, given in record.inputs.items() if _spoilt(given))
         return self._episode.update(record, found)
 
 
 _CALM_STEPS = 20
 
 
-def _origins(record: StepRecord) -> Iterator[Alert]:
-    """What is bad for good, the best explanation first."""
+def _origins(record: StepRecord, usual: Collection[str]) -> Iterator[Alert]:
+    """What is bad for good, the best explanation first; ``usual``: inputs that often are bad."""
     owner = {p.name: p.module_name for p in record.layout.parameters}
     for name in record.nonfinite_parameters:
         yield _alert(record, owner.get(name), f"the parameter {printable(name)}")
-    lost = (
-        not record.all_grads_finite
-        or (record.loss is not None and not math.isfinite(record.loss))
-        or _reaches_the_end(record)
-    )
-    if lost:
+    loss_lost = record.loss is not None and not math.isfinite(record.loss)
+    step_lost = loss_lost or not record.all_grads_finite
+    if not step_lost:  # what remains is in the buffers
+        for name in record.nan_buffers:
+            what = f"the buffer {printable(name)}: training hides it, evaluation will not"
+            yield _alert(record, name.rpartition(".")[0], what)
+    if step_lost or _reaches_the_end(record):
+        yield from _inputs(record, usual)
         yield from _beginnings(record)
-    for name in record.nan_buffers:
-        what = f"the buffer {printable(name)}: training hides it, evaluation will not"
-        yield _alert(record, name.rpartition(".")[0], what)
+
+
+def _inputs(record: StepRecord, usual: Collection[str]) -> Iterator[Alert]:
+    for name, given in record.inputs.items():
+        if name not in usual and _spoilt(given):
+            where = f"what {called(name)} was given, and no watched module ran before it"
+            yield _alert(
+                record,
+                None,
+                f"{where if name else 'the batch itself'}: {given.sketch.nonfinite_count:,} of "
+                f"{given.sketch.count:,} values",
+                advice="look at how these samples were made and normalized, and leave them out",
+            )
 
 
 def _beginnings(record: StepRecord) -> Iterator[Alert]:
@@ -83,20 +101,20 @@ def _beginnings(record: StepRecord) -> Iterator[Alert]:
         name = record.layout.parameters[bad[-1]].module_name
         yield _alert(record, name, f"the backward pass, at the gradient of {called(name)}")
     elif bad:
-        name = _suspect(record)
-        what = "the forward pass of a step not measured in full; look at what comes to"
-        yield _alert(record, name, f"{what} {called(name)}")
+        suspect = _suspect(record)
+        what = "the batch, the forward pass or the loss of a step that was not measured in full"
+        yield _alert(record, suspect, f"{what}; look at {called(suspect)}" if suspect else what)
     yield _alert(record, None, "the loss")
 
 
-def _suspect(record: StepRecord) -> str:
-    """The first module of the user's own, else the first, which sees the batch."""
+def _suspect(record: StepRecord) -> str | None:
+    """The first module of the user's own."""
     layout = record.layout
     owners = {parameter.module_name for parameter in layout.parameters}
     for module in layout.modules:
         if module.type_name not in STANDARD and module.name not in owners:
             return module.name
-    return layout.modules[0].name
+    return None
 
 
 def _reaches_the_end(record: StepRecord) -> bool:
@@ -110,7 +128,13 @@ def _spoilt(output: TensorRecord) -> bool:
     return bool(output.sketch.nan_count or output.sketch.positive_inf_count)
 
 
-def _alert(record: StepRecord, module_name: str | None, where: str) -> Alert:
+_ADVICE = (
+    "look for bad values in the batch and for log, sqrt or division without an eps, lower the "
+    "learning rate, and clip gradients"
+)
+
+
+def _alert(record: StepRecord, module_name: str | None, where: str, advice: str = _ADVICE) -> Alert:
     return Alert(
         kind=Nonfinite.kind,
         severity="error",
@@ -118,11 +142,7 @@ def _alert(record: StepRecord, module_name: str | None, where: str) -> Alert:
         module_name=module_name,
         value=float((~record.grad_finite).sum()),
         threshold=0.0,
-        message=(
-            f"NaN or infinity, first seen in {where}.\n"
-            "People usually look for bad values in the batch and for log, sqrt or division without "
-            "an eps, lower the learning rate, and clip gradients."
-        ),
+        message=(f"NaN or infinity, first seen in {where}.\nPeople usually {advice}."),
     )
 
 

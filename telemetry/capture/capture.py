@@ -17,7 +17,7 @@ from telemetry.capture.costs import StepCosts
 from telemetry.capture.hooks import CONVOLUTIONS
 from telemetry.capture.layout import LayoutKeeper
 from telemetry.capture.module_hooks import ModuleHooks
-from telemetry.capture.no_step import NoStepWatch
+from telemetry.capture.no_step import NoStepWatch, Ran
 from telemetry.capture.optimizer_hooks import OptimizerHooks
 from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.random_state import read_random_states
@@ -101,7 +101,9 @@ class Capture:
         self._end_scripting: Callable[[], None] | None = None
         self._thread: int | None = None
         self._by_hand = False
-        self._told_silent = False
+        self._had_phase = False
+        self._first_step = first_step
+        self._silence_explained = False
         self.step = first_step
 
     # --- attaching ---------------------------------------------------------------------------
@@ -124,6 +126,16 @@ class Capture:
         with self._costs.own:
             self._open_window(attaching=True)
 
+    def end(self) -> None:
+        """Take every hook off for good; say what was seen if that was not a single step."""
+        if self._clock is not None:
+            self._clock.pass_begins()  # a step may still be waiting for other optimizers
+            if self.step == self._first_step and not self._had_phase:
+                message = self._no_step.at_the_end(self._ran())
+                if message is not None:
+                    self._faults.tell(message)
+        self.detach()
+
     def detach(self) -> None:
         """Take every hook off; harmless when done twice."""
         if self._clock is not None:
@@ -135,6 +147,17 @@ class Capture:
             self._end_scripting = None
         self._hooks.remove()
         self._reader.forget()
+
+    def _ran(self) -> Ran:
+        """What is known of the forward passes of the step in progress."""
+        if self._window.order:
+            return "in training"
+        if self._model() is None:
+            return "gone"
+        if not self._window.full:
+            return "unknown"
+        called = any(hook.ran_eagerly for hook in self._hooks.watched.values())
+        return "elsewhere" if called else "never"
 
     # --- the listener of the optimizers' hooks ----------------------------------------------
 
@@ -239,6 +262,7 @@ class Capture:
         if model is None or not self.attached:
             yield
             return
+        self._had_phase = True
         window = Window(step=self.step, measurer=Measurer(), phase=name)
         with self._faults.contained("to attach its hooks"):
             self._install_hooks(model)
@@ -346,12 +370,17 @@ class Capture:
 
     def _tell_silent_modules(self, window: Window) -> None:
         """Name, once, the watched modules that did not run in the first full step."""
-        watched = self._hooks.watched
-        silent = [name for name in watched if name not in window.order]
-        if self._told_silent or not silent:
+        model = self._model()
+        if self._silence_explained or model is None or not self._content.activations:
             return
-        self._told_silent = True
-        trained = {self._table.parameters[i].module_name for i in window.indices()}
-        self._faults.tell(
-            explain_silence(silent=silent, watched=len(watched), trained=trained, step=window.step)
+        self._silence_explained = True
+        explained = explain_silence(
+            model,
+            self._hooks.watched,
+            ran=window.order,
+            trained={self._table.parameters[i].module_name for i in window.indices()},
+            step=window.step,
         )
+        if explained is not None:
+            level, message = explained
+            self._faults.tell(message, level=level)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,6 +140,7 @@ class CapturedStep:
             ),
             nan_buffers=self._nan_buffers(),
             nonfinite_parameters=self._nonfinite_parameters(tensors["weights"]),
+            inputs=tensors["inputs"],
             outputs=tensors["outputs"],
             output_grads=tensors["output_grads"],
             grads=tensors["grads"],
@@ -243,8 +244,7 @@ class CapturedStep:
 
     def _tensors(self, overflown: int) -> dict[Kind, dict[Any, TensorRecord]]:
         """Observations of one name merged, in the order of first calls, but for the first few."""
-        merged: dict[Kind, dict[Any, TensorRecord]]
-        merged = {"outputs": {}, "output_grads": {}, "grads": {}, "weights": {}}
+        merged: dict[Kind, dict[Any, TensorRecord]] = {kind: {} for kind in get_args(Kind)}
         if self.measurements is None:
             return merged
         reduced = self.measurements.reduce()

@@ -51,6 +51,9 @@ class Watcher(Protocol):
     faults: Faults
     own_time: AbstractContextManager[None]
 
+    def on_input(self, hook: InputHook, given: Any) -> None:
+        """The model is called with ``given``."""
+
     def on_forward(self, hook: ForwardHook, args: Any, output: Any) -> None:
         """A module returned ``output``."""
 
@@ -61,39 +64,17 @@ class Watcher(Protocol):
         """The gradient of an output that was returned in the window with this number."""
 
 
-class ForwardHook(Inert):
-    """The hook of one module; the same object at every arming, for compiled graphs refer to it.
+class ModuleHook(Inert):
+    """A hook of one module; the same object at every arming, for compiled graphs refer to it.
 
     Attributes:
-        name: The module's.
         module: The module, held weakly.
-        ran_eagerly: Whether Python has called the hook, not only the compiler.
-        traced: Whether a compiled graph has shown something for it.
-        units: Which axis of its outputs counts units or channels.
     """
 
-    def __init__(self, watcher: Watcher, name: str, module: nn.Module) -> None:
-        self.name = name
+    def __init__(self, watcher: Watcher, module: nn.Module) -> None:
         self.module = weakref.ref(module)
-        self.ran_eagerly = False
-        self.traced = False
-        self.units = "unknown"
-        if isinstance(module, _CHANNELS_FIRST):
-            self.units = "first"
-        elif isinstance(module, _UNITS_LAST):
-            self.units = "last"
         self._watcher = watcher
-        self._number = compiled.register(self)
         self._handle: RemovableHandle | None = None
-
-    @property
-    def called(self) -> str:
-        """What to call the module in a message."""
-        return self.name or "the model"
-
-    def for_gradient(self, index: int, window: int) -> GradHook:
-        """A hook for an output, by its place among them and the number of the window."""
-        return GradHook(self._watcher, self, index, window)
 
     @property
     def installed(self) -> bool:
@@ -104,13 +85,69 @@ class ForwardHook(Inert):
         """Put the hook on its module, after the user's own: what those return is measured."""
         module = self.module()
         if self._handle is None and module is not None:
-            self._handle = module.register_forward_hook(self)
+            self._handle = self._put_on(module)
 
     def remove(self) -> None:
         """Take the hook off."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+    def _put_on(self, module: nn.Module) -> RemovableHandle:
+        raise NotImplementedError
+
+
+class InputHook(ModuleHook):
+    """The hook on the model itself, for what it is given; in a compiled graph it does nothing."""
+
+    def _put_on(self, module: nn.Module) -> RemovableHandle:
+        return module.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not self._watcher.armed or model is not self.module():
+            return
+        with self._watcher.own_time:
+            try:
+                self._watcher.on_input(self, (args, kwargs))
+            except Exception:
+                self._watcher.faults.report("to observe what the model was given")
+
+
+class ForwardHook(ModuleHook):
+    """The hook of a watched module, for what it returns.
+
+    Attributes:
+        name: The module's.
+        ran_eagerly: Whether Python has called the hook, not only the compiler.
+        traced: Whether a compiled graph has shown something for it.
+        units: Which axis of its outputs counts units or channels.
+    """
+
+    def __init__(self, watcher: Watcher, name: str, module: nn.Module) -> None:
+        super().__init__(watcher, module)
+        self.name = name
+        self.ran_eagerly = False
+        self.traced = False
+        self.units = "unknown"
+        if isinstance(module, _CHANNELS_FIRST):
+            self.units = "first"
+        elif isinstance(module, _UNITS_LAST):
+            self.units = "last"
+        self._number = compiled.register(self)
+
+    @property
+    def called(self) -> str:
+        """What to call the module in a message."""
+        return self.name or "the model"
+
+    def for_gradient(self, index: int, window: int) -> GradHook:
+        """A hook for an output, by its place among them and the number of the window."""
+        return GradHook(self._watcher, self, index, window)
+
+    def _put_on(self, module: nn.Module) -> RemovableHandle:
+        return module.register_forward_hook(self)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from telemetry import images
 from telemetry.capture.backward import BackwardPass, BackwardPasses
-from telemetry.capture.hooks import ForwardHook
+from telemetry.capture.hooks import ForwardHook, InputHook
 from telemetry.capture.outputs import tensors_in
 from telemetry.capture.parameters import described, local
 from telemetry.capture.tally import Tally
@@ -88,6 +88,7 @@ class ModuleHooks:
         self._pictured: frozenset[str] = frozenset()
         self._input_picture = False
         self._unit_axes: dict[tuple[int, ...], int] = {}
+        self._input_hook = InputHook(self, model)
         self._hooks: dict[str, ForwardHook] = {}
         self._installed = False
         self._parameter_handles: list[RemovableHandle] = []
@@ -96,9 +97,9 @@ class ModuleHooks:
     # --- on and off ----------------------------------------------------------------------------
 
     @property
-    def watched(self) -> Mapping[str, nn.Module | None]:
-        """The modules that have a hook, by name; None for one that is gone."""
-        return {name: hook.module() for name, hook in self._hooks.items() if hook.installed}
+    def watched(self) -> Mapping[str, ForwardHook]:
+        """The hooks that are on a module, by its name."""
+        return {name: hook for name, hook in self._hooks.items() if hook.installed}
 
     def install(
         self, watched: Mapping[str, nn.Module], *, pictured: frozenset[str], input_picture: bool
@@ -110,6 +111,7 @@ class ModuleHooks:
             pictured: Modules whose feature maps are wanted.
             input_picture: Whether the input of the first module that runs is wanted.
         """
+        self._input_hook.install()
         before, self._hooks = self._hooks, {}
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
@@ -187,6 +189,7 @@ class ModuleHooks:
         if not self._installed:
             return
         self._installed = False
+        self._input_hook.remove()
         compiling = graphs_compiled() != self._graphs_before
         for hook in self._hooks.values():
             if not hook.traced and (hook.ran_eagerly or not compiling):
@@ -195,6 +198,7 @@ class ModuleHooks:
     def remove(self) -> None:
         """Take all hooks off; harmless when done twice."""
         self.end()
+        self._input_hook.remove()
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
@@ -217,6 +221,17 @@ class ModuleHooks:
 
     # --- what the hooks see --------------------------------------------------------------------
 
+    def on_input(self, hook: InputHook, given: Any) -> None:
+        """See :class:`telemetry.capture.hooks.Watcher`."""
+        window = self._window_of_call(hook, grad_enabled=torch.is_grad_enabled())
+        if window is None:
+            return
+        with undisturbed() as alone:
+            if alone:
+                window.awaits_input = True
+                window.given.clear()
+                self._observe_inputs(window, "", given)
+
     def on_forward(self, hook: ForwardHook, args: Any, output: Any) -> None:
         """See :class:`telemetry.capture.hooks.Watcher`."""
         window = self._window_of_call(hook, grad_enabled=torch.is_grad_enabled())
@@ -225,7 +240,9 @@ class ModuleHooks:
         with undisturbed() as alone:
             if not alone:
                 return
-            inputs = () if window.order else args
+            inputs = args if window.awaits_input else ()
+            window.awaits_input = False
+            self._observe_inputs(window, hook.name, inputs)
             window.order.setdefault(hook.name)
             if hook.name in window.left_out:
                 return
@@ -250,6 +267,7 @@ class ModuleHooks:
             return
         with undisturbed() as alone:
             if alone:
+                window.awaits_input = False
                 window.order.setdefault(hook.name)
                 if hook.name in window.left_out:
                     return
@@ -272,7 +290,9 @@ class ModuleHooks:
             if alone:
                 window.observe(tally, "output_grads", output, local(grad), scaled=True)
 
-    def _window_of_call(self, hook: ForwardHook, *, grad_enabled: bool) -> Window | None:
+    def _window_of_call(
+        self, hook: ForwardHook | InputHook, *, grad_enabled: bool
+    ) -> Window | None:
         """Where a module's call belongs; None if it is neither training nor in a phase."""
         thread = threading.get_ident()
         if self._phase is not None and self._phase.thread == thread:
@@ -283,7 +303,7 @@ class ModuleHooks:
         if not (model.training or module.training):
             return None
         if backward_task() != NO_TASK:  # checkpointing runs the forward pass again
-            return None if hook.name in window.ran_forward else window
+            return None if hook in window.ran_forward else window
         if window.thread is None:
             window.thread = thread
         if window.thread != thread:
@@ -292,8 +312,19 @@ class ModuleHooks:
             self._pass_begins()
             window = self._window
         if window is not None:
-            window.ran_forward.add(hook.name)
+            window.ran_forward.add(hook)
         return window
+
+    def _observe_inputs(self, window: Window, name: str, given: Any) -> None:
+        """Measure what comes from outside, each tensor once though it is handed on."""
+        if window is not self._window or not self._activations:
+            return
+        for tensor in tensors_in(given):
+            can_be_nonfinite = tensor.is_floating_point() or tensor.is_complex()
+            if can_be_nonfinite and id(tensor) not in window.given:
+                window.given.add(id(tensor))
+                if not is_being_traced(tensor):
+                    window.observe(window.tally, "inputs", name, local(tensor.detach()))
 
     def _observe_output(
         self, window: Window, hook: ForwardHook, tensor: Tensor, index: int

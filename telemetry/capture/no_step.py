@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from torch import Tensor
 
@@ -13,10 +14,23 @@ may be accumulated over as many."""
 PASSES_WITHOUT_EVIDENCE = 200
 
 
+Ran = Literal["gone", "unknown", "never", "elsewhere", "in training"]
+
+_RAN: Mapping[Ran, str] = {
+    "gone": "the model is gone, for HookLogger does not keep it",
+    "unknown": "no backward pass followed",
+    "never": "the model never ran",
+    "elsewhere": "the model ran in evaluation mode, without gradients or on another thread only",
+    "in training": "the model ran, but no backward pass has reached its parameters",
+}
+"""What is known of the model's forward passes, and how to say it."""
+
+
 class NoStepWatch:
     """Follows the backward passes of one step, and says once what keeps the step from ending."""
 
     def __init__(self) -> None:
+        self._told = False
         self._passes = 0
         self._other_steps = 0
         self._cleared = 0
@@ -32,11 +46,27 @@ class NoStepWatch:
         self._passes += 1
         self._look_at(next(iter(parameters)))
         evidence = max(self._other_steps, self._cleared, self._changed)
-        if self._passes == PASSES_WITHOUT_STEP and evidence >= PASSES_WITHOUT_STEP // 2:
-            return self._message()
-        if self._passes == PASSES_WITHOUT_EVIDENCE and evidence < PASSES_WITHOUT_STEP // 2:
-            return self._message()
-        return None
+        few = PASSES_WITHOUT_STEP // 2
+        if self._passes != (PASSES_WITHOUT_STEP if evidence >= few else PASSES_WITHOUT_EVIDENCE):
+            return None
+        self._told = True
+        return self._message()
+
+    def at_the_end(self, ran: Ran) -> str | None:
+        """What to tell the user if the run ends before its first step; None if that was told.
+
+        Args:
+            ran: What is known of the model's forward passes.
+        """
+        if self._told:
+            return None
+        passes = f"{self._passes} backward pass{'es' * (self._passes != 1)}"
+        if self._other_steps:
+            way_out = "those were made for a copy of the model, or before its parameters changed"
+            other = f"{self._other_steps} steps of optimizers with other parameters; {way_out}"
+        else:
+            other = "no optimizer step" + "; call logger.step()" * (self._passes > 0)
+        return f"0 steps recorded, {passes if self._passes else _RAN[ran]}, {other}"
 
     def _look_at(self, parameter: Tensor) -> None:
         # The first gradient after clearing is new, further ones are added to it in place.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from telemetry.capture.hooks import ForwardHook, is_inert_copy
+from telemetry.capture.hooks import ForwardHook, ModuleHook, is_inert_copy
 from telemetry.torch_private import before_scripting
 
 log = logging.getLogger("telemetry")
@@ -22,13 +22,15 @@ def leave_modules_that_are_scripted() -> Callable[[], None]:
 
 
 def _leave(module: nn.Module) -> None:
-    for key, hook in list(module._forward_hooks.items()):
-        if isinstance(hook, ForwardHook):
-            hook.remove()
-            log.info(
-                "telemetry: %s is being scripted, which would compile hooks, too; it is watched "
-                "again from the next step that is measured",
-                hook.called,
-            )
-        elif is_inert_copy(hook):
-            del module._forward_hooks[key]
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, ModuleHook):
+                hook.remove()
+            elif is_inert_copy(hook):
+                del hooks[key]
+            if isinstance(hook, ForwardHook):
+                log.info(
+                    "telemetry: %s is being scripted, which would compile hooks, too; it is "
+                    "watched again from the next step that is measured",
+                    hook.called,
+                )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
-from telemetry.torch_private import graphs_compiled
+from torch import nn
+
+from telemetry.capture.hooks import ForwardHook
+from telemetry.selection import clean_name
+from telemetry.torch_private import graphs_compiled, is_compiled
 
 _NAMED_AT_MOST = 8
 
@@ -16,32 +22,85 @@ _WAYS_OUT = (
 
 
 def explain_silence(
-    *, silent: Sequence[str], watched: int, trained: Collection[str], step: int
-) -> str:
+    model: nn.Module,
+    watched: Mapping[str, ForwardHook],
+    *,
+    ran: Collection[str],
+    trained: Collection[str],
+    step: int,
+) -> tuple[int, str] | None:
     """What to tell the user about watched modules that did not run in a fully measured step.
 
+    Modules without parameters are left out: many only run at random, or where they do something.
+
     Args:
-        silent: Their names, at least one.
-        watched: How many modules are watched.
+        model: Whose modules.
+        watched: The hooks, by the names of their modules.
+        ran: Names of those that ran.
         trained: Names of all modules with a parameter that got a gradient in that step.
         step: Its number.
+
+    Returns:
+        The level and the message; None if there is nothing to tell.
     """
-    # Something was compiled, and a module that was not seen running took part in the step.
-    compiled = graphs_compiled() > 0 and any(name in trained for name in silent)
-    if len(silent) < watched:
-        message = (
-            f"{len(silent)} of {watched} watched modules did not run at step {step}, nothing is "
-            f"logged for their outputs: {_listed(silent)}"
+    silent = {name: hook for name, hook in watched.items() if name not in ran}
+    took_part = {part for name in trained for part in accumulate(f".{name}".split("."), _join)}
+    # Neither Python nor a compiled graph has called their hooks.
+    uncalled = [n for n, h in silent.items() if n in took_part and not (h.ran_eagerly or h.traced)]
+    if len(silent) == len(watched):
+        message = f"no watched module was seen running at step {step}, so activations are missing"
+        return logging.WARNING, f"{message}. {_why_none(model, silent, uncalled)}"
+    compiled = [clean_name(n) for n, m in model.named_modules() if is_compiled(m)]
+    in_graphs = [n for n in silent if any(_is_inside(n, part) for part in compiled)]
+    if not set(uncalled).isdisjoint(in_graphs):
+        return logging.WARNING, (
+            f"{_did_not_run(in_graphs, len(watched), step)}. They were compiled before HookLogger "
+            f"was made: {_WAYS_OUT}"
         )
-        cause = f"If they were compiled before HookLogger was made, {_WAYS_OUT}"
-        return f"{message}. {cause}" if compiled else message
-    message = f"no watched module was seen running at step {step}, so activations are missing"
-    if compiled:
-        return f"{message}. The model was probably compiled before HookLogger was made: {_WAYS_OUT}"
+    with_parameters = [n for n, h in silent.items() if _has_parameters(h)]
+    if with_parameters:
+        return logging.INFO, _did_not_run(with_parameters, len(watched), step)
+    return None
+
+
+def _join(outer: str, inner: str) -> str:
+    return f"{outer}.{inner}" if outer else inner
+
+
+def _why_none(model: nn.Module, silent: Mapping[str, ForwardHook], uncalled: Sequence[str]) -> str:
+    if any(base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__):
+        return (
+            "Keras keeps the layers of such a model where PyTorch does not look for them: make "
+            "layers = torch.nn.ModuleList(model.layers) and give HookLogger that for the model"
+        )
+    if not silent:
+        return "No module of this model computes anything by itself"
+    if any(hook.ran_eagerly for hook in silent.values()):
+        return "The model was not in training mode, or ran without gradients or on another thread"
+    if uncalled and graphs_compiled() > 0:
+        return (
+            "Parameters got gradients, but Python called no module. If a function or a model was "
+            f"compiled before HookLogger was made, {_WAYS_OUT}"
+        )
+    if uncalled:
+        return "Parameters got gradients, but no module was called, only forward() or a function"
+    return "No module was called, and no parameter got a gradient: was another model trained?"
+
+
+def _did_not_run(names: Sequence[str], watched: int, step: int) -> str:
     return (
-        f"{message}. The model was probably not in training mode, or ran without gradients or on "
-        "another thread"
+        f"{len(names)} of {watched} watched modules did not run at step {step}, nothing is "
+        f"logged for their outputs: {_listed(names)}"
     )
+
+
+def _is_inside(name: str, part: str) -> bool:
+    return not part or f"{name}.".startswith(f"{part}.")
+
+
+def _has_parameters(hook: ForwardHook) -> bool:
+    module = hook.module()
+    return module is not None and next(module.parameters(), None) is not None
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from telemetry.records import Output
 
-Kind = Literal["outputs", "output_grads", "grads", "weights"]
+Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights"]
 Name: TypeAlias = str | Output
-"""A parameter's name, or which output."""
+"""A parameter's or module's name, or which output."""
 
 
 class Observation(NamedTuple):

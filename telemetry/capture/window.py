@@ -42,7 +42,9 @@ class Window:
         phase: Name of a part of the run that is not training; empty for a step.
         thread: Whose forward passes are observed; None until one runs a watched module.
         order: Watched modules in the order of their first call.
-        ran_forward: Those that ran outside of a backward pass.
+        ran_forward: Hooks that were called outside of a backward pass.
+        awaits_input: Whether what the next watched module is given comes from outside.
+        given: Identities of the tensors that the model was given in the pass in progress.
         tally: Observations in their order, of backward passes those of training.
         passes: How many such passes have ended.
         optimizers: What each optimizer was given at its first step in this window.
@@ -55,7 +57,9 @@ class Window:
     phase: str = ""
     thread: int | None = None
     order: dict[str, None] = field(default_factory=dict)
-    ran_forward: set[str] = field(default_factory=set)
+    ran_forward: set[object] = field(default_factory=set)
+    awaits_input: bool = True
+    given: set[int] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
     passes: int = 0
     optimizers: dict[int, OptimizerReading] = field(default_factory=dict)

@@ -61,8 +61,13 @@ def clip_gradients(
         ValueError: A glob matches nothing, all selected parameters are frozen, the bound is not
             positive, or not exactly one of ``max_norm`` and ``max_value`` is given.
     """
+    if isinstance(select, int | float):
+        raise TypeError(
+            f"clip_gradients(select={select!r}): selects parameters; a bound is given as "
+            f"max_norm={select!r} or max_value={select!r}"
+        )
     if (max_norm is None) == (max_value is None):
-        raise ValueError("clip_gradients(): takes either max_norm or max_value")
+        raise ValueError("clip_gradients(): takes either max_norm=... or max_value=...")
     bound: Callable[[Tensor, float | Tensor], Tensor]
     if max_norm is not None:
         name, limit, bound = "max_norm", max_norm, _bound_norm

@@ -119,14 +119,70 @@ def test_a_deep_stack_of_sigmoids_vanishes(digits: tuple[Tensor, Tensor], tmp_pa
     assert alerts[0].module_name in {"0", "2", "4"}
 
 
-def test_a_bad_batch_is_named_where_it_enters(
-    digits: tuple[Tensor, Tensor], tmp_path: Path
+@pytest.mark.parametrize(
+    ("step", "seen"),
+    [
+        (30, "first seen in the batch itself: 64 of 2,048 values.\n"),
+        (33, "in the batch, the forward pass or the loss of a step that was not measured in full"),
+    ],
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_bad_batch_is_blamed_on_no_layer(
+    digits: tuple[Tensor, Tensor], tmp_path: Path, step: int, seen: str, value: float
 ) -> None:
-    def break_one(step: int, inputs: Tensor) -> Tensor:
-        return inputs * torch.nan if step == 33 else inputs
+    def break_one(at: int, inputs: Tensor) -> Tensor:
+        if at == step:
+            inputs[7] = value
+        return inputs
 
     first = train(mlp(), digits, tmp_path, disturb=break_one)[0]
-    assert (first.kind, first.step, first.severity) == ("nonfinite", 33, "error")
+    assert (first.kind, first.step, first.severity) == ("nonfinite", step, "error")
+    assert first.module_name is None
+    assert seen in first.message
+
+
+class Prepared(nn.Module):
+    """A function that is no module changes the batch before the first layer sees it."""
+
+    def __init__(self, prepare: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.prepare = prepare
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(self.prepare(x))
+        return y
+
+
+def test_what_the_first_layer_is_given_is_told_from_the_batch(
+    digits: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    def blank_one(step: int, inputs: Tensor) -> Tensor:
+        if step == 30:
+            inputs[7] = 0
+        return inputs
+
+    model = Prepared(lambda x: x / x.norm(dim=1, keepdim=True))
+    first = train(model, digits, tmp_path, disturb=blank_one)[0]
+    assert (first.kind, first.step, first.module_name) == ("nonfinite", 30, None)
+    assert "what layers.0 was given, and no watched module ran before it: 64 of" in first.message
+
+
+def test_missing_values_that_the_model_fills_in_are_not_blamed(
+    digits: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    model = Prepared(lambda x: x.nan_to_num(0.0))
+
+    factor = torch.ones(())
+    model.layers[4].register_forward_hook(lambda module, args, output: output * factor)
+
+    def break_a_layer(step: int, inputs: Tensor) -> Tensor:
+        inputs[3] = torch.nan
+        factor.fill_(torch.inf if step == 30 else 1.0)
+        return inputs
+
+    first = train(model, digits, tmp_path, disturb=break_a_layer)[0]
+    assert (first.kind, first.step, first.module_name) == ("nonfinite", 30, "layers.4")
 
 
 def test_a_layer_that_gives_only_zeros_is_dead(

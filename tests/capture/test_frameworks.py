@@ -182,3 +182,38 @@ def test_accelerate_with_a_prepared_optimizer_that_is_named(tmp_path: Path) -> N
                 optimizer.step()
                 optimizer.zero_grad()
     assert_whole(recorder.records, steps=3, calls=2)
+
+
+# --- Keras ----------------------------------------------------------------------------------------
+
+
+def test_keras_layers_are_watched_in_a_module_list(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keras keeps the layers of a Sequential where PyTorch does not look for them."""
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras")
+    model = keras.Sequential(
+        [keras.layers.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)]
+    )
+    layers, recorder = nn.ModuleList(model.layers), Recorder()
+
+    def train(logger: HookLogger) -> None:
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.rand(8, 4), training=True).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+            logger.step()
+
+    with HookLogger(model, tmp_path / "model") as logger:
+        train(logger)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "Keras keeps the layers of such a model where PyTorch does not look" in message
+    assert "layers = torch.nn.ModuleList(model.layers)" in message
+    with HookLogger(layers, tmp_path / "layers", alerts=[recorder], every_n_steps=1) as logger:
+        train(logger)
+    assert [list(record.activations) for record in recorder.records] == [["0", "1"]] * 3
+    assert all(set(record.activation_grads) == {"0", "1"} for record in recorder.records)
+    assert len(caplog.records) == 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hand import assert_logged, by_hand, check, not_training
+from hand import assert_logged, assert_tensor, by_hand, check, not_training
 from torch import Tensor, nn
 from twins import assert_left_alone, run
 
@@ -87,6 +87,55 @@ class Views(nn.Module):
 
 def test_views_and_writes_through_them_are_left_alone(tmp_path: Path) -> None:
     check(Views, plain, tmp_path)
+
+
+# --- what the model is given ----------------------------------------------------------------------
+
+
+class TakesMany(nn.Module):
+    """Two inputs, one of them in a dict, and labels, which are no floating-point numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, features: dict[str, Tensor], *, extra: Tensor, labels: Tensor) -> Tensor:
+        logits = self.layer(features["x"] + extra)
+        return nn.functional.cross_entropy(logits, labels)
+
+
+def test_inputs_are_those_of_all_micro_batches(tmp_path: Path) -> None:
+    batches = torch.randn(2, 2, 6, 4)
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, extra in batches:
+            loss = model({"x": x}, extra=extra, labels=torch.arange(6) % 4)
+            loss.backward()
+        optimizer.step()
+        yield loss
+
+    [record] = assert_left_alone(TakesMany, loop, tmp_path).records
+    given, summed = record.inputs[""], record.inputs["layer"]
+    assert_tensor(given, list(batches.flatten(0, 1).double().numpy()))
+    assert_tensor(summed, list(batches.sum(1).double().numpy()))
+
+
+def test_an_input_that_is_handed_on_is_measured_once(tmp_path: Path) -> None:
+    [record, _] = assert_left_alone(lambda: nn.Sequential(nn.Linear(4, 2)), plain, tmp_path).records
+    assert list(record.inputs) == [""]
+    assert record.inputs[""].sketch.count == 24
+
+
+def test_inputs_of_a_model_that_is_not_called_itself_are_those_of_its_first_layer(
+    tmp_path: Path,
+) -> None:
+    loop = sgd_loop(lambda model, x: model[1](model[0](x)).square().mean())
+    [record, _] = assert_left_alone(
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), loop, tmp_path
+    ).records
+    assert list(record.inputs) == ["0"]
+    assert record.inputs["0"].sketch.count == 24
 
 
 # --- what a module returns ------------------------------------------------------------------------
@@ -327,10 +376,40 @@ class PartlySilent(nn.Module):
 def test_modules_that_did_not_run_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert_left_alone(PartlySilent, plain, tmp_path)
-    [message] = [r.getMessage() for r in caplog.records if "did not run" in r.getMessage()]
-    assert "2 of 3 watched modules did not run at step 0" in message
-    assert "attention.out_proj, unused" in message
+    caplog.set_level(logging.INFO, "telemetry")
+    outcome = assert_left_alone(PartlySilent, plain, tmp_path)
+    [record] = [r for r in caplog.records if "did not run" in r.getMessage()]
+    assert record.levelno == logging.INFO
+    assert "1 of 3 watched modules did not run at step 0" in record.getMessage()
+    assert record.getMessage().endswith("unused")
+    assert {"used", "attention"} < set(outcome.full[0].activations)
+
+
+class Bypassed(nn.Module):
+    """As in models that people use: without parameters, or of use for its parameters only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 4)
+        self.lends = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.1)
+        self.branch = nn.Sequential()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.used(x), self.lends.weight)
+
+
+def test_modules_without_parameters_may_be_silent_and_nobody_guesses_at_the_compiler(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # something else
+    caplog.set_level(logging.INFO, "telemetry")
+    assert_left_alone(Bypassed, plain, tmp_path)
+    [record] = [r for r in caplog.records if "did not run" in r.getMessage()]
+    assert record.levelno == logging.INFO
+    assert record.getMessage().endswith(
+        "1 of 4 watched modules did not run at step 0, nothing is logged for their outputs: lends"
+    )
 
 
 # --- interrupted and parallel passes --------------------------------------------------------------
@@ -465,10 +544,9 @@ def test_names_that_look_like_wrappers_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_model_that_never_trains_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Models from a hub come in evaluation mode."""
-    monkeypatch.setattr("telemetry.capture.silence.graphs_compiled", lambda: 0)  # by other tests
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         model.eval()

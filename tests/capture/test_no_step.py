@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -112,3 +113,88 @@ def test_what_comes_after_the_message_is_logged_again(
 
     outcome = assert_left_alone(mlp, loop, tmp_path)
     assert [record.activations["0"].calls for record in outcome.full] == [PASSES_WITHOUT_STEP, 1]
+
+
+# --- runs that end before their first step --------------------------------------------------------
+
+
+def nothing(model: nn.Module, passes: int) -> None:
+    pass
+
+
+def training_another(model: nn.Module, passes: int) -> None:
+    twin = mlp()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(passes):
+        one_pass(twin)
+        optimizer.step()
+
+
+def evaluating(model: nn.Module, passes: int) -> None:
+    with torch.no_grad():
+        model(torch.randn(3, 2))
+
+
+def going_forward(model: nn.Module, passes: int) -> None:
+    model(torch.randn(3, 2))
+
+
+def failing(model: nn.Module, passes: int) -> None:
+    one_pass(model)
+    raise ValueError("planted")
+
+
+ENDS: list[tuple[Callable[[nn.Module, int], None], str]] = [
+    (accumulate, "12 backward passes, no optimizer step; call logger.step()"),
+    (stepping_a_copy, "12 backward passes, 12 steps of optimizers with other parameters; those"),
+    (training_another, "the model never ran, 12 steps of optimizers with other parameters"),
+    (evaluating, "the model ran in evaluation mode, without gradients or on another thread only"),
+    (going_forward, "the model ran, but no backward pass has reached its parameters"),
+    (nothing, "the model never ran, no optimizer step"),
+]
+
+
+@pytest.mark.parametrize(("train", "seen"), ENDS)
+def test_a_run_without_steps_says_at_its_end_what_was_seen(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    train: Callable[[nn.Module, int], None],
+    seen: str,
+) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path) as logger:
+        train(model, 12)
+    logger.close()
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"telemetry: 0 steps recorded, {seen}")
+    assert "\n" not in record.getMessage()
+
+
+def test_a_run_that_ends_between_full_measurements_says_what_is_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path, first_step=3):
+        accumulate(model, 12)
+    [record] = caplog.records
+    assert "0 steps recorded, no backward pass followed, no optimizer step" in record.getMessage()
+
+
+def test_a_model_that_nobody_keeps_is_said_to_be_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    HookLogger(mlp(), tmp_path)
+    gc.collect()
+    [record] = caplog.records
+    assert "0 steps recorded, the model is gone, for HookLogger" in record.getMessage()
+
+
+def test_a_phase_or_an_exception_is_reason_enough_for_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path) as logger, logger.phase("validation"):
+        evaluating(model, 1)
+    with pytest.raises(ValueError, match="planted"), HookLogger(model, tmp_path):
+        failing(model, 1)
+    assert "0 steps recorded" not in caplog.text

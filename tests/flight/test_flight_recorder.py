@@ -129,7 +129,7 @@ def test_a_bad_batch_in_a_real_training_is_written_down(tmp_path: Path) -> None:
     assert path.name == "flight-23.json"
     flight = read_flight(path)
     assert (flight["step"], flight["batch"], flight["complete"]) == (23, 23, True)
-    assert flight["first_bad_module"] in ("0", "4")  # step 23 is not measured in full
+    assert flight["first_bad_module"] is None, "step 23 is not measured in full: nobody knows"
     assert [a["kind"] for a in flight["alerts"]] == ["nonfinite"]
     assert flight["modules"]["name"] == ["0", "1", "2", "3", "4"]
     assert flight["modules"]["type"][:2] == ["Conv2d", "ReLU"]
