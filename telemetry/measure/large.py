@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from telemetry.measure.moments import FloatArray, Moments, tensor_record, unit_extremes
+from telemetry.measure.moments import FloatArray, RunningMoments, tensor_record, unit_extremes
 from telemetry.measure.sampling import Sample
 from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
 from telemetry.records import TensorRecord
@@ -41,7 +41,7 @@ class Scratch:
 
 
 class LargeTensor:
-    """Moments and unit extremes of a tensor, and a sample that becomes its histogram later.
+    """RunningMoments and unit extremes of a tensor, and a sample that becomes its histogram later.
 
     Args:
         values: The tensor, not empty. It is read now and not kept.
@@ -52,7 +52,7 @@ class LargeTensor:
     def __init__(self, values: Values, scratch: Scratch, sample_memory: FloatArray) -> None:
         values = values.collapsed()
         tensor, dtype, axis = values.tensor, values.working_dtype, values.unit_axis
-        self._moments = Moments()
+        self._moments = RunningMoments()
         self._sample = Sample(tensor.numel(), sample_memory)
         self._unit_axis = axis
         self._units: tuple[FloatArray, FloatArray] | None = None

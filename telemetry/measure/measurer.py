@@ -158,17 +158,4 @@ def _empty() -> TensorRecord:
 
 def _with_zeros(pending: Pending, zeros: int) -> TensorRecord:
     """The record of a sparse tensor from that of its stored values."""
-    implied = Sketch(
-        count=zeros,
-        nan_count=0,
-        positive_inf_count=0,
-        negative_inf_count=0,
-        zero_count=zeros,
-        min=0.0,
-        max=0.0,
-        sum=0.0,
-        sum_squares=0.0,
-        buckets=np.zeros(1, np.int16),
-        counts=np.full(1, float(zeros)),
-    )
-    return TensorRecord(sketch=pending().sketch.merge(implied))
+    return TensorRecord(sketch=pending().sketch.merge(Sketch.of_zeros(zeros)))

@@ -35,7 +35,7 @@ _LONG_INNER = 512
 
 
 @dataclass(kw_only=True)
-class Moments:
+class RunningMoments:
     """Running counts, sums and extremes; the attributes are those of :class:`Sketch`."""
 
     count: int = 0
@@ -47,6 +47,8 @@ class Moments:
     max: float = -inf
     sum: float = 0.0
     sum_squares: float = 0.0
+    sum_cubes: float = 0.0
+    sum_fourth_powers: float = 0.0
 
     @property
     def finite_count(self) -> int:
@@ -78,9 +80,17 @@ class Moments:
             rest = values[whole:]
             self.sum += float(np.vecdot(rest, ones[: rest.size]))
             self.sum_squares += float(np.vecdot(rest, rest))
+        self._add_higher_powers(values)
         if low <= 0 <= high:
             is_set = np.not_equal(values, 0, out=flags[: values.size])
             self.zero_count += values.size - int(np.count_nonzero(is_set))
+
+    def _add_higher_powers(self, values: FloatArray) -> None:
+        """In float64: fourth powers of gradients vanish in float32."""
+        wide = values.astype(np.float64)
+        squares = np.square(wide)
+        self.sum_cubes += float(np.multiply(wide, squares, out=wide).sum())
+        self.sum_fourth_powers += float(np.square(squares, out=squares).sum())
 
     def _add_unsafe(self, values: FloatArray) -> None:
         """The same for values that may be infinite, NaN, huge or tiny: slower, in float64."""
@@ -97,23 +107,14 @@ class Moments:
             with np.errstate(over="ignore", invalid="ignore"):
                 self.sum += float(finite.sum())
                 self.sum_squares += float(np.square(finite).sum())
+                self._add_higher_powers(finite)
 
     def sketch(self, buckets: NDArray[np.int16], counts: NDArray[np.float64]) -> Sketch:
         """These moments with a histogram."""
-        has_finite = self.finite_count > 0
-        return Sketch(
-            count=self.count,
-            nan_count=self.nan_count,
-            positive_inf_count=self.positive_inf_count,
-            negative_inf_count=self.negative_inf_count,
-            zero_count=self.zero_count,
-            min=self.min if has_finite else nan,
-            max=self.max if has_finite else nan,
-            sum=self.sum,
-            sum_squares=self.sum_squares,
-            buckets=buckets,
-            counts=counts,
-        )
+        known = vars(self)
+        if not self.finite_count:
+            known = known | {"min": nan, "max": nan}
+        return Sketch(**known, buckets=buckets, counts=counts)
 
 
 def tensor_record(sketch: Sketch, units: tuple[FloatArray, FloatArray] | None) -> TensorRecord:

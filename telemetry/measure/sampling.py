@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from telemetry.measure.moments import FloatArray, Moments
+from telemetry.measure.moments import FloatArray, RunningMoments
 from telemetry.measure.tensors import SERIAL_ELEMENTS, in_memory_order
 from telemetry.sketch import LAST_BUCKET, bucket_indices
 
@@ -101,7 +101,7 @@ class Sample:
             self._taken += flat.size
         self._seen += flat.size
 
-    def histogram(self, moments: Moments) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+    def histogram(self, moments: RunningMoments) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
         """Buckets and counts of the tensor that has these moments.
 
         The sample says how the values that are not zero are distributed; zeros are counted exactly,
@@ -160,7 +160,10 @@ def histogram_of_codes(
 
 
 def _scaled(
-    buckets: NDArray[np.int16], counts: NDArray[np.float64], zeros_taken: int, moments: Moments
+    buckets: NDArray[np.int16],
+    counts: NDArray[np.float64],
+    zeros_taken: int,
+    moments: RunningMoments,
 ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
     """Scale a sample's histogram up to all finite values of the tensor."""
     dense = np.zeros(2 * LAST_BUCKET + 1)

@@ -79,7 +79,10 @@ def _sketches(values: FloatArray, starts: list[int], places: list[slice]) -> lis
     zeros = np.add.reduceat((values == 0).view(np.int8), starts, dtype=np.int16).tolist()
     wide = values.astype(np.float64)
     sums = np.add.reduceat(wide, starts).tolist()
-    sums_squares = np.add.reduceat(np.square(wide, out=wide), starts).tolist()
+    squares = np.square(wide)
+    sums_squares = np.add.reduceat(squares, starts).tolist()
+    sums_cubes = np.add.reduceat(np.multiply(wide, squares, out=wide), starts).tolist()
+    sums_fourths = np.add.reduceat(np.square(squares, out=squares), starts).tolist()
     codes = codes_of(values)
 
     def sketch(i: int, place: slice) -> Sketch:
@@ -88,14 +91,13 @@ def _sketches(values: FloatArray, starts: list[int], places: list[slice]) -> lis
         buckets, counts = histogram_of_codes(np.bincount(codes[place], minlength=CODES), 0, 0)
         return Sketch(
             count=place.stop - place.start,
-            nan_count=0,
-            positive_inf_count=0,
-            negative_inf_count=0,
             zero_count=zeros[i],
             min=lows[i],
             max=highs[i],
             sum=sums[i],
             sum_squares=sums_squares[i],
+            sum_cubes=sums_cubes[i],
+            sum_fourth_powers=sums_fourths[i],
             buckets=buckets,
             counts=counts,
         )
