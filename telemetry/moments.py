@@ -120,7 +120,9 @@ class Moments:
     def total(parts: Sequence[Moments]) -> Moments:
         """The same of all values together, in whatever order the parts come."""
         counts: dict[str, Any] = {name: sum(getattr(p, name) for p in parts) for name in COUNTS}
-        sums = {name: _sum([getattr(part, name) for part in parts]) for name in POWER_SUMS}
+        sums: dict[str, Any] = {
+            name: _sum([getattr(part, name) for part in parts]) for name in POWER_SUMS
+        }
         low = float(np.fmin.reduce([part.min for part in parts], initial=nan))
         high = float(np.fmax.reduce([part.max for part in parts], initial=nan))
         return Moments(**counts, **sums, min=low, max=high)
