@@ -191,8 +191,11 @@ def sketch_array(x: NDArray[Any]) -> Sketch:
     with np.errstate(over="ignore", invalid="ignore"):  # of sums, and of signaling NaN
         values = x.astype(np.float64).reshape(-1)
         finite = values[np.isfinite(values)]
-        sums = {name: float((finite**n).sum()) for n, name in enumerate(POWER_SUMS, 1)}
-    buckets, counts = np.unique(bucket_indices(finite), return_counts=True)
+        squares = finite * finite
+        powers = (finite, squares, squares * finite, squares * squares)
+        sums = {name: float(power.sum()) for name, power in zip(POWER_SUMS, powers, strict=True)}
+    by_bucket = np.bincount(bucket_indices(finite).astype(np.intp) + LAST_BUCKET)
+    filled = np.flatnonzero(by_bucket)
     moments = Moments(
         count=values.size,
         nan_count=int(np.isnan(values).sum()),
@@ -203,7 +206,8 @@ def sketch_array(x: NDArray[Any]) -> Sketch:
         max=float(finite.max()) if finite.size else nan,
         **sums,
     )
-    return Sketch.of(moments, buckets, counts.astype(np.float64))
+    buckets = (filled - LAST_BUCKET).astype(np.int16)
+    return Sketch.of(moments, buckets, by_bucket[filled].astype(np.float64))
 
 
 def _limits(buckets: NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

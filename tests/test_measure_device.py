@@ -42,7 +42,7 @@ def on_host(tensor: Tensor, unit_axis: int | None = None) -> TensorRecord:
 
 def assert_same(actual: TensorRecord, expected: TensorRecord) -> None:
     a, b = actual.sketch, expected.sketch
-    assert_moments_close(a, b, rtol=1e-6)
+    assert_moments_close(a, b, rtol=1e-12)
     np.testing.assert_array_equal(a.buckets, b.buckets)
     np.testing.assert_array_equal(a.counts, b.counts)
     np.testing.assert_array_equal(actual.unit_min, expected.unit_min)

@@ -15,12 +15,10 @@ from math import inf, nan
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from telemetry.host_copy import HostCopy, current_stream, send
-from telemetry.measure.moments import tensor_record
 from telemetry.measure.sampling import CODES, histogram_of_codes
 from telemetry.measure.tensors import Values, pieces, unit_shape, working
 from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
@@ -104,9 +102,11 @@ class DeviceTensors:
         buckets, counts = histogram_of_codes(
             row[CODES_AT:_UNITS_AT].numpy(), moments.positive_inf_count, moments.negative_inf_count
         )
-        low, high = np.split(row[_UNITS_AT:].numpy(), 2)
         sketch = Sketch.of(moments, buckets, counts)
-        return tensor_record(sketch, (low, high) if low.size else None)
+        if len(row) == _UNITS_AT:
+            return TensorRecord(sketch=sketch)
+        low, high = row[_UNITS_AT:].to(torch.float32).chunk(2)
+        return TensorRecord(sketch=sketch, unit_min=low.numpy(), unit_max=high.numpy())
 
 
 def moments_of(row: Tensor, count: int) -> Moments:
