@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         scale_gradients,
         zero_gradients,
     )
+    from telemetry.kernel import native as native
     from telemetry.logger import HookLogger
     from telemetry.records import Alert, TelemetryAlert
 
@@ -39,6 +40,7 @@ _HOMES = {
     "SummaryWriter": "telemetry.events.summary_writer",
     "TelemetryAlert": "telemetry.records",
     "clip_gradients": "telemetry.interventions",
+    "native": "telemetry.kernel",
     "prune_activations": "telemetry.interventions",
     "scale_gradients": "telemetry.interventions",
     "zero_gradients": "telemetry.interventions",

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from math import fsum, inf, log2, nan, sqrt
+from math import inf, log2, nan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from telemetry.moments import POWER_SUMS, Moments
 
 BUCKETS_PER_OCTAVE = 8
 LAST_BUCKET = 2039
@@ -56,19 +58,10 @@ def bucket_indices(finite: NDArray[Any]) -> NDArray[np.int16]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sketch:
+class Sketch(Moments):
     """What is kept of a tensor's values; sketches of several tensors can be merged.
 
     Attributes:
-        count: All elements, those that are not finite included.
-        nan_count: Elements that are NaN.
-        positive_inf_count: Elements that are ``+inf``.
-        negative_inf_count: Elements that are ``-inf``.
-        zero_count: Elements equal to zero, of either sign; exact.
-        min: Smallest finite value, NaN if there is none.
-        max: Largest finite value, NaN if there is none.
-        sum: Sum of the finite values.
-        sum_squares: Sum of the squares of the finite values.
         buckets: The buckets that hold anything, ascending, int16, shape ``[k]``. Bucket ``b > 0``
             holds ``E[b] <= x < E[b + 1]`` with ``E = edges()``, ``b < 0`` its mirror image, and 0
             what lies within ``±E[1]``. The outermost hold whatever finite lies beyond them.
@@ -76,72 +69,24 @@ class Sketch:
             ``finite_count``. Fractional where only a sample was counted and scaled up.
     """
 
-    count: int
-    nan_count: int
-    positive_inf_count: int
-    negative_inf_count: int
-    zero_count: int
-    min: float
-    max: float
-    sum: float
-    sum_squares: float
     buckets: NDArray[np.int16]
     counts: NDArray[np.float64]
 
     @staticmethod
+    def of(moments: Moments, buckets: NDArray[np.int16], counts: NDArray[np.float64]) -> Sketch:
+        """Moments with a histogram."""
+        return Sketch(**vars(moments), buckets=buckets, counts=counts)
+
+    @staticmethod
     def empty() -> Sketch:
         """The sketch of no elements; merging with it changes nothing."""
-        return Sketch(
-            count=0,
-            nan_count=0,
-            positive_inf_count=0,
-            negative_inf_count=0,
-            zero_count=0,
-            min=nan,
-            max=nan,
-            sum=0.0,
-            sum_squares=0.0,
-            buckets=np.empty(0, np.int16),
-            counts=np.empty(0, np.float64),
-        )
+        return Sketch(buckets=np.empty(0, np.int16), counts=np.empty(0, np.float64))
 
-    @property
-    def nonfinite_count(self) -> int:
-        return self.nan_count + self.positive_inf_count + self.negative_inf_count
-
-    @property
-    def finite_count(self) -> int:
-        return self.count - self.nonfinite_count
-
-    @property
-    def mean(self) -> float:
-        """Mean of the finite values; NaN if there is none."""
-        return self.sum / self.finite_count if self.finite_count else nan
-
-    @property
-    def rms(self) -> float:
-        """Root mean square of the finite values; NaN if there is none."""
-        return sqrt(self.sum_squares / self.finite_count) if self.finite_count else nan
-
-    @property
-    def std(self) -> float:
-        """Population standard deviation of the finite values; NaN if there is none.
-
-        It comes from the two sums, so where it is far below the mean, their error dominates.
-        """
-        if not self.finite_count:
-            return nan
-        return sqrt(max(self.sum_squares / self.finite_count - self.mean * self.mean, 0.0))
-
-    @property
-    def norm(self) -> float:
-        """Euclidean norm of the finite values."""
-        return sqrt(self.sum_squares)
-
-    @property
-    def zero_fraction(self) -> float:
-        """Share of zeros among all elements; NaN if there are no elements."""
-        return self.zero_count / self.count if self.count else nan
+    @staticmethod
+    def of_zeros(count: int) -> Sketch:
+        """The sketch of so many zeros, at least one."""
+        moments = Moments(count=count, zero_count=count, min=0.0, max=0.0)
+        return Sketch.of(moments, np.zeros(1, np.int16), np.full(1, float(count)))
 
     def quantile(self, q: float) -> float:
         """The finite value that a share ``q`` of the finite values does not exceed.
@@ -182,11 +127,7 @@ class Sketch:
         moved = np.where(self.buckets == 0, 0, np.clip(moved, 1, LAST_BUCKET))
         buckets, place = np.unique(np.sign(self.buckets) * moved, return_inverse=True)
         return replace(
-            self,
-            min=self.min * factor,
-            max=self.max * factor,
-            sum=self.sum * factor,
-            sum_squares=self.sum_squares * factor * factor,
+            super().scaled(factor),
             buckets=buckets.astype(np.int16),
             counts=np.bincount(place, weights=self.counts).astype(np.float64, copy=False),
         )
@@ -206,18 +147,9 @@ class Sketch:
             weights=np.concatenate([part.counts for part in parts]),
         )
         filled = np.flatnonzero(dense)
-        return Sketch(
-            count=sum(part.count for part in parts),
-            nan_count=sum(part.nan_count for part in parts),
-            positive_inf_count=sum(part.positive_inf_count for part in parts),
-            negative_inf_count=sum(part.negative_inf_count for part in parts),
-            zero_count=sum(part.zero_count for part in parts),
-            min=float(np.fmin.reduce([part.min for part in parts])),
-            max=float(np.fmax.reduce([part.max for part in parts])),
-            sum=_sum([part.sum for part in parts]),
-            sum_squares=_sum([part.sum_squares for part in parts]),
-            buckets=(filled - LAST_BUCKET).astype(np.int16),
-            counts=dense[filled].astype(np.float64, copy=False),
+        buckets = (filled - LAST_BUCKET).astype(np.int16)
+        return Sketch.of(
+            Moments.total(parts), buckets, dense[filled].astype(np.float64, copy=False)
         )
 
     def histogram(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
@@ -259,9 +191,12 @@ def sketch_array(x: NDArray[Any]) -> Sketch:
     with np.errstate(over="ignore", invalid="ignore"):  # of sums, and of signaling NaN
         values = x.astype(np.float64).reshape(-1)
         finite = values[np.isfinite(values)]
-        total, total_squares = float(finite.sum()), float(np.square(finite).sum())
-    buckets, counts = np.unique(bucket_indices(finite), return_counts=True)
-    return Sketch(
+        squares = finite * finite
+        powers = (finite, squares, squares * finite, squares * squares)
+        sums = {name: float(power.sum()) for name, power in zip(POWER_SUMS, powers, strict=True)}
+    by_bucket = np.bincount(bucket_indices(finite).astype(np.intp) + LAST_BUCKET)
+    filled = np.flatnonzero(by_bucket)
+    moments = Moments(
         count=values.size,
         nan_count=int(np.isnan(values).sum()),
         positive_inf_count=int(np.isposinf(values).sum()),
@@ -269,11 +204,10 @@ def sketch_array(x: NDArray[Any]) -> Sketch:
         zero_count=int((finite == 0).sum()),
         min=float(finite.min()) if finite.size else nan,
         max=float(finite.max()) if finite.size else nan,
-        sum=total,
-        sum_squares=total_squares,
-        buckets=buckets,
-        counts=counts.astype(np.float64),
+        **sums,
     )
+    buckets = (filled - LAST_BUCKET).astype(np.int16)
+    return Sketch.of(moments, buckets, by_bucket[filled].astype(np.float64))
 
 
 def _limits(buckets: NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -291,11 +225,3 @@ def _wide_edges() -> NDArray[np.float64]:
     wide = edges().astype(np.float64)
     wide[-1] = inf
     return wide
-
-
-def _sum(parts: list[float]) -> float:
-    """The correctly rounded sum, so that the order of merging does not matter."""
-    try:
-        return fsum(parts)
-    except (OverflowError, ValueError):  # beyond float64, or infinities of both signs
-        return sum(parts)

@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"sketch", "links", "budget", "plain_text"},
+    {"_native", "moments", "links", "budget", "plain_text"},
+    {"kernel", "sketch"},
     {"records", "schedule", "faults", "magnitudes", "host_copy", "torch_private"},
     {"selection", "measure", "images", "events"},
     {"capture", "alerts", "plugin_data", "flight", "distributed"},
@@ -31,6 +32,9 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 
 # What reads and draws records starts within a moment; importing torch takes seconds.
 TORCH_FREE = {
+    "_native",
+    "kernel",
+    "moments",
     "sketch",
     "plain_text",
     "records",
@@ -78,7 +82,7 @@ def part(name: str) -> str:
 def read_modules(package: Path) -> dict[str, Module]:
     """Every module below ``package``, by dotted name."""
     paths = {}
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")]):
         parts = path.relative_to(package.parent).with_suffix("").parts
         paths[".".join(parts[:-1] if path.stem == "__init__" else parts)] = path
     return {

@@ -55,3 +55,25 @@ def test_what_fails_inside_an_import_is_said(tmp_path: Path) -> None:
 def test_unknown_names_raise_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'HokLogger'"):
         _ = telemetry.HokLogger
+
+
+def test_what_measures_tensors_is_known_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys, telemetry; print('torch' in sys.modules, telemetry.native)"
+    monkeypatch.setenv("TELEMETRY_NATIVE", "0")
+    assert run_python(code) == "False NumPy, because TELEMETRY_NATIVE is 0"
+    monkeypatch.delenv("TELEMETRY_NATIVE")
+    assert run_python(code).startswith(("False C extension", "False NumPy, because there is no C"))
+
+
+def test_a_missing_extension_is_logged_once_with_what_it_costs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TELEMETRY_NATIVE", raising=False)
+    code = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+sys.modules["telemetry._native"] = None
+import telemetry, telemetry.measure
+assert telemetry.native.startswith("NumPy, because there is no C extension")
+"""
+    assert run_python(code).count("times as long") == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
+from telemetry.moments import POWER_SUMS
 from telemetry.sketch import LAST_BUCKET, Sketch, bucket_indices, edges, sketch_array
 
 EDGES = edges().astype(np.float64)
@@ -38,7 +39,7 @@ def rounded_to_bfloat16_bits(x: NDArray[np.float32]) -> NDArray[np.uint32]:
 def assert_same(actual: Sketch, expected: Sketch) -> None:
     for field in fields(Sketch):
         got, wanted = getattr(actual, field.name), getattr(expected, field.name)
-        if field.name in ("sum", "sum_squares"):
+        if field.name in POWER_SUMS:
             np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-300, err_msg=field.name)
         else:
             np.testing.assert_array_equal(got, wanted, err_msg=field.name)
@@ -131,6 +132,29 @@ def test_without_finite_values_statistics_are_nan(x: NDArray[np.float64]) -> Non
         assert math.isnan(value)
     assert math.isnan(sketch.quantile(0.5))
     assert [part.size for part in sketch.histogram()] == [0, 0, 0]
+
+
+@given(moderate_arrays, st.integers(-60, 60))
+def test_kurtosis_is_the_fourth_standardized_moment(x: NDArray[np.float64], exponent: int) -> None:
+    x[np.abs(x) < 1e-30] = 0
+    sketch = sketch_array(x * 2.0**exponent)
+    deviations = x - x.mean()
+    if np.sqrt(np.mean(deviations**2)) > 0.01 * abs(x.mean()) > 0:
+        expected = np.mean(deviations**4) / np.mean(deviations**2) ** 2
+        np.testing.assert_allclose(sketch.kurtosis, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("x", [[], [2.0, 2.0], [1e4, 1e4 + 1], [np.nan]], ids=str)
+def test_kurtosis_that_rounding_would_make_up_is_nan(x: list[float]) -> None:
+    assert math.isnan(sketch_array(np.array(x)).kurtosis)
+
+
+def test_sums_of_higher_powers_may_be_unknown() -> None:
+    known = sketch_array(np.array([1.0, 2.0, 4.0]))
+    unknown = replace(known, sum_cubes=math.nan, sum_fourth_powers=math.nan)
+    both = known.merge(unknown)
+    assert (both.mean, both.std) == (known.mean, known.std)
+    assert math.isnan(both.kurtosis)
 
 
 def test_zero_fraction_is_of_all_elements() -> None:

@@ -66,7 +66,8 @@ class OnGpu(Tensor):
 def measure(kernel: object, monkeypatch: pytest.MonkeyPatch, tensor: Tensor) -> float:
     """Sum of squares of a tensor's values, by a kernel or without."""
     monkeypatch.setattr(device, "_kernels", [kernel])
-    monkeypatch.setattr(device, "_statistics", lambda tensor: torch.full((8 + 4096,), 2.0).double())
+    twos = torch.full((device.CODES_AT + 4096,), 2.0).double()
+    monkeypatch.setattr(device, "_statistics", lambda tensor: twos)
     measurer = Measurer()
     measurer.add(tensor.as_subclass(OnGpu))
     (record,) = measurer.finish().reduce()

@@ -1,8 +1,8 @@
 """Tensors to numbers: exact moments, histograms and extremes of units, cheap while training.
 
 A tensor travels one way: :mod:`tensors` says which values it has and how they lie in memory.
-:mod:`small` and :mod:`large` (CPU) or :mod:`device` (accelerators) reduce them, with the parts in
-:mod:`moments`, :mod:`sampling` and :mod:`blocks`. :mod:`measurer` keeps the order.
+:mod:`host` (CPU: :mod:`native`, or NumPy) or :mod:`device` (accelerators) reads them.
+:mod:`measurer` keeps the order.
 """
 
 from __future__ import annotations

@@ -8,31 +8,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from math import inf
+from math import inf, nan
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from telemetry.host_copy import HostCopy, current_stream, send
-from telemetry.measure.moments import Moments, tensor_record
 from telemetry.measure.sampling import CODES, histogram_of_codes
 from telemetry.measure.tensors import Values, pieces, unit_shape, working
+from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
 from telemetry.records import TensorRecord
+from telemetry.sketch import Sketch
 
-# Bounds the temporary memory, about 20 bytes for each element of a piece.
+# Bounds the temporary memory, about 40 bytes for each element of a piece.
 PIECE_ELEMENTS = 1 << 22
 
-# Of these a row begins with the sums over all pieces; the minimum and the maximum follow.
-_SUMS = 6
-_EXTREMES = 2
-_MINIMUM_AT, _MAXIMUM_AT = _SUMS, _SUMS + 1
-_CODES_AT = _SUMS + _EXTREMES
-_UNITS_AT = _CODES_AT + CODES
+# With these a row begins: first the sums over all pieces, then the extremes.
+_SUMS = (*COUNTS[1:], *POWER_SUMS)
+_FIGURES = (*_SUMS, *EXTREMES)
+_MINIMUM_AT, _MAXIMUM_AT = len(_SUMS), len(_SUMS) + 1
+CODES_AT = len(_FIGURES)
+_UNITS_AT = CODES_AT + CODES
 
 _ROWS_AT_ONCE = 64
 
@@ -83,7 +84,7 @@ class DeviceTensors:
         self._streams.clear()
 
     def _statistics(self, tensor: Tensor) -> Tensor:
-        """Sums, extremes and code counts, shape ``[8 + 4096]``, float64."""
+        """Sums, extremes and code counts, shape ``[10 + 4096]``, float64."""
         blank = self._streams.setdefault(current_stream(tensor.device), [])
         kernel = _kernel_for(tensor)
         if kernel is not None:
@@ -96,22 +97,24 @@ class DeviceTensors:
 
     def _record(self, place: slice, count: int) -> TensorRecord:
         assert self._copy is not None, "send() comes first"
-        row = self._copy.wait().to(torch.float64).numpy()[place]
-        nan, positive_inf, negative_inf, zero = (int(number) for number in row[:4])
-        buckets, counts = histogram_of_codes(row[_CODES_AT:_UNITS_AT], positive_inf, negative_inf)
-        moments = Moments(
-            count=count,
-            nan_count=nan,
-            positive_inf_count=positive_inf,
-            negative_inf_count=negative_inf,
-            zero_count=zero,
-            sum=float(row[4]),
-            sum_squares=float(row[5]),
-            min=float(row[6]),
-            max=float(row[7]),
+        row = self._copy.wait()[place]
+        moments = moments_of(row, count)
+        buckets, counts = histogram_of_codes(
+            row[CODES_AT:_UNITS_AT].numpy(), moments.positive_inf_count, moments.negative_inf_count
         )
-        low, high = np.split(row[_UNITS_AT:], 2)
-        return tensor_record(moments.sketch(buckets, counts), (low, high) if low.size else None)
+        sketch = Sketch.of(moments, buckets, counts)
+        if len(row) == _UNITS_AT:
+            return TensorRecord(sketch=sketch)
+        low, high = row[_UNITS_AT:].to(torch.float32).chunk(2)
+        return TensorRecord(sketch=sketch, unit_min=low.numpy(), unit_max=high.numpy())
+
+
+def moments_of(row: Tensor, count: int) -> Moments:
+    """What a row, float64 and on the host, says of ``count`` elements."""
+    known: dict[str, Any] = dict(zip(_FIGURES, row[:CODES_AT].tolist(), strict=True))
+    known |= {name: int(known[name]) for name in COUNTS[1:]}
+    moments = Moments(count=count, **known)
+    return moments if moments.finite_count else replace(moments, min=nan, max=nan)
 
 
 # --- in one read ---------------------------------------------------------------------------------
@@ -158,9 +161,9 @@ def _run(kernel: ModuleType, tensor: Tensor, row: Tensor) -> bool:
 
 
 def _statistics(tensor: Tensor) -> Tensor:
-    """Sums, extremes and code counts, shape ``[8 + 4096]``, float64."""
+    """Sums, extremes and code counts, shape ``[10 + 4096]``, float64."""
     device, exact = tensor.device, torch.float64
-    sums = torch.zeros(_SUMS, dtype=exact, device=device)
+    sums = torch.zeros(len(_SUMS), dtype=exact, device=device)
     codes = torch.zeros(CODES, dtype=exact, device=device)
     low = torch.full((1,), inf, dtype=exact, device=device)
     high = torch.full((1,), -inf, dtype=exact, device=device)
@@ -193,8 +196,9 @@ def _unit_extremes(tensor: Tensor, axis: int) -> list[Tensor]:
 
 
 def _sums(x: Tensor, exact: torch.dtype) -> Tensor:
-    """Counts of NaN, +inf, −inf and zero; sum and sum of squares of the finite values."""
+    """Counts of NaN, +inf, −inf and zero; power sums of the finite values."""
     finite = x.nan_to_num(0, 0, 0)
+    squares = finite.to(exact).square()
     return torch.stack(
         [
             torch.isnan(x).sum(dtype=exact),
@@ -202,7 +206,9 @@ def _sums(x: Tensor, exact: torch.dtype) -> Tensor:
             (x == -inf).sum(dtype=exact),
             (x == 0).sum(dtype=exact),
             finite.sum(dtype=exact),
-            torch.linalg.vector_norm(finite, dtype=exact).square(),
+            squares.sum(),
+            (squares * finite).sum(),
+            squares.square().sum(),
         ]
     )
 

@@ -60,51 +60,61 @@ def _reduce(  # type: ignore[no-untyped-def]
     step = tl.num_programs(0).to(tl.int64) * tile
     whole = count.to(tl.int64) // tile * tile
     places = tl.arange(0, tile)
-    total = tl.zeros((threads,), tl.float64)
-    squares = tl.zeros((threads,), tl.float64)
+    nothing = tl.zeros((threads,), tl.float64)
+    sums = (nothing, nothing, nothing, nothing)
     low = tl.full((threads,), float("inf"), tl.float32)
     high = tl.full((threads,), float("-inf"), tl.float32)
     counts = tl.zeros((codes,), tl.int32)
     for start in range(first, whole, step):
         # Without a mask, so that a thread loads 16 bytes at a time.
         x = tl.load(values + start + places).to(tl.float32)
-        total, squares, low, high = _moments(x, total, squares, low, high, threads, vector)
+        sums = _power_sums(x, sums, threads, vector)
+        low, high = _extremes(x, low, high, threads, vector)
         counts += tl.histogram(_codes(x), codes)
     if first == 0:
         there = places < (count - whole).to(tl.int32)
         x = tl.load(values + whole + places, mask=there, other=float("nan")).to(tl.float32)
-        total, squares, low, high = _moments(x, total, squares, low, high, threads, vector)
+        sums = _power_sums(x, sums, threads, vector)
+        low, high = _extremes(x, low, high, threads, vector)
         counts += tl.histogram(_codes(x), codes, mask=there)
     _add_counts(row, counts, codes)
-    tl.atomic_add(row + 4, tl.sum(total, 0), sem="relaxed")
-    tl.atomic_add(row + 5, tl.sum(squares, 0), sem="relaxed")
-    tl.atomic_min(row + 6, tl.min(low, 0).to(tl.float64), sem="relaxed")
-    tl.atomic_max(row + 7, tl.max(high, 0).to(tl.float64), sem="relaxed")
+    for i in tl.static_range(4):
+        tl.atomic_add(row + 4 + i, tl.sum(sums[i], 0), sem="relaxed")
+    tl.atomic_min(row + 8, tl.min(low, 0).to(tl.float64), sem="relaxed")
+    tl.atomic_max(row + 9, tl.max(high, 0).to(tl.float64), sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _moments(  # type: ignore[no-untyped-def]
-    x,
-    total,
-    squares,
-    low,
-    high,
-    threads: tl.constexpr,
-    vector: tl.constexpr,
-):
-    """Each thread's sums and extremes, with its finite values of a tile.
+def _power_sums(x, sums, threads: tl.constexpr, vector: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each thread's four power sums, with its finite values of a tile.
 
     A thread has loaded ``vector`` elements at a time: nothing is exchanged between threads. In
-    float64 no square of a float32 number overflows.
+    float64 no fourth power of a float32 number overflows.
     """
     x = tl.reshape(x, (x.shape[0] // (threads * vector), threads, vector))
-    finite = (x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
-    wide = tl.where(finite, x, 0.0).to(tl.float64)
-    total += tl.sum(tl.sum(wide, 2), 0)
-    squares += tl.sum(tl.sum(wide * wide, 2), 0)
+    wide = tl.where(_is_finite(x), x, 0.0).to(tl.float64)
+    squares = wide * wide
+    return (
+        sums[0] + tl.sum(tl.sum(wide, 2), 0),
+        sums[1] + tl.sum(tl.sum(squares, 2), 0),
+        sums[2] + tl.sum(tl.sum(squares * wide, 2), 0),
+        sums[3] + tl.sum(tl.sum(squares * squares, 2), 0),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _extremes(x, low, high, threads: tl.constexpr, vector: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each thread's extremes, likewise."""
+    x = tl.reshape(x, (x.shape[0] // (threads * vector), threads, vector))
+    finite = _is_finite(x)
     low = tl.minimum(low, tl.min(tl.min(tl.where(finite, x, float("inf")), 2), 0))
     high = tl.maximum(high, tl.max(tl.max(tl.where(finite, x, float("-inf")), 2), 0))
-    return total, squares, low, high
+    return low, high
+
+
+@triton.jit
+def _is_finite(x):  # type: ignore[no-untyped-def]
+    return (x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 
 
 @triton.jit
@@ -139,7 +149,7 @@ def _add_counts(row, counts, codes: tl.constexpr):  # type: ignore[no-untyped-de
     tl.atomic_add(row + 1, positive_inf.to(tl.float64), sem="relaxed")
     tl.atomic_add(row + 2, negative_inf.to(tl.float64), sem="relaxed")
     tl.atomic_add(row + 3, zero.to(tl.float64), sem="relaxed")
-    tl.atomic_add(row + 8 + code, counts.to(tl.float64), mask=counts > 0, sem="relaxed")
+    tl.atomic_add(row + 10 + code, counts.to(tl.float64), mask=counts > 0, sem="relaxed")
 
 
 def add_statistics(tensor: Tensor, row: Tensor) -> None:
@@ -149,9 +159,9 @@ def add_statistics(tensor: Tensor, row: Tensor) -> None:
 
     Args:
         tensor: Contiguous, not empty, of one of :data:`DTYPES`, on a GPU.
-        row: float64, shape ``[8 + 4096]``, on the same device: counts of NaN, +inf, −inf and zero;
-            sum, sum of squares, minimum and maximum of the finite values; how often each code
-            occurs, those of NaN left out and all zeros as the positive one.
+        row: float64, shape ``[10 + 4096]``, on the same device: counts of NaN, +inf, −inf and zero;
+            four power sums, minimum and maximum of the finite values; how often each code occurs,
+            those of NaN left out and all zeros as the positive one.
     """
     count = tensor.numel()
     aligned = tensor.data_ptr() % _VECTOR_BYTES == 0

@@ -97,6 +97,16 @@ def test_sketches_are_read_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got.counts, want.counts)
 
 
+def test_sketches_without_the_sums_of_higher_powers_are_read() -> None:
+    sketch = sketch_array(np.array([1.0, -2.0, 4.0]))
+    plain = encode(sketch)
+    assert decode(plain).kurtosis == sketch.kurtosis
+    del plain["sum_cubes"], plain["sum_fourth_powers"]
+    got = decode(plain)
+    assert got.std == sketch.std
+    assert np.isnan(got.kurtosis)
+
+
 @given(arrays.arrays(np.float32, st.integers(0, 50), elements=ANY_FLOATS))
 def test_every_sketch_survives(values: np.ndarray) -> None:
     want = sketch_array(values)

@@ -1,0 +1,746 @@
+/* The statistics of a tensor's values, in a single read of its memory.
+ *
+ * Values come in blocks that stay in a core's first-level cache while they are added up, compared
+ * and counted. Sums are those of float64 numbers throughout: the fourth power of a small gradient
+ * would vanish in float32, and no power here of a float32 number overflows. What is not finite shows
+ * in the sum of a block's squares; such a block is done again, value by value. What is added up in
+ * which order is written here, so the result does not depend on where the values lie; the compiler
+ * vectorizes it. Nothing changes the floating-point state of the process.
+ *
+ * The module uses Python's limited API only, and reads memory by its address: it needs to know
+ * neither PyTorch nor NumPy. What it returns is described in _native.pyi.
+ */
+
+#ifdef Py_GIL_DISABLED
+#undef Py_LIMITED_API
+#endif
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(_MSC_VER)
+#define INLINE static __forceinline
+#define NOT_INLINE static __declspec(noinline)
+#else
+#define INLINE static inline __attribute__((always_inline))
+#define NOT_INLINE static __attribute__((noinline))
+#endif
+
+/* One loop over as many values as are done at the same time. MSVC does without. */
+#if defined(_MSC_VER)
+#define SIMD
+#define EXTREMES
+#else
+#define SIMD _Pragma("omp simd")
+#define EXTREMES _Pragma("omp simd reduction(min:least) reduction(max:most)")
+#endif
+
+/* Chosen when the module is loaded, by what the processor can do. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && \
+    (defined(__clang__) ? __clang_major__ >= 14 : defined(__GNUC__) && __GNUC__ >= 9)
+#define CLONES __attribute__((target_clones("avx512f", "arch=haswell", "default")))
+#else
+#define CLONES
+#endif
+
+enum {
+    BLOCK = 2048,        /* values */
+    LANES = 16,          /* sums that are made at the same time */
+    CODES = 4096,        /* the upper 12 bits of a float32 number: see bucket_indices in sketch.py */
+    NEGATIVE = 2048,     /* where the codes of negative numbers begin */
+    LAST_BUCKET = 2039,  /* the next would be that of infinity */
+    TABLES = 4,          /* equal values one after the other would wait for each other's count */
+    TABLE = CODES + 32,  /* not a multiple of 4 KiB apart, which processors mistake for the same */
+    FEW = 8192,          /* values for which clearing several tables takes longer than waiting */
+    CHUNK = 64,          /* codes of which is seen at once whether any occurs */
+    RUN = 16,            /* values that a sample takes together */
+    GIL_KEPT = 16384,    /* values that take less time than getting the GIL back may */
+    SHORT_ROW = 64,      /* values of a unit in a row below which rows are compared as a whole */
+    LONG_ROW = 512,      /* values of all units together; less are compared several times at once */
+    WIDE_ROW = 65536     /* values of all units together, up to which their extremes stay in cache */
+};
+
+typedef struct {
+    const char *values;
+    int64_t count;
+    int dtype;
+} Tensor;
+
+typedef struct {
+    int64_t nan, positive_inf, negative_inf, zero;
+    double min, max;
+    double sums[4]; /* of the first to fourth powers */
+} Moments;
+
+/* One block's values: as float32 and, where that would round them, as float64, too. */
+typedef struct {
+    const float *narrow;
+    const double *wide; /* or NULL */
+    float narrow_memory[BLOCK];
+    double wide_memory[BLOCK];
+    double aligned_memory[BLOCK];
+} Block;
+
+/* --- reading ---------------------------------------------------------------------------------- */
+
+INLINE int item_size(int dtype)
+{
+    switch (dtype) {
+    case '?': case 'b': case 'B':
+        return 1;
+    case 'e': case 'E': case 'h': case 'H':
+        return 2;
+    case 'f': case 'i': case 'I':
+        return 4;
+    case 'd': case 'q': case 'Q':
+        return 8;
+    default:
+        return 0;
+    }
+}
+
+INLINE float from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t to_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE float from_float16(uint16_t half)
+{
+    uint32_t magnitude = half & 0x7FFF, sign = (uint32_t)(half & 0x8000) << 16;
+    uint32_t denormal = to_bits((float)(int32_t)magnitude * (1.0f / (1 << 24)));
+    uint32_t bits = (magnitude << 13) + (magnitude < 0x7C00 ? 112u << 23 : 224u << 23);
+    return from_bits(sign | (magnitude < 0x0400 ? denormal : bits));
+}
+
+#define CONVERT(TYPE, TARGET, EXPRESSION)              \
+    do {                                               \
+        const TYPE *source = (const TYPE *)values;     \
+        for (int i = 0; i < count; i++) {              \
+            TYPE x = source[i];                        \
+            TARGET[i] = EXPRESSION;                    \
+        }                                              \
+    } while (0)
+
+INLINE void read_block(const Tensor *tensor, int64_t first, int count, Block *block)
+{
+    int size = item_size(tensor->dtype);
+    const char *values = tensor->values + first * size;
+    float *restrict narrow = block->narrow_memory;
+    double *restrict wide = block->wide_memory;
+    if ((uintptr_t)values % (uintptr_t)size) {
+        memcpy(block->aligned_memory, values, (size_t)count * (size_t)size);
+        values = (const char *)block->aligned_memory;
+    }
+    block->narrow = narrow;
+    block->wide = NULL;
+    switch (tensor->dtype) {
+    case 'f':
+        block->narrow = (const float *)values;
+        return;
+    case 'e':
+        CONVERT(uint16_t, narrow, from_float16(x));
+        return;
+    case 'E':
+        CONVERT(uint16_t, narrow, from_bits((uint32_t)x << 16));
+        return;
+    case '?':
+        CONVERT(uint8_t, narrow, (float)(x != 0));
+        return;
+    case 'b':
+        CONVERT(int8_t, narrow, x);
+        return;
+    case 'B':
+        CONVERT(uint8_t, narrow, x);
+        return;
+    case 'h':
+        CONVERT(int16_t, narrow, x);
+        return;
+    case 'H':
+        CONVERT(uint16_t, narrow, x);
+        return;
+    case 'd':
+        block->wide = (const double *)values;
+        break;
+    case 'i':
+        CONVERT(int32_t, wide, x);
+        block->wide = wide;
+        break;
+    case 'I':
+        CONVERT(uint32_t, wide, x);
+        block->wide = wide;
+        break;
+    case 'q':
+        CONVERT(int64_t, wide, (double)x);
+        block->wide = wide;
+        break;
+    default:
+        CONVERT(uint64_t, wide, (double)x);
+        block->wide = wide;
+        break;
+    }
+    values = (const char *)block->wide;
+    CONVERT(double, narrow, (float)x);
+}
+
+/* --- moments ---------------------------------------------------------------------------------- */
+
+/* Add the moments of values that are all finite, a multiple of LANES; if they are not, do nothing
+ * and return 0. */
+#define DEFINE_ADD_FINITE(NAME, TYPE, BITS)                                                   \
+    INLINE int NAME(const TYPE *values, int count, Moments *moments)                          \
+    {                                                                                         \
+        double sums[4][LANES] = {{0}}, total[4] = {0};                                        \
+        TYPE lows[LANES], highs[LANES], low = INFINITY, high = -INFINITY;                     \
+        BITS zeros[LANES] = {0};                                                              \
+        for (int j = 0; j < LANES; j++) {                                                     \
+            lows[j] = INFINITY;                                                               \
+            highs[j] = -INFINITY;                                                             \
+        }                                                                                     \
+        for (int i = 0; i < count; i += LANES) {                                              \
+            SIMD for (int j = 0; j < LANES; j++)                                              \
+            {                                                                                 \
+                TYPE x = values[i + j];                                                       \
+                BITS bits;                                                                    \
+                memcpy(&bits, &x, sizeof bits);                                               \
+                double wide = x, square = wide * wide;                                        \
+                sums[0][j] += wide;                                                           \
+                sums[1][j] += square;                                                         \
+                sums[2][j] += square * wide;                                                  \
+                sums[3][j] += square * square;                                                \
+                lows[j] = x < lows[j] ? x : lows[j];                                          \
+                highs[j] = x > highs[j] ? x : highs[j];                                       \
+                zeros[j] += (BITS)(bits << 1) == 0;                                           \
+            }                                                                                 \
+        }                                                                                     \
+        for (int j = 0; j < LANES; j++) {                                                     \
+            for (int power = 0; power < 4; power++)                                           \
+                total[power] += sums[power][j];                                               \
+            low = lows[j] < low ? lows[j] : low;                                              \
+            high = highs[j] > high ? highs[j] : high;                                         \
+        }                                                                                     \
+        if (!is_finite(total[1]))                                                             \
+            return 0;                                                                         \
+        for (int power = 0; power < 4; power++)                                               \
+            moments->sums[power] += total[power];                                             \
+        for (int j = 0; j < LANES; j++)                                                       \
+            moments->zero += (int64_t)zeros[j];                                               \
+        moments->min = low < moments->min ? low : moments->min;                               \
+        moments->max = high > moments->max ? high : moments->max;                             \
+        return 1;                                                                             \
+    }
+
+INLINE int is_finite(double x)
+{
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits << 1) < (0x7FFull << 53);
+}
+
+INLINE int is_nan(double x)
+{
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits << 1) > (0x7FFull << 53);
+}
+
+DEFINE_ADD_FINITE(add_finite_floats, float, uint32_t)
+DEFINE_ADD_FINITE(add_finite_doubles, double, uint64_t)
+
+INLINE double value_of(const Block *block, int i)
+{
+    return block->wide ? block->wide[i] : (double)block->narrow[i];
+}
+
+/* Add values one by one; whether all were finite. */
+INLINE int add_each(const Block *block, int first, int end, Moments *moments)
+{
+    int all_finite = 1;
+    double sums[4] = {0};
+    for (int i = first; i < end; i++) {
+        double x = value_of(block, i), power = x;
+        if (!is_finite(x)) {
+            all_finite = 0;
+            *(is_nan(x) ? &moments->nan : x > 0 ? &moments->positive_inf : &moments->negative_inf) += 1;
+            continue;
+        }
+        for (int n = 0; n < 4; n++, power *= x)
+            sums[n] += power;
+        moments->zero += x == 0;
+        moments->min = x < moments->min ? x : moments->min;
+        moments->max = x > moments->max ? x : moments->max;
+    }
+    for (int n = 0; n < 4; n++)
+        moments->sums[n] += sums[n];
+    return all_finite;
+}
+
+INLINE int add_moments(const Block *block, int count, Moments *moments)
+{
+    int whole = count / LANES * LANES;
+    int all_finite = block->wide ? add_finite_doubles(block->wide, whole, moments)
+                                 : add_finite_floats(block->narrow, whole, moments);
+    if (!all_finite)
+        all_finite = add_each(block, 0, whole, moments);
+    return add_each(block, whole, count, moments) && all_finite;
+}
+
+/* --- histogram -------------------------------------------------------------------------------- */
+
+typedef struct {
+    uint32_t *tables[TABLES]; /* how often each code occurs: all the same one for few values */
+    uint32_t memory[TABLES][TABLE];
+} Histogram;
+
+/* Half a bfloat16 unit, and a shift: see bucket_indices in sketch.py. */
+INLINE uint32_t code_of(float x)
+{
+    return (to_bits(x) + 0x8000) >> 20;
+}
+
+/* Not vectorized: taking codes out of vectors again costs more than making them. */
+NOT_INLINE void count_codes(const Block *block, int count, int all_finite, Histogram *histogram)
+{
+    uint32_t *a = histogram->tables[0], *b = histogram->tables[1];
+    uint32_t *c = histogram->tables[2], *d = histogram->tables[3];
+    const float *x = block->narrow, *end = x + count;
+    if (all_finite)
+        for (; x + TABLES <= end; x += TABLES) {
+            a[code_of(x[0])]++;
+            b[code_of(x[1])]++;
+            c[code_of(x[2])]++;
+            d[code_of(x[3])]++;
+        }
+    for (; x < end; x++)
+        if (all_finite || is_finite(value_of(block, (int)(x - block->narrow))))
+            a[code_of(*x)]++;
+}
+
+/* Count runs of values, the first of which are so many apart; how many zeros that were. */
+INLINE int64_t count_sample(const Tensor *tensor, int64_t step, int all_finite, Block *block,
+                            Histogram *histogram)
+{
+    int64_t zeros = 0;
+    for (int64_t first = 0; first + RUN <= tensor->count; first += step) {
+        read_block(tensor, first, RUN, block);
+        count_codes(block, RUN, all_finite, histogram);
+        for (int i = 0; i < RUN; i++)
+            zeros += (to_bits(block->narrow[i]) << 1) == 0;
+    }
+    return zeros;
+}
+
+INLINE void clear_histogram(Histogram *histogram, int64_t count)
+{
+    int tables = count < FEW ? 1 : TABLES;
+    memset(histogram->memory, 0, sizeof histogram->memory[0] * (size_t)tables);
+    for (int i = 0; i < TABLES; i++)
+        histogram->tables[i] = histogram->memory[i % tables];
+}
+
+/* Bring all counts to the first table, where codes stand for buckets: zero has one code only, and
+ * finite numbers that were rounded to infinity are in the last bucket. */
+INLINE uint32_t *total_histogram(Histogram *histogram)
+{
+    uint32_t *total = histogram->memory[0];
+    if (histogram->tables[1] != total)
+        for (int table = 1; table < TABLES; table++)
+            for (int i = 0; i < CODES; i++)
+                total[i] += histogram->memory[table][i];
+    total[0] += total[NEGATIVE];
+    total[LAST_BUCKET] += total[LAST_BUCKET + 1];
+    total[NEGATIVE + LAST_BUCKET] += total[NEGATIVE + LAST_BUCKET + 1];
+    total[NEGATIVE] = total[LAST_BUCKET + 1] = total[NEGATIVE + LAST_BUCKET + 1] = 0;
+    return total;
+}
+
+/* Codes that occur, from that of a zero up to that of an extreme value, ascending: so many. */
+INLINE int find_codes(const uint32_t *counts, int zero, double extreme, uint16_t *found)
+{
+    int size = 0, last = (int)code_of((float)extreme);
+    for (int start = zero; start <= last; start += CHUNK) {
+        uint32_t any = 0;
+        for (int i = 0; i < CHUNK; i++)
+            any |= counts[start + i];
+        for (int i = start; any && i < start + CHUNK; i++) {
+            found[size] = (uint16_t)i;
+            size += counts[i] != 0;
+        }
+    }
+    return size;
+}
+
+typedef struct {
+    int size;
+    int16_t buckets[2 * LAST_BUCKET + 1]; /* ascending */
+    double counts[2 * LAST_BUCKET + 1];
+} Buckets;
+
+INLINE void add_bucket(Buckets *buckets, int bucket, double count)
+{
+    buckets->buckets[buckets->size] = (int16_t)bucket;
+    buckets->counts[buckets->size++] = count;
+}
+
+/* A sample tells how the values that are not zero are distributed. Zeros are counted exactly, and
+ * the buckets of the extremes are always there. */
+INLINE double scale_of_sample(uint32_t *counts, int64_t zeros, const Moments *moments,
+                              int64_t nonzero)
+{
+    double taken = 0, extremes[2] = {moments->min, moments->max};
+    counts[0] -= (uint32_t)zeros;
+    for (int i = 0; nonzero && i < 2; i++) {
+        uint32_t code = code_of((float)extremes[i]);
+        int last = (code & (NEGATIVE - 1)) > LAST_BUCKET;
+        code = code == NEGATIVE ? 0 : code - (uint32_t)last;
+        if (extremes[i] != 0 && counts[code] == 0)
+            counts[code] = 1;
+    }
+    for (int i = 0; i < CODES; i++)
+        taken += counts[i];
+    return nonzero ? (double)nonzero / taken : 0;
+}
+
+INLINE void fill_buckets(Histogram *histogram, int sampled, int64_t sampled_zeros,
+                         const Moments *moments, int64_t finite, Buckets *buckets)
+{
+    uint32_t *counts = total_histogram(histogram);
+    int64_t nonzero = finite - moments->zero;
+    double scale = sampled ? scale_of_sample(counts, sampled_zeros, moments, nonzero) : 1;
+    double zeros = scale * counts[0] + (sampled ? (double)moments->zero : 0);
+    uint16_t codes[NEGATIVE + 1];
+    int size = moments->min < 0 ? find_codes(counts, NEGATIVE, moments->min, codes) : 0;
+    counts[0] = 0;
+    buckets->size = 0;
+    for (int i = size - 1; i >= 0; i--)
+        add_bucket(buckets, NEGATIVE - codes[i], scale * counts[codes[i]]);
+    if (zeros > 0)
+        add_bucket(buckets, 0, zeros);
+    size = moments->max > 0 ? find_codes(counts, 0, moments->max, codes) : 0;
+    for (int i = 0; i < size; i++)
+        add_bucket(buckets, codes[i], scale * counts[codes[i]]);
+}
+
+/* --- units ------------------------------------------------------------------------------------ */
+
+/* Extremes of each unit of a tensor [outer, units, inner]. Where a unit has many values in a row,
+ * they are compared with each other; else rows are, several at once where they are short. */
+typedef struct {
+    int64_t units, inner;
+    int64_t width;       /* of a row that is compared as a whole; 0 if none is */
+    int64_t at;          /* the next value's place in the row, or in units times inner */
+    float *lows, *highs; /* of each place in a row, or of each unit */
+} Units;
+
+INLINE float lower(float x, float low)
+{
+    return x < low ? x : low; /* a NaN that is known stays */
+}
+
+INLINE float higher(float x, float high)
+{
+    return x > high ? x : high;
+}
+
+/* Whether there was memory for it. */
+INLINE int begin_units(Units *units, int64_t count)
+{
+    int64_t row = units->units * units->inner, size = units->units;
+    units->at = units->width = 0;
+    units->lows = units->highs = NULL;
+    if (units->units == 0)
+        return 1;
+    if (units->inner == 1 || (units->inner < SHORT_ROW && row <= WIDE_ROW && count >= 4 * row))
+        size = units->width = row * (row < LONG_ROW ? LONG_ROW / row : 1);
+    units->lows = malloc(2 * (size_t)size * sizeof(float));
+    if (units->lows == NULL)
+        return 0;
+    units->highs = units->lows + size;
+    for (int64_t i = 0; i < size; i++) {
+        units->lows[i] = INFINITY;
+        units->highs[i] = -INFINITY;
+    }
+    return 1;
+}
+
+INLINE void compare_each(const float *x, int count, float *lows, float *highs, int step)
+{
+    for (int i = 0; i < count; i++, lows += step, highs += step) {
+        *lows = is_nan(x[i]) ? x[i] : lower(x[i], *lows);
+        *highs = is_nan(x[i]) ? x[i] : higher(x[i], *highs);
+    }
+}
+
+INLINE void compare_rows(const float *restrict x, int count, float *restrict lows,
+                         float *restrict highs)
+{
+    SIMD for (int i = 0; i < count; i++)
+    {
+        lows[i] = lower(x[i], lows[i]);
+        highs[i] = higher(x[i], highs[i]);
+    }
+}
+
+INLINE void compare_values(const float *x, int count, float *low, float *high)
+{
+    float least = INFINITY, most = -INFINITY;
+    EXTREMES for (int i = 0; i < count; i++)
+    {
+        least = lower(x[i], least);
+        most = higher(x[i], most);
+    }
+    *low = lower(least, *low);
+    *high = higher(most, *high);
+}
+
+INLINE void add_units(Units *units, const float *x, int count, int all_finite)
+{
+    int64_t length = units->width ? units->width : units->inner;
+    int64_t end = units->width ? units->width : units->units * units->inner;
+    while (count) {
+        int64_t left = length - units->at % length;
+        int part = left < count ? (int)left : count;
+        int64_t place = units->width ? units->at : units->at / units->inner;
+        float *lows = units->lows + place, *highs = units->highs + place;
+        if (!all_finite)
+            compare_each(x, part, lows, highs, units->width != 0);
+        else if (units->width)
+            compare_rows(x, part, lows, highs);
+        else
+            compare_values(x, part, lows, highs);
+        x += part;
+        count -= part;
+        units->at = units->at + part == end ? 0 : units->at + part;
+    }
+}
+
+/* Bring the extremes of each unit to the front. */
+INLINE void end_units(Units *units)
+{
+    int64_t inner = units->inner, row = units->units * inner;
+    for (int64_t unit = 0; units->width && unit < units->units; unit++) {
+        float low = INFINITY, high = -INFINITY;
+        for (int64_t start = unit * inner; start < units->width; start += row)
+            for (int64_t i = start; i < start + inner; i++) {
+                low = is_nan(units->lows[i]) ? NAN : lower(units->lows[i], low);
+                high = is_nan(units->highs[i]) ? NAN : higher(units->highs[i], high);
+            }
+        units->lows[unit] = low;
+        units->highs[unit] = high;
+    }
+}
+
+/* --- all of it -------------------------------------------------------------------------------- */
+
+typedef struct {
+    Moments moments;
+    Buckets buckets;
+    Units units;
+} Statistics;
+
+CLONES static void measure(const Tensor *tensor, int64_t sample_step, Statistics *statistics)
+{
+    Block block;
+    Histogram histogram;
+    Moments *moments = &statistics->moments;
+    int64_t count = tensor->count, zeros = 0;
+    clear_histogram(&histogram, count);
+    memset(moments, 0, sizeof *moments);
+    moments->min = INFINITY;
+    moments->max = -INFINITY;
+    for (int64_t first = 0; first < count; first += BLOCK) {
+        int part = count - first < BLOCK ? (int)(count - first) : BLOCK;
+        read_block(tensor, first, part, &block);
+        int all_finite = add_moments(&block, part, moments);
+        if (!sample_step)
+            count_codes(&block, part, all_finite, &histogram);
+        if (statistics->units.units)
+            add_units(&statistics->units, block.narrow, part, all_finite);
+    }
+    int64_t finite = count - moments->nan - moments->positive_inf - moments->negative_inf;
+    if (sample_step)
+        zeros = count_sample(tensor, sample_step, finite == count, &block, &histogram);
+    fill_buckets(&histogram, sample_step != 0, zeros, moments, finite, &statistics->buckets);
+    if (finite == 0)
+        moments->min = moments->max = NAN;
+    end_units(&statistics->units);
+}
+
+INLINE double sum_squares(const float *values, int count)
+{
+    double sums[LANES] = {0}, total = 0;
+    for (int i = 0; i < count; i += LANES) {
+        SIMD for (int j = 0; j < LANES; j++)
+        {
+            double x = values[i + j];
+            sums[j] += x * x;
+        }
+    }
+    for (int j = 0; j < LANES; j++)
+        total += sums[j];
+    return total;
+}
+
+CLONES static double squared_norm(const Tensor *tensor)
+{
+    Block block;
+    double total = 0;
+    for (int64_t first = 0; first < tensor->count; first += BLOCK) {
+        int part = tensor->count - first < BLOCK ? (int)(tensor->count - first) : BLOCK, i = 0;
+        read_block(tensor, first, part, &block);
+        if (!block.wide)
+            total += sum_squares(block.narrow, i = part / LANES * LANES);
+        for (; i < part; i++)
+            total += value_of(&block, i) * value_of(&block, i);
+    }
+    return total;
+}
+
+/* --- Python ----------------------------------------------------------------------------------- */
+
+static int fill_tensor(PyObject *address, PyObject *count, int dtype, Tensor *tensor)
+{
+    tensor->values = PyLong_AsVoidPtr(address);
+    tensor->count = PyLong_AsLongLong(count);
+    tensor->dtype = dtype;
+    if (PyErr_Occurred())
+        return 0;
+    if (tensor->count < 0 || item_size(dtype) == 0) {
+        PyErr_SetString(PyExc_ValueError, "count must not be negative, dtype one of those known");
+        return 0;
+    }
+    return 1;
+}
+
+static PyObject *statistics_bytes(const Statistics *statistics)
+{
+    const Buckets *buckets = &statistics->buckets;
+    size_t size = (size_t)buckets->size, units = (size_t)statistics->units.units;
+    struct {
+        const void *source;
+        size_t size;
+    } parts[] = {
+        {&statistics->moments, sizeof statistics->moments},
+        {buckets->counts, size * sizeof buckets->counts[0]},
+        {statistics->units.lows, units * sizeof(float)},
+        {statistics->units.highs, units * sizeof(float)},
+        {buckets->buckets, size * sizeof buckets->buckets[0]},
+    };
+    size_t total = 0, part_count = sizeof parts / sizeof parts[0];
+    for (size_t i = 0; i < part_count; i++)
+        total += parts[i].size;
+    PyObject *result = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)total);
+    if (result == NULL)
+        return NULL;
+    char *target = PyByteArray_AsString(result);
+    for (size_t i = 0; i < part_count; target += parts[i++].size)
+        if (parts[i].size)
+            memcpy(target, parts[i].source, parts[i].size);
+    return result;
+}
+
+static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
+{
+    (void)module;
+    if (arg_count != 6) {
+        PyErr_SetString(PyExc_TypeError, "measure() takes 6 arguments");
+        return NULL;
+    }
+    Tensor tensor;
+    Statistics statistics;
+    long dtype = PyLong_AsLong(args[2]);
+    statistics.units.units = PyLong_AsLongLong(args[3]);
+    statistics.units.inner = PyLong_AsLongLong(args[4]);
+    long long sample_step = PyLong_AsLongLong(args[5]);
+    if (!fill_tensor(args[0], args[1], (int)dtype, &tensor))
+        return NULL;
+    int64_t units = statistics.units.units, inner = statistics.units.inner;
+    if (sample_step < 0 || units < 0 || (units && (inner < 1 || units > tensor.count / inner)) ||
+        (!sample_step && tensor.count > UINT32_MAX)) {
+        PyErr_SetString(PyExc_ValueError, "units, inner and sample_step do not fit the count");
+        return NULL;
+    }
+    int known = begin_units(&statistics.units, tensor.count);
+    if (known && tensor.count > GIL_KEPT) {
+        Py_BEGIN_ALLOW_THREADS
+        measure(&tensor, sample_step, &statistics);
+        Py_END_ALLOW_THREADS
+    } else if (known) {
+        measure(&tensor, sample_step, &statistics);
+    }
+    PyObject *result = known ? statistics_bytes(&statistics) : PyErr_NoMemory();
+    free(statistics.units.lows);
+    return result;
+}
+
+static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
+                                      Py_ssize_t arg_count)
+{
+    (void)module;
+    Py_ssize_t size = arg_count == 3 ? PyList_Size(args[0]) : -1;
+    if (size < 0 || PyList_Size(args[1]) != size || PyBytes_Size(args[2]) != size) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "squared_norms() takes two lists and bytes, as long");
+        return NULL;
+    }
+    const char *dtypes = PyBytes_AsString(args[2]);
+    PyObject *result = PyByteArray_FromStringAndSize(NULL, size * (Py_ssize_t)sizeof(double));
+    Tensor *tensors = malloc(((size_t)size + 1) * sizeof(Tensor));
+    int known = result != NULL && tensors != NULL;
+    if (result != NULL && tensors == NULL)
+        PyErr_NoMemory();
+    int64_t total = 0;
+    for (Py_ssize_t i = 0; known && i < size; i++) {
+        known = fill_tensor(PyList_GetItem(args[0], i), PyList_GetItem(args[1], i), dtypes[i],
+                            &tensors[i]);
+        total += known ? tensors[i].count : 0;
+    }
+    if (known) {
+        double *norms = (double *)(void *)PyByteArray_AsString(result);
+        PyThreadState *state = total > GIL_KEPT ? PyEval_SaveThread() : NULL;
+        for (Py_ssize_t i = 0; i < size; i++)
+            norms[i] = squared_norm(&tensors[i]);
+        if (state != NULL)
+            PyEval_RestoreThread(state);
+    }
+    free(tensors);
+    if (!known)
+        Py_CLEAR(result);
+    return result;
+}
+
+#define METHOD(FUNCTION) ((PyCFunction)(void (*)(void))(FUNCTION))
+
+static PyMethodDef methods[] = {
+    {"measure", METHOD(python_measure), METH_FASTCALL, NULL},
+    {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "telemetry._native", NULL, 0, methods, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,40 @@
+"""The C extension; :mod:`telemetry.kernel` says whether there is one.
+
+Tensors are given by address and number of elements, and must be contiguous and stay as they are
+during the call. ``dtype`` is that of their elements: one of ``?bBhHiIqQefd`` as in :mod:`array` and
+:mod:`struct`, or ``E`` for bfloat16.
+"""
+
+def measure(
+    address: int, count: int, dtype: int, units: int, inner: int, sample_step: int, /
+) -> bytearray:
+    """The statistics of one tensor.
+
+    Args:
+        address: Of its first element.
+        count: How many there are.
+        dtype: ``ord`` of its letter.
+        units: How many units there are in its shape ``[outer, units, inner]``; 0 if they are not
+            told apart.
+        inner: Elements of a unit that lie together.
+        sample_step: Elements from one run of 16 elements to the next, of which a histogram is made
+            and scaled up; 0 if all are to be counted, of which there must be less than 2^32.
+
+    Returns:
+        One after the other: four int64 (NaN, +inf, -inf, zeros); six float64 (minimum, maximum and
+        the four power sums of the finite values); of ``k`` buckets the counts, float64 ``[k]``; the
+        minimum and the maximum of each unit, float32 ``[units]`` each, NaN where it has one; the
+        buckets, ascending, int16 ``[k]``.
+
+    Raises:
+        ValueError: The numbers do not fit each other.
+    """
+
+def squared_norms(addresses: list[int], counts: list[int], dtypes: bytes, /) -> bytearray:
+    """Sum of the squares of each tensor's elements, as float64 ``[tensors]``.
+
+    NaN or infinite if an element is, and of float64 also where a square is beyond it.
+
+    Raises:
+        ValueError: The arguments are not equally long, or a dtype is not known.
+    """

@@ -1,0 +1,57 @@
+"""Tensors in CPU memory: measured at once, in a single read where the C extension is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import numpy as np
+from torch import Tensor
+
+from telemetry.measure import native
+from telemetry.measure.sampling import sample_step
+from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
+from telemetry.records import TensorRecord
+from telemetry.sketch import Sketch, sketch_array
+
+
+def measure(values: Values) -> Callable[[], TensorRecord]:
+    """Read a tensor that is not empty now; how to get its record, on any thread."""
+    tensor, axis = values.tensor, values.unit_axis
+    if tensor.dtype in native.DTYPES and tensor.is_contiguous():
+        _, units, inner = (0, 0, 1) if axis is None else unit_shape(tensor.shape, axis)
+        return native.measure(tensor, units, inner, sample_step(tensor.numel()))
+    record = _in_pieces(values.collapsed())
+    return lambda: record
+
+
+def _in_pieces(values: Values) -> TensorRecord:
+    """Of a copy of each piece of a tensor, in its working dtype."""
+    tensor, axis = values.tensor, values.unit_axis
+    size = 0 if axis is None else tensor.shape[axis]
+    low, high = np.full(size, inf, np.float32), np.full(size, -inf, np.float32)
+    sketches = []
+    for index in pieces(tensor.shape, SERIAL_ELEMENTS):
+        piece = working(tensor[index]).contiguous()
+        record = _of_piece(piece, axis)
+        sketches.append(record.sketch)
+        if axis is not None and record.unit_min is not None and record.unit_max is not None:
+            with np.errstate(invalid="ignore"):  # of signaling NaN
+                np.minimum(low[index[axis]], record.unit_min, out=low[index[axis]])
+                np.maximum(high[index[axis]], record.unit_max, out=high[index[axis]])
+    sketch = Sketch.merge_all(sketches)
+    if axis is None:
+        return TensorRecord(sketch=sketch)
+    return TensorRecord(sketch=sketch, unit_min=low, unit_max=high)
+
+
+def _of_piece(piece: Tensor, axis: int | None) -> TensorRecord:
+    if piece.dtype in native.DTYPES:
+        return measure(Values(tensor=piece, unit_axis=axis))()
+    array = piece.numpy()
+    if axis is None:
+        return TensorRecord(sketch=sketch_array(array))
+    units = array.reshape(unit_shape(array.shape, axis))
+    with np.errstate(over="ignore", invalid="ignore"):
+        low, high = (extreme((0, 2)).astype(np.float32) for extreme in (units.min, units.max))
+    return TensorRecord(sketch=sketch_array(array), unit_min=low, unit_max=high)
