@@ -77,14 +77,17 @@ def _origins(record: StepRecord, usual: Collection[str]) -> Iterator[Alert]:
 
 
 def _inputs(record: StepRecord, usual: Collection[str]) -> Iterator[Alert]:
+    """Bad values that came from outside; the alert's module is the one that they entered by."""
+    entered = next((o.module_name for o, tensor in record.outputs.items() if _spoilt(tensor)), None)
     for name, given in record.inputs.items():
         if name not in usual and _spoilt(given):
             where = f"what {called(name)} was given, and no watched module ran before it"
             yield _alert(
                 record,
-                None,
+                entered,
                 f"{where if name else 'the batch itself'}: {given.sketch.nonfinite_count:,} of "
-                f"{given.sketch.count:,} values",
+                f"{given.sketch.count:,} values"
+                + (f" that reach {called(entered)}" if entered else ""),
                 advice="look at how these samples were made and normalized, and leave them out",
             )
 

@@ -122,12 +122,12 @@ def test_a_deep_stack_of_sigmoids_vanishes(digits: tuple[Tensor, Tensor], tmp_pa
 @pytest.mark.parametrize(
     ("step", "seen"),
     [
-        (30, "first seen in the batch itself: 64 of 2,048 values.\n"),
+        (30, "first seen in the batch itself: 64 of 2,048 values that reach 0.\n"),
         (33, "in the batch, the forward pass or the loss of a step that was not measured in full"),
     ],
 )
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_bad_batch_is_blamed_on_no_layer(
+def test_a_bad_batch_is_named_before_the_layer_that_it_enters_by(
     digits: tuple[Tensor, Tensor], tmp_path: Path, step: int, seen: str, value: float
 ) -> None:
     def break_one(at: int, inputs: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def test_a_bad_batch_is_blamed_on_no_layer(
 
     first = train(mlp(), digits, tmp_path, disturb=break_one)[0]
     assert (first.kind, first.step, first.severity) == ("nonfinite", step, "error")
-    assert first.module_name is None
+    assert first.module_name == ("0" if step == 30 else None)
     assert seen in first.message
 
 
@@ -164,7 +164,7 @@ def test_what_the_first_layer_is_given_is_told_from_the_batch(
 
     model = Prepared(lambda x: x / x.norm(dim=1, keepdim=True))
     first = train(model, digits, tmp_path, disturb=blank_one)[0]
-    assert (first.kind, first.step, first.module_name) == ("nonfinite", 30, None)
+    assert (first.kind, first.step, first.module_name) == ("nonfinite", 30, "layers.0")
     assert "what layers.0 was given, and no watched module ran before it: 64 of" in first.message
 
 
