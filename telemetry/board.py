@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.custom_scalar import metadata as custom_scalars
+from tensorboard.plugins.hparams import metadata as hparams
 
 from telemetry import dashboards, depth, layouts
 from telemetry.events import summaries
 from telemetry.heatmap_picture import HeatmapPicture
 from telemetry.plugin_data import Recorder
+from telemetry.plugin_data.format import LAYOUT_PREFIX
 from telemetry.records import Alert, StepRecord
+
+
+def needed_in_every_file(values: Iterable[Summary.Value]) -> list[Summary.Value]:
+    """Those without which readers do not understand the others: layouts and hyperparameters."""
+    settings = {custom_scalars.PLUGIN_NAME, hparams.PLUGIN_NAME}
+    return [
+        value
+        for value in values
+        if value.tag.startswith(LAYOUT_PREFIX) or value.metadata.plugin_data.plugin_name in settings
+    ]
 
 
 class Board:
@@ -18,10 +31,11 @@ class Board:
 
     Args:
         pictures: Whether to draw the layers × steps picture now and then.
+        session_id: Names the page's data, as in :class:`~telemetry.plugin_data.Recorder`.
     """
 
-    def __init__(self, *, pictures: bool = True) -> None:
-        self._page = Recorder()
+    def __init__(self, *, pictures: bool = True, session_id: str | None = None) -> None:
+        self._page = Recorder(session_id)
         self._picture = HeatmapPicture() if pictures else None
         self._alert_count = 0
 

@@ -24,16 +24,18 @@ from telemetry import hyperparameters, links
 from telemetry.alert_file import AlertFile
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
-from telemetry.board import Board
+from telemetry.board import Board, needed_in_every_file
 from telemetry.budget import Budget
 from telemetry.capture import Capture, Content
 from telemetry.events.file_writer import FileWriter
+from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import SummaryWriter
 from telemetry.faults import Faults
 from telemetry.flight import FlightRecorder
 from telemetry.host_copy import HostCopy
 from telemetry.hyperparameters import Hyperparameter
 from telemetry.pipeline import LoggedScalars, Pipeline, ReadyValues, Sink
+from telemetry.plugin_data import new_session_id
 from telemetry.records import Alert, Rule, TelemetryAlert
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
@@ -136,9 +138,16 @@ class HookLogger:
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
         self._faults = Faults()
-        self._flight = FlightRecorder(self.log_dir, seed=torch.initial_seed(), faults=self._faults)
-        self._alert_file = AlertFile(self.log_dir)
-        board = Board(pictures=images)
+        session = new_session_id()
+        self._files = PlainFiles(self.log_dir)
+        self._alert_file = AlertFile(self.log_dir, session=session, files=self._files)
+        self._flight = FlightRecorder(
+            self.log_dir,
+            seed=torch.initial_seed(),
+            faults=self._faults,
+            write=self._files.write_whole,
+        )
+        board = Board(pictures=images, session_id=session)
         self._pipeline = pipeline = Pipeline(
             board=board,
             sink=_sink_to(self._writer),
@@ -297,6 +306,7 @@ class HookLogger:
     def flush(self) -> None:
         """Wait until everything so far has been judged and written."""
         self._pipeline.flush()
+        self._files.flush()
 
     def remove(self) -> None:
         """Take all hooks off; :meth:`attach` puts them back and goes on with the count."""
@@ -321,6 +331,7 @@ class HookLogger:
         self._capture.end()
         self._pipeline.close()
         self._flight.close()
+        self._files.close()
         if self._owns_writer:
             self._writer.close()
             self._owns_writer = False
@@ -341,22 +352,17 @@ class HookLogger:
             ReadyValues(step=self._capture.step, wall_time=time.time(), values=values)
         )
 
-    def _note_alert(self, alert: Alert) -> None:
+    def _note_alert(self, alert: Alert, wall_time: float) -> None:
         self._alerts.append(alert)
         if _is_first_rank():
-            self._write_down(alert)
+            self._flight.on_alert(alert)
+            with self._faults.contained("to append to alerts.jsonl"):
+                self._alert_file.write(alert, wall_time)
         if self._on_alert == "raise":
             if alert.stage != "end":
                 self._to_raise = self._to_raise or alert
         elif self._on_alert is not None:
             self._on_alert(alert)
-
-    def _write_down(self, alert: Alert) -> None:
-        self._flight.on_alert(alert)
-        try:
-            self._alert_file.write(alert)
-        except OSError:
-            self._faults.report("to append to alerts.jsonl")
 
     def _raise_if_asked(self) -> None:
         if self._to_raise is not None and not self._pipeline.on_own_thread():
@@ -457,7 +463,8 @@ def _sink_to(writer: tensorboard.SummaryWriter) -> Sink:
         if file_writer is None:
             raise ValueError("the SummaryWriter was closed before the HookLogger")
         if isinstance(file_writer, FileWriter):
-            file_writer.write_values(values, step, wall_time, droppable=droppable)
+            repeat = () if droppable else needed_in_every_file(values)
+            file_writer.write_values(values, step, wall_time, droppable=droppable, repeat=repeat)
         else:
             file_writer.add_event(Event(summary=Summary(value=values)), step, wall_time)
 

@@ -82,7 +82,7 @@ class Pipeline:
             for a full measurement of the next step (:attr:`full_wanted`), and a method
             ``on_loss(step, loss)``, which is told each loss when it is logged: a loss may come
             again and again without a step.
-        on_alert: Told of each alert, on the background thread.
+        on_alert: Told of each alert, and when its step ended, on the background thread.
         faults: Where to tell what failed.
     """
 
@@ -93,7 +93,7 @@ class Pipeline:
         sink: Sink,
         flush_sink: Callable[[], None],
         rules: Iterable[Rule],
-        on_alert: Callable[[Alert], None],
+        on_alert: Callable[[Alert, float], None],
         faults: Faults,
     ) -> None:
         self._board = board
@@ -281,7 +281,7 @@ class Pipeline:
         self._sink(values, step=alert.step, wall_time=wall_time, droppable=False)
         self._flush()
         try:
-            self._on_alert(alert)
+            self._on_alert(alert, wall_time)
         except Exception:
             self._faults.report("to call on_alert")
 

@@ -1,12 +1,16 @@
-"""What all tests share: steady Hypothesis runs, one torch thread, real MNIST where it is there."""
+"""What all tests share: steady Hypothesis runs, one torch thread, real MNIST, disks with faults."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+from disks import FreezableDisk
 
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("steady")
@@ -27,3 +31,35 @@ def mnist_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no MNIST images in {folder}")
     return folder
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    _run_or_skip("mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk))
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.fixture
+def freezable_disk(tmp_path: Path) -> Iterator[FreezableDisk]:
+    """An ext4 of 8 MB in a file."""
+    image, disk = tmp_path / "image", tmp_path / "disk"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(8 << 20)
+    _run_or_skip("mkfs.ext4", "-q", str(image))
+    _run_or_skip("mount", "-o", "loop", str(image), str(disk))
+    try:
+        if not shutil.which("fsfreeze"):
+            pytest.skip("no fsfreeze on this system")
+        yield FreezableDisk(disk)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def _run_or_skip(*command: str) -> None:
+    if not shutil.which(command[0]) or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip(f"{command[0]} does not work here: no right to mount a file system")

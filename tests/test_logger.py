@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import pty
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from disks import FreezableDisk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from torch import Tensor, nn
@@ -26,7 +28,11 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from twins import Recorder, assert_left_alone
 
-from telemetry import Alert, HookLogger, TelemetryAlert
+from telemetry import Alert, HookLogger, TelemetryAlert, cli
+from telemetry.plugin_data import PLUGIN_NAME
+from telemetry.plugin_data.files import FileSource
+from telemetry.plugin_data.format import LAYOUT_PREFIX, parse_layout_tag
+from telemetry.plugin_data.run_data import RunData
 from telemetry.records import StepRecord
 
 
@@ -551,6 +557,43 @@ def test_an_alert_is_a_line_of_json_and_an_error_leaves_a_flight_file(tmp_path: 
     assert (tmp_path / "flight-1.json").exists()
 
 
+def test_lines_of_alerts_bear_the_session_of_the_page_and_the_time_of_the_step(
+    tmp_path: Path,
+) -> None:
+    records: list[StepRecord] = []
+
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        records.append(record)
+        yield from fault_at(1)(record)
+
+    model = mlp()
+    for _ in range(2):
+        with HookLogger(model, tmp_path, alerts=[rule]):
+            run_through(train(model, steps=3))
+    lines = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
+    assert [line["wall_time"] for line in lines] == [r.wall_time for r in records if r.step == 1]
+    tags = FileSource(tmp_path).tensor_tags(PLUGIN_NAME)
+    sessions = sorted(parse_layout_tag(tag)[0] for tag in tags if tag.startswith(LAYOUT_PREFIX))
+    assert [line["session"] for line in lines] == sessions
+    assert len(set(sessions)) == 2
+
+
+def test_alerts_wait_for_no_disk(freezable_disk: FreezableDisk) -> None:
+    model = mlp()
+    log_dir = freezable_disk.path / "run"
+    log_dir.mkdir()
+    writer = SummaryWriter(freezable_disk.path.parent / "elsewhere")
+    writer.log_dir = str(log_dir)  # alerts and flight files go to the disk that hangs
+    with HookLogger(model, writer, alerts=[fault_at(1), fault_at(3)]) as logger:
+        with freezable_disk.frozen():
+            run_through(train(model, steps=5))
+            assert [alert.step for alert in logger.alerts] == [1, 3]
+        logger.flush()
+        assert len((log_dir / "alerts.jsonl").read_text().splitlines()) == 2
+        assert (log_dir / "flight-1.json").exists()
+    writer.close()
+
+
 def test_an_exception_in_the_body_leaves_a_flight_file(tmp_path: Path) -> None:
     model = mlp()
 
@@ -599,6 +642,34 @@ def test_a_callback_that_fails_is_told_and_training_goes_on(
     with HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert=broken):
         run_through(train(model))
     assert "planted in the callback" in caplog.text
+
+
+# --- faults of the disk ---------------------------------------------------------------------------
+
+
+def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, run = mlp(), tmp_path / "run"
+    with HookLogger(model, run, every_n_steps=2, alerts=[fault_at(6)]) as logger:
+        logger.hparams({"lr": 0.01})
+        batches = train(model, logger, steps=8)
+        for _ in range(4):
+            next(batches)
+        logger.flush()
+        shutil.rmtree(run)
+        run_through(batches)
+
+    data = RunData(FileSource(run))
+    assert [layer.name for layer in data.overview().layers] == ["0", "1", "2"]
+    assert data.matrix("weight_norm").steps.tolist() == [4, 6]
+    assert data.matrix("grad_norm").steps.tolist() == [4, 5, 6, 7]
+    assert [alert.step for alert in data.overview().alerts] == [6]
+    assert cli.main(["summary", str(run)]) == 0
+    assert "3 layers, steps 0 to 7, alerts: 1" in capsys.readouterr().out
+    tags = load(run).Tags()["tensors"]
+    assert {"_hparams_/session_start_info", "custom_scalars__config__"} <= set(tags)
+    assert (run / "alerts.jsonl").exists()
 
 
 # --- bad input -----------------------------------------------------------------------------------

@@ -51,12 +51,13 @@ def sink() -> Sink:
 
 
 def make(sink: Sink, *rules: Rule, told: list[Alert] | None = None) -> Pipeline:
+    alerts = [] if told is None else told
     return Pipeline(
         board=Board(),
         sink=sink,
         flush_sink=lambda: None,
         rules=rules,
-        on_alert=(told if told is not None else []).append,
+        on_alert=lambda alert, wall_time: alerts.append(alert),
         faults=Faults(),
     )
 

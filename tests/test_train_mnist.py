@@ -76,7 +76,10 @@ def test_without_mnist_small_digits_are_learned(
     [
         ("exploding", r"exploding_gradient in hidden\.\d+ at step 0"),
         ("vanishing", r"vanishing_gradient in conv1 at step \d"),
-        ("nonfinite", r"nonfinite at step 10"),
+        (
+            "nonfinite",
+            r"nonfinite in conv1 at step 10",
+        ),
         ("dead", r"dead_units in hidden\.0 at step \d"),
         ("saturated", r"saturated_units in hidden\.1 at step \d"),
         ("lr_too_high", r"loss_divergence at step \d"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sized
+from typing import Generic, Protocol, TypeVar
 
 _logger = logging.getLogger(__name__)
 
@@ -16,19 +16,21 @@ _WAKE_BYTES = 1 << 20
 # away for a day eat the memory that training needs.
 _HARD_LIMIT_FACTOR = 4
 _MIN_FLUSH_S = 0.01  # torch's writer takes flush_secs=0, too
-_PATIENCE_S = 30.0
+PATIENCE_S = 30.0
+
+Record = TypeVar("Record", bound=Sized)
 
 
-class Files(Protocol):
+class Files(Protocol[Record]):
     """Where records go: local or remote files. Only the background thread uses them."""
 
-    def write(self, records: deque[bytes], *, urgent: bool) -> None:
-        """Takes away from the left what it has written; raises what stopped it."""
+    def write(self, records: deque[Record], *, urgent: bool) -> None:
+        """Takes away what it has written, leaves the rest in its order; raises what stopped it."""
 
     def close(self) -> None: ...
 
 
-class BackgroundWriter:
+class BackgroundWriter(Generic[Record]):
     """A bounded queue of records, and the thread that empties it.
 
     What cannot be written waits in the queue, and is tried again every ``flush_s``.
@@ -36,6 +38,7 @@ class BackgroundWriter:
     Args:
         files: Where the records go.
         name: What log messages call this writer.
+        what: What they call the records.
         flush_s: The longest time in seconds that a record waits before it is written.
         max_pending_bytes: A droppable record is dropped if there would be more waiting with it,
             any other if there would be four times as much. One that finds nothing waiting is taken,
@@ -43,33 +46,53 @@ class BackgroundWriter:
 
     Attributes:
         dropped_count: Droppable records that found the queue full.
-        lost_count: Others that found it full, and all that could not be written in the end.
         failure: What stopped the latest write; None if it succeeded.
     """
 
-    def __init__(self, files: Files, *, name: str, flush_s: float, max_pending_bytes: int) -> None:
+    def __init__(
+        self,
+        files: Files[Record],
+        *,
+        name: str,
+        what: str = "events",
+        flush_s: float,
+        max_pending_bytes: int,
+    ) -> None:
         self.dropped_count = 0
-        self.lost_count = 0
         self.failure: Exception | None = None
         self._files = files
         self._name = name
+        self._what = what
         self._flush_s = max(flush_s, _MIN_FLUSH_S)
         self._droppable_limit = max_pending_bytes
         self._hard_limit = max_pending_bytes * _HARD_LIMIT_FACTOR
         # Re-entrant: a signal handler may add a record while its thread is adding one.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._pending: deque[bytes] = deque()
-        self._pending_bytes = 0  # of _pending and of the records that are being written
+        self._pending: deque[Record] = deque()
+        self._writing: deque[Record] = deque()  # what the thread has taken up
+        self._pending_bytes = 0  # of both
+        self._refused_count = 0
         self._flush_wanted = True  # the first round begins the file
         self._closing = False
         self._rounds_begun = 0
         self._rounds_done = 0
         self._finished = False
-        self._thread = threading.Thread(target=self._run, name="telemetry-events", daemon=True)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"telemetry: {what}", daemon=True)
         self._thread.start()
 
-    def put(self, record: bytes, *, droppable: bool, flush: bool) -> None:
+    @property
+    def lost_count(self) -> int:
+        """Records that are not droppable and found the queue full; once closed, also all that wait.
+
+        It falls again if a disk that did not answer in time takes them after all.
+        """
+        with self._lock:
+            waiting = len(self._pending) + len(self._writing) if self._closed else 0
+            return self._refused_count + waiting
+
+    def put(self, record: Record, *, droppable: bool, flush: bool) -> None:
         """Adds a record to the queue; drops it if the queue is full. Never waits for the disk.
 
         Raises:
@@ -90,28 +113,32 @@ class BackgroundWriter:
             if self._is_due():
                 self._changed.notify_all()
 
-    def flush(self) -> None:
-        """Waits until everything added so far has been written, or has failed to be."""
+    def flush(self, timeout_s: float = PATIENCE_S) -> bool:
+        """Waits until everything added so far has been written, or has failed to be.
+
+        Returns:
+            Whether that was so within the time; if not, the disk has not answered.
+        """
         with self._changed:
             self._flush_wanted = True
             self._changed.notify_all()
             next_round = self._rounds_begun + 1
-            self._changed.wait_for(
-                lambda: self._finished or self._rounds_done >= next_round, _PATIENCE_S
+            return self._changed.wait_for(
+                lambda: self._finished or self._rounds_done >= next_round, timeout_s
             )
 
-    def close(self) -> None:
-        """Writes what waits, ends the thread, and tells what was lost."""
+    def close(self, timeout_s: float = PATIENCE_S) -> None:
+        """Writes what waits, ends the thread, and says what was lost; within this time in all."""
         with self._changed:
-            if self._finished:
+            if self._closed:
                 return
             self._closing = True
             self._changed.notify_all()
             # Not Thread.join(): a signal handler that closes the writer may have interrupted
             # this very thread in put(), and only a wait here gives its lock away.
-            if not self._changed.wait_for(lambda: self._finished, _PATIENCE_S):
-                self.lost_count += len(self._pending)
-        self._tell_losses()
+            self._changed.wait_for(lambda: self._finished, timeout_s)
+            self._closed = True
+        self._report_losses(timeout_s)
 
     def _is_due(self) -> bool:
         # After a failure only the clock or a wish to flush makes for another attempt.
@@ -120,25 +147,27 @@ class BackgroundWriter:
         return self._flush_wanted or self._closing
 
     def _count_drop(self, droppable: bool) -> None:
-        if self.failure is None and not self.dropped_count + self.lost_count:
+        if self.failure is None and not self.dropped_count + self._refused_count:
             _logger.warning(
-                "%s: events come faster than they can be written; measurements are dropped",
+                "%s: %s come faster than they can be written; measurements are dropped",
                 self._name,
+                self._what,
             )
         if droppable:
             self.dropped_count += 1
         else:
-            self.lost_count += 1
+            self._refused_count += 1
 
-    def _tell_losses(self) -> None:
+    def _report_losses(self, timeout_s: float) -> None:
         losses = []
+        hang = "" if self._finished else f"the latest write has not ended within {timeout_s:g} s"
         if self.dropped_count:
             losses.append(f"{self.dropped_count} measurements were dropped, the queue was full")
         if self.lost_count:
-            reason = self.failure or "the queue was full"
-            losses.append(f"{self.lost_count} events could not be written ({reason})")
-        if not self._finished:
-            losses.append(f"the latest write has not ended within {_PATIENCE_S:g} s")
+            reason = hang or self.failure or "the queue was full"
+            losses.append(f"{self.lost_count} {self._what} could not be written ({reason})")
+        elif hang:
+            losses.append(hang)
         if losses:
             _logger.warning("%s: %s", self._name, "; ".join(losses))
 
@@ -157,6 +186,7 @@ class BackgroundWriter:
         with self._changed:
             self._changed.wait_for(self._is_due, self._flush_s)
             records, self._pending = self._pending, deque()
+            self._writing = records
             taken_bytes = self._pending_bytes
             urgent = self._flush_wanted or self._closing
             self._flush_wanted = False
@@ -164,26 +194,27 @@ class BackgroundWriter:
             self._rounds_begun += 1
         self._write(records, urgent)
         with self._changed:
+            self._writing = deque()
             self._pending.extendleft(reversed(records))
             self._pending_bytes -= taken_bytes - _total_bytes(records)
-            if last:
-                self.lost_count += len(records)
             self._rounds_done += 1
             self._changed.notify_all()
         return last
 
-    def _write(self, records: deque[bytes], urgent: bool) -> None:
+    def _write(self, records: deque[Record], urgent: bool) -> None:
         try:
             self._files.write(records, urgent=urgent)
         except Exception as error:  # nothing that goes wrong with a file may end this thread
             if self.failure is None:
-                _logger.warning("%s: events cannot be written for now: %s", self._name, error)
+                _logger.warning(
+                    "%s: %s cannot be written for now: %s", self._name, self._what, error
+                )
             self.failure = error
         else:
             if self.failure is not None:
-                _logger.info("%s: events are written again", self._name)
+                _logger.info("%s: %s are written again", self._name, self._what)
             self.failure = None
 
 
-def _total_bytes(records: Iterable[bytes]) -> int:
+def _total_bytes(records: Iterable[Sized]) -> int:
     return sum(len(record) + _RECORD_OVERHEAD_BYTES for record in records)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, TaggedRunMetadata
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from telemetry.events.background import BackgroundWriter, Files
+from telemetry.events.background import PATIENCE_S, BackgroundWriter, Files
 from telemetry.events.local_files import LocalFiles
+from telemetry.events.repeated import Repeated
 
 _logger = logging.getLogger(__name__)
 
@@ -50,8 +51,9 @@ class FileWriter:
         self._log_dir = os.fspath(log_dir)
         if b"\0" in os.fsencode(self._log_dir):
             raise ValueError(f"FileWriter({self._log_dir!r}): a path cannot hold a NUL character")
-        self._background: BackgroundWriter | None = BackgroundWriter(
-            _files_in(self._log_dir, filename_suffix),
+        self._repeated = Repeated()
+        self._background: BackgroundWriter[bytes] | None = BackgroundWriter(
+            _files_in(self._log_dir, filename_suffix, self._repeated),
             name=self._log_dir,
             flush_s=flush_s,
             max_pending_bytes=max_pending_bytes,
@@ -119,12 +121,28 @@ class FileWriter:
         *,
         droppable: bool = False,
         flush: bool = False,
+        repeat: Sequence[Summary.Value] = (),
     ) -> None:
-        """Adds one event with many values, which costs far less than one event for each."""
+        """Adds one event with many values, which costs far less than one event for each.
+
+        Args:
+            values: What to write.
+            step: 0 if omitted.
+            walltime: As in :meth:`add_event`, like the following two.
+            droppable: For measurements.
+            flush: Write at once.
+            repeat: Those of the values that every file must hold so that readers understand the
+                others. The latest of each tag is written again, with its step and time, wherever
+                a later file is begun, as after the directory was removed.
+        """
         event = Event(
             wall_time=time.time() if walltime is None else walltime,
             step=0 if step is None else int(step),
         )
+        for value in repeat:
+            event.summary.value.append(value)
+            self._repeated.add(value.tag, event.SerializeToString())
+            event.ClearField("summary")
         event.summary.value.extend(values)
         self._put(event, droppable, flush)
 
@@ -145,15 +163,22 @@ class FileWriter:
         """Adds a ``GraphDef``."""
         self.add_event(Event(graph_def=graph.SerializeToString()), None, walltime)
 
-    def flush(self) -> None:
-        """Waits until all events so far are in the file, or could not be written; 30 s at most."""
-        if background := self._background_here():
-            background.flush()
+    def flush(self, timeout_s: float = PATIENCE_S) -> bool:
+        """Waits until all events so far are in the file, or could not be written.
 
-    def close(self) -> None:
-        """Writes what waits, for 30 s at most, and tells how many events were lost, if any."""
+        Returns:
+            Whether that was so within the time; if not, the disk has not answered.
+        """
+        background = self._background_here()
+        return background is None or background.flush(timeout_s)
+
+    def close(self, timeout_s: float = PATIENCE_S) -> None:
+        """Writes what waits, within this time in all, and logs how many events were lost, if any.
+
+        If the disk has not answered by then, what is left counts as lost.
+        """
         if background := self._background_here():
-            background.close()
+            background.close(timeout_s)
             self._at_exit.cancel()
 
     def _put(self, event: Event, droppable: bool, flush: bool) -> None:
@@ -167,7 +192,7 @@ class FileWriter:
                 self._log_dir,
             )
 
-    def _background_here(self) -> BackgroundWriter | None:
+    def _background_here(self) -> BackgroundWriter[bytes] | None:
         return self._background if os.getpid() == self._process_id else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,14 +200,15 @@ class FileWriter:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._log_dir = state["_log_dir"]
+        self._repeated = Repeated()
         self._background = None
         self._process_id = -1  # of none
         self._told_inert = False
 
 
-def _files_in(log_dir: str, filename_suffix: str) -> Files:
+def _files_in(log_dir: str, filename_suffix: str, repeated: Iterable[bytes]) -> Files[bytes]:
     if "://" not in log_dir:
-        return LocalFiles(log_dir, filename_suffix)
+        return LocalFiles(log_dir, filename_suffix, repeated=repeated)
     from telemetry.events.remote_files import RemoteFiles  # fsspec is optional
 
-    return RemoteFiles(log_dir, filename_suffix)
+    return RemoteFiles(log_dir, filename_suffix, repeated=repeated)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
+import math
 import os
 import re
 import socket
@@ -18,10 +20,12 @@ from pathlib import Path
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog, SourceMetadata
 
 from telemetry.events.framing import frame
+from telemetry.events.room import NO_ROOM, curves_apart, has_room, tags_of
 
 _logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 4 << 20
+_HEADER_BYTES = 256  # more than a file begins with, and a record's frame
 _NAME = re.compile(r"tfevents\.(\d{10})\.")  # as in events.out.tfevents.1700000000.host.123.0
 _file_numbers = itertools.count()
 
@@ -42,9 +46,13 @@ class LocalFiles:
     nothing behind it. After a failed write, or when the file has been removed, the next write
     goes to another new file.
 
+    While a large record finds no room, smaller ones go on without it, unless they have a tag in
+    common: of each tag, readers want the steps in order.
+
     Args:
         directory: Made if it is missing.
         filename_suffix: Appended to every file's name.
+        repeated: What readers need again in every file after the first.
         max_file_bytes: A file that has grown larger is followed by another.
         names_elsewhere: Names of further files that the new ones must sort behind.
     """
@@ -54,37 +62,49 @@ class LocalFiles:
         directory: str,
         filename_suffix: str = "",
         *,
-        max_file_bytes: float = float("inf"),
+        repeated: Iterable[bytes] = (),
+        max_file_bytes: float = math.inf,
         names_elsewhere: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self._directory = directory
         self._filename_suffix = filename_suffix
+        self._repeated = repeated
         self._max_file_bytes = max_file_bytes
         self._names_elsewhere = names_elsewhere
         self._file: FileIO | None = None
         self._size = 0  # of the current file's whole records, bytes
+        self._least_size = 0  # with less it says nothing; the first may hold its header alone
+        self._full_size = max_file_bytes
+        self._stamp = 0  # of the latest file's name
         self._is_begun = False
+        self._to_repeat: deque[bytes] = deque()
+        self._limit = math.inf  # bytes; records from here on find no room
+        self._errno = errno.ENOSPC  # why
 
     def write(self, records: deque[bytes], *, urgent: bool = False) -> None:
-        """Writes records in order, and removes each from the left once the system has it.
+        """Writes records in order, and removes each once the system has it.
 
         The first call makes a file even if there are no records.
 
         Raises:
-            OSError: The first of the records that remain could not be written.
+            OSError: Those that remain could not be written.
         """
-        if not records and self._is_begun:
+        if self._is_begun and not records and not self._to_repeat:
             return
         try:
             if self._file is not None and self._is_finished(self._file):
                 self._leave()
-            if self._file is None:
-                self._open()
-            while records:
-                self._append(records)
+            if not self._is_begun:
+                self._open(0)
+            if self._limit < math.inf and has_room(self._directory, int(self._limit)):
+                self._limit = math.inf
+            while not self._write_below_limit(records):
+                pass
         except OSError:
             self._leave()
             raise
+        if records or self._to_repeat:
+            raise self._no_room()
 
     def close(self) -> None:
         self._leave()
@@ -94,16 +114,63 @@ class LocalFiles:
         """The file that is written at present."""
         return None if self._file is None else str(self._file.name)
 
-    def _open(self) -> None:
-        os.makedirs(self._directory, exist_ok=True)
-        self._file = self._create()
-        self._size = 0
+    def _write_below_limit(self, records: deque[bytes]) -> bool:
+        """Writes what is below the limit; false if some of that finds no room: the limit fell."""
         try:
-            self._append(deque([_version(), _session_start()]))
-        except OSError:
-            with suppress(OSError):  # or every attempt on a full disk would leave a file
-                os.unlink(self._file.name)
-            raise
+            if self._limit < math.inf:
+                self._write_around_large(records)
+            else:
+                for queue in (self._to_repeat, records):
+                    while queue:
+                        self._append(queue)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self._leave()
+            return False
+        return True
+
+    def _write_around_large(self, records: deque[bytes]) -> None:
+        parts: list[bytes] = []
+        for record in records:
+            if len(record) < self._limit:
+                parts.append(record)
+            else:
+                of_one = curves_apart(record)
+                self._limit = min(self._limit, max(map(len, of_one)))
+                parts += of_one
+        records.clear()
+        records.extend(parts)
+        tags_that_wait: set[str] = set()
+        for queue in (self._to_repeat, records):
+            waiting = 0
+            try:
+                for _ in range(len(queue)):
+                    tags = tags_of(queue[0])
+                    if len(queue[0]) < self._limit and tags_that_wait.isdisjoint(tags):
+                        self._append(deque([queue[0]]))
+                        queue.popleft()
+                    else:
+                        tags_that_wait |= tags
+                        queue.rotate(-1)
+                        waiting += 1
+            finally:
+                queue.rotate(waiting)  # they came before those that are left
+
+    def _no_room(self) -> OSError:
+        return OSError(self._errno, os.strerror(self._errno), self._directory)
+
+    def _open(self, first_bytes: int) -> None:
+        os.makedirs(self._directory, exist_ok=True)
+        # Else each attempt would leave a file with nothing in it. And removing a file is a risk:
+        # TensorBoard's slow loader waits for ever at one that it has seen and that is gone.
+        if self._is_begun and not has_room(self._directory, _HEADER_BYTES + first_bytes):
+            raise self._no_room()
+        self._file = self._create()
+        self._size, self._least_size = 0, 1
+        self._full_size = self._max_file_bytes + sum(map(len, self._to_repeat))
+        self._append_some(self._file, deque([_version(), _session_start()]))
+        self._least_size = self._size + self._is_begun
         self._is_begun = True
 
     def _create(self) -> FileIO:
@@ -116,12 +183,13 @@ class LocalFiles:
     def _new_name(self) -> str:
         # Readers go by the names' order. The clock may have gone back since the last file.
         names = [*os.listdir(self._directory), *self._names_elsewhere()]
-        stamp = max(int(time.time()), _newest_stamp(names) + 1)
+        stamp = max(int(time.time()), _newest_stamp(names) + 1, self._stamp + 1)
+        self._stamp = stamp
         writer = f"{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
         return f"events.out.tfevents.{stamp:010d}.{writer}{self._filename_suffix}"
 
     def _is_finished(self, file: FileIO) -> bool:
-        if self._size >= self._max_file_bytes:
+        if self._size >= self._full_size:
             return True
         if os.fstat(file.fileno()).st_nlink == 0:
             _logger.warning("%s was removed; going on in a new event file", file.name)
@@ -129,15 +197,26 @@ class LocalFiles:
         return False
 
     def _append(self, records: deque[bytes]) -> None:
-        """Writes some of the records with one call, which lets go of the interpreter lock."""
-        assert self._file is not None
+        """Writes some of the records; lowers the limit if the first of the others finds no room."""
+        try:
+            if self._file is None:
+                self._open(len(records[0]))
+            assert self._file is not None
+            self._append_some(self._file, records)
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                self._limit, self._errno = len(records[0]), error.errno
+            raise
+
+    def _append_some(self, file: FileIO, records: deque[bytes]) -> None:
+        """Writes records with one call, which lets go of the interpreter lock."""
         frames = _first_frames(records)
         ends = list(itertools.accumulate(map(len, frames)))
         data = memoryview(b"".join(frames))
         written = 0
         try:
             while written < len(data):
-                written += self._file.write(data[written:])
+                written += file.write(data[written:])
         finally:
             whole = bisect_right(ends, written)
             self._size += ends[whole - 1] if whole else 0
@@ -147,12 +226,16 @@ class LocalFiles:
     def _leave(self) -> None:
         if self._file is None:
             return
+        self._to_repeat = deque(self._repeated)
         with suppress(OSError):  # readers bear a torn record; without it the file is clean
             self._file.truncate(self._size)
         try:
             self._file.close()
         except OSError as error:  # a network file system may tell late that it had no room
             _logger.warning("%s may lack its end: %s", self._file.name, error)
+        if self._size < self._least_size:
+            with suppress(OSError):
+                os.unlink(self._file.name)
         self._file = None
 
 

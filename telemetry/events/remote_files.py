@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterable
 
 import fsspec
 
@@ -29,19 +30,27 @@ class RemoteFiles:
     Args:
         url: The directory; made if it is missing.
         filename_suffix: Appended to every file's name.
+        repeated: What readers need again in every file after the first.
 
     Raises:
         ValueError: fsspec knows no such protocol.
         ImportError: The package that handles this protocol is not installed.
     """
 
-    def __init__(self, url: str, filename_suffix: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        filename_suffix: str = "",
+        *,
+        repeated: Iterable[bytes] = (),
+    ) -> None:
         self._url = url
         self._store, self._root = fsspec.core.url_to_fs(url)
         self._spool = tempfile.mkdtemp(prefix="telemetry-events-")
         self._local = LocalFiles(
             self._spool,
             filename_suffix,
+            repeated=repeated,
             max_file_bytes=_MAX_FILE_BYTES,
             names_elsewhere=self._uploaded_names,
         )

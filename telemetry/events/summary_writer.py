@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -13,6 +13,7 @@ from torch.utils import tensorboard
 from torch.utils.tensorboard.summary import hparams, scalar
 
 from telemetry.events import summaries
+from telemetry.events.background import PATIENCE_S
 from telemetry.events.file_writer import FileWriter
 
 
@@ -80,10 +81,24 @@ class SummaryWriter(tensorboard.SummaryWriter):
         own = self._get_file_writer()
         return own if own.is_inert else self._open(run_dir)
 
+    def flush(self) -> None:
+        """Waits until everything so far is in the files, 30 s at most."""
+        self._within(PATIENCE_S, FileWriter.flush)
+
     def close(self) -> None:
-        # Torch's would begin a new file after it; a copy stays inert.
+        """Writes what waits, 30 s at most, and logs what was lost; what is added later begins anew.
+
+        A copy stays inert.
+        """
         if self.file_writer is not None and not self.file_writer.is_inert:
-            super().close()
+            self._within(PATIENCE_S, FileWriter.close)
+            self.file_writer = self.all_writers = None
+
+    def _within(self, timeout_s: float, act: Callable[[FileWriter, float], object]) -> None:
+        """Do this with each file, all together in this time."""
+        deadline = time.monotonic() + timeout_s
+        for writer in (self.all_writers or {}).values():
+            act(writer, max(0.0, deadline - time.monotonic()))
 
     def add_scalar(
         self,

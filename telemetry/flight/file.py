@@ -1,8 +1,7 @@
-"""Flight files: written whole or not at all, found and read back."""
+"""Flight files: what is in them as bytes, where they are, and back."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -15,26 +14,17 @@ MAX_BYTES = 8 * 2**20
 """A file that would be larger is written without its sketches."""
 
 
-def write_flight(log_dir: Path, contents: Mapping[str, Any]) -> Path:
-    """Write ``flight-<step>.json``; one that is there is replaced in one go.
+def flight_path(log_dir: Path, step: int) -> Path:
+    return log_dir / f"flight-{step}.json"
 
-    Raises:
-        OSError: It cannot be written. What was there is still there.
-    """
-    path = log_dir / f"flight-{contents['step']}.json"
+
+def encode_flight(contents: Mapping[str, Any]) -> bytes:
+    """The bytes of a file; without the sketches if it would be too large with them."""
     text = _dump(contents)
     if len(text) > MAX_BYTES:
         profiles = [{**profile, "sketches": None} for profile in contents["profiles"]]
         text = _dump({**contents, "profiles": profiles})
-    temporary = log_dir / f".{path.name}.{os.getpid()}"
-    try:
-        temporary.write_text(text, encoding="ascii")
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    return path
+    return text.encode("ascii")
 
 
 def flight_files(run: str | os.PathLike[str]) -> list[Path]:

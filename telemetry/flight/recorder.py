@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from telemetry.events.plain_files import write_whole
 from telemetry.faults import Faults
 from telemetry.flight.document import MAX_ALERTS, Flight, compose, describe
-from telemetry.flight.file import write_flight
+from telemetry.flight.file import encode_flight, flight_path
 from telemetry.flight.snapshot import Snapshot, detail, snapshot
 from telemetry.records import Alert, StepRecord, TelemetryAlert
 
@@ -46,6 +47,7 @@ class FlightRecorder:
         steps: How many steps are kept.
         seed: Of torch's generator, to be told in the file.
         faults: Where to tell what failed.
+        write: Writes a file whole; by default at once, on the caller's thread.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class FlightRecorder:
         steps: int = 200,
         seed: int | None = None,
         faults: Faults | None = None,
+        write: Callable[[Path, bytes], None] = write_whole,
     ) -> None:
         if steps < 1:
             raise ValueError(f"FlightRecorder(steps={steps}): must be at least 1")
@@ -62,6 +65,7 @@ class FlightRecorder:
         self._count = steps
         self._seed = seed
         self._faults = faults or Faults()
+        self._write_file = write
         self._lock = threading.Lock()
         self._steps: deque[Snapshot] = deque()
         self._step_bytes = 0
@@ -182,15 +186,15 @@ class FlightRecorder:
                 log.info("telemetry: flight files are not written to %s", self._log_dir)
                 self._told_remote = True
             return
+        path = flight_path(Path(self._log_dir), self._flight.step)
+        if path not in self._files and len(self._files) >= MAX_FILES:
+            return
         steps = list(self._steps)
         latest = self._details[-1] if self._details else None
         if latest is not None and steps and latest.step == steps[-1].step:
             steps[-1] = latest
         contents = compose(self._flight, steps, seed=self._seed, complete=complete)
-        path = Path(self._log_dir) / f"flight-{self._flight.step}.json"
-        if path not in self._files and len(self._files) >= MAX_FILES:
-            return
-        write_flight(Path(self._log_dir), contents)
+        self._write_file(path, encode_flight(contents))
         if path not in self._files:
             self._files.add(path)
             log.warning("telemetry: what led to step %d is in %s", self._flight.step, path)

@@ -25,6 +25,7 @@ import math
 import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -146,11 +147,13 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
     return Layout(modules=modules, parameters=parameters), names
 
 
-def encode_alert(alert: Alert) -> bytes:
+def encode_alert(alert: Alert, origin: Mapping[str, str | float] | None = None) -> bytes:
+    """The JSON text of an alert, in one line; ``origin`` are further fields, which say whose."""
     content = asdict(alert) | {
         "format": FORMAT_VERSION,
         "value": json_number(alert.value),
         "threshold": json_number(alert.threshold),
+        **(origin or {}),
     }
     return json.dumps(content, separators=(",", ":")).encode()
 

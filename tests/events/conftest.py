@@ -1,9 +1,7 @@
-"""Fixtures: TensorBoard's own two loaders, and a disk that is soon full."""
+"""Fixtures: TensorBoard's own two loaders."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,15 +28,3 @@ def read_board(
             return Board(open_fast(logdir, port_file, stack))
 
         yield read
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 128 kB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)]
-    if not shutil.which("mount") or subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("may not mount a file system")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)

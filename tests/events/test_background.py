@@ -50,7 +50,7 @@ class MemoryFiles:
 
 def make_writer(
     files: MemoryFiles, *, flush_s: float = NEVER_S, max_pending_bytes: int = 1 << 20
-) -> BackgroundWriter:
+) -> BackgroundWriter[bytes]:
     writer = BackgroundWriter(
         files, name="runs/x", flush_s=flush_s, max_pending_bytes=max_pending_bytes
     )
@@ -58,12 +58,12 @@ def make_writer(
     return writer
 
 
-def put(writer: BackgroundWriter, *records: bytes, droppable: bool = False) -> None:
+def put(writer: BackgroundWriter[bytes], *records: bytes, droppable: bool = False) -> None:
     for record in records:
         writer.put(record, droppable=droppable, flush=False)
 
 
-def start_hanging_write(writer: BackgroundWriter, files: MemoryFiles) -> None:
+def start_hanging_write(writer: BackgroundWriter[bytes], files: MemoryFiles) -> None:
     files.entered.clear()
     writer.put(b"in flight", droppable=False, flush=True)
     assert files.entered.wait(WAIT_S)
@@ -275,23 +275,38 @@ def test_an_unforeseen_error_does_not_end_the_thread() -> None:
     assert files.written == [b"a", b"b"]
 
 
-def test_close_does_not_wait_for_ever(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_disk_that_hangs_costs_the_time_given_and_what_is_left_is_counted(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(background, "_PATIENCE_S", 0.05)
     files = MemoryFiles()
     writer = make_writer(files)
 
     with files.hanging():
         start_hanging_write(writer, files)
-        put(writer, b"a")
-        writer.flush()
-        writer.close()
+        put(writer, b"a", b"b")
+        assert not writer.flush(timeout_s=0.01)
+        writer.close(timeout_s=0.05)
+        writer.close()  # has nothing more to wait for
+        assert writer.lost_count == 3
         (told,) = caplog.messages
 
-    assert "1 events could not be written" in told
-    assert "has not ended within 0.05 s" in told
+    assert "3 events could not be written (the latest write has not ended within 0.05 s)" in told
     writer._thread.join(WAIT_S)
+    assert files.written == [b"in flight", b"a", b"b"]
+    assert writer.lost_count == 0  # the disk took them after all
+
+
+def test_flush_says_whether_the_disk_has_answered() -> None:
+    files = MemoryFiles()
+    writer = make_writer(files)
+
+    put(writer, b"a")
+    assert writer.flush(timeout_s=WAIT_S)
+    files.failure = OSError("no space left")
+    put(writer, b"b")
+    assert writer.flush(timeout_s=WAIT_S)  # it has: there is no room
+    files.failure = None
+    writer.close()
 
 
 def test_an_interrupted_close_can_be_finished() -> None:

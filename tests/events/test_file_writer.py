@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from board import ReadBoard
+from disks import FreezableDisk
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.compat.proto.event_pb2 import Event
@@ -183,7 +185,7 @@ def test_training_goes_on_through_a_full_disk(
 ) -> None:
     ballast = tiny_disk / "ballast"
     ballast.write_bytes(bytes(110_000))
-    writer = FileWriter(tiny_disk / "run", max_pending_bytes=30_000)
+    writer = FileWriter(tiny_disk / "run", flush_s=3600, max_pending_bytes=30_000)
     step = 0
 
     while writer.failure is None:  # until the disk is full
@@ -225,6 +227,43 @@ def test_what_never_found_room_is_told_when_the_writer_is_closed(
     assert 0 < written < 50
     assert writer.lost_count == 50 - written
     assert f"{50 - written} events could not be written" in caplog.messages[-1]
+
+
+def test_a_disk_that_hangs_costs_the_time_given_once(
+    freezable_disk: FreezableDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = FileWriter(freezable_disk.path / "run")
+    writer.flush()
+
+    with freezable_disk.frozen():
+        for step in range(300):
+            add_scalar(writer, step)
+        assert not writer.flush(timeout_s=0.1)
+        begun = time.monotonic()
+        writer.close(timeout_s=0.2)
+        writer.close()
+        assert time.monotonic() - begun < 2
+        assert writer.lost_count == 300
+        (told,) = caplog.messages
+
+    assert "300 events could not be written (the latest write has not ended within 0.2 s)" in told
+
+
+def test_what_readers_need_is_repeated_where_a_file_is_begun_anew(tmp_path: Path) -> None:
+    writer = FileWriter(tmp_path)
+    for step in range(2):
+        layout = summaries.text("layout", f"version {step}")
+        values = [summaries.scalar("loss", 0.5), layout]
+        writer.write_values(values, step, 12.5 + step, repeat=[layout])
+    writer.flush()
+
+    shutil.rmtree(tmp_path)
+    add_scalar(writer, 7)
+    writer.close()
+
+    again, loss = read_summaries(tmp_path)
+    assert again == Event(step=1, wall_time=13.5, summary=Summary(value=[layout]))
+    assert loss.step == 7
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

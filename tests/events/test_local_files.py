@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from board import ReadBoard
+from disks import fill
 from scripts import run_script
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -248,6 +249,127 @@ def test_a_full_disk_keeps_what_it_took_and_the_rest_follows_in_a_new_file(
     ]
     (points,) = read_board(tiny_disk / "logs").scalars()["run"].values()
     assert [step for step, _ in points] == list(range(50))
+
+
+def large_record(step: int) -> bytes:
+    """The points of two curves, and what takes the room."""
+    values = [
+        summaries.scalar("loss", step),
+        summaries.text("note", "x" * 80_000),
+        summaries.scalar("accuracy", step),
+    ]
+    return bytes(Event(step=step, summary=Summary(value=values)).SerializeToString())
+
+
+@pytest.fixture
+def nearly_full(tiny_disk: Path) -> Path:
+    """A disk with room for about 40 kB, the rest is taken by a file named ``ballast``."""
+    (tiny_disk / "ballast").write_bytes(bytes(80_000))
+    return tiny_disk
+
+
+def test_what_fits_passes_a_large_record_that_does_not(
+    nearly_full: Path, read_board: ReadBoard
+) -> None:
+    run = nearly_full / "logs" / "run"
+    files = LocalFiles(str(run))
+    write(files)
+    waiting = deque([large_record(0)])
+
+    for step in range(1, 13):
+        waiting.append(record(step))
+        with pytest.raises(OSError, match="No space left"):
+            files.write(waiting)
+        assert len(waiting) == 1  # the text
+    assert len(list_event_files(run)) == 2  # before the failure and since
+    before = read_board(nearly_full / "logs")
+    (nearly_full / "ballast").unlink()
+    write(files, *waiting)
+    files.close()
+    after = read_board(nearly_full / "logs")
+
+    points = [(step, float(step)) for step in range(13)]
+    for board in (before, after):
+        assert board.scalars()["run"] == {"loss": points, "accuracy": points[:1]}
+    assert before.tensors("text") == {}
+    assert [step for step, _ in after.tensors("text")["run"]["note"]] == [0]
+
+
+def test_of_one_tag_no_step_passes_an_earlier_one(nearly_full: Path) -> None:
+    small = Event(step=1, summary=Summary(value=[summaries.text("note", "fits")]))
+    files = LocalFiles(str(nearly_full / "run"))
+    waiting = deque([large_record(0), small.SerializeToString(), record(1, "other")])
+
+    with pytest.raises(OSError, match="No space left"):
+        files.write(waiting)
+    assert [Event.FromString(one).step for one in waiting] == [0, 1]
+    (nearly_full / "ballast").unlink()
+    write(files, *waiting)
+    files.close()
+
+    events = [
+        event for path in list_event_files(nearly_full / "run") for event in read_events(path)
+    ]
+    notes = [e.step for e in events if [v.tag for v in e.summary.value] == ["note"]]
+    assert notes == [0, 1]
+    assert "other" in {value.tag for event in events for value in event.summary.value}
+
+
+def test_of_several_large_records_the_smaller_ones_pass(nearly_full: Path) -> None:
+    sizes = [90_000, 70_000, 10_000, 60_000, 5_000]
+    files = LocalFiles(str(nearly_full / "run"))
+    waiting = deque(record(step, "x" * size) for step, size in enumerate(sizes))
+
+    with pytest.raises(OSError, match="No space left"):
+        files.write(waiting)
+    files.close()
+
+    assert [Event.FromString(one).step for one in waiting] == [0, 1, 3]
+    assert [step for path in list_event_files(nearly_full / "run") for step in steps_in(path)] == [
+        2,
+        4,
+    ]
+
+
+def test_a_full_disk_gets_no_files_that_say_nothing(tiny_disk: Path) -> None:
+    files = LocalFiles(str(tiny_disk / "run"))
+    write(files, record(0))
+    ballast = fill(tiny_disk)
+    room = 4096 * 2  # for a name and a header, perhaps, but not for the record
+    waiting = deque([record(1, "x" * 20_000)])
+
+    for _ in range(5):
+        os.truncate(ballast, ballast.stat().st_size - room)
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                files.write(waiting)
+        fill(tiny_disk)
+    files.close()
+
+    assert [steps_in(path) for path in list_event_files(tiny_disk / "run")] == [[0]]
+
+
+def test_later_files_begin_with_what_is_to_be_repeated(nearly_full: Path) -> None:
+    layout = record(3, "layout")
+    repeated = [layout]
+    files = LocalFiles(str(nearly_full / "run"), repeated=repeated)
+    write(files, layout, record(4))
+
+    shutil.rmtree(nearly_full / "run")
+    write(files, record(5))
+    repeated.append(record(6, "x" * 80_000))  # is written when there is room
+    shutil.rmtree(nearly_full / "run")
+    waiting = deque([record(7)])
+    with pytest.raises(OSError, match="No space left"):
+        files.write(waiting)
+    assert not waiting
+    latest = list_event_files(nearly_full / "run")[-1]
+    assert steps_in(latest) == [3, 7]
+    (nearly_full / "ballast").unlink()
+    write(files)
+    files.close()
+
+    assert steps_in(latest) == [3, 7, 6]
 
 
 def test_a_file_size_limit_is_met_with_more_files(tmp_path: Path) -> None:

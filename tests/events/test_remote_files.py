@@ -134,6 +134,22 @@ def test_an_upload_stays_small(
     assert list(itertools.chain(*steps)) == list(range(9))
 
 
+def test_every_file_after_the_first_begins_with_what_is_to_be_repeated(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_files, "_MAX_FILE_BYTES", 200)
+    files = RemoteFiles("memory://logs/run", repeated=[record(100)] * 5)  # too large by themselves
+
+    for step in range(9):
+        write(files, step, urgent=True)
+    files.close()
+
+    first, *later = store.steps()
+    assert 1 < len(later) < 8
+    assert [steps[:5] for steps in later] == [[100] * 5] * len(later)
+    assert first + [step for steps in later for step in steps[5:]] == list(range(9))
+
+
 def test_a_resumed_run_sorts_behind_the_earlier_files(store: Store) -> None:
     earlier = "/logs/run/events.out.tfevents.2000000000.host.1.0"
     store.fs.pipe_file(earlier, b"")

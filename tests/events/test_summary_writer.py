@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from board import ReadBoard
+from disks import FreezableDisk
 from tensorboard.compat.proto.event_pb2 import Event
 from torch.utils import tensorboard
 
-from telemetry.events import FileWriter, list_event_files, read_events
+from telemetry.events import FileWriter, list_event_files, read_events, summary_writer
 from telemetry.events.summary_writer import SummaryWriter
 
 LAYOUT = {"loss": {"all": ["Multiline", ["loss/train", "loss/test"]]}}
@@ -221,6 +222,21 @@ def test_a_full_disk_is_not_heard_of_in_training(tiny_disk: Path) -> None:
 
     runs = read_runs(tiny_disk / "run")
     assert len(runs["."]) == len(runs["all_train"]) == 60
+
+
+def test_a_disk_that_hangs_costs_its_time_once_for_all_files(
+    freezable_disk: FreezableDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary_writer, "PATIENCE_S", 0.5)
+    writer = SummaryWriter(freezable_disk.path / "run")
+    writer.add_scalars("all", {str(number): 1.0 for number in range(6)}, 0)
+    writer.flush()
+
+    with freezable_disk.frozen():
+        writer.add_scalars("all", {str(number): 1.0 for number in range(6)}, 1)
+        begun = time.monotonic()
+        writer.close()
+        assert 0.5 <= time.monotonic() - begun < 2.5  # there are seven
 
 
 @pytest.mark.parametrize("wrong", [{"tag": 3}, {"scalar_value": "high"}, {"global_step": "first"}])

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from disks import fill
 from torch import nn
 from torch.nn import functional as F
 
@@ -452,24 +453,34 @@ def test_a_directory_that_cannot_be_written_is_told_once(
 
 
 def test_a_full_disk_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = FlightRecorder(tmp_path, steps=4)
+    recorder = FlightRecorder(tiny_disk, steps=4)
     recorder(record(0))
     recorder.on_alert(alert(0))
-    before = (tmp_path / "flight-0.json").read_bytes()
+    before = (tiny_disk / "flight-0.json").read_bytes()
+    fill(tiny_disk)
 
-    def full(self: Path, text: str, **options: Any) -> int:
-        with self.open("w") as file:
-            file.write(text[:10])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
     fly(recorder, range(1, 9))
     recorder.close()
+
     assert "No space left" in caplog.text
-    assert [path.name for path in tmp_path.iterdir()] == ["flight-0.json"]
-    assert (tmp_path / "flight-0.json").read_bytes() == before
+    assert {path.name for path in tiny_disk.iterdir()} == {"flight-0.json", "ballast"}
+    assert (tiny_disk / "flight-0.json").read_bytes() == before
+
+
+def test_files_may_be_written_by_somebody_else(tmp_path: Path) -> None:
+    handed_over: list[tuple[Path, bytes]] = []
+    recorder = FlightRecorder(tmp_path, write=lambda *file: handed_over.append(file))
+    recorder(record(0))
+    recorder.on_alert(alert(0))
+    recorder.close()
+
+    assert list(tmp_path.iterdir()) == []
+    for path, content in handed_over:
+        assert path == tmp_path / "flight-0.json"
+        assert json.loads(content)["step"] == 0
+    assert len(handed_over) == 2
 
 
 def test_faults_of_ours_are_told_and_not_raised(

@@ -1,0 +1,148 @@
+"""Small files beside the event files: lines that are appended, files that are written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from telemetry.events.background import PATIENCE_S, BackgroundWriter
+
+_RETRY_S = 1.0
+_MAX_PENDING_BYTES = 16 << 20
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line in one call, so that the lines of several writers do not mix.
+
+    A line that somebody else left unfinished is ended first.
+
+    Raises:
+        OSError: It cannot be written. Nothing of it is in the file.
+    """
+    with path.open("ab+", buffering=0) as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        line += b"\n"
+        written = file.write(line)
+        if written < len(line):
+            if file.tell() == os.fstat(file.fileno()).st_size:  # nobody has gone on behind it
+                file.truncate(file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file; one that is there is replaced in one go.
+
+    Raises:
+        OSError: It cannot be written. What was there is still there.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+class PlainFiles:
+    """Does what these functions do, on a background thread that begins when there is something.
+
+    The caller neither waits for the disk nor hears of its faults: what cannot be written is tried
+    again every second until :meth:`close`, and a missing directory is made. In a forked child
+    everything is ignored.
+
+    Args:
+        name: What log messages call the place.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._process_id = os.getpid()
+        self._lock = threading.RLock()  # a signal handler may come in between
+        self._background: BackgroundWriter[_Change] | None = None
+
+    def append_line(self, path: Path, line: bytes) -> None:
+        """Append a line soon.
+
+        Raises:
+            OSError: This is closed.
+        """
+        self._put(_Change(path=path, content=line, make=append_line))
+
+    def write_whole(self, path: Path, content: bytes) -> None:
+        """Write or replace a file soon.
+
+        Raises:
+            OSError: This is closed.
+        """
+        self._put(_Change(path=path, content=content, make=write_whole))
+
+    def flush(self, timeout_s: float = PATIENCE_S) -> bool:
+        """Wait until all was tried; whether that was so within the time."""
+        return self._background is None or not self._is_here() or self._background.flush(timeout_s)
+
+    def close(self, timeout_s: float = PATIENCE_S) -> None:
+        """Write what waits, within this time in all, and log how much was lost, if anything."""
+        if self._background is not None and self._is_here():
+            self._background.close(timeout_s)
+
+    def _is_here(self) -> bool:
+        return os.getpid() == self._process_id
+
+    def _put(self, change: _Change) -> None:
+        if not self._is_here():
+            return
+        with self._lock:
+            if self._background is None:
+                self._background = BackgroundWriter(
+                    _Changes(),
+                    name=self._name,
+                    what="alerts and flight files",
+                    flush_s=_RETRY_S,
+                    max_pending_bytes=_MAX_PENDING_BYTES,
+                )
+        self._background.put(change, droppable=False, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """A file that is to be changed, and how."""
+
+    path: Path
+    content: bytes
+    make: Callable[[Path, bytes], None]
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+
+class _Changes:
+    """Makes changes in their order; those of one file wait while another file's go on."""
+
+    def write(self, changes: deque[_Change], *, urgent: bool = False) -> None:
+        failures: dict[Path, OSError] = {}
+        for _ in range(len(changes)):
+            change = changes[0]
+            if change.path not in failures:
+                try:
+                    change.path.parent.mkdir(parents=True, exist_ok=True)
+                    change.make(change.path, change.content)
+                except OSError as error:
+                    failures[change.path] = error
+                else:
+                    changes.popleft()
+                    continue
+            changes.rotate(-1)
+        for failure in failures.values():
+            raise failure
+
+    def close(self) -> None: ...
