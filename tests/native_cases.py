@@ -1,0 +1,88 @@
+"""The C extension on memory that ends where a read too many is noticed.
+
+Run by ``test_native.py`` on pages that are followed by one that must not be read, and as a program
+with a build that has AddressSanitizer in it::
+
+    python tests/native_cases.py EXTENSION
+
+It needs NumPy only, and neither PyTorch nor the rest of telemetry.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
+
+import numpy as np
+
+LETTERS = "?bBhHiIqQefdE"
+SIZES = (1, 2, 15, 16, 17, 63, 2047, 2048, 2049, 8191, 8193, 20_000)
+
+Memory = Callable[[int], AbstractContextManager[int]]
+"""Lends so many bytes by their address."""
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = (ctypes.c_size_t,)
+libc.free.argtypes = (ctypes.c_void_p,)
+
+
+@contextmanager
+def on_the_heap(size: int) -> Iterator[int]:
+    """Of exactly this size, which a sanitizer knows."""
+    address = libc.malloc(size)
+    try:
+        yield address
+    finally:
+        libc.free(address)
+
+
+def item_size(letter: str) -> int:
+    return 2 if letter == "E" else np.dtype(letter).itemsize
+
+
+def read_everything(native: ModuleType, memory: Memory) -> None:
+    """Every dtype, sizes around those of blocks, layouts of units, samples, any bits."""
+    random = np.random.default_rng(0)
+    for letter in LETTERS:
+        for count in SIZES:
+            size = count * item_size(letter)
+            bits = random.integers(0, 256, size, dtype=np.uint8)
+            for offset in (0, 1, item_size(letter)):
+                with memory(size + offset) as address:
+                    ctypes.memmove(address + offset, bits.tobytes(), size)
+                    read_in_every_way(native, address + offset, count, letter)
+
+
+def read_in_every_way(native: ModuleType, address: int, count: int, letter: str) -> None:
+    found = native.measure(address, count, ord(letter), 0, 1, 0)
+    nan, positive_inf, negative_inf, _ = np.frombuffer(found, np.int64, 4)
+    buckets = (len(found) - 80) // 10
+    counted = np.frombuffer(found, np.float64, buckets, 80).sum()
+    assert counted == count - nan - positive_inf - negative_inf
+    for units in {1, 3, 10, 100, count}:
+        for inner in {1, 7, 64, count // units}:
+            if inner and units * inner <= count:
+                rows = count // (units * inner)
+                native.measure(address, rows * units * inner, ord(letter), units, inner, 0)
+    for step in (16, 17, 1009):
+        native.measure(address, count, ord(letter), 0, 1, step)
+    (square,) = np.frombuffer(native.squared_norms([address], [count], letter.encode()))
+    assert (square >= 0) | np.isnan(square)
+
+
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_native", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    read_everything(load(sys.argv[1]), on_the_heap)

@@ -1,0 +1,261 @@
+"""The C extension against NumPy, at the borders of memory, and under sanitizers."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from moments_close import assert_moments_close
+from native_cases import LETTERS, libc, read_everything
+from numpy.typing import NDArray
+from torch import Tensor
+
+from telemetry import kernel
+from telemetry.measure import native
+from telemetry.measure.sampling import sample_step
+from telemetry.records import TensorRecord
+from telemetry.sketch import bucket_indices, sketch_array
+
+ROOT = Path(__file__).parents[1]
+
+needs_extension = pytest.mark.skipif(not kernel.available, reason=kernel.native)
+
+
+def measure(tensor: Tensor, units: int = 0, inner: int = 1, sample_step: int = 0) -> TensorRecord:
+    return native.measure(tensor, units, inner, sample_step)()
+
+
+def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
+    expected = sketch_array(x)
+    assert_moments_close(record.sketch, expected, rtol=1e-12)
+    np.testing.assert_array_equal(record.sketch.buckets, expected.buckets)
+    np.testing.assert_array_equal(record.sketch.counts, expected.counts)
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+@needs_extension
+@given(arrays(np.uint32, st.integers(1, 100), elements=st.integers(0, 2**32 - 1)))
+def test_any_bits_are_read_as_numpy_reads_them(bits: NDArray[np.uint32]) -> None:
+    x = bits.view(np.float32)
+    assert_exact(measure(torch.from_numpy(x)), x)
+    with np.errstate(invalid="ignore"):  # of signaling NaN
+        wide = x.astype(np.float64)
+    assert_exact(measure(torch.from_numpy(wide)), wide)
+
+
+@needs_extension
+@pytest.mark.parametrize("sign", [0, 0x80000000])
+def test_the_border_of_every_bucket_is_where_numpy_has_it(sign: int) -> None:
+    borders = (np.arange(1, 1 << 16, dtype=np.uint32) << 15) + np.uint32(sign)
+    for moved in (-1, 0, 1):
+        x = (borders.astype(np.int64) + moved).astype(np.uint32).view(np.float32)
+        for part in np.array_split(x[np.isfinite(x)], 20):
+            assert_exact(measure(torch.from_numpy(part.copy())), part)
+
+
+@needs_extension
+@pytest.mark.parametrize("letter", LETTERS)
+def test_what_is_rare_is_seen_wherever_it_is(letter: str) -> None:
+    """In whole blocks and in what is left over, vectorized or not."""
+    dtype = next(dtype for dtype, code in native.DTYPES.items() if code == ord(letter))
+    for place in (0, 5, 2047, 2048, 4099, 4100):
+        tensor = torch.ones(4101, dtype=dtype)
+        tensor[place] = 0
+        assert_exact(measure(tensor), tensor.double().numpy())
+        assert measure(tensor).sketch.zero_count == 1
+        if dtype.is_floating_point:
+            for odd in (float("nan"), float("inf"), float("-inf")):
+                tensor[place] = odd
+                assert_exact(measure(tensor), tensor.double().numpy())
+
+
+@needs_extension
+def test_sums_are_those_of_float64() -> None:
+    """Where squares of float32 numbers overflow, fourth powers vanish, or a mean hides the rest."""
+    x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
+    for values in (x, x * np.float32(1e30), x * np.float32(1e-30), 1000 + x):
+        assert_exact(measure(torch.from_numpy(values)), values)
+    sketch = measure(torch.from_numpy(1000 + x)).sketch
+    exact = (1000 + x).astype(np.float64)
+    np.testing.assert_allclose(sketch.std, exact.std(), rtol=1e-7)
+    np.testing.assert_allclose(measure(torch.from_numpy(x)).sketch.kurtosis, 3, rtol=0.05)
+
+
+@needs_extension
+def test_results_are_the_same_bits_wherever_the_values_lie() -> None:
+    memory = torch.randn(9_100, generator=torch.Generator().manual_seed(0)).abs()
+    copies = []
+    for start in range(17):
+        place = torch.empty(9_100 + start)[start:]
+        place.copy_(memory)
+        copies.append(vars(measure(place, units=91, inner=100).sketch))
+    for copy in copies[1:]:
+        for name, value in copy.items():
+            np.testing.assert_array_equal(value, copies[0][name], err_msg=name)
+
+
+@needs_extension
+def test_unaligned_numbers_are_read() -> None:
+    x = np.arange(5000, dtype=np.float32)
+    tensor = torch.frombuffer(bytearray(b"\0" + x.tobytes()), dtype=torch.float32, offset=1)
+    assert tensor.data_ptr() % 4
+    assert_exact(measure(tensor), x)
+
+
+@needs_extension
+@pytest.mark.parametrize("value", [0.0, 1e-60, -3.0, 1e300])
+def test_a_sample_of_equal_numbers_is_all_of_them(value: float) -> None:
+    tensor = torch.full((200_000,), value, dtype=torch.float64)
+    sketch = measure(tensor, sample_step=sample_step(tensor.numel())).sketch
+    assert sketch.buckets.tolist() == [int(bucket_indices(np.array(value)))]
+    assert sketch.counts.tolist() == [200_000]
+
+
+# --- units ---------------------------------------------------------------------------------------
+
+
+@needs_extension
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 90), st.integers(0, 5))
+def test_extremes_of_units(outer: int, units: int, inner: int, odd: int) -> None:
+    x = np.random.default_rng(outer * units).normal(size=outer * units * inner).astype(np.float32)
+    x[:: max(x.size // (odd + 1), 1)] = [np.nan, np.inf, -np.inf, 0, 1e38, -1e38][odd]
+    record = measure(torch.from_numpy(x), units, inner)
+    expected = x.reshape(outer, units, inner)
+    np.testing.assert_array_equal(record.unit_min, expected.min(axis=(0, 2)))
+    np.testing.assert_array_equal(record.unit_max, expected.max(axis=(0, 2)))
+    assert_moments_close(record.sketch, sketch_array(x), rtol=1e-12)
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+@needs_extension
+def test_norms_of_many_tensors_in_one_call() -> None:
+    tensors = [torch.full((size,), 2.0) for size in (0, 1, 15, 16, 2048, 2049, 70_000)]
+    tensors += [torch.ones(3, dtype=dtype) for dtype in native.DTYPES]
+    expected = [float(t.double().square().sum()) for t in tensors]
+    assert native.squared_norms(tensors).tolist() == expected
+    assert native.squared_norms([]).tolist() == []
+
+
+@needs_extension
+@pytest.mark.parametrize("place", [0, 2, 2050, 4096])
+def test_norms_show_what_is_not_finite_and_nothing_else(place: int) -> None:
+    tensor = torch.full((4097,), 3e38)
+    assert native.squared_norms([tensor]) == [4097 * float(tensor[0]) ** 2]
+    tensor[place] = float("inf")
+    assert native.squared_norms([tensor]) == [np.inf]
+    tensor[place - 1] = float("nan")
+    assert np.isnan(native.squared_norms([tensor])[0])
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+@needs_extension
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    from telemetry import _native
+
+    address = torch.ones(6).data_ptr()
+    for arguments in (
+        (address, 6, ord("x"), 0, 1, 0),
+        (address, -1, ord("f"), 0, 1, 0),
+        (address, 6, ord("f"), 7, 1, 0),
+        (address, 6, ord("f"), 2, 0, 0),
+        (address, 6, ord("f"), 1 << 62, 1 << 62, 0),
+        (address, 6, ord("f"), 0, 1, -1),
+        (address, 1 << 40, ord("f"), 0, 1, 0),
+    ):
+        with pytest.raises(ValueError, match="count"):
+            _native.measure(*arguments)
+    with pytest.raises(TypeError, match="6 arguments"):
+        _native.measure(address)  # type: ignore[call-arg]
+    for lists in (([address], [6, 6], b"f"), ([address], [6], b"ff"), ([address], [6])):
+        with pytest.raises(ValueError, match="as long"):
+            _native.squared_norms(*lists)
+    with pytest.raises(TypeError):
+        _native.squared_norms(["a"], [6], b"f")  # type: ignore[list-item]
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def before_a_page_that_must_not_be_read(size: int) -> Iterator[int]:
+    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    with mmap.mmap(-1, whole + mmap.PAGESIZE) as pages:
+        view = (ctypes.c_char * len(pages)).from_buffer(pages)
+        start = ctypes.addressof(view)
+        libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        assert libc.mprotect(start + whole, mmap.PAGESIZE, 0) == 0
+        yield start + whole - size
+        del view
+
+
+@needs_extension
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+def test_nothing_beyond_a_page_is_read() -> None:
+    from telemetry import _native
+
+    read_everything(_native, before_a_page_that_must_not_be_read)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    extension = tmp_path / "_native.so"
+    sanitize = "-fsanitize=address,undefined"
+    build = ["gcc", "-shared", "-fPIC", "-O1", "-g", "-fopenmp-simd", "-Wall", "-Wextra", "-Werror"]
+    build += [sanitize, "-fno-sanitize-recover=all", "-DPy_LIMITED_API=0x030A0000"]
+    build += [f"-I{sysconfig.get_paths()['include']}", str(ROOT / "telemetry/_native.c")]
+    done = subprocess.run([*build, "-o", str(extension)], capture_output=True, text=True)
+    if "Python.h" in done.stderr or "cannot find" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    runtime = subprocess.check_output(["gcc", "-print-file-name=libasan.so"], text=True).strip()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/native_cases.py"), str(extension)],
+        env={**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- without it ----------------------------------------------------------------------------------
+
+
+@needs_extension
+def test_numpy_measures_the_same_without_the_extension() -> None:
+    assert importlib.util.find_spec("telemetry._native")
+    files = [f"tests/test_{name}.py" for name in ("measure", "measure_device", "native")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *files],
+        cwd=ROOT,
+        env={**os.environ, "TELEMETRY_NATIVE": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(kernel.available, reason="of NumPy")
+def test_without_the_extension_it_reads_nothing() -> None:
+    assert native.DTYPES == {}
