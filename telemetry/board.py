@@ -15,14 +15,16 @@ from telemetry.plugin_data import Recorder
 from telemetry.plugin_data.format import LAYOUT_PREFIX
 from telemetry.records import Alert, StepRecord
 
+_SETTINGS = frozenset({custom_scalars.PLUGIN_NAME, hparams.PLUGIN_NAME})
+
 
 def needed_in_every_file(values: Iterable[Summary.Value]) -> list[Summary.Value]:
     """Those without which readers do not understand the others: layouts and hyperparameters."""
-    settings = {custom_scalars.PLUGIN_NAME, hparams.PLUGIN_NAME}
     return [
         value
         for value in values
-        if value.tag.startswith(LAYOUT_PREFIX) or value.metadata.plugin_data.plugin_name in settings
+        if value.tag.startswith(LAYOUT_PREFIX)
+        or value.metadata.plugin_data.plugin_name in _SETTINGS
     ]
 
 

@@ -131,6 +131,7 @@ class LocalFiles:
         return True
 
     def _write_around_large(self, records: deque[bytes]) -> None:
+        """Writes what is below the limit one by one, and of large events the points of curves."""
         parts: list[bytes] = []
         for record in records:
             if len(record) < self._limit:

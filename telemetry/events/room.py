@@ -19,7 +19,7 @@ def has_room(directory: str, size: int) -> bool:
     """
     try:
         disk = shutil.disk_usage(directory)
-        if disk.free < size <= disk.total:  # some network drives say 0 of both
+        if disk.total and disk.free < size:  # some network drives say 0 of both
             return False
         with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:
             return probe.write(bytes(size)) == size

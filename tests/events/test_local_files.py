@@ -15,6 +15,7 @@ import pytest
 from board import ReadBoard
 from disks import fill
 from scripts import run_script
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -293,6 +294,28 @@ def test_what_fits_passes_a_large_record_that_does_not(
         assert board.scalars()["run"] == {"loss": points, "accuracy": points[:1]}
     assert before.tensors("text") == {}
     assert [step for step, _ in after.tensors("text")["run"]["note"]] == [0]
+
+
+def test_a_reader_that_follows_is_not_left_behind(nearly_full: Path) -> None:
+    files = LocalFiles(str(nearly_full / "run"))
+    write(files)
+    board = EventMultiplexer(tensor_size_guidance={"scalars": 0}).AddRunsFromDirectory(
+        str(nearly_full)
+    )
+    waiting = deque([large_record(0)])
+    for step in range(1, 4):
+        waiting.append(record(step))
+        if step == 2:
+            fill(nearly_full)
+        with pytest.raises(OSError, match="No space left"):
+            files.write(waiting)
+        board.Reload()
+    (nearly_full / "ballast").unlink()
+    write(files, *waiting)
+    files.close()
+    board.Reload()
+
+    assert [event.step for event in board.Tensors("run", "loss")] == [0, 1, 2, 3]
 
 
 def test_of_one_tag_no_step_passes_an_earlier_one(nearly_full: Path) -> None:
