@@ -33,6 +33,7 @@ from telemetry.flight import FlightRecorder
 from telemetry.host_copy import HostCopy
 from telemetry.hyperparameters import Hyperparameter
 from telemetry.pipeline import LoggedScalars, Pipeline, ReadyValues, Sink
+from telemetry.ranks import is_first_rank
 from telemetry.records import Alert, Rule, TelemetryAlert
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
@@ -185,7 +186,7 @@ class HookLogger:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exception is not None and _is_first_rank():
+        if exception is not None and is_first_rank():
             self._pipeline.flush()
             self._flight.on_exception(exception, self._capture.step)
         self.close()
@@ -319,7 +320,7 @@ class HookLogger:
 
     def _note_alert(self, alert: Alert) -> None:
         self._alerts.append(alert)
-        if _is_first_rank():
+        if is_first_rank():
             self._write_down(alert)
         if self._on_alert == "raise":
             if alert.stage != "end":
@@ -405,14 +406,9 @@ def _open_writer(writer: object, first_step: int) -> tuple[tensorboard.SummaryWr
         raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
 
 
-def _is_first_rank() -> bool:
-    """Whether this process is the one of several that speaks and writes for all."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _say_where(log_dir: str) -> None:
     """Print how to look at the run."""
-    if _is_first_rank():
+    if is_first_rank():
         print(links.how_to_look(log_dir), file=sys.stderr)
 
 

@@ -21,6 +21,7 @@ from telemetry.events import summaries
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
 from telemetry.plain_text import printable_lines
+from telemetry.ranks import is_first_rank
 from telemetry.records import Alert, Rule, StepRecord
 
 log = logging.getLogger("telemetry")
@@ -276,7 +277,8 @@ class Pipeline:
         level = logging.ERROR if alert.severity == "error" else logging.WARNING
         if alert.stage == "end":
             level = logging.INFO
-        log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
+        if is_first_rank():
+            log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
         values = self._board.alert_values(alert)
         self._sink(values, step=alert.step, wall_time=wall_time, droppable=False)
         self._flush()

@@ -14,9 +14,9 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
     {"sketch", "links", "budget", "plain_text"},
-    {"records", "schedule", "faults", "magnitudes", "host_copy", "torch_private"},
+    {"records", "schedule", "faults", "magnitudes", "host_copy", "torch_private", "ranks"},
     {"selection", "measure", "images", "events"},
-    {"capture", "alerts", "plugin_data", "flight", "distributed"},
+    {"capture", "alerts", "plugin_data", "flight"},
     {"alert_file", "dashboards", "depth", "heatmap_picture", "hyperparameters"},
     {"layouts"},
     {"board"},
