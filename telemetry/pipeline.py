@@ -242,6 +242,9 @@ class Pipeline:
             self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
             self._tell(self._judge(record), record.wall_time)
         droppable = not self._board.is_needed(record)
+        step, wall_time, late = self._board.late_values(record)
+        if late:
+            self._sink(late, step=step, wall_time=wall_time, droppable=True)
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
         values = iter(self._board.values_of(record))
         while some := list(islice(values, VALUES_AT_ONCE)):
