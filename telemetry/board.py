@@ -11,6 +11,7 @@ from tensorboard.plugins.hparams import metadata as hparams
 from telemetry import dashboards, depth, layouts
 from telemetry.events import summaries
 from telemetry.heatmap_picture import HeatmapPicture
+from telemetry.learning_rates import LearningRates
 from telemetry.plugin_data import Recorder
 from telemetry.plugin_data.format import LAYOUT_PREFIX
 from telemetry.records import Alert, StepRecord
@@ -38,6 +39,7 @@ class Board:
 
     def __init__(self, *, pictures: bool = True, session_id: str | None = None) -> None:
         self._page = Recorder(session_id)
+        self._rates = LearningRates()
         self._picture = HeatmapPicture() if pictures else None
         self._alert_count = 0
 
@@ -49,9 +51,14 @@ class Board:
         """Whether what is written later cannot be read without this record's values."""
         return self._page.begins_layout(record)
 
+    def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[Summary.Value]]:
+        """Step, wall time and values of an event to be written before those of the record."""
+        return self._rates.late_values(record)
+
     def values_of(self, record: StepRecord) -> Iterator[Summary.Value]:
         """What to write in an event with the record's step."""
         yield from dashboards.values_of(record)
+        yield from self._rates.values_of(record)
         yield from depth.values_of(record)
         yield from self._page.values_of(record)
         if self._picture is not None:

@@ -79,8 +79,6 @@ def _parameter_curves(record: StepRecord) -> Iterator[Summary.Value]:
     yield from _curves("grad_norm", names, tag_of, grad_norms)
     yield from _curves("update_ratio", names, tag_of, record.update_ratios)
     yield from _curves("weight_norm", names, tag_of, weight_norms)
-    for group, rate in enumerate(record.learning_rates):
-        yield summaries.scalar(f"learning_rate/{group}", rate)
 
 
 def _activation_curves(record: StepRecord) -> Iterator[Summary.Value]:

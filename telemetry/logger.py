@@ -36,6 +36,7 @@ from telemetry.host_copy import HostCopy
 from telemetry.hyperparameters import Hyperparameter
 from telemetry.pipeline import LoggedScalars, Pipeline, ReadyValues, Sink
 from telemetry.plugin_data import new_session_id
+from telemetry.ranks import is_first_rank
 from telemetry.records import Alert, Rule, TelemetryAlert
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
@@ -195,7 +196,7 @@ class HookLogger:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exception is not None and _is_first_rank():
+        if exception is not None and is_first_rank():
             self._pipeline.flush()
             self._flight.on_exception(exception, self._capture.step)
         if exception is not None:
@@ -354,7 +355,7 @@ class HookLogger:
 
     def _note_alert(self, alert: Alert, wall_time: float) -> None:
         self._alerts.append(alert)
-        if _is_first_rank():
+        if is_first_rank():
             self._flight.on_alert(alert)
             with self._faults.contained("to append to alerts.jsonl"):
                 self._alert_file.write(alert, wall_time)
@@ -435,18 +436,13 @@ def _open_writer(writer: object, first_step: int) -> tuple[tensorboard.SummaryWr
         raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
 
 
-def _is_first_rank() -> bool:
-    """Whether this process is the one of several that speaks and writes for all."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 _where_was_said = False
 
 
 def _say_where(log_dir: str) -> None:
     """Say once in this process how to look at its runs: to ``logging``, else to a terminal."""
     global _where_was_said
-    if _where_was_said or not _is_first_rank():
+    if _where_was_said or not is_first_rank():
         return
     _where_was_said = True
     if log.isEnabledFor(logging.INFO):

@@ -21,6 +21,7 @@ from telemetry.events import summaries
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
 from telemetry.plain_text import printable_lines
+from telemetry.ranks import is_first_rank
 from telemetry.records import Alert, Rule, StepRecord
 
 log = logging.getLogger("telemetry")
@@ -241,6 +242,9 @@ class Pipeline:
             self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
             self._tell(self._judge(record), record.wall_time)
         droppable = not self._board.is_needed(record)
+        step, wall_time, late = self._board.late_values(record)
+        if late:
+            self._sink(late, step=step, wall_time=wall_time, droppable=True)
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
         values = iter(self._board.values_of(record))
         while some := list(islice(values, VALUES_AT_ONCE)):
@@ -276,7 +280,8 @@ class Pipeline:
         level = logging.ERROR if alert.severity == "error" else logging.WARNING
         if alert.stage == "end":
             level = logging.INFO
-        log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
+        if is_first_rank():
+            log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
         values = self._board.alert_values(alert)
         self._sink(values, step=alert.step, wall_time=wall_time, droppable=False)
         self._flush()

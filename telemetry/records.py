@@ -213,7 +213,8 @@ class StepRecord:
         grad_finite: Whether all elements of the gradient were finite, bool, shape ``[parameters]``.
         phase: Name of a part of the run that is not training, such as ``validation``; then only
             activations and pictures were measured. Empty for a step of training.
-        learning_rates: Of each parameter group.
+        learning_rates: Of each parameter group; of several optimizers, in the order in which they
+            first stepped.
         scalars: What the user logged for this step, by name.
         loss_scale: Factor of a ``GradScaler`` on the loss; all gradients here are without it.
         skipped_steps: Steps that a ``GradScaler`` has skipped so far.

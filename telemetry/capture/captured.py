@@ -199,8 +199,8 @@ class CapturedStep:
     def _learning_rates(self) -> tuple[float, ...]:
         return tuple(
             float(rate.wait()) if isinstance(rate, HostCopy) else rate
-            for optimizer in self.window.optimizers.values()
-            for rate in optimizer.learning_rates
+            for rates in self.window.learning_rates.values()
+            for rate in rates
         )
 
     def _nan_buffers(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,6 +59,8 @@ class StepReader:
         self._content = content
         self._faults = faults
         self._probes: dict[int, UpdateProbe] = {}
+        # Those that have stepped, in the order of their first steps.
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
 
     def before_step(self, window: Window, optimizer: Optimizer) -> None:
         """Read what an optimizer is about to use and to change, at its first step in a window."""
@@ -66,7 +69,7 @@ class StepReader:
         scaler = calling_scaler()
         if scaler is not None:
             window.scaler = read_scaler(scaler, optimizer, window.step)
-        rates = (group.get("lr", math.nan) for group in optimizer.param_groups)
+        self._read_learning_rates(window, optimizer)
         parameters = self._table.of(optimizer)
         self._read(
             window,
@@ -74,7 +77,6 @@ class StepReader:
             parameters,
             # A fused optimizer divides by this itself.
             scaled=getattr(optimizer, "grad_scale", None) is not None,
-            learning_rates=[HostCopy(r) if isinstance(r, Tensor) else float(r) for r in rates],
         )
         if window.full and self._content.weights:
             self._probes[id(optimizer)] = UpdateProbe(self._in_turn(window, parameters))
@@ -90,7 +92,7 @@ class StepReader:
 
     def step_by_hand(self, window: Window) -> None:
         """Read everything after a step that no optimizer took."""
-        self._read(window, _BY_HAND, self._all_parameters(), scaled=False, learning_rates=())
+        self._read(window, _BY_HAND, self._all_parameters(), scaled=False)
         self._read_probe(window, _BY_HAND)
 
     def end_pass(self, window: Window, tally: Tally, parameters: Iterable[Tensor]) -> None:
@@ -114,13 +116,12 @@ class StepReader:
         parameters: Sequence[tuple[int, Tensor]],
         *,
         scaled: bool,
-        learning_rates: Sequence[float | HostCopy],
     ) -> None:
         """Norms of all gradients; on full steps the gradients and parameters themselves."""
         grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
         norms = take_norms(grads)
         window.optimizers[optimizer] = OptimizerReading(
-            norms=[group.sent() for group in norms], scaled=scaled, learning_rates=learning_rates
+            norms=[group.sent() for group in norms], scaled=scaled
         )
         # After the step all is NaN; only now can a broken parameter be told from a bad batch.
         weights_measured = window.full and self._content.weights
@@ -160,6 +161,18 @@ class StepReader:
                 what = described(values)
                 self._faults.tell(f"{name} is not measured: {what} cannot be", kind=what)
 
+    def _read_learning_rates(self, window: Window, optimizer: Optimizer) -> None:
+        """Of all optimizers, so that each keeps its place where one steps more rarely.
+
+        Of one that has stepped in this window they stay as they were: a schedule may have changed
+        them since.
+        """
+        self._optimizers.setdefault(optimizer)
+        for known in self._optimizers:
+            if id(known) not in window.optimizers:
+                rates = [group.get("lr") for group in known.param_groups]
+                window.learning_rates[id(known)] = [_rate(rate) for rate in rates]
+
     def _read_probe(self, window: Window, optimizer: int) -> None:
         probe = self._probes.pop(optimizer, None)
         if probe is not None:
@@ -185,3 +198,10 @@ class StepReader:
                 if sample is not None:
                     window.filters[name] = HostCopy(sample)
                 return
+
+
+def _rate(value: object) -> float | HostCopy:
+    """A learning rate; NaN where the optimizer has none, or works it out itself."""
+    if isinstance(value, Tensor):
+        return HostCopy(value)
+    return float(value) if isinstance(value, Real) else math.nan

@@ -27,7 +27,6 @@ class OptimizerReading:
 
     norms: Sequence[NormReading]
     scaled: bool
-    learning_rates: Sequence[float | HostCopy]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,6 +47,7 @@ class Window:
         tally: Observations in their order, of backward passes those of training.
         passes: How many such passes have ended.
         optimizers: What each optimizer was given at its first step in this window.
+        learning_rates: Of every optimizer known by then, of each parameter group.
     """
 
     step: int
@@ -63,6 +63,7 @@ class Window:
     tally: Tally = field(default_factory=Tally)
     passes: int = 0
     optimizers: dict[int, OptimizerReading] = field(default_factory=dict)
+    learning_rates: dict[int, Sequence[float | HostCopy]] = field(default_factory=dict)
     updates: list[UpdateReading] = field(default_factory=list)
     parameter_norms: list[NormReading] = field(default_factory=list)
     buffer_names: Sequence[str] = ()

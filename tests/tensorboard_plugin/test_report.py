@@ -94,6 +94,39 @@ def check_page(page: Page) -> None:
     page.locator(".panel[data-steps='4']").wait_for()
 
 
+STRIP = """() => {
+    const canvas = document.querySelector("canvas.strip");
+    const { width, height } = canvas;
+    const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+    const columns = [];
+    for (let x = 0; x < width; x++) {
+        const rows = [...Array(height).keys()].filter((y) => {
+            const [red, , blue, alpha] = data.subarray(4 * (y * width + x));
+            return alpha > 100 && blue - red > 100;
+        });
+        if (rows.length) columns.push([rows[0] / height, rows[rows.length - 1] / height]);
+    }
+    return columns;
+}"""
+"""Of each column of the strip in which there is a curve, where it begins and ends."""
+
+
+def test_a_learning_rate_is_drawn_as_steps(tmp_path: Path, browser: Browser) -> None:
+    write_run(tmp_path / "demo", layout_of(NAMES), steps=range(40), norms=norms, losses=False)
+    writer = FileWriter(tmp_path / "demo")
+    for step, rate in ((0, 0.1), (39, 0.01)):
+        writer.write_values([summaries.scalar("learning_rate/0", rate)], step)
+    writer.close()
+    write_report(tmp_path / "demo", tmp_path / "report.html")
+    page = browser.new_page(viewport={"width": 1300, "height": 800})
+    page.goto((tmp_path / "report.html").as_uri())
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    columns = page.evaluate(STRIP)
+    page.close()
+    assert len(columns) > 100
+    assert [column for column in columns if column[0] > 0.3 and column[1] < 0.7] == []
+
+
 def test_a_large_run_is_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("telemetry.report.MAX_LAYERS_IN_DETAIL", 1)
     monkeypatch.setattr("telemetry.report.MAX_CELLS", 30)

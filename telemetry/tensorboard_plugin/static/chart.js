@@ -10,6 +10,7 @@ import { formatNumber } from "./format.js";
  * @property {ArrayLike<number>} values
  * @property {string} color
  * @property {string} label
+ * @property {boolean} [isStepped] whether a value lasts until the next one
  */
 
 /**
@@ -106,7 +107,7 @@ function round(value) {
   return Number(value.toPrecision(12));
 }
 
-function drawCurve(context, box, view, scale, { steps, values, color }) {
+function drawCurve(context, box, view, scale, { steps, values, color, isStepped }) {
   const y = (value) =>
     box.y +
     (1 - ((scale.log ? Math.log10(value) : value) - scale.low) / (scale.high - scale.low)) *
@@ -120,8 +121,10 @@ function drawCurve(context, box, view, scale, { steps, values, color }) {
   for (let i = 0; i < steps.length; i++) {
     const x = xOf(box, view, steps[i]);
     const drawable = Number.isFinite(values[i]) && (!scale.log || values[i] > 0);
-    if (drawable && pen) context.lineTo(x, y(values[i]));
-    else if (drawable) context.moveTo(x, y(values[i]));
+    if (drawable && pen) {
+      if (isStepped) context.lineTo(x, y(values[i - 1]));
+      context.lineTo(x, y(values[i]));
+    } else if (drawable) context.moveTo(x, y(values[i]));
     else if (!Number.isFinite(values[i]) && x - lastX > 1) {
       context.fillRect(x - 1, box.y - 3, 2, 5);
       lastX = x;

@@ -190,6 +190,7 @@ export class Panel {
       ...curve,
       color: theme.curves[i % theme.curves.length],
       label: curve.tag,
+      isStepped: curve.kind === "learning rate",
     }));
     const isEmpty = !curves.length;
     this.strip.hidden = this.stripLegend.hidden = isEmpty;

@@ -1,0 +1,81 @@
+"""Run by test_ranks.py: two processes train the same model, begun by one launcher or another."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing, nn
+
+from telemetry import HookLogger
+from telemetry.ranks import is_first_rank
+
+STEPS = 4
+
+
+def train(model: nn.Module, log_dir: str) -> None:
+    """Every process logs; the last step gives NaN."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with HookLogger(model, log_dir, every_n_steps=2):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            batch = torch.full((4, 3), torch.nan if step == STEPS - 1 else 1.0)
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+
+def spawned(rank: int, log_dir: str) -> None:
+    """Knows its rank only once there is a process group."""
+    before = is_first_rank()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{log_dir}-rendezvous", rank=rank, world_size=2
+    )
+    Path(f"{log_dir}-{rank}").write_text(f"{before} {is_first_rank()}")
+    train(nn.Linear(3, 1), log_dir)
+    dist.destroy_process_group()
+
+
+def spawn(log_dir: str) -> None:
+    multiprocessing.spawn(spawned, args=(log_dir,), nprocs=2)
+
+
+def torchrun(log_dir: str) -> None:
+    """The launcher says it before there is a process group."""
+    train(nn.Linear(3, 1), log_dir)
+
+
+def lightning(log_dir: str) -> None:
+    """Runs this script a second time, and makes the process group after the logger."""
+    from lightning import LightningModule, Trainer
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            loss: Tensor = self.layer(batch).square().mean()
+            return loss * (torch.nan if index == STEPS - 1 else 1.0)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Module()
+    with HookLogger(module, log_dir, every_n_steps=2):
+        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8 * STEPS, 3), batch_size=4))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    launcher, *arguments = sys.argv[1:]
+    {"spawn": spawn, "torchrun": torchrun, "lightning": lightning}[launcher](*arguments)

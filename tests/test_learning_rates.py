@@ -1,0 +1,174 @@
+"""The curves of the learning rates have a point wherever one changes, and are steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorboard_data_server
+import torch
+from board import Board, open_fast, open_slow
+from torch import nn
+
+from telemetry import Alert, HookLogger
+from telemetry.records import StepRecord
+
+Points = list[tuple[int, float]]
+
+
+def train(
+    log_dir: Path,
+    rate_of: Callable[[int], float],
+    *,
+    steps: Iterable[int],
+    lr: Any = 0.1,
+    **options: Any,
+) -> None:
+    """Train a small model; the rate of its first group at each step is ``rate_of`` it."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    options = {"every_n_steps": 100, "alerts": (), "images": False, **options}
+    with HookLogger(model, log_dir, **options):
+        for step in steps:
+            group = optimizer.param_groups[0]
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate_of(step))
+            else:
+                group["lr"] = rate_of(step)
+            step_with(model, optimizer)
+
+
+def step_with(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+    model(torch.ones(4, 2)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def curve(log_dir: Path, group: int = 0) -> Points:
+    """The points, with each rate as the float32 that the file has rounded."""
+    tags = Board(open_slow(log_dir)).scalars()["."]
+    return [(step, pytest.approx(value)) for step, value in tags[f"learning_rate/{group}"]]
+
+
+def jump(step: int) -> float:
+    return 0.1 if step < 200 else 0.01
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+def test_a_jump_is_no_ramp(tmp_path: Path, lr: Any) -> None:
+    train(tmp_path, jump, steps=range(310), lr=lr)
+    assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (199, 0.1), (200, 0.01), (300, 0.01)]
+
+
+def test_the_fast_loader_shows_the_same(tmp_path: Path) -> None:
+    if tensorboard_data_server.server_binary() is None:
+        pytest.skip("no fast loader for this platform")
+    train(tmp_path / "run", jump, steps=range(210))
+    with ExitStack() as stack:
+        board = Board(open_fast(tmp_path, tmp_path / "port", stack))
+        points = board.scalars()["run"]["learning_rate/0"]
+    assert [step for step, _ in points] == [0, 100, 199, 200]
+
+
+def test_a_jump_between_full_steps_is_where_it_was(tmp_path: Path) -> None:
+    train(tmp_path, lambda step: 0.1 if step < 150 else 0.2, steps=range(220))
+    assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (149, 0.1), (150, 0.2), (200, 0.2)]
+
+
+def test_a_spike_of_three_steps_is_there(tmp_path: Path) -> None:
+    train(tmp_path, lambda step: 5.0 if 50 <= step < 53 else 0.1, steps=range(101))
+    spike = [(49, 0.1), (50, 5.0), (52, 5.0), (53, 0.1)]
+    assert curve(tmp_path) == [(0, 0.1), *spike, (100, 0.1)]
+
+
+def test_a_schedule_that_changes_at_every_step_has_a_point_at_each(tmp_path: Path) -> None:
+    def cosine(step: int) -> float:
+        return 0.05 * (1 + math.cos(math.pi * step / 60))
+
+    train(tmp_path, cosine, steps=range(60))
+    assert curve(tmp_path) == [(step, cosine(step)) for step in range(60)]
+
+
+def test_a_rate_that_stays_as_it_is_has_a_point_at_full_steps_only(tmp_path: Path) -> None:
+    train(tmp_path, lambda step: 0.1, steps=range(50), every_n_steps=20)
+    assert curve(tmp_path) == [(0, 0.1), (20, 0.1), (40, 0.1)]
+
+
+def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    train(tmp_path, jump, steps=range(150))
+    train(tmp_path, jump, steps=range(150, 310), first_step=150)
+    assert curve(tmp_path) == [
+        *((0, 0.1), (100, 0.1), (150, 0.1), (199, 0.1), (200, 0.01), (300, 0.01))
+    ]
+
+
+def test_a_group_that_is_added_later_has_a_curve_of_its_own(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with HookLogger(model, tmp_path, alerts=(), every_n_steps=100):
+        for step in range(20):
+            if step == 10:
+                optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.5})
+            if step == 15:
+                optimizer.param_groups[1]["lr"] = 0.25
+            step_with(model, optimizer)
+    assert curve(tmp_path) == [(0, 0.1)]
+    assert curve(tmp_path, group=1) == [(10, 0.5), (14, 0.5), (15, 0.25)]
+
+
+def test_an_optimizer_that_steps_more_rarely_keeps_its_curve(tmp_path: Path) -> None:
+    """As in a GAN: the one that steps now and then comes first in the loop."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    every = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    rare = torch.optim.SGD(model[1].parameters(), lr=0.5)
+    with HookLogger(model, tmp_path, alerts=(), every_n_steps=100, optimizer=every):
+        for step in range(20):
+            if step == 12:
+                rare.param_groups[0]["lr"] = 0.25
+            step_with(model, *([rare] if step % 5 == 2 else []), every)
+    assert curve(tmp_path) == [(0, 0.1)]
+    assert curve(tmp_path, group=1) == [(2, 0.5), (11, 0.5), (12, 0.25)]
+
+
+def test_a_schedule_between_two_optimizers_does_not_come_too_early(tmp_path: Path) -> None:
+    records: list[StepRecord] = []
+
+    def rule(record: StepRecord) -> list[Alert]:
+        records.append(record)
+        return []
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(first, lambda step: 1.0 + step)
+    with HookLogger(model, tmp_path, alerts=[rule], optimizer=second):
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(4, 2)).square().mean().backward()
+            first.step()
+            schedule.step()
+            second.step()
+    rates = [record.learning_rates for record in records]
+    assert rates == [pytest.approx((0.1 * k, 0.1)) for k in (1, 2, 3)]
+
+
+def test_an_optimizer_without_a_learning_rate_is_watched_all_the_same(tmp_path: Path) -> None:
+    class OwnRate(torch.optim.Optimizer):
+        """Works its rate out itself, as Adafactor does."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= 0.1 * parameter.grad
+
+    model = nn.Linear(2, 1)
+    optimizer = OwnRate(model.parameters(), {"lr": None})
+    with HookLogger(model, tmp_path, alerts=()):
+        for _ in range(3):
+            step_with(model, optimizer)
+    norms = Board(open_slow(tmp_path)).scalars()["."]["grad_norm/total"]
+    assert [norm > 0 for _, norm in norms] == [True] * 3

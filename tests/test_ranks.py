@@ -1,0 +1,91 @@
+"""Of several processes one speaks and writes for all, whoever has begun them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from telemetry.ranks import is_first_rank
+
+SCRIPT = Path(__file__).parent / "launched.py"
+VARIABLES = [
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS"),
+    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK"),
+    "JSM_NAMESPACE_RANK",
+]
+
+
+@pytest.mark.parametrize(
+    ("variables", "first"),
+    [
+        ({}, True),
+        ({"RANK": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, True),  # torchrun under srun
+        ({"RANK": "3", "LOCAL_RANK": "0"}, False),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, True),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8"}, False),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "1"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "LOCAL_RANK": "1"}, False),  # no srun
+        ({"OMPI_COMM_WORLD_RANK": "1"}, False),
+        ({"PMI_RANK": "1"}, False),
+        ({"PMIX_RANK": "1"}, False),
+        ({"MV2_COMM_WORLD_RANK": "1"}, False),
+        ({"JSM_NAMESPACE_RANK": "1"}, False),
+        ({"RANK": "", "PMI_RANK": "none"}, True),
+    ],
+)
+def test_the_launchers_variables_say_it_before_there_is_a_process_group(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], first: bool
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert is_first_rank() is first
+
+
+def launch(*command: str) -> str:
+    """What two processes wrote to stderr and stdout."""
+    environment = {n: value for n, value in os.environ.items() if n not in VARIABLES}
+    environment |= {"PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr + done.stdout
+
+
+def assert_told_once(told: str, log_dir: Path) -> None:
+    assert told.count("tensorboard --logdir") == 1, told
+    assert told.count("nonfinite") == 1, told
+    assert told.count("flight-3.json") == 1, told
+    lines = (log_dir / "alerts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["nonfinite"]
+    assert len(list(log_dir.glob("events.out.*"))) == 2, "each rank logs what it has seen"
+
+
+def test_a_process_of_mp_spawn_asks_the_process_group(tmp_path: Path) -> None:
+    told = launch(str(SCRIPT), "spawn", str(tmp_path / "run"))
+    assert_told_once(told, tmp_path / "run")
+    assert (tmp_path / "run-0").read_text() == "True True"
+    assert (tmp_path / "run-1").read_text() == "True False"
+
+
+def test_a_process_of_torchrun_asks_its_variables(tmp_path: Path) -> None:
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    told = launch(*run, str(SCRIPT), "torchrun", str(tmp_path / "run"))
+    assert_told_once(told, tmp_path / "run")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
+def test_a_process_of_lightning_asks_lightnings_variables(tmp_path: Path) -> None:
+    told = launch(str(SCRIPT), "lightning", str(tmp_path / "run"))
+    assert_told_once(told, tmp_path / "run")
