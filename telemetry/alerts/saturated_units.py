@@ -38,14 +38,18 @@ class SaturatedUnits:
     """
 
     kind = "saturated_units"
+    _layers: dict[str, _Layer]
+    _ranges: dict[str, tuple[float, float]]
+    _undecided: bool
+    _episode: Episode
 
     def __init__(
         self, *, fraction: float = 0.8, looks: int = 2, course: Course | None = None
     ) -> None:
         self._fraction = fraction
         self._looks_needed = looks
-        self._layers: dict[str, _Layer] = {}
-        self._ranges: dict[str, tuple[float, float]] = {}
+        self._layers = {}
+        self._ranges = {}
         self._course = course or Course()
         self._undecided = False
         self._episode = Episode(_CALM_LOOKS)
@@ -64,7 +68,7 @@ class SaturatedUnits:
         for name, share in self._flat_shares(record):
             if self._is_faulty(name, share, record.step) and found is None:
                 found = _alert(record, name, share, self._fraction)
-        return self._episode.update(record, found)
+        return self._episode.update(record.step, found)
 
     def _is_faulty(self, name: str, share: float, step: int) -> bool:
         layer = self._layers.setdefault(name, _Layer())
