@@ -26,6 +26,7 @@ from telemetry.alerts.configuration import Settings
 from telemetry.board import Board
 from telemetry.budget import Budget
 from telemetry.capture import Capture, Content
+from telemetry.directory_claim import DirectoryClaim
 from telemetry.events.file_writer import FileWriter
 from telemetry.events.summary_writer import SummaryWriter
 from telemetry.faults import Faults
@@ -140,8 +141,10 @@ class HookLogger:
         if not (on_alert is None or on_alert == "raise" or callable(on_alert)):
             raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable or "raise"')
         check_first_step(first_step)
+        self._claim = DirectoryClaim(model, _log_dir_of(writer), self.close)
         first_step = resolved(first_step, _log_dir_of(writer))
         self._writer, self._owns_writer = _open_writer(writer, first_step)
+        self._claim.hold(self._writer)
         self._on_alert = on_alert
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
@@ -364,6 +367,7 @@ class HookLogger:
         if self._owns_writer:
             self._writer.close()
             self._owns_writer = False
+        self._claim.release()
 
     def _write_costs(self, step: int) -> None:
         """Write what the budget has done up to a step that was measured in full."""

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"sketch", "links", "budget"},
+    {"sketch", "links", "budget", "directory_claim"},
     {"records", "schedule", "faults", "magnitudes", "host_copy", "torch_private"},
     {"selection", "measure", "images", "events"},
     {"capture", "alerts", "plugin_data", "flight", "distributed"},
@@ -40,6 +40,7 @@ TORCH_FREE = {
     "flight",
     "alert_file",
     "links",
+    "directory_claim",
     "resuming",
     "magnitudes",
     "depth",
