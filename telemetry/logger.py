@@ -27,6 +27,7 @@ from telemetry.alerts.configuration import Settings
 from telemetry.board import Board, needed_in_every_file
 from telemetry.budget import Budget
 from telemetry.capture import Capture, Content
+from telemetry.directory_claim import DirectoryClaim
 from telemetry.events.file_writer import FileWriter
 from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import SummaryWriter
@@ -38,6 +39,14 @@ from telemetry.pipeline import LoggedScalars, Pipeline, ReadyValues, Sink
 from telemetry.plugin_data import new_session_id
 from telemetry.ranks import is_first_rank
 from telemetry.records import Alert, Rule, TelemetryAlert
+from telemetry.resuming import (
+    STATE_FORMAT,
+    FirstStep,
+    LaterSteps,
+    check_first_step,
+    checked_state,
+    resolved,
+)
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
 
@@ -87,8 +96,10 @@ class HookLogger:
         on_alert: Called with each :class:`Alert` on a background thread, or ``"raise"`` to raise
             :class:`TelemetryAlert` from the end of an optimizer step, :meth:`log`, :meth:`step` or
             the end of the ``with`` block.
-        first_step: Number of the first step, of a run that is resumed. In a log directory,
+        first_step: Number of the first step, of a run that is resumed; ``"auto"``: the one after
+            the last that the local directory holds, 0 if it holds none. In a log directory,
             TensorBoard then hides what was logged earlier for this step and later ones.
+            :meth:`load_state_dict` does the same, and the alerts go on with what they know.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -114,7 +125,7 @@ class HookLogger:
         images: bool = True,
         alerts: Iterable[Rule] | Mapping[str, Settings | None] | None = None,
         on_alert: Callable[[Alert], None] | Literal["raise"] | None = None,
-        first_step: int = 0,
+        first_step: FirstStep = 0,
     ) -> None:
         _check_model(model)
         schedule = every(every_n_steps)
@@ -133,12 +144,18 @@ class HookLogger:
         rules = _check_rules(alerts)
         if not (on_alert is None or on_alert == "raise" or callable(on_alert)):
             raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable or "raise"')
-        _check_first_step(first_step)
+        check_first_step(first_step)
+        self._claim = DirectoryClaim(model, _log_dir_of(writer), self.close)
+        first_step = resolved(first_step, _log_dir_of(writer))
         self._writer, self._owns_writer = _open_writer(writer, first_step)
+        self._claim.hold(self._writer)
         self._on_alert = on_alert
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
         self._faults = Faults()
+        self._later_steps = LaterSteps(self.log_dir, self._faults)
+        if first_step > 0:
+            self._later_steps.expect_them()
         session = new_session_id()
         self._files = PlainFiles(self.log_dir)
         self._alert_file = AlertFile(self.log_dir, session=session, files=self._files)
@@ -153,7 +170,7 @@ class HookLogger:
             board=board,
             sink=_sink_to(self._writer),
             flush_sink=self._writer.flush,
-            rules=(self._flight, *rules),
+            rules=(self._flight, self._later_steps, *rules),
             on_alert=self._note_alert,
             faults=self._faults,
         )
@@ -309,6 +326,56 @@ class HookLogger:
         self._pipeline.flush()
         self._files.flush()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The step in progress and what the alerts know, for a checkpoint; call it between steps.
+
+        Waits until the steps so far have been judged.
+
+        Returns:
+            Numbers, strings, lists and dicts, for ``torch.save``, ``json`` and the checkpoints of
+            Lightning and Accelerate. A rule of your own takes part if it has a ``state_dict()`` and
+            a ``load_state_dict(state)``.
+        """
+        capture = self._capture.state_dict()
+        return {"format": STATE_FORMAT, **capture, **self._pipeline.state_dict(capture["step"])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned, whether in this process or in another one.
+
+        The next step has the state's number, and the alerts go on with what they knew. In a log
+        directory, TensorBoard hides what was logged earlier for this step and later ones. What does
+        not fit this logger, such as the state of a rule that it does not have, is left out and
+        reported.
+
+        Args:
+            state: Also of another model or with other rules.
+
+        Raises:
+            TypeError: It is no dict.
+            ValueError: The logger is closed.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"HookLogger.load_state_dict({_type(state)}): must be what state_dict() returned"
+            )
+        if not self._finalizer.still_active():
+            raise ValueError("HookLogger.load_state_dict(): the logger is closed; make a new one")
+        self._later_steps.expect_them()
+        usable, misfits = checked_state(state)
+        attached = self._capture.attached
+        self._capture.detach()
+        self._pipeline.flush()
+        self._capture.load_state_dict(usable)
+        if self._owns_writer and isinstance(self._writer, SummaryWriter):
+            self._writer.purge(self._capture.step)
+        # The step in progress is measured as it was; what the rules want is for those after it.
+        self._pipeline.full_wanted = usable.get("full") is True
+        if attached:
+            self._capture.attach()
+        misfits += self._pipeline.load_state_dict(usable, self._capture.step)
+        if misfits:
+            log.warning("telemetry: load_state_dict() has left out %s", "; ".join(misfits))
+
     def remove(self) -> None:
         """Take all hooks off; :meth:`attach` puts them back and goes on with the count."""
         self._capture.detach()
@@ -336,6 +403,7 @@ class HookLogger:
         if self._owns_writer:
             self._writer.close()
             self._owns_writer = False
+        self._claim.release()
 
     def _write_costs(self, step: int) -> None:
         """Write what the budget has done up to a step that was measured in full."""
@@ -410,13 +478,6 @@ def _check_rules(alerts: Any) -> Sequence[Rule]:
     return rules
 
 
-def _check_first_step(first_step: object) -> None:
-    if not isinstance(first_step, int) or isinstance(first_step, bool):
-        raise TypeError(f"HookLogger(first_step={first_step!r}): must be an int")
-    if first_step < 0:
-        raise ValueError(f"HookLogger(first_step={first_step}): must not be negative")
-
-
 def _open_writer(writer: object, first_step: int) -> tuple[tensorboard.SummaryWriter, bool]:
     """The writer, and whether it was opened here."""
     if isinstance(writer, tensorboard.SummaryWriter):
@@ -424,16 +485,22 @@ def _open_writer(writer: object, first_step: int) -> tuple[tensorboard.SummaryWr
         if writer.file_writer is None:
             raise ValueError("HookLogger(writer=...): is closed; open a new SummaryWriter")
         return writer, False
+    log_dir = _log_dir_of(writer)
+    try:
+        return SummaryWriter(log_dir, purge_step=first_step or None), True
+    except OSError as error:
+        raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
+
+
+def _log_dir_of(writer: object) -> str:
+    if isinstance(writer, tensorboard.SummaryWriter):
+        return str(writer.log_dir)
     if not isinstance(writer, str | os.PathLike):
         raise TypeError(
             "HookLogger(writer=...): must be a torch.utils.tensorboard.SummaryWriter or a log "
             f"directory, not {_type(writer)}"
         )
-    log_dir = os.path.expanduser(os.fspath(writer))
-    try:
-        return SummaryWriter(log_dir, purge_step=first_step or None), True
-    except OSError as error:
-        raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
+    return os.path.expanduser(os.fspath(writer))
 
 
 _where_was_said = False

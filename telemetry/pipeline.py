@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from telemetry.alerts.memory import load_states, states_of
 from telemetry.board import Board
 from telemetry.capture import CapturedStep
 from telemetry.events import summaries
@@ -63,7 +64,8 @@ class ReadyValues:
     values: Sequence[Summary.Value]
 
 
-Item = CapturedStep | LoggedScalars | ReadyValues
+Item = CapturedStep | LoggedScalars | ReadyValues | Callable[[], None]
+Result = TypeVar("Result")
 
 
 class Pipeline:
@@ -150,6 +152,32 @@ class Pipeline:
         if not done.wait(CLOSE_TIMEOUT_S):
             log.warning("telemetry: writing takes longer than %.0f s", CLOSE_TIMEOUT_S)
 
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """What the rules know when they have judged everything so far, as plain values.
+
+        Args:
+            step: In progress; what was logged for it is part of the state.
+        """
+
+        def save() -> dict[str, Any]:
+            rules = states_of(self._rules, self._faults)
+            return {"rules": rules, "logged": dict(self._scalars.get(step, {}))}
+
+        return self._in_turn(save) or {}
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
+        """Let the rules go on from there, and ``step`` be in progress; what did not fit."""
+
+        def load() -> list[str]:
+            logged = state.get("logged")
+            self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
+            misfits = load_states(self._rules, state.get("rules"))
+            self._see_what_is_wanted()
+            return misfits
+
+        misfits = self._in_turn(load)
+        return ["the rules"] if misfits is None else misfits
+
     def close(self) -> None:
         """Write what is waiting and end the thread; harmless when done twice."""
         if self._closed or os.getpid() != self._pid:
@@ -161,6 +189,19 @@ class Pipeline:
             self._thread.join(CLOSE_TIMEOUT_S)
         if self.dropped:
             log.warning("telemetry: %d steps were dropped, training was faster", self.dropped)
+
+    def _in_turn(self, act: Callable[[], Result]) -> Result | None:
+        """What ``act`` gives when everything so far is judged; None if that takes too long."""
+        if self._closed or os.getpid() != self._pid or self.on_own_thread():
+            return act()
+        results: SimpleQueue[Result] = SimpleQueue()
+        self._queue.put(lambda: results.put(act()))
+        self._hurry.put(None)
+        try:
+            return results.get(timeout=CLOSE_TIMEOUT_S)
+        except Empty:
+            log.warning("telemetry: judging takes longer than %.0f s", CLOSE_TIMEOUT_S)
+            return None
 
     def on_own_thread(self) -> bool:
         """Whether the caller is the background thread: a rule or a callback."""
@@ -201,6 +242,8 @@ class Pipeline:
         if isinstance(item, threading.Event):
             self._flush()
             item.set()
+        elif callable(item):
+            item()
         elif isinstance(item, ReadyValues):
             self._sink(item.values, step=item.step, wall_time=item.wall_time, droppable=False)
         elif isinstance(item, LoggedScalars):
@@ -256,6 +299,9 @@ class Pipeline:
                 yield from _checked(rule(record))
             except Exception:
                 self._report(rule)
+        self._see_what_is_wanted()
+
+    def _see_what_is_wanted(self) -> None:
         self.full_wanted = any(getattr(rule, "wants_full", False) for rule in self._rules)
 
     def _judge_loss(self, step: int, loss: float) -> Iterator[Alert]:

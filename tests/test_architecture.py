@@ -13,12 +13,13 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"_native", "moments", "links", "budget", "plain_text"},
+    {"_native", "moments", "links", "budget", "plain_text", "directory_claim"},
     {"kernel", "sketch"},
     {"records", "schedule", "faults", "magnitudes", "host_copy", "torch_private", "ranks"},
     {"selection", "measure", "images", "events"},
     {"capture", "alerts", "plugin_data", "flight"},
-    {"alert_file", "dashboards", "depth", "heatmap_picture", "hyperparameters", "learning_rates"},
+    {"alert_file", "dashboards", "depth", "heatmap_picture", "hyperparameters", "learning_rates"}
+    | {"resuming"},
     {"layouts"},
     {"board"},
     {"pipeline", "interventions"},
@@ -45,6 +46,8 @@ TORCH_FREE = {
     "flight",
     "alert_file",
     "links",
+    "directory_claim",
+    "resuming",
     "magnitudes",
     "depth",
     "layouts",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from telemetry.alerts.course import Course
+from telemetry.alerts.memory import restore, to_plain
 from telemetry.records import Alert, Rule, Severity, StepRecord
 
 _EXPLOSIONS = {"exploding_gradient", "exploding_activation"}
@@ -40,15 +43,26 @@ class OneCause:
     Args:
         rules: Causes before consequences.
         severities: Of the alerts of some kinds, where they should not be the rule's own.
+        course: How the run goes, if rules share one.
     """
 
+    _told: dict[str, _Told]
+    _hidden: dict[str, _Hidden]
+    _allowance: float
+    wants_full: bool
+
     def __init__(
-        self, rules: Sequence[Rule], *, severities: Mapping[str, Severity] | None = None
+        self,
+        rules: Sequence[Rule],
+        *,
+        severities: Mapping[str, Severity] | None = None,
+        course: Course | None = None,
     ) -> None:
         self._rules = tuple(rules)
         self._severities = dict(severities or {})
-        self._told: dict[str, _Told] = {}
-        self._hidden: dict[str, _Hidden] = {}
+        self._course = course or Course()
+        self._told = {}
+        self._hidden = {}
         self._allowance = _BURST
         self.wants_full = False
 
@@ -67,6 +81,35 @@ class OneCause:
         self.wants_full = wanted and self._allowance >= 1
         self._allowance -= self.wants_full
         return [_with_consequences(alert) for alert in self._sort_out(alerts)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this and its rules remember, in numbers, strings, lists and dicts."""
+        return {name: to_plain(part) for name, part in self._parts().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there. A rule takes all of what it remembered, or begins anew.
+
+        Raises:
+            ValueError: Some rules begin anew, or are not there.
+        """
+        parts, misfits = self._parts(), [name for name in state if name not in self._parts()]
+        misfits = [f"there is no rule {name}" for name in misfits]
+        for name, part in parts.items():
+            try:
+                restore(part, state[name])
+            except (TypeError, ValueError, KeyError):
+                misfits.append(f"{name} begins anew")
+        if misfits:
+            raise ValueError(", ".join(misfits))
+
+    def _parts(self) -> dict[str, object]:
+        """What remembers something, by name."""
+        names = [getattr(rule, "kind", type(rule).__name__) for rule in self._rules]
+        return {
+            "causes": self,
+            "course": self._course,
+            **dict(zip(names, self._rules, strict=True)),
+        }
 
     def _sort_out(self, alerts: list[Alert]) -> list[Alert]:
         told: list[Alert] = []

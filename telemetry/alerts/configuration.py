@@ -76,7 +76,7 @@ def rules_from(config: Mapping[str, Settings | None]) -> tuple[Rule, ...]:
         for name, settings in config.items()
         if settings and "severity" in settings
     }
-    return (OneCause([*rules, Suspicion()], severities=severities),)
+    return (OneCause([*rules, Suspicion()], severities=severities, course=course),)
 
 
 def _check(name: str, settings: Settings | None) -> None:

@@ -26,6 +26,15 @@ class Course:
         step_ratio: How far the last measured one moved it, relative to its size.
     """
 
+    loss: LossTrend
+    norm: NormTrend
+    age: int
+    since_rate_jump: int
+    since_large_step: int
+    step_ratio: float
+    _rates: History
+    _ratios: History
+
     def __init__(self) -> None:
         self.loss = LossTrend()
         self.norm = NormTrend()
@@ -103,13 +112,23 @@ class LossTrend:
         steps_far_above: Losses in a row that were far above all of the last hundred before.
     """
 
+    is_worse: bool
+    is_better: bool
+    is_recovering: bool
+    steps_far_above: int
+    _past: History
+    _recent: deque[float]
+    _steps_worse: int
+    _peak: float
+    _all: History
+
     def __init__(self) -> None:
         self.is_worse = False
         self.is_better = False
         self.is_recovering = False
         self.steps_far_above = 0
         self._past = History(30)
-        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._recent = deque(maxlen=_RECENT)
         self._steps_worse = 0
         self._peak = 0.0
         self._all = History(100)
@@ -159,13 +178,22 @@ class NormTrend:
         since_jump: Steps since it first was five times above the highest.
     """
 
+    above: float
+    far_above: float
+    usual: float
+    since_jump: int
+    _totals: History
+    _between: deque[float]
+    _long_ago: History
+    _steps_unusual: int
+
     def __init__(self) -> None:
         self.above = 0.0
         self.far_above = 0.0
         self.usual = 0.0
         self.since_jump = NEVER
         self._totals = History(100)
-        self._between: deque[float] = deque(maxlen=20)
+        self._between = deque(maxlen=20)
         self._long_ago = History(100)
         self._steps_unusual = 0
 

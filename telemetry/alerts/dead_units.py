@@ -39,12 +39,15 @@ class DeadUnits:
     """
 
     kind = "dead_units"
+    _silence: dict[Output, _Silence]
+    _undecided: bool
+    _episode: Episode
 
     def __init__(self, *, fraction: float = 0.9, batches: int = 2, samples: float = 500.0) -> None:
         self._fraction = fraction
         self._batches = batches
         self._samples = samples
-        self._silence: dict[Output, _Silence] = {}
+        self._silence = {}
         self._undecided = False
         self._episode = Episode(_CALM_LOOKS)
 
@@ -67,7 +70,7 @@ class DeadUnits:
         wanted = record.total_grad_norm > 0 or any(gradients)
         # Layers behind a dead one see only constants: the first is the cause.
         found = self._alert(record, dead) if dead and wanted else None
-        return self._episode.update(record, found)
+        return self._episode.update(record.step, found)
 
     def _is_dead(self, output: Output, silent: NDArray[np.bool_], tensor: TensorRecord) -> bool:
         """Join this batch to those before; whether they are enough."""

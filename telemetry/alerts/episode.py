@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from telemetry.records import Alert, StepRecord
+from telemetry.records import Alert
 
 
 class Episode:
@@ -15,18 +15,21 @@ class Episode:
         calm: How many looks in a row without a finding end a fault.
     """
 
+    _looks_without: int
+    _current: Alert | None
+
     def __init__(self, calm: int) -> None:
         self._calm = calm
         self._looks_without = 0
-        self._current: Alert | None = None
+        self._current = None
 
     @property
     def is_on(self) -> bool:
         """Whether a fault has begun and not ended."""
         return self._current is not None
 
-    def update(self, record: StepRecord, found: Alert | None) -> Iterator[Alert]:
-        """Take what a rule found when it looked at ``record``; nothing is a finding, too."""
+    def update(self, step: int, found: Alert | None) -> Iterator[Alert]:
+        """Take what a rule found when it looked at a step; nothing is a finding, too."""
         begun = self._current
         if found is not None:
             self._looks_without = 0
@@ -40,14 +43,14 @@ class Episode:
             self._looks_without += 1
             if self._looks_without >= self._calm:
                 self._current = None
-                yield _ended(begun, record)
+                yield _ended(begun, step)
 
 
-def _ended(begun: Alert, record: StepRecord) -> Alert:
+def _ended(begun: Alert, step: int) -> Alert:
     return replace(
         begun,
         severity="warning",
-        step=record.step,
+        step=step,
         stage="end",
         message=f"The {begun.kind.replace('_', ' ')}{begun.where} of step {begun.step} is over.",
         consequences=(),

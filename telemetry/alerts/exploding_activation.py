@@ -26,16 +26,20 @@ class ExplodingActivation:
     """
 
     kind = "exploding_activation"
+    _highest: dict[Output, float]
+    _looks: int
+    _began_deep: bool | None
+    _episode: Episode
 
     def __init__(
         self, *, factor: float = 100.0, depth_factor: float = 1e4, course: Course | None = None
     ) -> None:
         self._factor = factor
         self._depth_decades = math.log10(depth_factor)
-        self._highest: dict[Output, float] = {}
+        self._highest = {}
         self._course = course or Course()
         self._looks = 0
-        self._began_deep: bool | None = None
+        self._began_deep = None
         self._episode = Episode(_CALM_LOOKS)
 
     @property
@@ -51,7 +55,7 @@ class ExplodingActivation:
         self._looks = self._looks + 1 if found else 0
         overflown = not record.all_grads_finite  # there will be no second look
         certain = self._looks >= 2 or overflown
-        return self._episode.update(record, found if certain else None)
+        return self._episode.update(record.step, found if certain else None)
 
     def _grown(self, record: StepRecord) -> Alert | None:
         found = None

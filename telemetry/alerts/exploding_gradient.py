@@ -53,6 +53,16 @@ class ExplodingGradient:
     """
 
     kind = "exploding_gradient"
+    _depths: History
+    _gains: History
+    _from_loss: float
+    _is_explained: bool
+    _blame: _Blame
+    _steps_far_above: int
+    _steps_lasting: int
+    _deep_looks: int
+    _began_deep: bool | None
+    _episode: Episode
 
     def __init__(
         self,
@@ -74,7 +84,7 @@ class ExplodingGradient:
         self._steps_far_above = 0
         self._steps_lasting = 0
         self._deep_looks = 0
-        self._began_deep: bool | None = None
+        self._began_deep = None
         self._episode = Episode(_CALM_STEPS)
 
     @property
@@ -87,9 +97,9 @@ class ExplodingGradient:
         self._course.follow(record)
         if not record.all_grads_finite:
             found = self._cut_short(record)
-            return self._episode.update(record, found) if found else ()
+            return self._episode.update(record.step, found) if found else ()
         self._blame.add(record)
-        return self._episode.update(record, self._in_time(record) or self._over_depth(record))
+        return self._episode.update(record.step, self._in_time(record) or self._over_depth(record))
 
     def _in_time(self, record: StepRecord) -> Alert | None:
         course, norm, loss = self._course, self._course.norm, self._course.loss
@@ -192,19 +202,22 @@ class _Blame:
         module_name: The culprit; None while nothing grows or there is no telling.
     """
 
+    module_name: str | None
+    _modules: Modules
+    _norms: NDArray[np.float64]
+    _outputs: dict[Output, float]
+
     def __init__(self) -> None:
-        self.module_name: str | None = None
-        self._modules: Modules | None = None
+        self.module_name = None
+        self._modules = Modules()
         self._norms = np.zeros(0)
-        self._outputs: dict[Output, float] = {}
+        self._outputs = {}
 
     def add(self, record: StepRecord) -> None:
         before = self._modules
-        if before is None or before.layout is not record.layout:
-            self._modules = Modules(record.layout)
-            names = before.names if before is not None else ()
-            self._norms = self._modules.carry(self._norms, names, np.nan)
-        assert self._modules is not None
+        if before.layout is not record.layout:
+            self._modules = Modules.of(record.layout)
+            self._norms = self._modules.carry(self._norms, before.names, np.nan)
         by_output = self._first_grown_output(record)
         grown, by_norm = self._all_but_one(self._modules, self._modules.grad_norms(record))
         if by_output is not None or grown:

@@ -21,8 +21,10 @@ class History:
         length: How many values are kept.
     """
 
+    _values: deque[float]
+
     def __init__(self, length: int) -> None:
-        self._values: deque[float] = deque(maxlen=length)
+        self._values = deque(maxlen=length)
 
     def __len__(self) -> int:
         return len(self._values)

@@ -27,6 +27,9 @@ class LossDivergence:
     """
 
     kind = "loss_divergence"
+    _ratio: float
+    _since_large: int
+    _episode: Episode
 
     def __init__(
         self, *, update_ratio: float = LARGE_STEP, losses: int = 3, course: Course | None = None
@@ -59,7 +62,7 @@ class LossDivergence:
             and self._since_large <= _REACH
             and not course.gradients_led
         )
-        return self._episode.update(record, self._alert(record) if diverges else None)
+        return self._episode.update(record.step, self._alert(record) if diverges else None)
 
     def _alert(self, record: StepRecord) -> Alert:
         return Alert(

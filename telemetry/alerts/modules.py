@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from telemetry.records import Layout, StepRecord
 
 
+@dataclass(eq=False)
 class Modules:
     """The modules of one layout that own parameters, in forward order.
 
@@ -17,14 +19,23 @@ class Modules:
     is rounding noise, and in a deep linear network it is the only large one.
 
     Attributes:
-        layout: Where they come from.
         names: Their names.
+        layout: Where they come from; an empty one if only the names are known.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self._positions, self._index = np.unique(layout.owners, return_inverse=True)
-        self.names = tuple(layout.modules[position].name for position in self._positions)
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.layout = _NO_LAYOUT
+        self._positions = self._index = np.zeros(0, np.intp)
+
+    @staticmethod
+    def of(layout: Layout) -> Modules:
+        """Those of one layout."""
+        positions, index = np.unique(layout.owners, return_inverse=True)
+        modules = Modules(tuple(layout.modules[position].name for position in positions))
+        modules.layout, modules._positions, modules._index = layout, positions, index
+        return modules
 
     def grad_norms(self, record: StepRecord) -> NDArray[np.float64]:
         """L2 norm over the parameters of each, float64 ``[len(names)]``; 0 if it has none."""
@@ -56,3 +67,6 @@ class Modules:
         """Values that belong to ``names`` in the order of :attr:`names`; ``fill`` for new ones."""
         known = dict(zip(names, values, strict=True))
         return np.array([known.get(name, fill) for name in self.names])
+
+
+_NO_LAYOUT = Layout(modules=(), parameters=())

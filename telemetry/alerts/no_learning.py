@@ -25,6 +25,14 @@ class NoLearning:
     """
 
     kind = "no_learning"
+    _first_norms: History
+    _norms: History
+    _largest_ratio: float
+    _looks: int
+    _steps: int
+    _losses: int
+    _first_rates: tuple[float, ...]
+    _episode: Episode
 
     def __init__(self, *, update_ratio: float = 3e-6, steps: int = 30, losses: int = 100) -> None:
         self._update_ratio = update_ratio
@@ -36,7 +44,7 @@ class NoLearning:
         self._steps = 0
         self._losses = 0
         self._losses_needed = losses
-        self._first_rates: tuple[float, ...] = ()
+        self._first_rates = ()
         self._episode = Episode(1)
 
     @property
@@ -61,7 +69,7 @@ class NoLearning:
         if record.update_ratios:
             self._looks += 1
             self._largest_ratio = max(self._largest_ratio, _largest_ratio(record))
-        return self._episode.update(record, self._find(record))
+        return self._episode.update(record.step, self._find(record))
 
     def _find(self, record: StepRecord) -> Alert | None:
         moves = self._largest_ratio > self._update_ratio

@@ -34,27 +34,31 @@ class Nonfinite:
     """
 
     kind = "nonfinite"
+    _bad_losses: int
+    _has_stepped: bool
+    _usual: set[str]
+    _episode: Episode
 
     def __init__(self, *, losses: int = 10) -> None:
         self._losses = losses
         self._bad_losses = 0
         self._episode = Episode(_CALM_STEPS)
-        self._usual: set[str] = set()
-        self._last: StepRecord | None = None
+        self._usual = set()
+        self._has_stepped = False
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """A loss was logged; perhaps its step never comes."""
         self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
-        if self._bad_losses != self._losses or self._last is None or self._episode.is_on:
+        if self._bad_losses != self._losses or not self._has_stepped or self._episode.is_on:
             return ()
-        return self._episode.update(self._last, _skipped_forever(step, self._losses))
+        return self._episode.update(step, _skipped_forever(step, self._losses))
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._last = record
+        self._has_stepped = True
         found = None if record.skipped else next(_origins(record, self._usual), None)
         if found is None and not record.skipped:
             self._usual.update(name for name, given in record.inputs.items() if _spoilt(given))
-        return self._episode.update(record, found)
+        return self._episode.update(record.step, found)
 
 
 _CALM_STEPS = 20

@@ -39,14 +39,18 @@ class SaturatedUnits:
     """
 
     kind = "saturated_units"
+    _layers: dict[Output, _Layer]
+    _ranges: dict[Output, tuple[float, float]]
+    _undecided: bool
+    _episode: Episode
 
     def __init__(
         self, *, fraction: float = 0.8, looks: int = 2, course: Course | None = None
     ) -> None:
         self._fraction = fraction
         self._looks_needed = looks
-        self._layers: dict[Output, _Layer] = {}
-        self._ranges: dict[Output, tuple[float, float]] = {}
+        self._layers = {}
+        self._ranges = {}
         self._course = course or Course()
         self._undecided = False
         self._episode = Episode(_CALM_LOOKS)
@@ -65,7 +69,7 @@ class SaturatedUnits:
         for output, share in self._flat_shares(record):
             if self._is_faulty(output, share, record.step) and found is None:
                 found = _alert(record, output, share, self._fraction)
-        return self._episode.update(record, found)
+        return self._episode.update(record.step, found)
 
     def _is_faulty(self, output: Output, share: float, step: int) -> bool:
         layer = self._layers.setdefault(output, _Layer())

@@ -19,8 +19,15 @@ class Suspicion:
     often zero (experts, embeddings, every other step of a GAN) are passed over.
     """
 
+    _modules: Modules
+    _mean: NDArray[np.float64]
+    _deviation: NDArray[np.float64]
+    _zero_rate: NDArray[np.float64]
+    _steps: int
+    _wanted: int
+
     def __init__(self) -> None:
-        self._modules: Modules | None = None
+        self._modules = Modules()
         self._mean = np.zeros(0)
         self._deviation = np.zeros(0)
         self._zero_rate = np.zeros(0)
@@ -39,14 +46,13 @@ class Suspicion:
         return ()
 
     def _norms(self, record: StepRecord) -> NDArray[np.float64]:
-        modules, before = self._modules, self._modules
-        if modules is None or modules.layout is not record.layout:
-            self._modules = modules = Modules(record.layout)
-            names = before.names if before is not None else ()
-            self._mean = modules.carry(self._mean, names, np.nan)
-            self._deviation = modules.carry(self._deviation, names, 0.0)
-            self._zero_rate = modules.carry(self._zero_rate, names, 0.0)
-        return modules.grad_norms(record)
+        before = self._modules
+        if before.layout is not record.layout:
+            self._modules = modules = Modules.of(record.layout)
+            self._mean = modules.carry(self._mean, before.names, np.nan)
+            self._deviation = modules.carry(self._deviation, before.names, 0.0)
+            self._zero_rate = modules.carry(self._zero_rate, before.names, 0.0)
+        return self._modules.grad_norms(record)
 
     def _is_unusual(self, norms: NDArray[np.float64]) -> bool:
         self._steps += 1

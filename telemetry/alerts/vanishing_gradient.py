@@ -44,6 +44,10 @@ class VanishingGradient:
     """
 
     kind = "vanishing_gradient"
+    _modules: Modules
+    _state: _State
+    _undecided: bool
+    _episode: Episode
 
     def __init__(
         self,
@@ -61,7 +65,7 @@ class VanishingGradient:
         self._steps = steps
         self._branch_steps = branch_steps
         self._course = course or Course()
-        self._modules: Modules | None = None
+        self._modules = Modules()
         self._state = _State.of(0)
         self._undecided = False
         self._episode = Episode(_CALM_STEPS)
@@ -86,12 +90,12 @@ class VanishingGradient:
             state.update_share = _update_share(modules, record)
         if not state.faint_steps.any():
             self._undecided = False
-            return self._episode.update(record, None)
+            return self._episode.update(record.step, None)
         faint = (state.faint_steps > 0) & (state.since_zero > _SINCE_ZERO)
         self._undecided = bool((faint & np.isnan(state.update_share)).any())
         fading = self._from_the_first(faint, share, norms > 0) | self._on_branches(faint, share)
         found = self._alert(record, modules, share, fading) if fading.any() else None
-        return self._episode.update(record, found)
+        return self._episode.update(record.step, found)
 
     def _from_the_first(
         self, faint: NDArray[np.bool_], share: NDArray[np.float64], used: NDArray[np.bool_]
@@ -118,14 +122,10 @@ class VanishingGradient:
 
     def _follow(self, record: StepRecord) -> Modules:
         before = self._modules
-        if before is not None and before.layout is record.layout:
-            return before
-        self._modules = modules = Modules(record.layout)
-        if before is None:
-            self._state = _State.of(len(modules.names))
-        else:
-            self._state = self._state.carried(before, modules)
-        return modules
+        if before.layout is not record.layout:
+            self._modules = Modules.of(record.layout)
+            self._state = self._state.carried(before, self._modules)
+        return self._modules
 
     def _alert(
         self,

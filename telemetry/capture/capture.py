@@ -6,7 +6,8 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -158,6 +159,22 @@ class Capture:
             return "unknown"
         called = any(hook.ran_eagerly for hook in self._hooks.watched.values())
         return "elsewhere" if called else "never"
+
+    # --- resuming ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands, in numbers, strings, lists and dicts; call it between steps."""
+        if self._clock is not None:
+            self._clock.pass_begins()  # as in detach()
+        order = list(self._layout.forward_order)
+        return {"step": self.step, "full": self._window.full, "forward_order": order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, as far as it says; hooks must be off."""
+        self.step = self._first_step = state.get("step", self.step)
+        model = self._model()
+        if model is not None:
+            self._layout.set_forward_order(model, state.get("forward_order", ()))
 
     # --- the listener of the optimizers' hooks ----------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -31,6 +31,17 @@ class LayoutKeeper:
             self._forward_order.update(dict.fromkeys(new))
             self._layout = self._make(model)
         return self._layout
+
+    @property
+    def forward_order(self) -> Sequence[str]:
+        """The modules that have run, by name."""
+        return tuple(self._forward_order)
+
+    def set_forward_order(self, model: nn.Module, order: Iterable[str]) -> None:
+        """Take the order from an earlier part of the run."""
+        known = cleaned(model.named_modules())
+        self._forward_order = dict.fromkeys(name for name in order if name in known)
+        self._layout = self._make(model)
 
     def _make(self, model: nn.Module) -> Layout:
         modules = cleaned(model.named_modules())

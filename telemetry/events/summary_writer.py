@@ -69,10 +69,14 @@ class SummaryWriter(tensorboard.SummaryWriter):
             self.file_writer = self._open(self.log_dir)
             self.all_writers = {self.file_writer.get_logdir(): self.file_writer}
             if self.purge_step is not None:
-                start = SessionLog(status=SessionLog.START)
-                self.file_writer.add_event(Event(session_log=start), self.purge_step)
-                self.purge_step = None
+                step, self.purge_step = self.purge_step, None
+                self.purge(step)
         return self.file_writer
+
+    def purge(self, step: int) -> None:
+        """Hide in TensorBoard what was logged so far for this step and later ones."""
+        start = SessionLog(status=SessionLog.START)
+        self._get_file_writer().add_event(Event(session_log=start), step)
 
     def _open(self, log_dir: str | os.PathLike[str]) -> FileWriter:
         return FileWriter(log_dir, flush_s=self.flush_secs, filename_suffix=self.filename_suffix)

@@ -1,0 +1,146 @@
+"""What rules remember, as plain values and back, so that a resumed run goes on with it.
+
+A class remembers the attributes that it annotates in its body: not its parameters, which are those
+of the new run. What it annotates may be numbers, strings, arrays, tuples, dicts, deques, and
+objects of such classes; dataclasses and named tuples are made anew, others are filled. A dict is a
+list of its pairs, for JSON has only strings as keys.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import (
+    Any,
+    Literal,
+    Protocol,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
+
+import numpy as np
+
+from telemetry.faults import Faults
+from telemetry.records import Rule
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A rule that takes part when a run is resumed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers, numbers, strings and tensors, as for ``torch.save``."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> object:
+        """Go on from there; raises, in words, if some of it does not fit."""
+
+
+def states_of(rules: Iterable[Rule], faults: Faults) -> list[dict[str, Any]]:
+    """What those rules know that tell it, in their order."""
+    states: list[dict[str, Any]] = []
+    for name, rule in _named(rules):
+        if isinstance(rule, Remembering):
+            with faults.contained(f"to take the state of the rule {name!r}"):
+                states.append({"rule": name, "state": rule.state_dict()})
+    return states
+
+
+def load_states(rules: Iterable[Rule], states: object) -> list[str]:
+    """Give each rule what it knew; in words, what was not taken."""
+    known = {}
+    for item in states if isinstance(states, list) else ():
+        if isinstance(item, Mapping):
+            known[item.get("rule")] = item.get("state")
+    misfits: list[str] = []
+    for name, rule in _named(rules):
+        if isinstance(rule, Remembering):
+            if name not in known:
+                misfits.append(f"{name} begins anew")
+                continue
+            try:
+                rule.load_state_dict(known.pop(name))
+            except Exception as error:  # of any rule
+                misfits.append(f"{name}: {error or repr(error)}")
+    return misfits + [f"there is no rule {name}" for name in known]
+
+
+def to_plain(value: object) -> Any:
+    """Numbers, strings, lists and dicts that say what an object remembers."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, dict):
+        return [[to_plain(key), to_plain(item)] for key, item in value.items()]
+    if isinstance(value, tuple | deque):
+        return [to_plain(item) for item in value]
+    if value is None or isinstance(value, int | float | str):
+        return value
+    return {name: to_plain(getattr(value, name)) for name in get_type_hints(type(value))}
+
+
+def restore(target: object, plain: object) -> None:
+    """Let an object remember what :func:`to_plain` said of it; all or nothing.
+
+    Raises:
+        TypeError, ValueError, KeyError: That is something else.
+    """
+    vars(target).update(vars(_restored(type(target), plain, target)))
+
+
+def _restored(hint: Any, plain: Any, current: Any = None) -> Any:
+    """A value of the type ``hint``; ``current`` is the one that it takes the place of."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is UnionType:  # with None
+        return None if plain is None else _restored(arguments[0], plain)
+    if origin is Literal or hint in _SCALARS:
+        fits = plain in arguments if origin is Literal else isinstance(plain, _SCALARS[hint])
+        if not fits:
+            raise TypeError(f"{plain!r} is no {hint}")
+        return plain
+    if origin is not None or issubclass(hint, tuple):
+        if not isinstance(plain, list | tuple):
+            raise TypeError(f"{plain!r} is no {hint}")
+        return _from_list(hint, plain, current)
+    if not isinstance(plain, Mapping):
+        raise TypeError(f"{plain!r} is no {hint}")
+    return _from_attributes(hint, plain, current)
+
+
+def _from_list(hint: Any, plain: Sequence[Any], current: Any) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is np.ndarray:
+        return np.array(plain, get_args(arguments[1])[0])
+    if origin is dict:
+        return {_restored(arguments[0], k): _restored(arguments[1], v) for k, v in plain}
+    if origin is None:  # a named tuple
+        return hint(*map(_restored, get_type_hints(hint).values(), plain))
+    items = [_restored(arguments[0], item) for item in plain]
+    return tuple(items) if origin is tuple else deque(items, maxlen=current.maxlen)
+
+
+def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
+    hints = get_type_hints(hint)
+    if is_dataclass(hint):
+        fields = {name: _restored(hints[name], item) for name, item in plain.items()}
+        return cast("Any", hint)(**fields)
+    filled = copy(current)
+    for name in hints:
+        setattr(filled, name, _restored(hints[name], plain[name], getattr(current, name)))
+    return filled
+
+
+_SCALARS: Mapping[Any, Any] = {bool: bool, int: int, float: (int, float), str: str}
+
+
+def _named(rules: Iterable[Rule]) -> Iterator[tuple[str, Rule]]:
+    """Rules by the names of their classes; of several of one class the later ones have a number."""
+    seen: Counter[str] = Counter()
+    for rule in rules:
+        name = type(rule).__name__
+        seen[name] += 1
+        yield name if seen[name] == 1 else f"{name} {seen[name]}", rule

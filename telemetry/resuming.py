@@ -1,0 +1,103 @@
+"""Where a run begins that goes on from an earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, Literal
+
+from telemetry.faults import Faults
+from telemetry.plugin_data.last_step import EventFile, event_files, last_step
+from telemetry.records import Alert, StepRecord
+
+STATE_FORMAT = 1
+FirstStep = int | Literal["auto"]
+_FEW_FILES = 8
+_FEW_BYTES = 1 << 20
+
+
+def check_first_step(first_step: object) -> None:
+    """Refuse what is no first step.
+
+    Raises:
+        TypeError, ValueError: It is something else.
+    """
+    if first_step == "auto":
+        return
+    if not isinstance(first_step, int) or isinstance(first_step, bool):
+        raise TypeError(f'HookLogger(first_step={first_step!r}): must be an int or "auto"')
+    if first_step < 0:
+        raise ValueError(f"HookLogger(first_step={first_step}): must not be negative")
+
+
+def resolved(first_step: FirstStep, log_dir: str) -> int:
+    """The number of the first step; ``"auto"``: after the last one that the directory holds.
+
+    Raises:
+        ValueError: The directory is remote.
+        OSError: It cannot be read.
+    """
+    if first_step != "auto":
+        return first_step
+    if "://" in log_dir:
+        raise ValueError(
+            f'HookLogger(first_step="auto"): finds steps in local directories only, not in '
+            f"{log_dir}; give the number, or the state of a checkpoint to load_state_dict()"
+        )
+    last = last_step(event_files(log_dir))
+    return 0 if last is None else last + 1
+
+
+class LaterSteps:
+    """A rule that finds no alerts: it warns once if a run counts again what it has counted before.
+
+    Args:
+        log_dir: Where the run writes; what it holds now is from earlier. A remote one is not read.
+        faults: Where to warn.
+    """
+
+    def __init__(self, log_dir: str, faults: Faults) -> None:
+        self._log_dir = log_dir
+        self._faults = faults
+        self._earlier: tuple[EventFile, ...] = ()
+        if "://" not in log_dir:
+            with faults.contained("to look for earlier steps"):
+                self._earlier = tuple(islice(event_files(log_dir), _FEW_FILES))
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        if self._earlier:
+            with self._faults.contained("to look for earlier steps"):
+                self._compare(last_step(self._earlier, max_bytes=_FEW_BYTES), record.step)
+            self._earlier = ()
+        return ()
+
+    def expect_them(self) -> None:
+        """The run goes on from an earlier one after all."""
+        self._earlier = ()
+
+    def _compare(self, last: int | None, step: int) -> None:
+        if last is not None and last > step:
+            self._faults.tell(
+                f"{self._log_dir} already holds steps up to {last}, and this run counts from "
+                f"{step} again. To go on there: HookLogger(first_step={last + 1}) or "
+                'first_step="auto", or load_state_dict() with the state of a checkpoint; '
+                "a new run should have another directory"
+            )
+
+
+def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What can be used of a logger's state, and in words what cannot."""
+    usable: dict[str, Any] = {}
+    misfits = []
+    step, order = state.get("step"), state.get("forward_order")
+    if isinstance(step, int) and step >= 0:
+        usable["step"] = step
+    else:
+        misfits.append(f"the step: {step!r}")
+    if state.get("format") != STATE_FORMAT:
+        misfits.append(f"what the rules know: format {state.get('format')!r} is not known here")
+        return usable, misfits
+    usable |= {name: state.get(name) for name in ("full", "rules", "logged")}
+    if isinstance(order, list | tuple):
+        usable["forward_order"] = [name for name in order if isinstance(name, str)]
+    return usable, misfits

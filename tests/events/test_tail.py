@@ -1,0 +1,69 @@
+"""Reading from the end finds the records that reading from the beginning finds."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telemetry.events import tail
+from telemetry.events.framing import frame
+from telemetry.events.tail import records_from_end
+
+MARK = b"marked"
+RECORDS = st.lists(
+    st.tuples(st.sampled_from([b"", MARK]), st.binary(max_size=300)).map(b"".join), max_size=30
+)
+GARBAGE = st.sampled_from([b"", bytes(100), b"\1\0\0\0\0" * 40, struct.pack("<50d", *[1.0] * 50)])
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that records lie across their borders, and do not fit into one."""
+    monkeypatch.setattr(tail, "_WINDOW_BYTES", 64)
+    monkeypatch.setattr(tail, "_LARGE_WINDOW_BYTES", 256)
+
+
+def from_end(data: bytes, **options: float) -> list[bytes]:
+    return list(records_from_end(io.BytesIO(data), len(data), [MARK], **options))
+
+
+@given(records=RECORDS, torn=st.integers(0, 20), garbage=GARBAGE)
+def test_marked_records_come_last_one_first(
+    records: list[bytes], torn: int, garbage: bytes
+) -> None:
+    whole = b"".join(map(frame, records))
+    expected = [record for record in reversed(records) if MARK in record]
+    assert from_end(whole) == expected
+    assert from_end(whole + garbage) == expected
+    assert from_end(whole + frame(MARK + bytes(50))[: torn + 1]) == expected
+
+
+@given(before=RECORDS, after=RECORDS, garbage=GARBAGE)
+def test_damage_costs_only_what_is_damaged(
+    before: list[bytes], after: list[bytes], garbage: bytes
+) -> None:
+    damaged = bytearray(frame(MARK + b"lost"))
+    damaged[-5] ^= 1
+    data = b"".join([*map(frame, before), damaged, garbage, *map(frame, after)])
+    assert from_end(data) == [r for r in reversed([*before, *after]) if MARK in r]
+
+
+def test_what_was_appended_later_is_not_looked_at() -> None:
+    first, second = frame(MARK + b"1"), frame(MARK + b"2")
+    file = io.BytesIO(first + second)
+    assert list(records_from_end(file, len(first), [MARK])) == [MARK + b"1"]
+
+
+def test_reading_stops_where_it_should() -> None:
+    data = frame(MARK) + b"".join(frame(b"other") for _ in range(10_000))
+    assert from_end(data) == [MARK]
+    assert from_end(data, max_bytes=1000) == []
+
+
+def test_noise_holds_nothing() -> None:
+    assert from_end(os.urandom(1 << 16)) == []

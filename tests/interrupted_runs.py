@@ -1,0 +1,167 @@
+"""Small training runs with known faults, which save checkpoints and go on from them.
+
+Run by test_resume.py to go on in a fresh process: ``interrupted_runs.py CHECKPOINT LOG_DIR ...``
+prints the alerts that come after each checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from telemetry import HookLogger
+from telemetry.records import Rule
+
+STEPS = 70
+Disturb = Callable[[int, nn.Sequential, torch.optim.Optimizer, Tensor], Tensor]
+
+
+def leave_alone(
+    step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer, inputs: Tensor
+) -> Tensor:
+    return inputs
+
+
+def grow_weights(
+    step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer, inputs: Tensor
+) -> Tensor:
+    if step == 40:
+        with torch.no_grad():
+            model[4].weight.mul_(500)
+    return inputs
+
+
+def spoil_batch(
+    step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer, inputs: Tensor
+) -> Tensor:
+    return inputs * math.nan if step == 33 else inputs
+
+
+def raise_rate(
+    step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer, inputs: Tensor
+) -> Tensor:
+    optimizer.param_groups[0]["lr"] = 10.0 if step >= 40 else 0.05
+    return inputs
+
+
+def close_relus(
+    step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer, inputs: Tensor
+) -> Tensor:
+    if step == 30:
+        nn.init.constant_(model[2].bias, -50)
+    if step == 50:  # and the fault is over
+        nn.init.constant_(model[2].bias, 0.5)
+    return inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run, and the steps before which it saves a checkpoint."""
+
+    checkpoints: Sequence[int]
+    depth: int = 4
+    activation: type[nn.Module] = nn.ReLU
+    gain: float = 2**0.5
+    lr: float = 0.05
+    disturb: Disturb = leave_alone
+
+    def model(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for width_in in [64] + [48] * (self.depth - 1):
+            linear = nn.Linear(width_in, 48)
+            nn.init.normal_(linear.weight, std=self.gain / width_in**0.5)
+            nn.init.zeros_(linear.bias)
+            layers += [linear, self.activation()]
+        return nn.Sequential(*layers, nn.Linear(48, 10))
+
+
+RUNS = {
+    "healthy": Run(checkpoints=(3, 47)),
+    "exploding": Run(checkpoints=(38, 41, 45), disturb=grow_weights),
+    "vanishing": Run(checkpoints=(1, 2, 25), depth=12, activation=nn.Sigmoid, gain=1.0),
+    "nonfinite": Run(checkpoints=(30, 34, 50), disturb=spoil_batch),
+    "dead": Run(checkpoints=(31, 35, 52, 60), disturb=close_relus),
+    "saturated": Run(checkpoints=(1, 25), activation=nn.Tanh, gain=60.0),
+    "diverging": Run(checkpoints=(38, 41, 43, 60), disturb=raise_rate),
+    "not_learning": Run(checkpoints=(12, 25, 45), lr=1e-9),
+}
+
+
+def train(
+    run: Run,
+    log_dir: Path,
+    *,
+    checkpoint: dict[str, Any] | None = None,
+    with_state: bool = True,
+    rules: Sequence[Rule] | None = None,
+) -> tuple[list[list[object]], dict[int, dict[str, Any]]]:
+    """Alerts and checkpoints of the run, from a checkpoint on; each step is judged at once."""
+    digits = load_digits()
+    images, labels = torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target)
+    model = run.model()
+    optimizer = torch.optim.SGD(model.parameters(), run.lr, momentum=0.9)
+    first = 0
+    if checkpoint is not None:
+        first = checkpoint["step"]
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    checkpoints = {}
+    first_step = 0 if with_state else first
+    with HookLogger(
+        model, log_dir, every_n_steps=10, images=False, alerts=rules, first_step=first_step
+    ) as logger:
+        if checkpoint is not None and with_state:
+            logger.load_state_dict(checkpoint["logger"])
+        for step in range(first, STEPS):
+            if checkpoint is None and step in run.checkpoints:
+                checkpoints[step] = {
+                    "step": step,
+                    "model": deepcopy(model.state_dict()),
+                    "optimizer": deepcopy(optimizer.state_dict()),
+                    "logger": logger.state_dict(),
+                }
+            batch = torch.randint(
+                0, len(images), (32,), generator=torch.Generator().manual_seed(step)
+            )
+            inputs = run.disturb(step, model, optimizer, images[batch])
+            loss = F.cross_entropy(model(inputs), labels[batch])
+            logger.log(loss=loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            logger.flush()
+        return [list(asdict(alert).values()) for alert in logger.alerts], checkpoints
+
+
+def resume(checkpoints: Path, log_dir: Path) -> None:
+    """Print the alerts after each checkpoint; of the healthy run also without what they knew."""
+    saved = torch.load(checkpoints, weights_only=True)
+    alerts = {
+        f"{name} {step} {with_state}": train(
+            RUNS[name],
+            log_dir / f"{name}-{step}-{with_state}",
+            checkpoint=checkpoint,
+            with_state=with_state,
+        )[0]
+        for name, by_step in saved.items()
+        for step, checkpoint in by_step.items()
+        for with_state in ((True, False) if name == "healthy" else (True,))
+    }
+    print(json.dumps(alerts))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    resume(Path(sys.argv[1]), Path(sys.argv[2]))
