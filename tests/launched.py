@@ -16,6 +16,8 @@ from telemetry.ranks import is_first_rank
 
 STEPS = 4
 
+logging.basicConfig(level=logging.INFO)  # in a spawned process, too
+
 
 def train(model: nn.Module, log_dir: str) -> None:
     """Every process logs; the last step gives NaN."""
@@ -74,7 +76,6 @@ def lightning(log_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     launcher, *arguments = sys.argv[1:]
