@@ -84,7 +84,8 @@ def test_another_directory_and_closed_loggers_stay_out_of_it(
     with HookLogger(model, tmp_path / "a") as one, HookLogger(model, tmp_path / "b") as two:
         train(model, 1)
         assert one.current_step == two.current_step == 1
-    HookLogger(model, tmp_path / "a", first_step=1).close()
+    with HookLogger(model, tmp_path / "a", first_step=1):
+        train(model, 1)
     assert caplog.messages == []
 
 

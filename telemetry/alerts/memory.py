@@ -1,7 +1,7 @@
 """What rules remember, as plain values and back, so that a resumed run goes on with it.
 
 A class remembers the attributes that it annotates in its body: not its parameters, which are those
-of the new run. What it annotates may be numbers, strings, arrays, tuples, dicts, deques, and
+of the new run. What it annotates may be numbers, strings, arrays, tuples, sets, dicts, deques, and
 objects of such classes; dataclasses and named tuples are made anew, others are filled. A dict is a
 list of its pairs, for JSON has only strings as keys.
 """
@@ -78,6 +78,8 @@ def to_plain(value: object) -> Any:
         return [[to_plain(key), to_plain(item)] for key, item in value.items()]
     if isinstance(value, tuple | deque):
         return [to_plain(item) for item in value]
+    if isinstance(value, set):
+        return sorted(map(to_plain, value))
     if value is None or isinstance(value, int | float | str):
         return value
     return {name: to_plain(getattr(value, name)) for name in get_type_hints(type(value))}
@@ -120,7 +122,7 @@ def _from_list(hint: Any, plain: Sequence[Any], current: Any) -> Any:
     if origin is None:  # a named tuple
         return hint(*map(_restored, get_type_hints(hint).values(), plain))
     items = [_restored(arguments[0], item) for item in plain]
-    return tuple(items) if origin is tuple else deque(items, maxlen=current.maxlen)
+    return deque(items, maxlen=current.maxlen) if origin is deque else origin(items)
 
 
 def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:

@@ -132,9 +132,9 @@ class Capture:
         if self._clock is not None:
             self._clock.pass_begins()  # a step may still be waiting for other optimizers
             if self.step == self._first_step and not self._had_phase:
-                message = self._no_step.at_the_end(self._ran())
+                message, level = self._no_step.at_the_end(self._ran())
                 if message is not None:
-                    self._faults.tell(message)
+                    self._faults.tell(message, level=level)
         self.detach()
 
     def detach(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -52,21 +53,25 @@ class NoStepWatch:
         self._told = True
         return self._message()
 
-    def at_the_end(self, ran: Ran) -> str | None:
-        """What to tell the user if the run ends before its first step; None if that was told.
+    def at_the_end(self, ran: Ran) -> tuple[str | None, int]:
+        """What to report if the run ends before its first step, and at which level of ``logging``.
+
+        Nothing is lost where nothing ran. None if it was reported before.
 
         Args:
             ran: What is known of the model's forward passes.
         """
         if self._told:
-            return None
+            return None, logging.NOTSET
         passes = f"{self._passes} backward pass{'es' * (self._passes != 1)}"
         if self._other_steps:
             way_out = "those were made for a copy of the model, or before its parameters changed"
             other = f"{self._other_steps} steps of optimizers with other parameters; {way_out}"
         else:
             other = "no optimizer step" + "; call logger.step()" * (self._passes > 0)
-        return f"0 steps recorded, {passes if self._passes else _RAN[ran]}, {other}"
+        idle = ran == "never" and not self._passes and not self._other_steps
+        message = f"0 steps recorded, {passes if self._passes else _RAN[ran]}, {other}"
+        return message, logging.INFO if idle else logging.WARNING
 
     def _look_at(self, parameter: Tensor) -> None:
         # The first gradient after clearing is new, further ones are added to it in place.
