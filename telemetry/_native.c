@@ -30,7 +30,7 @@
 #define NOT_INLINE static __attribute__((noinline))
 #endif
 
-/* MSVC does without. */
+/* Loops that the compiler is to vectorize. MSVC does as it likes. */
 #if defined(_MSC_VER)
 #define SIMD
 #define SIMD_EXTREMES
@@ -76,7 +76,7 @@ typedef struct {
     double sums[4]; /* of the first to fourth powers */
 } Moments;
 
-/* The same of the values that were done at the same places of a block. */
+/* Moments of every LANES-th value each, which are put together at the end. */
 typedef struct {
     int64_t nan, positive_inf, negative_inf, zeros[LANES];
     double lows[LANES], highs[LANES];
@@ -358,7 +358,7 @@ NOT_INLINE void count_codes(const Block *block, int first, int end, int all_fini
     uint32_t *c = histogram->tables[2], *d = histogram->tables[3];
     const float *x = block->narrow + first, *last = block->narrow + end;
     if (all_finite)
-        for (; x + TABLES <= last; x += TABLES) {
+        for (; last - x >= TABLES; x += TABLES) {
             a[code_of(x[0])]++;
             b[code_of(x[1])]++;
             c[code_of(x[2])]++;
