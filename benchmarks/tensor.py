@@ -6,7 +6,8 @@ Everything runs in turn in one process. Times are CPU times of the process per e
 nanoseconds, or per small tensor, in microseconds; the JSON has wall times, too. Figures are medians
 over the rounds; ratios are taken within a round.
 
-"add" is what the training thread spends on a tensor, "reduce" what another thread does later.
+"add" is what the training thread spends on a tensor, "reduce" what another thread does later, and
+"NumPy" both of them where there is no C extension.
 "passes" is how many times ``x.sum()`` fits into "add"; "cheaper" is how many times "add" fits into
 ``make_histogram``, which is most of ``SummaryWriter.add_histogram`` (ignite's handlers call that).
 wandb's ``log_tensor_stats`` and Composer's ``add_metrics`` take part where they are installed.
@@ -25,6 +26,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from machine import describe_machine, write_json
@@ -33,7 +35,8 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import make_histogram
 
-from telemetry.measure import Measurer
+import telemetry
+from telemetry.measure import Measurer, native
 
 SIZES = [100_000, 1_000_000, 10_000_000]
 SMALL_SIZES = [10, 100, 1_000, 10_000, 30_000]
@@ -44,6 +47,8 @@ UNITS = {  # shape, axis of the units
     "linear": ((8, 1024, 512), -1),
     "few units": ((100_000, 10), -1),
 }
+
+NORMS = [(8, 10_000), (50, 16_000), (60, 180_000), (2000, 64)]  # tensors, elements of each
 
 # So many small tensors are measured together, as those of one step are.
 TOGETHER = 200
@@ -107,6 +112,11 @@ class Ours:
     def reduce(self) -> None:
         self._measurements.reduce()
 
+    def by_numpy(self) -> None:
+        with patch.dict(native.DTYPES, clear=True):
+            self.add()
+        self.reduce()
+
 
 def tensorboard_histogram() -> Statistics:
     """What ``SummaryWriter.add_histogram`` does before it writes."""
@@ -169,19 +179,37 @@ def measure(
 
         return work
 
-    works = {"add": ours.add, "reduce": ours.reduce}
+    works = {"add": ours.add, "reduce": ours.reduce, "NumPy": ours.by_numpy}
     works |= {peer: repeat(statistics) for peer, statistics in (peers or {}).items()}
+    return time_works(name, tensor.numel(), works, count, rounds)
+
+
+def measure_norms(elements: int, count: int, rounds: int) -> dict[str, Result]:
+    """Of so many tensors of so many elements, in one call."""
+    tensors = [torch.randn(elements) for _ in range(count)]
+    works: dict[str, Callable[[], object]] = {
+        "_foreach_norm": lambda: torch._foreach_norm(tensors),
+    }
+    if native.DTYPES:
+        works = {"squared_norms": lambda: native.squared_norms(tensors), **works}
+    return time_works(f"{count:,} × {elements:,}", elements, works, count, rounds)
+
+
+def time_works(
+    name: str, elements: int, works: Mapping[str, Callable[[], object]], count: int, rounds: int
+) -> dict[str, Result]:
+    """Times of each kind of work on ``count`` tensors like this, after a round to warm up."""
     times: dict[str, list[Time]] = {work: [] for work in works}
     for _ in range(rounds + 1):
         for work, run in works.items():
             times[work].append(run_once(run, count))
     return {
-        work: Result(tensor=name, elements=tensor.numel(), work=work, rounds=of_work[1:])
+        work: Result(tensor=name, elements=elements, work=work, rounds=of_work[1:])
         for work, of_work in times.items()
     }
 
 
-def run_once(run: Callable[[], None], count: int) -> Time:
+def run_once(run: Callable[[], object], count: int) -> Time:
     """Time for each of ``count`` tensors."""
     cpu, wall = time.process_time_ns(), time.perf_counter_ns()
     run()
@@ -227,6 +255,12 @@ def measure_all(sizes: Sequence[int], rounds: int, folder: Path) -> Iterator[Tab
         ],
     )
 
+    yield Table(
+        title="squared norms of float32 tensors",
+        unit="µs per tensor",
+        rows=[measure_norms(elements, count, rounds) for count, elements in NORMS],
+    )
+
 
 # --- telling
 
@@ -238,13 +272,13 @@ def print_table(table: Table) -> None:
         "   passes" if "x.sum()" in works else "", "  cheaper" if "make_histogram" in works else ""
     )
     for row in table.rows:
-        add = row["add"]
-        scale = add.elements if table.unit == "ns per element" else 1000
+        ours = row[works[0]]
+        scale = ours.elements if table.unit == "ns per element" else 1000
         print(
-            f"  {add.tensor:18}", *(f"{row[work].cpu_ns / scale:14.3f}" for work in works), end=""
+            f"  {ours.tensor:18}", *(f"{row[work].cpu_ns / scale:14.3f}" for work in works), end=""
         )
-        print(f"{add.ratio(row['x.sum()']):9.2f}" if "x.sum()" in works else "", end=" ")
-        print(f"{row['make_histogram'].ratio(add):8.0f}x" if "make_histogram" in works else "")
+        print(f"{ours.ratio(row['x.sum()']):9.2f}" if "x.sum()" in works else "", end=" ")
+        print(f"{row['make_histogram'].ratio(ours):8.0f}x" if "make_histogram" in works else "")
 
 
 def main() -> None:
@@ -257,6 +291,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     device = torch.device("cpu")
     print(describe_machine(device))
+    print(f"tensors are measured by: {telemetry.native}")
     results: dict[str, list[dict[str, Any]]] = {}
     with torch.no_grad(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         sizes = args.sizes or SIZES[: 1 if args.quick else None]

@@ -30,13 +30,13 @@
 #define NOT_INLINE static __attribute__((noinline))
 #endif
 
-/* One loop over as many values as are done at the same time. MSVC does without. */
+/* Loops that the compiler is to vectorize. MSVC does as it likes. */
 #if defined(_MSC_VER)
 #define SIMD
-#define EXTREMES
+#define SIMD_EXTREMES
 #else
 #define SIMD _Pragma("omp simd")
-#define EXTREMES _Pragma("omp simd reduction(min:least) reduction(max:most)")
+#define SIMD_EXTREMES _Pragma("omp simd reduction(min:low) reduction(max:high)")
 #endif
 
 /* Chosen when the module is loaded, by what the processor can do. */
@@ -76,6 +76,13 @@ typedef struct {
     double sums[4]; /* of the first to fourth powers */
 } Moments;
 
+/* Moments of every LANES-th value each, which are put together at the end. */
+typedef struct {
+    int64_t nan, positive_inf, negative_inf, zeros[LANES];
+    double lows[LANES], highs[LANES];
+    double sums[4][LANES];
+} Lanes;
+
 /* One block's values: as float32 and, where that would round them, as float64, too. */
 typedef struct {
     const float *narrow;
@@ -90,7 +97,7 @@ typedef struct {
 INLINE int item_size(int dtype)
 {
     switch (dtype) {
-    case '?': case 'b': case 'B':
+    case '?': case 'b': case 'B': case '4': case '5':
         return 1;
     case 'e': case 'E': case 'h': case 'H':
         return 2;
@@ -125,6 +132,14 @@ INLINE float from_float16(uint16_t half)
     return from_bits(sign | (magnitude < 0x0400 ? denormal : bits));
 }
 
+INLINE float from_float8_e4m3fn(uint8_t x)
+{
+    uint32_t magnitude = x & 0x7F, sign = (uint32_t)(x & 0x80) << 24;
+    uint32_t denormal = to_bits((float)(int32_t)magnitude * (1.0f / (1 << 9)));
+    uint32_t bits = magnitude == 0x7F ? 0x7FC00000 : (magnitude << 20) + (120u << 23);
+    return from_bits(sign | (magnitude < 0x08 ? denormal : bits));
+}
+
 #define CONVERT(TYPE, TARGET, EXPRESSION)              \
     do {                                               \
         const TYPE *source = (const TYPE *)values;     \
@@ -138,8 +153,8 @@ INLINE void read_block(const Tensor *tensor, int64_t first, int count, Block *bl
 {
     int size = item_size(tensor->dtype);
     const char *values = tensor->values + first * size;
-    float *restrict narrow = block->narrow_memory;
-    double *restrict wide = block->wide_memory;
+    float *__restrict narrow = block->narrow_memory;
+    double *__restrict wide = block->wide_memory;
     if ((uintptr_t)values % (uintptr_t)size) {
         memcpy(block->aligned_memory, values, (size_t)count * (size_t)size);
         values = (const char *)block->aligned_memory;
@@ -155,6 +170,12 @@ INLINE void read_block(const Tensor *tensor, int64_t first, int count, Block *bl
         return;
     case 'E':
         CONVERT(uint16_t, narrow, from_bits((uint32_t)x << 16));
+        return;
+    case '4':
+        CONVERT(uint8_t, narrow, from_float8_e4m3fn(x));
+        return;
+    case '5':
+        CONVERT(uint8_t, narrow, from_float16((uint16_t)(x << 8)));
         return;
     case '?':
         CONVERT(uint8_t, narrow, (float)(x != 0));
@@ -197,51 +218,6 @@ INLINE void read_block(const Tensor *tensor, int64_t first, int count, Block *bl
 
 /* --- moments ---------------------------------------------------------------------------------- */
 
-/* Add the moments of values that are all finite, a multiple of LANES; if they are not, do nothing
- * and return 0. */
-#define DEFINE_ADD_FINITE(NAME, TYPE, BITS)                                                   \
-    INLINE int NAME(const TYPE *values, int count, Moments *moments)                          \
-    {                                                                                         \
-        double sums[4][LANES] = {{0}}, total[4] = {0};                                        \
-        TYPE lows[LANES], highs[LANES], low = INFINITY, high = -INFINITY;                     \
-        BITS zeros[LANES] = {0};                                                              \
-        for (int j = 0; j < LANES; j++) {                                                     \
-            lows[j] = INFINITY;                                                               \
-            highs[j] = -INFINITY;                                                             \
-        }                                                                                     \
-        for (int i = 0; i < count; i += LANES) {                                              \
-            SIMD for (int j = 0; j < LANES; j++)                                              \
-            {                                                                                 \
-                TYPE x = values[i + j];                                                       \
-                BITS bits;                                                                    \
-                memcpy(&bits, &x, sizeof bits);                                               \
-                double wide = x, square = wide * wide;                                        \
-                sums[0][j] += wide;                                                           \
-                sums[1][j] += square;                                                         \
-                sums[2][j] += square * wide;                                                  \
-                sums[3][j] += square * square;                                                \
-                lows[j] = x < lows[j] ? x : lows[j];                                          \
-                highs[j] = x > highs[j] ? x : highs[j];                                       \
-                zeros[j] += (BITS)(bits << 1) == 0;                                           \
-            }                                                                                 \
-        }                                                                                     \
-        for (int j = 0; j < LANES; j++) {                                                     \
-            for (int power = 0; power < 4; power++)                                           \
-                total[power] += sums[power][j];                                               \
-            low = lows[j] < low ? lows[j] : low;                                              \
-            high = highs[j] > high ? highs[j] : high;                                         \
-        }                                                                                     \
-        if (!is_finite(total[1]))                                                             \
-            return 0;                                                                         \
-        for (int power = 0; power < 4; power++)                                               \
-            moments->sums[power] += total[power];                                             \
-        for (int j = 0; j < LANES; j++)                                                       \
-            moments->zero += (int64_t)zeros[j];                                               \
-        moments->min = low < moments->min ? low : moments->min;                               \
-        moments->max = high > moments->max ? high : moments->max;                             \
-        return 1;                                                                             \
-    }
-
 INLINE int is_finite(double x)
 {
     uint64_t bits;
@@ -256,6 +232,46 @@ INLINE int is_nan(double x)
     return (bits << 1) > (0x7FFull << 53);
 }
 
+/* Add values that are all finite, a multiple of LANES; if they are not, do nothing and return 0. */
+#define DEFINE_ADD_FINITE(NAME, TYPE, BITS)                                 \
+    INLINE int NAME(const TYPE *values, int count, Lanes *lanes)            \
+    {                                                                       \
+        double sums[4][LANES] = {{0}};                                      \
+        TYPE lows[LANES], highs[LANES];                                     \
+        BITS zeros[LANES] = {0};                                            \
+        int all_finite = 1;                                                 \
+        for (int j = 0; j < LANES; j++) {                                   \
+            lows[j] = INFINITY;                                             \
+            highs[j] = -INFINITY;                                           \
+        }                                                                   \
+        for (int i = 0; i < count; i += LANES) {                            \
+            SIMD for (int j = 0; j < LANES; j++)                            \
+            {                                                               \
+                TYPE x = values[i + j];                                     \
+                BITS bits;                                                  \
+                memcpy(&bits, &x, sizeof bits);                             \
+                double wide = x, square = wide * wide;                      \
+                sums[0][j] += wide;                                         \
+                sums[1][j] += square;                                       \
+                sums[2][j] += square * wide;                                \
+                sums[3][j] += square * square;                              \
+                lows[j] = x < lows[j] ? x : lows[j];                        \
+                highs[j] = x > highs[j] ? x : highs[j];                     \
+                zeros[j] += (BITS)(bits << 1) == 0;                         \
+            }                                                               \
+        }                                                                   \
+        for (int j = 0; j < LANES; j++)                                     \
+            all_finite &= is_finite(sums[1][j]);                            \
+        for (int j = 0; all_finite && j < LANES; j++) {                     \
+            for (int power = 0; power < 4; power++)                         \
+                lanes->sums[power][j] += sums[power][j];                    \
+            lanes->lows[j] = lows[j] < lanes->lows[j] ? lows[j] : lanes->lows[j];       \
+            lanes->highs[j] = highs[j] > lanes->highs[j] ? highs[j] : lanes->highs[j];  \
+            lanes->zeros[j] += (int64_t)zeros[j];                           \
+        }                                                                   \
+        return all_finite;                                                  \
+    }
+
 DEFINE_ADD_FINITE(add_finite_floats, float, uint32_t)
 DEFINE_ADD_FINITE(add_finite_doubles, double, uint64_t)
 
@@ -265,7 +281,7 @@ INLINE double value_of(const Block *block, int i)
 }
 
 /* Add values one by one; whether all were finite. */
-INLINE int add_each(const Block *block, int first, int end, Moments *moments)
+INLINE int add_each(const Block *block, int first, int end, Lanes *lanes)
 {
     int all_finite = 1;
     double sums[4] = {0};
@@ -273,28 +289,52 @@ INLINE int add_each(const Block *block, int first, int end, Moments *moments)
         double x = value_of(block, i), power = x;
         if (!is_finite(x)) {
             all_finite = 0;
-            *(is_nan(x) ? &moments->nan : x > 0 ? &moments->positive_inf : &moments->negative_inf) += 1;
+            int64_t *infinite = x > 0 ? &lanes->positive_inf : &lanes->negative_inf;
+            *(is_nan(x) ? &lanes->nan : infinite) += 1;
             continue;
         }
         for (int n = 0; n < 4; n++, power *= x)
             sums[n] += power;
-        moments->zero += x == 0;
-        moments->min = x < moments->min ? x : moments->min;
-        moments->max = x > moments->max ? x : moments->max;
+        lanes->zeros[0] += x == 0;
+        lanes->lows[0] = x < lanes->lows[0] ? x : lanes->lows[0];
+        lanes->highs[0] = x > lanes->highs[0] ? x : lanes->highs[0];
     }
     for (int n = 0; n < 4; n++)
-        moments->sums[n] += sums[n];
+        lanes->sums[n][0] += sums[n];
     return all_finite;
 }
 
-INLINE int add_moments(const Block *block, int count, Moments *moments)
+INLINE int add_moments(const Block *block, int count, Lanes *lanes)
 {
     int whole = count / LANES * LANES;
-    int all_finite = block->wide ? add_finite_doubles(block->wide, whole, moments)
-                                 : add_finite_floats(block->narrow, whole, moments);
+    int all_finite = block->wide ? add_finite_doubles(block->wide, whole, lanes)
+                                 : add_finite_floats(block->narrow, whole, lanes);
     if (!all_finite)
-        all_finite = add_each(block, 0, whole, moments);
-    return add_each(block, whole, count, moments) && all_finite;
+        all_finite = add_each(block, 0, whole, lanes);
+    return add_each(block, whole, count, lanes) && all_finite;
+}
+
+INLINE void clear_lanes(Lanes *lanes)
+{
+    memset(lanes, 0, sizeof *lanes);
+    for (int j = 0; j < LANES; j++) {
+        lanes->lows[j] = INFINITY;
+        lanes->highs[j] = -INFINITY;
+    }
+}
+
+INLINE Moments moments_of(const Lanes *lanes)
+{
+    Moments total = {lanes->nan, lanes->positive_inf, lanes->negative_inf, 0,
+                     INFINITY, -INFINITY, {0}};
+    for (int j = 0; j < LANES; j++) {
+        total.zero += lanes->zeros[j];
+        total.min = lanes->lows[j] < total.min ? lanes->lows[j] : total.min;
+        total.max = lanes->highs[j] > total.max ? lanes->highs[j] : total.max;
+        for (int power = 0; power < 4; power++)
+            total.sums[power] += lanes->sums[power][j];
+    }
+    return total;
 }
 
 /* --- histogram -------------------------------------------------------------------------------- */
@@ -311,35 +351,36 @@ INLINE uint32_t code_of(float x)
 }
 
 /* Not vectorized: taking codes out of vectors again costs more than making them. */
-NOT_INLINE void count_codes(const Block *block, int count, int all_finite, Histogram *histogram)
+NOT_INLINE void count_codes(const Block *block, int first, int end, int all_finite,
+                            Histogram *histogram)
 {
     uint32_t *a = histogram->tables[0], *b = histogram->tables[1];
     uint32_t *c = histogram->tables[2], *d = histogram->tables[3];
-    const float *x = block->narrow, *end = x + count;
+    const float *x = block->narrow + first, *last = block->narrow + end;
     if (all_finite)
-        for (; x + TABLES <= end; x += TABLES) {
+        for (; last - x >= TABLES; x += TABLES) {
             a[code_of(x[0])]++;
             b[code_of(x[1])]++;
             c[code_of(x[2])]++;
             d[code_of(x[3])]++;
         }
-    for (; x < end; x++)
+    for (; x < last; x++)
         if (all_finite || is_finite(value_of(block, (int)(x - block->narrow))))
             a[code_of(*x)]++;
 }
 
-/* Count runs of values, the first of which are so many apart; how many zeros that were. */
-INLINE int64_t count_sample(const Tensor *tensor, int64_t step, int all_finite, Block *block,
-                            Histogram *histogram)
+/* Count the runs of a sample that begin in a block, from ``next`` on, and their zeros; where the
+ * next begins. A run that would leave the block ends with it. */
+INLINE int64_t count_sample(const Block *block, int count, int all_finite, int64_t next,
+                            int64_t step, Histogram *histogram, int64_t *zeros)
 {
-    int64_t zeros = 0;
-    for (int64_t first = 0; first + RUN <= tensor->count; first += step) {
-        read_block(tensor, first, RUN, block);
-        count_codes(block, RUN, all_finite, histogram);
-        for (int i = 0; i < RUN; i++)
-            zeros += (to_bits(block->narrow[i]) << 1) == 0;
+    for (; next < count && count >= RUN; next += step) {
+        int first = next + RUN <= count ? (int)next : count - RUN;
+        count_codes(block, first, first + RUN, all_finite, histogram);
+        for (int i = first; i < first + RUN; i++)
+            *zeros += (to_bits(block->narrow[i]) << 1) == 0;
     }
-    return zeros;
+    return next - count;
 }
 
 INLINE void clear_histogram(Histogram *histogram, int64_t count)
@@ -483,8 +524,8 @@ INLINE void compare_each(const float *x, int count, float *lows, float *highs, i
     }
 }
 
-INLINE void compare_rows(const float *restrict x, int count, float *restrict lows,
-                         float *restrict highs)
+INLINE void compare_rows(const float *__restrict x, int count, float *__restrict lows,
+                         float *__restrict highs)
 {
     SIMD for (int i = 0; i < count; i++)
     {
@@ -493,16 +534,30 @@ INLINE void compare_rows(const float *restrict x, int count, float *restrict low
     }
 }
 
-INLINE void compare_values(const float *x, int count, float *low, float *high)
+/* A number that is ordered as the floats are, and back: of floats, compilers hesitate to vectorize
+ * the minimum. */
+INLINE int32_t to_key(float x)
 {
-    float least = INFINITY, most = -INFINITY;
-    EXTREMES for (int i = 0; i < count; i++)
+    int32_t bits = (int32_t)to_bits(x);
+    return bits ^ ((bits >> 31) & INT32_MAX);
+}
+
+INLINE float from_key(int32_t key)
+{
+    return from_bits((uint32_t)(key ^ ((key >> 31) & INT32_MAX)));
+}
+
+INLINE void compare_values(const float *x, int count, float *least, float *most)
+{
+    int32_t low = INT32_MAX, high = INT32_MIN;
+    SIMD_EXTREMES for (int i = 0; i < count; i++)
     {
-        least = lower(x[i], least);
-        most = higher(x[i], most);
+        int32_t key = to_key(x[i]);
+        low = key < low ? key : low;
+        high = key > high ? key : high;
     }
-    *low = lower(least, *low);
-    *high = higher(most, *high);
+    *least = lower(from_key(low), *least);
+    *most = higher(from_key(high), *most);
 }
 
 INLINE void add_units(Units *units, const float *x, int count, int all_finite)
@@ -554,24 +609,25 @@ CLONES static void measure(const Tensor *tensor, int64_t sample_step, Statistics
 {
     Block block;
     Histogram histogram;
+    Lanes lanes;
     Moments *moments = &statistics->moments;
-    int64_t count = tensor->count, zeros = 0;
+    int64_t count = tensor->count, next_sample = 0, zeros = 0;
     clear_histogram(&histogram, count);
-    memset(moments, 0, sizeof *moments);
-    moments->min = INFINITY;
-    moments->max = -INFINITY;
+    clear_lanes(&lanes);
     for (int64_t first = 0; first < count; first += BLOCK) {
         int part = count - first < BLOCK ? (int)(count - first) : BLOCK;
         read_block(tensor, first, part, &block);
-        int all_finite = add_moments(&block, part, moments);
-        if (!sample_step)
-            count_codes(&block, part, all_finite, &histogram);
+        int all_finite = add_moments(&block, part, &lanes);
+        if (sample_step)
+            next_sample = count_sample(&block, part, all_finite, next_sample, sample_step,
+                                       &histogram, &zeros);
+        else
+            count_codes(&block, 0, part, all_finite, &histogram);
         if (statistics->units.units)
             add_units(&statistics->units, block.narrow, part, all_finite);
     }
+    *moments = moments_of(&lanes);
     int64_t finite = count - moments->nan - moments->positive_inf - moments->negative_inf;
-    if (sample_step)
-        zeros = count_sample(tensor, sample_step, finite == count, &block, &histogram);
     fill_buckets(&histogram, sample_step != 0, zeros, moments, finite, &statistics->buckets);
     if (finite == 0)
         moments->min = moments->max = NAN;

@@ -19,7 +19,7 @@ if os.environ.get("TELEMETRY_NATIVE") != "0":
     except ImportError as error:
         native = f"NumPy, because there is no C extension: {error}"
         log.info(
-            "telemetry: measuring tensors in CPU memory takes 20 to 100 times as long as it could, "
+            "telemetry: measuring tensors in CPU memory takes 5 to 80 times as long as it could, "
             "because there is no C extension (%s). Install telemetry anew where there is a C "
             "compiler, or set TELEMETRY_NATIVE=0 to log this no more",
             error,

@@ -19,7 +19,7 @@ from types import ModuleType
 
 import numpy as np
 
-LETTERS = "?bBhHiIqQefdE"
+LETTERS = "?bB45hHiIqQefdE"
 SIZES = (1, 2, 15, 16, 17, 63, 2047, 2048, 2049, 8191, 8193, 20_000)
 
 Memory = Callable[[int], AbstractContextManager[int]]
@@ -42,7 +42,7 @@ def on_the_heap(size: int) -> Iterator[int]:
 
 
 def item_size(letter: str) -> int:
-    return 2 if letter == "E" else np.dtype(letter).itemsize
+    return {"E": 2, "4": 1, "5": 1}.get(letter) or np.dtype(letter).itemsize
 
 
 def read_everything(native: ModuleType, memory: Memory) -> None:

@@ -84,7 +84,7 @@ def test_tensor_compares_with_the_limit_and_with_tensorboard(json_file: Path) ->
     results = run("tensor", json_file, "--sizes", "100000")["results"]
     works = {row["work"] for row in results["float32"]}
     assert {"add", "reduce", "x.sum()", "make_histogram"} <= works
-    assert len(results) == 4
+    assert len(results) == 5
     for rows in results.values():
         assert rows
         assert all(len(row["rounds"]) == 2 for row in rows)

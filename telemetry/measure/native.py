@@ -31,6 +31,8 @@ _LETTERS = {
     "uint64": "Q",
     "float16": "e",
     "bfloat16": "E",
+    "float8_e4m3fn": "4",
+    "float8_e5m2": "5",
     "float32": "f",
     "float64": "d",
 }
