@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich import box
@@ -76,16 +77,16 @@ def _report(args: argparse.Namespace, console: Console) -> int:
 
 
 def _summary(args: argparse.Namespace, console: Console) -> int:
-    run = _open(args.run)
-    overview = run.overview()
     statistic = next(known for known in STATISTICS if known.name == args.statistic)
+    with _opened(args.run) as run:
+        overview = run.overview()
+        layers = summarize(run, statistic.name, log=statistic.log)
     console.print(
         Text(
             f"{len(overview.layers)} layers, steps {overview.first_step} to {overview.last_step}, "
             f"alerts: {len(overview.alerts) or 'none'}"
         )
     )
-    layers = summarize(run, statistic.name, log=statistic.log)
     if not layers:
         console.print(Text(f"{statistic.title}: not measured in this run"))
         return 0
@@ -117,7 +118,8 @@ def _table(layers: Sequence[LayerSummary], statistic: Statistic) -> Table:
 
 
 def _alerts(args: argparse.Namespace, console: Console) -> int:
-    alerts = _open(args.run).overview().alerts
+    with _opened(args.run) as run:
+        alerts = run.overview().alerts
     for alert in alerts:
         _print_alert(alert, console)
     if not alerts:
@@ -145,14 +147,17 @@ def _explain(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _open(path: Path) -> RunData:
+@contextmanager
+def _opened(path: Path) -> Iterator[RunData]:
+    """The run; at the end it is told what was skipped."""
     log_dir = _log_dir(path)
-    source = FileSource(log_dir)
-    _tell_problems(source.problems)
-    run = RunData(source)
-    if not run.overview().layers:
-        raise ValueError(f"{log_dir}: holds event files, but nothing that telemetry wrote")
-    return run
+    run = RunData(FileSource(log_dir))
+    try:
+        if not run.overview().layers:
+            raise ValueError(f"{log_dir}: holds event files, but nothing that telemetry wrote")
+        yield run
+    finally:
+        _tell_problems(run.source.problems)
 
 
 def _log_dir(path: Path) -> Path:
@@ -170,9 +175,9 @@ def _log_dir(path: Path) -> Path:
     raise FileNotFoundError(f"{path}: holds no event files")
 
 
-def _tell_problems(problems: Sequence[str]) -> None:
+def _tell_problems(problems: Iterable[str]) -> None:
     for problem in problems:
-        print(f"telemetry: {_plain(problem)}; the rest was read", file=sys.stderr)
+        print(f"telemetry: {_plain(problem)}", file=sys.stderr)
 
 
 def _number(value: float) -> Text:

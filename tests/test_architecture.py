@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"sketch", "links", "budget"},
+    {"sketch", "links", "budget", "untrusted"},
     {"records", "schedule", "faults", "magnitudes", "host_copy", "torch_private"},
     {"selection", "measure", "images", "events"},
     {"capture", "alerts", "plugin_data", "flight", "distributed"},
@@ -32,6 +32,7 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 # What reads and draws records starts within a moment; importing torch takes seconds.
 TORCH_FREE = {
     "sketch",
+    "untrusted",
     "records",
     "schedule",
     "faults",

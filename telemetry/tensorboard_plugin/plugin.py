@@ -121,8 +121,8 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _serve_image(self, request: wrappers.Request) -> wrappers.Response:
         run, tag, step = self._run(request), text(request, "tag"), required_number(request, "step")
-        png = run.source.read_image(tag, step)
-        if png is None or not png.startswith(b"\x89PNG\r\n"):
+        png = payloads.picture(run.source, tag, step)
+        if png is None:
             raise NotFoundError("there is no such picture")
         return send(request, png, "image/png", expires=3600)
 

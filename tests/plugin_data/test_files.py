@@ -54,8 +54,8 @@ def test_a_damaged_file_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     path = next(tmp_path.iterdir())
     path.write_bytes(path.read_bytes() + bytes(range(1, 60)))
     source = FileSource(tmp_path)
-    assert len(source.problems) == 1
-    assert "damaged" in source.problems[0]
+    [problem] = source.problems
+    assert "damaged" in problem
     assert source.read_scalars(["loss"]) == {"loss": [(0, 1)]}
 
 

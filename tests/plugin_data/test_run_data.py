@@ -10,7 +10,7 @@ import pytest
 from known_runs import COLUMN, OpenRun, alert_at, layout_of, write_run
 
 from telemetry.events import FileWriter, summaries
-from telemetry.plugin_data import run_data
+from telemetry.plugin_data import numbers
 from telemetry.plugin_data.files import FileSource
 from telemetry.plugin_data.format import (
     MISSING,
@@ -187,7 +187,7 @@ def test_of_too_much_data_steps_are_left_out_until_a_part_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path, LAYOUT, steps=range(200), norms=norms, matrices=matrices)
-    monkeypatch.setattr(run_data, "READ_BYTES", 2000)
+    monkeypatch.setattr(numbers, "READ_BYTES", 2000)
     run = RunData(FileSource(tmp_path))
     whole = run.matrix("weight_norm")
     assert whole.sampled
@@ -199,8 +199,8 @@ def test_of_too_much_data_steps_are_left_out_until_a_part_is_asked_for(
 
 def test_the_cache_forgets_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, LAYOUT, steps=range(100), norms=norms)
-    monkeypatch.setattr(run_data, "_CACHE_BYTES", 500)
+    monkeypatch.setattr(numbers, "_CACHE_BYTES", 500)
     run = RunData(FileSource(tmp_path))
     first, again = run.matrix("grad_norm"), run.matrix("grad_norm")
     np.testing.assert_array_equal(first.values, again.values)
-    assert run._cached_bytes <= 500
+    assert run._numbers.nbytes <= 500

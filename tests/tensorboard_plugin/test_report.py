@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from browser import PIXEL
+from hostile_runs import png
 from known_runs import alert_at, layout_of, write_run
 
 from telemetry.events import FileWriter, summaries
@@ -36,7 +37,7 @@ def write_demo(log_dir: Path) -> None:
     writer = FileWriter(log_dir)
     edges = np.linspace(-1, 1, 11)
     histogram = summaries.histogram("activation/0002.high", edges[:-1], edges[1:], np.ones(10))
-    picture = summaries.image("feature_maps/0002.high", [b"\x89PNG..."], 1, 1)
+    picture = summaries.image("feature_maps/0002.high", [png(1, 1)], 1, 1)
     writer.write_values([histogram, picture], 10)
     writer.close()
 
