@@ -22,6 +22,7 @@ from telemetry.plugin_data.run_data import RunData
 from telemetry.records import Alert
 from telemetry.report import write_report
 from telemetry.run_summary import LayerSummary, summarize
+from telemetry.untrusted import printable
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 _STEADY = 1.25  # a change by less is none
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(args.command(args, console))
     except (OSError, ValueError) as error:
-        print(f"telemetry: {_plain(str(error))}", file=sys.stderr)
+        print(f"telemetry: {printable(str(error))}", file=sys.stderr)
         return 2
 
 
@@ -106,8 +107,8 @@ def _table(layers: Sequence[LayerSummary], statistic: Statistic) -> Table:
     table.add_column("alerts", justify="right", min_width=6)
     for layer in layers:
         table.add_row(
-            Text(_plain(layer.name) or "(the model)"),
-            Text(_plain(layer.type_name)),
+            Text(printable(layer.name) or "(the model)"),
+            Text(printable(layer.type_name)),
             _number(layer.last),
             _number(layer.median),
             Text(_trend(layer.trend)),
@@ -134,16 +135,16 @@ def _print_alert(alert: Alert, console: Console) -> None:
     where = f" in {alert.module_name}" if alert.module_name else ""
     head = Text(f"step {alert.step}: ")
     head.append(alert.severity, style=_STYLES[alert.severity])
-    head.append(_plain(f" {alert.kind}{stage}{where}"))
+    head.append(printable(f" {alert.kind}{stage}{where}"))
     console.print(head, soft_wrap=True)
     for line in (*alert.message.splitlines(), *alert.consequences):
-        console.print(Text(f"  {_plain(line)}"), soft_wrap=True)
+        console.print(Text(f"  {printable(line)}"), soft_wrap=True)
 
 
 def _explain(args: argparse.Namespace, console: Console) -> int:
     path = args.run if args.run.is_file() else _log_dir(args.run)
     for line in explain(path).splitlines():
-        console.print(Text(_plain(line)), soft_wrap=True)
+        console.print(Text(printable(line)), soft_wrap=True)
     return 0
 
 
@@ -177,7 +178,7 @@ def _log_dir(path: Path) -> Path:
 
 def _tell_problems(problems: Iterable[str]) -> None:
     for problem in problems:
-        print(f"telemetry: {_plain(problem)}", file=sys.stderr)
+        print(f"telemetry: {problem}", file=sys.stderr)
 
 
 def _number(value: float) -> Text:
@@ -189,11 +190,6 @@ def _trend(ratio: float) -> str:
         return ""
     arrow = "↗" if ratio > _STEADY else "↘" if ratio < 1 / _STEADY else "→"
     return f"{arrow} ×{ratio:.2g}"
-
-
-def _plain(text: str) -> str:
-    """Without control characters, which could do things to the terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 if __name__ == "__main__":

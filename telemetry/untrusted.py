@@ -131,6 +131,11 @@ def text(value: Any) -> str:
     return _well_formed(value[:MAX_TEXT])
 
 
+def printable(value: str) -> str:
+    """Without control characters, which could do things to a terminal or forge lines of a log."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
+
+
 def _well_formed(value: str) -> str:
     """Half of a surrogate pair, which no file or terminal takes, as an escape sequence."""
     return value.encode(errors="backslashreplace").decode()

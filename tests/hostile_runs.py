@@ -262,7 +262,8 @@ def add_tiny_files(log_dir: Path) -> None:
 
 def add_many_alerts(log_dir: Path) -> None:
     file_at(log_dir, b"".join(
-        record(text(alert_tag(SESSION, n), alert(module_name=f"m{n}"))) for n in range(30_000)
+        record(text(alert_tag(SESSION, n), alert(module_name=f"m{n}")))
+        for n in range(100, 12_000)
     ))  # fmt: skip
 
 
@@ -271,11 +272,16 @@ NAMES = [["\x1b[2J\n", "L"], ["\ud800", "\udfff"]]
 
 @dataclass(frozen=True)
 class Kind:
-    """What to put into the directory, and a part of the line that is said about it."""
+    """What to put into the directory, a part of the line that is said about it, all layers then."""
 
     make: Callable[[Path], object]
     said: str = ""
     layers: Sequence[str] = LAYERS
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether only those who read flight files say it."""
+        return self.said.startswith("flight-")
 
 
 FLOATS = struct.pack("<8f", *range(8))
@@ -290,7 +296,7 @@ KINDS = {
     "link to itself": Kind(add_loop, "999"),
     "link to nothing": Kind(lambda d: name_at(d).symlink_to("gone"), "No such file"),
     "links to files": Kind(move_behind_link),
-    "unreadable file": Kind(lambda d: file_at(d, b"?").chmod(0), "999"),
+    "unreadable file": Kind(lambda d: file_at(d).chmod(0), "Permission" if os.geteuid() else ""),
     "endless alerts.jsonl": Kind(link("alerts.jsonl", "/dev/zero")),
     "endless flight file": Kind(link("flight-3.json", "/dev/zero"), "flight-3.json"),
     "fifo as flight file": Kind(lambda d: os.mkfifo(d / "flight-3.json"), "flight-3.json"),
@@ -356,12 +362,14 @@ KINDS = {
     "layout of a strange tag": Kind(
         add_values(text("telemetry/layout/" + "1" * 5000, layout())), "telemetry/layout/1"
     ),
-    "text for a scalar": Kind(add_values(
-        values("loss", [1], plugin="scalars", dtype=types_pb2.DT_STRING, string_val=[b"x"],
-               data_class=1)
-    )),
+    "text for a scalar": Kind(
+        add_values(
+            values("loss", [1], plugin="scalars", data_class=1, dtype=types_pb2.DT_STRING,
+                   string_val=[b"x"])
+        ), "loss",
+    ),
     "many values for a scalar": Kind(
-        add_values(values("loss", [8], FLOATS, plugin="scalars", data_class=1))
+        add_values(values("loss", [8], FLOATS, plugin="scalars", data_class=1)), "loss"
     ),
     "odd bytes for a scalar": Kind(
         add_values(values("other", [1], FLOATS[:3], plugin="scalars", data_class=1)), "other"
@@ -406,10 +414,10 @@ KINDS = {
         add_layout(layout(modules=[["x" * 2**20, "L"], ["y", "L"]])), "modules"
     ),
     "names are half characters": Kind(
-        add_layout(layout(modules=NAMES)), layers=[*LAYERS, "\x1b[2J\n", "\\ud800"]
+        add_layout(layout(modules=NAMES)), layers=["\x1b[2J\n", "\\ud800", *LAYERS]
     ),
     "names are scripts": Kind(
-        add_layout(layout(modules=[[SCRIPT, SCRIPT], ["y", "L"]])), layers=[*LAYERS, SCRIPT, "y"]
+        add_layout(layout(modules=[[SCRIPT, SCRIPT], ["y", "L"]])), layers=[SCRIPT, "y", *LAYERS]
     ),
     "modules is a number": Kind(add_layout(layout(modules=3)), "modules"),
     "owner is NaN": Kind(add_layout(layout(parameters=[["w", np.nan, [1]]])), "parameters"),
@@ -446,7 +454,8 @@ KINDS = {
     "alert without message": Kind(add_alert(alert(message=...)), "message"),
     "alert of 10 MB": Kind(lambda d: add_alert(alert(message="x" * 10_000_000))(d)),
     "alert of unknown severity": Kind(add_alert(alert(severity="doom"))),
-    "alert of unknown stage": Kind(add_alert(alert(stage=["doom"]))),
+    "alert of unknown stage": Kind(add_alert(alert(stage="doom"))),
+    "alert of a list of stages": Kind(add_alert(alert(stage=["end"])), "stage"),
     "alert with a number of consequences": Kind(add_alert(alert(consequences=3)), "consequences"),
     "alert with lists of consequences": Kind(
         add_alert(alert(consequences=[["x"]])), "consequences"
@@ -454,10 +463,10 @@ KINDS = {
     "alert of half characters": Kind(add_alert(alert(message="\ud800\x1b[2J", kind="\udfff"))),
     "alert of a script": Kind(add_alert(alert(message=SCRIPT, module_name=SCRIPT))),
     "alert is deep": Kind(add_alert(b'{"format": 1, "step": ' + DEEP), alert_tag(SESSION, 77)),
-    "30,000 alerts": Kind(add_many_alerts, "more"),
+    "12,000 alerts": Kind(add_many_alerts, "10000"),
     # Sessions.
     "sessions that overlap": Kind(add_overlapping_sessions),
-    "3000 sessions": Kind(add_many_sessions, layers=[*LAYERS, "x", "y"]),
+    "3000 sessions": Kind(add_many_sessions, layers=["x", "y", *LAYERS]),
     # Flight files.
     "flight is empty": Kind(write_flight(b""), "flight-3.json"),
     "flight is a list": Kind(write_flight(b"[]"), "flight-3.json"),
@@ -470,18 +479,21 @@ KINDS = {
     ),
     "flight of scripts": Kind(write_flight(flight(first_bad_module=SCRIPT))),
     "flight of half characters": Kind(write_flight(flight(first_bad_module="\ud800\x1b[2J"))),
-    "flight without alerts' fields": Kind(write_flight(flight(alerts=[{}])), "alerts"),
-    "flight of a long step": Kind(write_flight(flight(step=[3])), "step"),
+    "flight with an empty alert": Kind(
+        write_flight(flight(alerts=[{}])), "flight-3.json: alerts"
+    ),
+    "flight of a long step": Kind(write_flight(flight(step=[3])), "flight-3.json: step"),
     "flight with unequal columns": Kind(
-        write_flight(flight(modules={"name": ["b"] * 9, "type": ["L"], "left_out": 0})), "modules"
+        write_flight(flight(modules={"name": ["b"] * 9, "type": ["L"], "left_out": 0})),
+        "flight-3.json: modules",
     ),
     "flight with a short profile": Kind(
         write_flight(flight(profiles=[{"when": "at", "step": 3} | {key: [1] for key in COLUMNS}])),
-        "profiles",
+        "flight-3.json: profiles",
     ),
     "flight of words": Kind(
         write_flight(flight(steps={"step": [1], "loss": ["x"], "grad_norm": [1],
-                                   "learning_rates": [[]]})), "loss",
+                                   "learning_rates": [[]]})), "flight-3.json: steps.loss",
     ),
     "flight of extremes": Kind(
         write_flight(flight(steps={"step": [1, 2], "loss": [-1.7e308, 1.7e308],

@@ -34,6 +34,8 @@ from telemetry.plugin_data.statistics import GRADIENT_STATISTICS, STATISTICS
 from telemetry.plugin_data.windows import Matrix, Window, in_order
 from telemetry.records import Alert
 
+MAX_ALERTS = 10_000
+"""Of one run; the page lists every one."""
 _GRADIENT_NAMES = {statistic.name for statistic in GRADIENT_STATISTICS}
 
 
@@ -185,7 +187,8 @@ class RunData:
         if self._last_steps.keys() - last_steps.keys():  # another run in the same place
             self._forget()
         new = [tag for tag in last_steps if tag not in self._last_steps]
-        self._parse([tag for tag in new if is_layout(tag) or tag.startswith(ALERT_PREFIX)])
+        self._parse([tag for tag in new if is_layout(tag)])
+        self._parse(self._alerts_to_read([tag for tag in new if tag.startswith(ALERT_PREFIX)]))
         self._structure = assemble(self._layouts.values(), last_steps, self.source.problems)
         self._last_steps = last_steps
 
@@ -197,6 +200,12 @@ class RunData:
         self._texts = TextParser()
         self._structure = Structure()
         self._numbers.clear()
+
+    def _alerts_to_read(self, new: Sequence[str]) -> Sequence[str]:
+        room = MAX_ALERTS - len(self._alerts)
+        if len(new) > room:
+            self.source.problems.add("the rest of the alerts", f"there are more than {MAX_ALERTS}")
+        return new[:room]
 
     def _parse(self, tags: Sequence[str]) -> None:
         for tag, point in self._read_texts(tags):

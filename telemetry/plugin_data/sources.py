@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from telemetry.untrusted import printable
+
 MAX_PROBLEMS = 50
 """Lines about one run; nobody reads more."""
 _MAX_LINE = 200  # characters
@@ -62,7 +64,7 @@ class Problems(Iterable[str]):
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}…"
+    return printable(text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}…")
 
 
 class RunSource(Protocol):

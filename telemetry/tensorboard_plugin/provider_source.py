@@ -16,7 +16,7 @@ from telemetry.plugin_data.sources import Point, Problems
 _ALL = 10**9  # 0 would mean none
 _CONTEXT = context.RequestContext()
 # What tensor_util.make_ndarray raises where type, shape and content do not fit together.
-_UNDECODABLE = (ValueError, TypeError, OverflowError, MemoryError)
+_UNDECODABLE = (ValueError, TypeError, KeyError, OverflowError, MemoryError)
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,11 @@ class ProviderSource:
                 run_tag_filter=RunTagFilter(runs=[self._run], tags=some),
             ),
         )
+        # The slow loader takes a text for a scalar, too.
+        for tag, data in found.items():
+            if not all(isinstance(datum.value, (int, float)) for datum in data):
+                self.problems.add(f"some of {tag}", "it is no number")
         return {
-            # The slow loader takes a text for a scalar, too.
             tag: [(d.step, d.value) for d in data if isinstance(d.value, (int, float))]
             for tag, data in found.items()
         }
