@@ -26,6 +26,8 @@ from telemetry.untrusted import printable
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 _STEADY = 1.25  # a change by less is none
+_MAX_ROWS = 1000  # rich takes a millisecond for each
+_MAX_NAME = 200  # characters
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +83,7 @@ def _summary(args: argparse.Namespace, console: Console) -> int:
     statistic = next(known for known in STATISTICS if known.name == args.statistic)
     with _opened(args.run) as run:
         overview = run.overview()
-        layers = summarize(run, statistic.name, log=statistic.log)
+        layers = summarize(run, statistic.name, log=statistic.log, most=_MAX_ROWS)
     console.print(
         Text(
             f"{len(overview.layers)} layers, steps {overview.first_step} to {overview.last_step}, "
@@ -92,6 +94,8 @@ def _summary(args: argparse.Namespace, console: Console) -> int:
         console.print(Text(f"{statistic.title}: not measured in this run"))
         return 0
     console.print(_table(layers, statistic))
+    if len(layers) == _MAX_ROWS < len(overview.layers):
+        console.print(Text("those with alerts and the first ones; telemetry report shows all"))
     return 0
 
 
@@ -107,8 +111,8 @@ def _table(layers: Sequence[LayerSummary], statistic: Statistic) -> Table:
     table.add_column("alerts", justify="right", min_width=6)
     for layer in layers:
         table.add_row(
-            Text(printable(layer.name) or "(the model)"),
-            Text(printable(layer.type_name)),
+            Text(printable(layer.name[:_MAX_NAME]) or "(the model)"),
+            Text(printable(layer.type_name[:_MAX_NAME])),
             _number(layer.last),
             _number(layer.median),
             Text(_trend(layer.trend)),

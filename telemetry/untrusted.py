@@ -138,7 +138,7 @@ def printable(value: str) -> str:
 
 def _well_formed(value: str) -> str:
     """Half of a surrogate pair, which no file or terminal takes, as an escape sequence."""
-    return value.encode(errors="backslashreplace").decode()
+    return value if value.isascii() else value.encode(errors="backslashreplace").decode()
 
 
 # --- lists and objects -------------------------------------------------------------------------

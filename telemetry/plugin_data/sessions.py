@@ -25,8 +25,8 @@ from telemetry.plugin_data.sources import Point, Problems
 from telemetry.records import Alert, Layout, Parameter
 from telemetry.untrusted import MAX_WHOLE
 
-MAX_TEXT_BYTES = 64 << 20
-"""Of all different layouts and alerts of a run: thirty layouts of 20,000 modules."""
+MAX_TEXT_BYTES = 32 << 20
+"""Of all alerts and different layouts of a run: fifteen layouts of 20,000 modules."""
 _NEVER = 2**62
 
 
