@@ -171,13 +171,21 @@ def _log_dir(path: Path) -> Path:
         raise FileNotFoundError(f"{path}: is no directory")
     if list_event_files(path):
         return path
-    runs = sorted(child for child in path.iterdir() if child.is_dir() and list_event_files(child))
+    runs = [child for child in sorted(path.iterdir()) if _is_run(child)]
     if len(runs) == 1:
         return runs[0]
     if runs:
         names = ", ".join(run.name for run in runs[:10])
         raise ValueError(f"{path}: holds {len(runs)} runs; name one of them: {names}")
     raise FileNotFoundError(f"{path}: holds no event files")
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return path.is_dir() and bool(list_event_files(path))
+    except OSError as error:
+        _tell_problems([f"skipped {printable(str(path))}: {error.strerror}"])
+        return False
 
 
 def _tell_problems(problems: Iterable[str]) -> None:

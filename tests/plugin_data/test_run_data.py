@@ -204,3 +204,19 @@ def test_the_cache_forgets_the_oldest(tmp_path: Path, monkeypatch: pytest.Monkey
     first, again = run.matrix("grad_norm"), run.matrix("grad_norm")
     np.testing.assert_array_equal(first.values, again.values)
     assert run._numbers.nbytes <= 500
+
+
+def test_what_an_older_version_can_read_is_shown(tmp_path: Path, open_run: OpenRun) -> None:
+    with_format(tmp_path, b'{"format": 99}')
+    write_run(tmp_path, LAYOUT, steps=[0], norms=norms, session=LATER)
+    run = open_run(tmp_path)
+    assert len(run.overview().layers) == 3
+    [problem] = run.source.problems
+    assert "format 99" in problem
+
+
+def test_a_step_far_away_hides_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path, LAYOUT, steps=[*range(30), 2**50], norms=norms)
+    matrix = RunData(FileSource(tmp_path)).matrix("grad_norm")
+    assert not matrix.sampled
+    assert matrix.steps.tolist() == [*range(30), 2**50]

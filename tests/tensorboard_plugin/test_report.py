@@ -13,6 +13,7 @@ from browser import PIXEL
 from hostile_runs import png
 from known_runs import alert_at, layout_of, write_run
 
+from telemetry import report as report_module
 from telemetry.events import FileWriter, summaries
 from telemetry.plugin_data.statistics import MATRIX_STATISTICS
 from telemetry.report import write_report
@@ -124,3 +125,12 @@ def test_files_without_our_data_are_told(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ValueError, match="nothing that telemetry wrote"):
         write_report(tmp_path, tmp_path / "report.html")
+
+
+def test_pictures_beyond_the_limit_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_demo(tmp_path / "demo")
+    monkeypatch.setattr(report_module, "MAX_PICTURES_BYTES", 10)
+    [problem] = write_report(tmp_path / "demo", tmp_path / "report.html")
+    assert "pictures" in problem
