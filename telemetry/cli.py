@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich import box
@@ -21,9 +22,12 @@ from telemetry.plugin_data.run_data import RunData
 from telemetry.records import Alert
 from telemetry.report import write_report
 from telemetry.run_summary import LayerSummary, summarize
+from telemetry.untrusted import printable
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 _STEADY = 1.25  # a change by less is none
+_MAX_ROWS = 1000  # rich takes a millisecond for each
+_MAX_NAME = 200  # characters
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(args.command(args, console))
     except (OSError, ValueError) as error:
-        print(f"telemetry: {_plain(str(error))}", file=sys.stderr)
+        print(f"telemetry: {printable(str(error))}", file=sys.stderr)
         return 2
 
 
@@ -76,20 +80,22 @@ def _report(args: argparse.Namespace, console: Console) -> int:
 
 
 def _summary(args: argparse.Namespace, console: Console) -> int:
-    run = _open(args.run)
-    overview = run.overview()
     statistic = next(known for known in STATISTICS if known.name == args.statistic)
+    with _opened(args.run) as run:
+        overview = run.overview()
+        layers = summarize(run, statistic.name, log=statistic.log, most=_MAX_ROWS)
     console.print(
         Text(
             f"{len(overview.layers)} layers, steps {overview.first_step} to {overview.last_step}, "
             f"alerts: {len(overview.alerts) or 'none'}"
         )
     )
-    layers = summarize(run, statistic.name, log=statistic.log)
     if not layers:
         console.print(Text(f"{statistic.title}: not measured in this run"))
         return 0
     console.print(_table(layers, statistic))
+    if len(layers) == _MAX_ROWS < len(overview.layers):
+        console.print(Text("those with alerts and the first ones; telemetry report shows all"))
     return 0
 
 
@@ -105,8 +111,8 @@ def _table(layers: Sequence[LayerSummary], statistic: Statistic) -> Table:
     table.add_column("alerts", justify="right", min_width=6)
     for layer in layers:
         table.add_row(
-            Text(_plain(layer.name) or "(the model)"),
-            Text(_plain(layer.type_name)),
+            Text(printable(layer.name[:_MAX_NAME]) or "(the model)"),
+            Text(printable(layer.type_name[:_MAX_NAME])),
             _number(layer.last),
             _number(layer.median),
             Text(_trend(layer.trend)),
@@ -117,7 +123,8 @@ def _table(layers: Sequence[LayerSummary], statistic: Statistic) -> Table:
 
 
 def _alerts(args: argparse.Namespace, console: Console) -> int:
-    alerts = _open(args.run).overview().alerts
+    with _opened(args.run) as run:
+        alerts = run.overview().alerts
     for alert in alerts:
         _print_alert(alert, console)
     if not alerts:
@@ -132,27 +139,30 @@ def _print_alert(alert: Alert, console: Console) -> None:
     where = f" in {alert.module_name}" if alert.module_name else ""
     head = Text(f"step {alert.step}: ")
     head.append(alert.severity, style=_STYLES[alert.severity])
-    head.append(_plain(f" {alert.kind}{stage}{where}"))
+    head.append(printable(f" {alert.kind}{stage}{where}"))
     console.print(head, soft_wrap=True)
     for line in (*alert.message.splitlines(), *alert.consequences):
-        console.print(Text(f"  {_plain(line)}"), soft_wrap=True)
+        console.print(Text(f"  {printable(line)}"), soft_wrap=True)
 
 
 def _explain(args: argparse.Namespace, console: Console) -> int:
     path = args.run if args.run.is_file() else _log_dir(args.run)
     for line in explain(path).splitlines():
-        console.print(Text(_plain(line)), soft_wrap=True)
+        console.print(Text(printable(line)), soft_wrap=True)
     return 0
 
 
-def _open(path: Path) -> RunData:
+@contextmanager
+def _opened(path: Path) -> Iterator[RunData]:
+    """The run; at the end it is told what was skipped."""
     log_dir = _log_dir(path)
-    source = FileSource(log_dir)
-    _tell_problems(source.problems)
-    run = RunData(source)
-    if not run.overview().layers:
-        raise ValueError(f"{log_dir}: holds event files, but nothing that telemetry wrote")
-    return run
+    run = RunData(FileSource(log_dir))
+    try:
+        if not run.overview().layers:
+            raise ValueError(f"{log_dir}: holds event files, but nothing that telemetry wrote")
+        yield run
+    finally:
+        _tell_problems(run.source.problems)
 
 
 def _log_dir(path: Path) -> Path:
@@ -161,7 +171,7 @@ def _log_dir(path: Path) -> Path:
         raise FileNotFoundError(f"{path}: is no directory")
     if list_event_files(path):
         return path
-    runs = sorted(child for child in path.iterdir() if child.is_dir() and list_event_files(child))
+    runs = [child for child in sorted(path.iterdir()) if _is_run(child)]
     if len(runs) == 1:
         return runs[0]
     if runs:
@@ -170,9 +180,17 @@ def _log_dir(path: Path) -> Path:
     raise FileNotFoundError(f"{path}: holds no event files")
 
 
-def _tell_problems(problems: Sequence[str]) -> None:
+def _is_run(path: Path) -> bool:
+    try:
+        return path.is_dir() and bool(list_event_files(path))
+    except OSError as error:
+        _tell_problems([f"skipped {printable(str(path))}: {error.strerror}"])
+        return False
+
+
+def _tell_problems(problems: Iterable[str]) -> None:
     for problem in problems:
-        print(f"telemetry: {_plain(problem)}; the rest was read", file=sys.stderr)
+        print(f"telemetry: {problem}", file=sys.stderr)
 
 
 def _number(value: float) -> Text:
@@ -184,11 +202,6 @@ def _trend(ratio: float) -> str:
         return ""
     arrow = "↗" if ratio > _STEADY else "↘" if ratio < 1 / _STEADY else "→"
     return f"{arrow} ×{ratio:.2g}"
-
-
-def _plain(text: str) -> str:
-    """Without control characters, which could do things to the terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry import untrusted
 from telemetry.plain_text import called
 from telemetry.sketch import Sketch
 
@@ -54,6 +55,37 @@ class Alert:
         """Kind, place and time in a few words: ``dead_units in fc1 at step 20``."""
         what = {"begin": "", "worse": " is worse", "end": " is over"}[self.stage]
         return f"{self.kind}{self.where}{what} at step {self.step}"
+
+
+def parse_alert(content: Any) -> Alert:
+    """The alert that a JSON object of its fields says.
+
+    A severity or stage that is not known here counts as the mildest.
+
+    Raises:
+        ValueError: It is none; the text names the field.
+    """
+    later = {"consequences": [], "stage": "begin"}
+    known = _ALERT_FIELDS({**later, **content} if type(content) is dict else content)
+    severity, stage = known["severity"], known["stage"]
+    known["consequences"] = tuple(known["consequences"])
+    known["severity"] = severity if severity in _SEVERITIES else "warning"
+    known["stage"] = stage if stage in _STAGES else "begin"
+    return Alert(**known)
+
+
+_SEVERITIES, _STAGES = get_args(Severity), get_args(Stage)
+_ALERT_FIELDS = untrusted.fields(
+    kind=untrusted.name,
+    severity=untrusted.text,
+    step=untrusted.whole,
+    module_name=untrusted.optional(untrusted.name),
+    value=untrusted.number,
+    threshold=untrusted.number,
+    message=untrusted.text,
+    consequences=untrusted.listed(untrusted.text, most=1000),
+    stage=untrusted.text,
+)
 
 
 class TelemetryAlert(RuntimeError):  # noqa: N818 - what is raised is the alert

@@ -25,6 +25,8 @@ MAX_ROWS = 1000
 MAX_CELLS = 250_000
 MAX_LAYERS_IN_DETAIL = 100
 """Of more layers, those with alerts and some others have histograms and pictures."""
+MAX_PICTURES_BYTES = 128 << 20
+"""Of all pictures in a report; a browser still opens it."""
 _PICTURES_PER_TAG = 3
 _IMPORT = re.compile(r'from "\./(\w+\.js)"')
 
@@ -60,7 +62,7 @@ def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) 
         path: The HTML file, overwritten if it is there.
 
     Returns:
-        What could not be read, in words.
+        What was skipped, a line for each thing.
 
     Raises:
         FileNotFoundError: There are no event files in ``log_dir``.
@@ -76,8 +78,9 @@ def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) 
         )
     name = Path(log_dir).resolve().name
     page = _page(name, overview, _data(name, run, overview), _faults(log_dir))
-    Path(path).write_text(page, encoding="utf-8")
-    return source.problems
+    # The directory's name may hold bytes that are no UTF-8.
+    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
+    return list(source.problems)
 
 
 def _page(name: str, overview: Overview, data: dict[str, Any], faults: str) -> str:
@@ -129,7 +132,7 @@ def _data(name: str, run: RunData, overview: Overview) -> dict[str, Any]:
         )
         for statistic in STATISTICS
     }
-    layers = list(_layers_in_detail(overview))
+    layers = _layers_in_detail(overview)
     images = {layer.name: _images(run, layer) for layer in layers}
     return {
         "run": name,
@@ -142,12 +145,14 @@ def _data(name: str, run: RunData, overview: Overview) -> dict[str, Any]:
     }
 
 
-def _layers_in_detail(overview: Overview) -> Iterator[Layer]:
-    stride = -(-len(overview.layers) // MAX_LAYERS_IN_DETAIL)
+def _layers_in_detail(overview: Overview) -> list[Layer]:
+    """Some evenly spread, and as many of those with alerts, in forward order."""
+    layers = overview.layers
     faulty = {alert.module_name for alert in overview.alerts}
-    for index, layer in enumerate(overview.layers):
-        if index % stride == 0 or layer.name in faulty:
-            yield layer
+    places = [place for place, layer in enumerate(layers) if layer.name in faulty]
+    stride = -(-len(layers) // MAX_LAYERS_IN_DETAIL)
+    shown = {*places[:MAX_LAYERS_IN_DETAIL], *range(0, len(layers), stride)}
+    return [layers[place] for place in sorted(shown)]
 
 
 def _histograms(run: RunData, layers: Iterable[Layer]) -> Iterator[tuple[str, str]]:
@@ -168,10 +173,15 @@ def _images(run: RunData, layer: Layer) -> list[dict[str, Any]]:
 
 
 def _pictures(run: RunData, images: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    room = MAX_PICTURES_BYTES
     for item in images:
         for step in item["steps"]:
-            png = run.source.read_image(item["tag"], step)
-            if png is not None:
+            png = payloads.picture(run.source, item["tag"], step)
+            if png is not None and len(png) > room:
+                limit = MAX_PICTURES_BYTES >> 20
+                run.source.problems.add("pictures", f"there are more than {limit} MiB of them")
+            elif png is not None:
+                room -= len(png)
                 yield f"{item['tag']} {step}", _base64(png)
 
 

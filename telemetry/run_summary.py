@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from telemetry.plugin_data.format import MISSING
 from telemetry.plugin_data.run_data import RunData
+from telemetry.plugin_data.sessions import Layer
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 16
@@ -40,37 +41,44 @@ class LayerSummary:
     alert_count: int
 
 
-def summarize(run: RunData, statistic: str, *, log: bool) -> list[LayerSummary]:
-    """All layers that have the statistic, in forward order.
+def summarize(
+    run: RunData, statistic: str, *, log: bool, most: int | None = None
+) -> list[LayerSummary]:
+    """The layers that have the statistic, in forward order.
 
     Args:
         run: What to read.
         statistic: Its name.
         log: Whether curves show magnitudes.
+        most: Of more layers than that, those with alerts and the first ones.
 
     Raises:
         KeyError: There is no such statistic.
     """
     overview, matrix = run.overview(), run.matrix(statistic)
     alerts = Counter(alert.module_name for alert in overview.alerts)
-    summaries = []
-    for row, layer in enumerate(overview.layers):
-        values = matrix.values[:, row].astype(np.float64)
-        values = values[values != MISSING]
-        if values.size:
-            finite = values[np.isfinite(values)]
-            summaries.append(
-                LayerSummary(
-                    name=layer.name,
-                    type_name=layer.type_name,
-                    last=float(values[-1]),
-                    median=float(np.median(finite)) if finite.size else math.nan,
-                    trend=_trend(finite),
-                    curve=spark(values, log=log),
-                    alert_count=alerts[layer.name],
-                )
-            )
-    return summaries
+    rows = np.flatnonzero((matrix.values != MISSING).any(axis=0)).tolist()
+    by_importance = sorted(rows, key=lambda row: not alerts[overview.layers[row].name])
+    return [
+        _summarize(overview.layers[row], matrix.values[:, row], alerts, log=log)
+        for row in sorted(by_importance[:most])
+    ]
+
+
+def _summarize(
+    layer: Layer, curve: NDArray[np.float32], alerts: Counter[str | None], *, log: bool
+) -> LayerSummary:
+    values = curve[curve != MISSING].astype(np.float64)
+    finite = values[np.isfinite(values)]
+    return LayerSummary(
+        name=layer.name,
+        type_name=layer.type_name,
+        last=float(values[-1]),
+        median=float(np.median(finite)) if finite.size else math.nan,
+        trend=_trend(finite),
+        curve=spark(values, log=log),
+        alert_count=alerts[layer.name],
+    )
 
 
 def spark(values: Sequence[float] | NDArray[np.float64], *, log: bool) -> str:

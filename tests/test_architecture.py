@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"_native", "moments", "links", "budget", "plain_text", "directory_claim"},
+    {"_native", "moments", "links", "budget", "plain_text", "directory_claim", "untrusted"},
     {"kernel", "sketch"},
     {"records", "schedule", "faults", "magnitudes", "host_copy", "torch_private", "ranks"},
     {"selection", "measure", "images", "events"},
@@ -38,6 +38,7 @@ TORCH_FREE = {
     "moments",
     "sketch",
     "plain_text",
+    "untrusted",
     "records",
     "schedule",
     "faults",

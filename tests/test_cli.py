@@ -153,3 +153,18 @@ def test_a_run_without_a_fault_is_explained_in_one_line(
 def test_the_command_does_without_torch() -> None:
     code = "import sys, telemetry.cli; assert not {'torch', 'tensorflow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_of_very_many_layers_those_with_alerts_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"layer{i:04d}" for i in range(1200)]
+    write_run(
+        tmp_path, layout_of(names), steps=[0], norms=lambda _: np.ones(1200, np.float32),
+        alerts=[alert_at(0, "layer1199")],
+    )  # fmt: skip
+    assert main(["summary", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split()[0] for line in lines if "Linear" in line]
+    assert shown == [*names[:999], "layer1199"]
+    assert "telemetry report shows all" in lines[-1]

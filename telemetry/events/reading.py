@@ -11,6 +11,10 @@ from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 
 from telemetry.events import framing
+from telemetry.untrusted import open_file
+
+MAX_RECORD_BYTES = 256 << 20
+"""The most that TensorBoard's data server sends at once, and that our writer lets wait."""
 
 
 class CorruptEventFileError(ValueError):
@@ -36,31 +40,35 @@ class EventReader(Iterator[Event]):
         torn_at: Where an unfinished record at the end of the file begins, in bytes; None if
             there is none, or before the end is reached. A crash leaves such a record, and so
             does a look at a file that is being written.
+        oversized: Where records begin that were passed over because they hold more than
+            :data:`MAX_RECORD_BYTES`, and how many bytes each holds.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.offset = 0
         self.torn_at: int | None = None
+        self.oversized: list[tuple[int, int]] = []
         self._events = self._read()
 
     def __next__(self) -> Event:
         return next(self._events)
 
     def _read(self) -> Iterator[Event]:
-        with open(self.path, "rb") as file:
+        with open_file(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             while self.offset < size:
-                data = self._read_record(file, size - self.offset)
-                if data is None:
+                length = self._read_length(file, size - self.offset)
+                if length is None:
                     self.torn_at = self.offset
                     return
-                event = self._parse(data)
-                self.offset += framing.HEADER_BYTES + len(data) + framing.FOOTER_BYTES
-                yield event
+                event = self._read_event(file, length)
+                self.offset += framing.HEADER_BYTES + length + framing.FOOTER_BYTES
+                if event is not None:
+                    yield event
 
-    def _read_record(self, file: BinaryIO, left: int) -> bytes | None:
-        """The next record's data, None if fewer than all of its bytes are left."""
+    def _read_length(self, file: BinaryIO, left: int) -> int | None:
+        """Size of the next record's data, None if fewer than all of its bytes are left."""
         header = file.read(framing.HEADER_BYTES)
         # A file system that grew the file before a power cut leaves zeros.
         if len(header) < framing.HEADER_BYTES or not any(header):
@@ -72,12 +80,17 @@ class EventReader(Iterator[Event]):
             )
         if framing.HEADER_BYTES + length + framing.FOOTER_BYTES > left:
             return None
+        return length
+
+    def _read_event(self, file: BinaryIO, length: int) -> Event | None:
+        """The event of the next record; None if it is passed over."""
+        if length > MAX_RECORD_BYTES:
+            self.oversized.append((self.offset, length))
+            file.seek(length + framing.FOOTER_BYTES, os.SEEK_CUR)
+            return None
         data = file.read(length)
         if not framing.is_intact(data, file.read(framing.FOOTER_BYTES)):
             raise CorruptEventFileError(self.path, self.offset, "the data is not what was written")
-        return data
-
-    def _parse(self, data: bytes) -> Event:
         try:
             return Event.FromString(data)
         except DecodeError as error:
@@ -95,7 +108,7 @@ def read_events(path: str | os.PathLike[str]) -> EventReader:
         ``torn_at``. Events of a file that is still being written may be seen by reading again.
 
     Raises:
-        OSError: The file cannot be read (at the first ``next``).
+        OSError: The file cannot be read, or is no regular file (at the first ``next``).
         CorruptEventFileError: A record is damaged; the events before it have been given out.
     """
     return EventReader(path)

@@ -56,6 +56,7 @@ from telemetry.flight import sketches
 from telemetry.flight.picture import encode_png, heat_map
 from telemetry.flight.snapshot import Detail, Snapshot, Tensor
 from telemetry.records import Alert, Layout, Module, Output
+from telemetry.untrusted import MAX_TEXT
 
 FORMAT = "telemetry-flight-1"
 MAX_MODULES = 256
@@ -72,7 +73,6 @@ COLUMNS = (
 """Of a module's first output, of all of its parameters together; ``update_ratio``: the largest."""
 
 _MAX_GROUPS = 16
-_MAX_TEXT = 8000  # characters
 
 When = Literal["before", "at", "after"]
 
@@ -103,8 +103,8 @@ def describe(exception: BaseException) -> dict[str, str]:
     lines = traceback.format_exception(type(exception), exception, exception.__traceback__)
     return {
         "type": type(exception).__qualname__,
-        "message": str(exception)[:_MAX_TEXT],
-        "traceback": "".join(lines)[-_MAX_TEXT:],
+        "message": str(exception)[:MAX_TEXT],
+        "traceback": "".join(lines)[-MAX_TEXT:],
     }
 
 
@@ -220,7 +220,7 @@ def _histories(steps: Sequence[Snapshot]) -> dict[str, list[Any]]:
 
 def _plain(alert: Alert) -> dict[str, Any]:
     values = {"value": number(alert.value), "threshold": number(alert.threshold)}
-    return {**asdict(alert), **values, "message": alert.message[:_MAX_TEXT]}
+    return {**asdict(alert), **values, "message": alert.message[:MAX_TEXT]}
 
 
 def _random(seed: int | None, step: Snapshot | None) -> dict[str, Any]:

@@ -8,9 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from telemetry.flight.checking import check
 from telemetry.flight.file import flight_files, read_flight
 from telemetry.plain_text import called, printable
 
+MAX_FILES = 32
+"""Four times what one run writes."""
 MAX_ROWS = 30
 MAX_POINTS = 60
 
@@ -23,6 +26,8 @@ _SHOWN = {"activation_rms": "output rms", "grad_norm": "gradient norm", "update_
 
 def explain(path_or_run: str | os.PathLike[str]) -> str:
     """What went wrong in a run: its flight files in plain text, the earliest fault first.
+
+    Files of a directory that cannot be read are one line each.
 
     Args:
         path_or_run: A flight file, or a log directory.
@@ -39,11 +44,26 @@ def explain(path_or_run: str | os.PathLike[str]) -> str:
     files = flight_files(path)
     if not files:
         return f"{path}: no flight file, so no alert of severity error and no exception so far\n"
-    return "\n".join(map(_explain_file, files))
+    more = len(files) - MAX_FILES
+    left_out = [f"and {more} more flight files\n"] if more > 0 else []
+    return "\n".join([*map(_explain_or_skip, files[:MAX_FILES]), *left_out])
+
+
+def _explain_or_skip(path: Path) -> str:
+    try:
+        return _explain_file(path)
+    except OSError as error:
+        return f"skipped {path}: {error.strerror}\n"
+    except ValueError as error:
+        return f"skipped {error}\n"
 
 
 def _explain_file(path: Path) -> str:
-    flight = read_flight(path)
+    contents = read_flight(path)
+    try:
+        flight = check(contents)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     sections = [_headline(flight), *_alerts(flight), *_exception(flight), _batch(flight)]
     return "\n".join([f"{path}", *sections, *_curves(flight), *_table(flight)]) + "\n"
 
@@ -57,12 +77,11 @@ def _headline(flight: Mapping[str, Any]) -> str:
 
 def _alerts(flight: Mapping[str, Any]) -> Iterator[str]:
     for alert in flight["alerts"]:
-        where = f" in {called(alert['module_name'])}" if alert["module_name"] else ""
-        stage = "" if alert["stage"] == "begin" else f", {alert['stage']}"
-        yield f"\n{alert['severity']}: {alert['kind']}{where} at step {alert['step']}{stage}"
-        yield from (f"  {line}" for line in alert["message"].splitlines())
-        if alert["consequences"]:
-            yield f"  It explains: {', '.join(alert['consequences'])}"
+        stage = "" if alert.stage == "begin" else f", {alert.stage}"
+        yield f"\n{alert.severity}: {alert.kind}{alert.where} at step {alert.step}{stage}"
+        yield from (f"  {line}" for line in alert.message.splitlines())
+        if alert.consequences:
+            yield f"  It explains: {', '.join(alert.consequences)}"
 
 
 def _exception(flight: Mapping[str, Any]) -> Iterator[str]:
@@ -89,7 +108,7 @@ def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
     rates = [groups[0] if groups else None for groups in steps["learning_rates"]]
     columns = {"loss": steps["loss"], "gradient norm": steps["grad_norm"], "learning rate": rates}
     for name, column in columns.items():
-        values = [float(value) for value in column if value is not None]
+        values = [value for value in column if value is not None]
         if values:
             yield f"  {name:14}{_sparkline(values)}  {values[0]:.3g} to {values[-1]:.3g}"
 
@@ -101,11 +120,12 @@ def _sparkline(values: Sequence[float]) -> str:
     scale = math.log if finite and min(finite) > 0 else float
     levels = [scale(v) for v in finite]
     low, high = (min(levels), max(levels)) if levels else (0.0, 0.0)
+    span = high / 2 - low / 2  # the whole span of the largest numbers would be infinite
 
     def bar(value: float) -> str:
         if not math.isfinite(value):
             return "!"
-        share = (scale(value) - low) / (high - low) if high > low else 0.0
+        share = (scale(value) / 2 - low / 2) / span if span > 0 else 0.0
         return _BARS[round(share * (len(_BARS) - 1))]
 
     return "".join(map(bar, values))
@@ -143,7 +163,7 @@ def _around(row: int, count: int) -> range:
 
 def _cells(profiles: Sequence[Mapping[str, Any]], key: str, row: int) -> str:
     values = [profile[key][row] for profile in profiles]
-    shown = ["–" if value is None else f"{float(value):.2g}" for value in values]
+    shown = ["–" if value is None else f"{value:.2g}" for value in values]
     return " → ".join(f"{text:>{_CELL_WIDTH}}" for text in shown)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from telemetry.flight.document import FORMAT
+from telemetry.untrusted import fields, name, read_json_file
+
+_NAME = re.compile(r"flight-([0-9]+)\.json")
 
 MAX_BYTES = 8 * 2**20
 """A file that would be larger is written without its sketches."""
@@ -29,8 +33,9 @@ def encode_flight(contents: Mapping[str, Any]) -> bytes:
 
 def flight_files(run: str | os.PathLike[str]) -> list[Path]:
     """Flight files in a log directory, by their steps."""
-    found = {path: path.stem.partition("-")[2] for path in Path(run).glob("flight-*.json")}
-    return sorted((p for p, step in found.items() if step.isdigit()), key=lambda p: int(found[p]))
+    found = {path: _NAME.fullmatch(path.name) for path in Path(run).glob("flight-*.json")}
+    steps = {path: int(parts[1]) for path, parts in found.items() if parts}
+    return sorted(steps, key=lambda path: steps[path])
 
 
 def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -40,10 +45,13 @@ def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: The file cannot be read.
         ValueError: It is no flight file, or one of a version that is not known here.
     """
-    contents = json.loads(Path(path).read_bytes())
-    found = contents.get("format") if isinstance(contents, dict) else None
+    try:
+        contents = read_json_file(path)
+        found = fields(format=name)(contents)["format"]
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: no flight file: {error}") from None
     if found != FORMAT:
-        raise ValueError(f"{os.fspath(path)}: its format is {found!r}, not {FORMAT!r}")
+        raise ValueError(f"{os.fspath(path)}: its format is {found[:100]!r}, not {FORMAT!r}")
     return dict(contents)
 
 

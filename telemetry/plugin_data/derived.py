@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from telemetry.plugin_data.format import MISSING
 from telemetry.plugin_data.sessions import Segment
+from telemetry.plugin_data.windows import in_order
 
 Series = tuple[NDArray[np.int64], NDArray[np.float32]]
 
@@ -88,5 +89,5 @@ def _joined(pieces: dict[str, list[Series]]) -> dict[str, Series]:
         values = np.concatenate([values for _, values in parts])
         known = values != MISSING
         if known.any():
-            joined[name] = steps[known], values[known]
+            joined[name] = in_order(steps[known], values[known])
     return joined

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.plugin_data.sources import Point
-
 BINS = 80
 _COVERED = 0.999
 """Share of the values at each step that the bins are laid out for."""
 
 _VANISHED = 1e-6
+_MAX_EDGE = 1e300  # leaves room for sums; infinite edges stand for the largest number
+_SMALLEST_UNIT = 1e-200  # also relative to the range: quotients stay finite
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,12 +36,28 @@ class Distribution:
     unit: float
 
 
-def distribution(points: Sequence[Point]) -> Distribution | None:
-    """Puts together histograms as ``[buckets, 3]``: left edges, right edges, counts.
+def histogram_table(value: object) -> NDArray[np.float64]:
+    """Left edges, right edges and counts of a histogram, float64, shape ``[buckets, 3]``.
+
+    Raises:
+        ValueError: It is no histogram.
+    """
+    if not isinstance(value, np.ndarray) or value.ndim != 2 or value.shape[1] != 3:
+        raise ValueError("it holds no histogram: left edges, right edges and counts")
+    table = value.astype(np.float64)
+    table[:, :2] = np.clip(table[:, :2], -_MAX_EDGE, _MAX_EDGE)
+    left, right, counts = table.T
+    ascending = (left <= right).all() and (np.diff(right) >= 0).all()
+    if not (ascending and (counts >= 0).all() and np.isfinite(counts.sum())):
+        raise ValueError("the histogram's edges do not ascend, or its counts are no counts")
+    return table
+
+
+def distribution(tables: Sequence[tuple[int, NDArray[np.float64]]]) -> Distribution | None:
+    """Puts together the tables of several steps, each as :func:`histogram_table` gives it.
 
     Within a bucket values are taken to be spread evenly. None if there is no value at all.
     """
-    tables = [(p.step, table) for p in points if (table := _table(p.value)) is not None]
     filled = [table for _, table in tables if table[:, 2].sum() > 0]
     if not filled:
         return None
@@ -51,7 +67,9 @@ def distribution(points: Sequence[Point]) -> Distribution | None:
     low, high = float(spans[:, 0].min()), float(spans[:, 1].max())
     # Steps at which nearly all values vanish say nothing about the size of the others.
     typical = bulk[bulk > bulk.max() * _VANISHED]
-    unit = float(np.median(typical)) if typical.size else max(abs(low), abs(high)) or 1.0
+    size = max(abs(low), abs(high))
+    unit = float(np.median(typical)) if typical.size else size or 1.0
+    unit = max(unit, _SMALLEST_UNIT, size * _SMALLEST_UNIT)
     edges = _edges(low, high, unit)
     return Distribution(
         steps=np.array([step for step, _ in tables], dtype=np.int64),
@@ -59,12 +77,6 @@ def distribution(points: Sequence[Point]) -> Distribution | None:
         shares=np.stack([_rebin(table, edges) for _, table in tables]),
         unit=unit,
     )
-
-
-def _table(value: object) -> NDArray[np.float64] | None:
-    if not isinstance(value, np.ndarray) or value.ndim != 2 or value.shape[1] != 3:
-        return None
-    return np.nan_to_num(value.astype(np.float64))
 
 
 def _quantiles(table: NDArray[np.float64], shares: Sequence[float]) -> NDArray[np.float64]:

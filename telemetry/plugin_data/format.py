@@ -29,16 +29,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from telemetry.records import Alert, Layout, Module, Parameter
+from telemetry import untrusted
+from telemetry.records import Alert, Layout, Module, Parameter, parse_alert
 
 PLUGIN_NAME = "telemetry"
 FORMAT_VERSION = 1
 EVENTS_PER_TAG = 10
+NORM_BLOCK_BYTES = 1 << 18
+"""From this size on a block of norms is written; it may be larger by one step."""
 MISSING = -1.0
 
 LAYOUT_PREFIX = "telemetry/layout/"
 ALERT_PREFIX = "telemetry/a/"
-_CHUNK = re.compile(r"telemetry/([mn])/([^/]+)/(\d+)/(\d+)")
+_MAX_DIGITS = 15
+_NUMBER = rf"([0-9]{{1,{_MAX_DIGITS}}})"
+_CHUNK = re.compile(rf"telemetry/([mn])/([^/]+)/{_NUMBER}/{_NUMBER}")
+_MAX_DIMENSIONS = 64  # torch's own limit
 
 ChunkKind = Literal["m", "n"]
 
@@ -108,8 +114,14 @@ def alert_tag(session: str, number: int) -> str:
 
 
 def parse_layout_tag(tag: str) -> tuple[str, int]:
-    """Session and number."""
-    session, number = tag.removeprefix(LAYOUT_PREFIX).rsplit("/", 1)
+    """Session and number.
+
+    Raises:
+        ValueError: The tag holds none.
+    """
+    session, _, number = tag.removeprefix(LAYOUT_PREFIX).rpartition("/")
+    if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
+        raise ValueError("the tag does not end in a number")
     return session, int(number)
 
 
@@ -134,17 +146,28 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
         NewerFormatError: It has a later format.
         ValueError: It is no layout.
     """
-    content = _parse(text, "layout")
-    try:
-        modules = tuple(Module(name=name, type_name=kind) for name, kind in content["modules"])
-        parameters = tuple(
-            Parameter(name=name, module_name=modules[index].name, shape=tuple(shape))
-            for name, index, shape in content["parameters"]
-        )
-        names = tuple(str(statistic["name"]) for statistic in content["statistics"])
-    except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"not a layout: {error!r}") from error
-    return Layout(modules=modules, parameters=parameters), names
+    content = _LAYOUT_FIELDS(_parse(text, "layout"))
+    names = [name for name, _ in content["modules"]]
+    if len(set(names)) < len(names):
+        raise ValueError("modules: two have the same name")
+    parameters = []
+    for name, owner, shape in content["parameters"]:
+        if owner >= len(names) or math.prod(shape) > untrusted.MAX_WHOLE:
+            raise ValueError("parameters: one has no owner, or more elements than there can be")
+        parameters.append(Parameter(name=name, module_name=names[owner], shape=tuple(shape)))
+    layout = Layout(
+        modules=tuple(Module(name=name, type_name=kind) for name, kind in content["modules"]),
+        parameters=tuple(parameters),
+    )
+    return layout, tuple(statistic["name"] for statistic in content["statistics"])
+
+
+_SHAPE = untrusted.listed(untrusted.whole, most=_MAX_DIMENSIONS)
+_LAYOUT_FIELDS = untrusted.fields(
+    modules=untrusted.listed(untrusted.row(untrusted.name, untrusted.name)),
+    parameters=untrusted.listed(untrusted.row(untrusted.name, untrusted.whole, _SHAPE)),
+    statistics=untrusted.listed(untrusted.fields(name=untrusted.name)),
+)
 
 
 def encode_alert(alert: Alert, origin: Mapping[str, str | float] | None = None) -> bytes:
@@ -165,21 +188,7 @@ def decode_alert(text: bytes) -> Alert:
         NewerFormatError: It has a later format.
         ValueError: It is no alert.
     """
-    content = _parse(text, "alert")
-    try:
-        return Alert(
-            kind=str(content["kind"]),
-            severity="error" if content["severity"] == "error" else "warning",
-            step=int(content["step"]),
-            module_name=content["module_name"],
-            value=float(content["value"]),
-            threshold=float(content["threshold"]),
-            message=str(content["message"]),
-            consequences=tuple(content.get("consequences", ())),
-            stage=content.get("stage", "begin"),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not an alert: {error!r}") from error
+    return parse_alert(_parse(text, "alert"))
 
 
 def json_number(value: float) -> float | str:
@@ -187,13 +196,9 @@ def json_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(float(value))
 
 
-def _parse(text: bytes, what: str) -> dict[str, Any]:
-    content = json.loads(text)
-    if not isinstance(content, dict):
-        raise ValueError(f"not a JSON object: the {what}")
-    version = content.get("format")
-    if not isinstance(version, int):
-        raise ValueError(f"the {what} does not name its format")
+def _parse(text: bytes, what: str) -> Any:
+    content = untrusted.parse_json(text)
+    version = untrusted.fields(format=untrusted.whole)(content)["format"]
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"the {what} has format {version}, this version of telemetry reads {FORMAT_VERSION}; "

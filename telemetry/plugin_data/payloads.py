@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,14 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.plugin_data import builtin_tags
-from telemetry.plugin_data.distributions import distribution
+from telemetry.plugin_data.distributions import distribution, histogram_table
 from telemetry.plugin_data.format import FORMAT_VERSION, json_number
 from telemetry.plugin_data.run_data import LayerSeries, Overview
 from telemetry.plugin_data.sessions import Layer
-from telemetry.plugin_data.sources import RunSource
+from telemetry.plugin_data.sources import Point, Problems, RunSource
 from telemetry.plugin_data.statistics import STATISTICS
 from telemetry.plugin_data.windows import Matrix
 from telemetry.records import Alert
+
+MAX_PICTURE_PIXELS = 1 << 22
+"""Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws."""
+MAX_PICTURE_BYTES = 4 * MAX_PICTURE_PIXELS
+"""A picture that does not get smaller by compression stays below that."""
 
 _ALIGNMENT = 8
 _TYPES = {np.dtype(np.float32): "f4", np.dtype(np.float64): "f8"}
@@ -101,7 +107,7 @@ def histograms(source: RunSource, layer: Layer) -> bytes:
     header: list[dict[str, Any]] = []
     arrays: dict[str, NDArray[Any]] = {}
     for kind, name, tag in tags:
-        found = distribution(points.get(tag, ()))
+        found = distribution(list(_tables(tag, points.get(tag, ()), source.problems)))
         if found is not None:
             number = len(header)
             header.append({"kind": kind, "name": name, "unit": found.unit})
@@ -111,12 +117,50 @@ def histograms(source: RunSource, layer: Layer) -> bytes:
     return pack({"histograms": header}, arrays)
 
 
+def _tables(
+    tag: str, points: Sequence[Point], problems: Problems
+) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    """Step and content of those that are histograms."""
+    for point in points:
+        try:
+            yield point.step, histogram_table(point.value)
+        except ValueError as error:
+            problems.add(tag, error)
+
+
 def images(source: RunSource, layer: Layer) -> list[dict[str, Any]]:
     """Which pictures there are of a layer, from the tags of the Images dashboard."""
     return [
         {"kind": kind, "name": name, "tag": tag, "steps": list(source.image_steps(tag))}
         for kind, name, tag in builtin_tags.image_tags(layer, source.image_tags())
     ]
+
+
+def picture(source: RunSource, tag: str, step: int) -> bytes | None:
+    """A PNG file; None if there is none that a browser should be given."""
+    png = source.read_image(tag, step)
+    if png is None:
+        return None
+    try:
+        return _checked_png(png)
+    except ValueError as error:
+        source.problems.add(tag, error)
+        return None
+
+
+def _checked_png(png: bytes) -> bytes:
+    # The signature, and the length, the name and the first two fields of the first chunk.
+    head = struct.Struct(">8sI4sII")
+    if len(png) > MAX_PICTURE_BYTES:
+        raise ValueError(f"its picture has {len(png)} bytes")
+    if len(png) < head.size:
+        raise ValueError("its picture is no PNG")
+    signature, _, chunk, width, height = head.unpack_from(png)
+    if (signature, chunk) != (b"\x89PNG\r\n\x1a\n", b"IHDR"):
+        raise ValueError("its picture is no PNG")
+    if width * height > MAX_PICTURE_PIXELS:
+        raise ValueError(f"its picture has {width} × {height} pixels")
+    return png
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:

@@ -12,6 +12,7 @@ from telemetry.events import summaries
 from telemetry.plugin_data import statistics
 from telemetry.plugin_data.format import (
     EVENTS_PER_TAG,
+    NORM_BLOCK_BYTES,
     PLUGIN_NAME,
     Chunk,
     ChunkKind,
@@ -24,7 +25,6 @@ from telemetry.plugin_data.format import (
 from telemetry.records import Alert, Layout, StepRecord
 
 _BLOCK_S = 1.0
-_BLOCK_BYTES = 1 << 18
 
 
 class Recorder:
@@ -152,7 +152,7 @@ class _NormBlock:
         self._nbytes += norms.nbytes
 
     def is_due(self, wall_time: float) -> bool:
-        return self._nbytes >= _BLOCK_BYTES or abs(wall_time - self._begun) >= _BLOCK_S
+        return self._nbytes >= NORM_BLOCK_BYTES or abs(wall_time - self._begun) >= _BLOCK_S
 
     def take(self, step: int) -> NDArray[np.float32]:
         """All rows, each with its distance from ``step`` in front; empties the block."""

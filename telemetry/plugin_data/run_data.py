@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,28 +16,26 @@ from telemetry.plugin_data.format import (
     MISSING,
     PLUGIN_NAME,
     ChunkKind,
+    NewerFormatError,
 )
+from telemetry.plugin_data.numbers import CALL_TAGS, NumberCache, Numbers, Wanted
 from telemetry.plugin_data.sessions import (
     Layer,
     ParsedLayout,
     Segment,
     Structure,
     TagRange,
+    TextParser,
     assemble,
     is_layout,
-    parse_alerts,
-    parse_layouts,
 )
 from telemetry.plugin_data.sources import Point, RunSource
 from telemetry.plugin_data.statistics import GRADIENT_STATISTICS, STATISTICS
-from telemetry.plugin_data.windows import Matrix, Window
+from telemetry.plugin_data.windows import Matrix, Window, in_order
 from telemetry.records import Alert
 
-READ_BYTES = 256 << 20
-"""What is read for one answer; of more, steps are left out."""
-_CACHE_BYTES = 512 << 20
-_CALL_BYTES = 64 << 20  # TensorBoard's data server sends at most 256 MiB in one message
-_CALL_TAGS = 200
+MAX_ALERTS = 10_000
+"""Of one run; the page lists every one."""
 _GRADIENT_NAMES = {statistic.name for statistic in GRADIENT_STATISTICS}
 
 
@@ -76,15 +73,6 @@ class LayerSeries:
     parameters: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Numbers:
-    """The content of some tags: steps ``[k]``, values ``[k, ...]``."""
-
-    last: int
-    steps: NDArray[np.int64]
-    values: NDArray[np.float32]
-
-
 class RunData:
     """One run, as often as it is asked for; from any thread.
 
@@ -95,36 +83,35 @@ class RunData:
     def __init__(self, source: RunSource) -> None:
         self.source = source
         self._lock = threading.RLock()
+        self._numbers = NumberCache()
         self._last_steps: dict[str, int] = {}
-        self._layouts: dict[str, ParsedLayout] = {}
-        self._alerts: dict[str, Alert] = {}
-        self._structure = Structure()
-        self._cache: OrderedDict[tuple[str, bool], _Numbers] = OrderedDict()
-        self._cached_bytes = 0
+        self._forget()
 
     def overview(self) -> Overview:
         """What there is now; looks for new data.
 
         Raises:
-            NewerFormatError: Some of it has a later format.
+            NewerFormatError: It has a later format, and nothing in it can be read.
         """
         with self._lock:
             self._refresh()
             structure = self._structure
+            if self._newer is not None and not structure.layers:
+                raise NewerFormatError(self._newer)
             lasts = [
                 min(tag.last, segment.end - 1)
                 for segment in structure.segments
                 for tags in segment.tags.values()
                 for tag in tags[-1:]
             ]
-            first = min(structure.session_begins.values(), default=0)
+            first = min(structure.sessions.begins.values(), default=0)
             return Overview(
                 version=self._version(),
                 layers=structure.layers,
                 first_step=first,
                 last_step=max(lasts, default=first),
                 alerts=self._current_alerts(),
-                session_count=len(structure.session_begins),
+                session_count=len(structure.sessions.begins),
             )
 
     def matrix(self, statistic: str, window: Window | None = None) -> Matrix:
@@ -150,12 +137,8 @@ class RunData:
                 inside = window.holds(numbers.steps) & (numbers.steps < segment.end)
                 steps.append(numbers.steps[inside])
                 values.append(_spread(of_modules[inside], segment.rows, count)[:, rows])
-        return Matrix(
-            steps=np.concatenate(steps),
-            values=np.concatenate(values),
-            first_layer=rows.start,
-            sampled=sampled,
-        )
+        all_steps, all_values = in_order(np.concatenate(steps), np.concatenate(values))
+        return Matrix(steps=all_steps, values=all_values, first_layer=rows.start, sampled=sampled)
 
     def layer_series(self, layer: int) -> LayerSeries:
         """All statistics of one layer at all steps.
@@ -186,14 +169,14 @@ class RunData:
             f"{segment.begin},{len(segment.layout.modules)}" for segment in self._structure.segments
         ]
         names = [layer.name for layer in self._structure.layers]
-        text = "\n".join([*self._structure.session_begins, *parts, *names])
+        text = "\n".join([*self._structure.sessions.begins, *parts, *names])
         return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
     def _current_alerts(self) -> tuple[Alert, ...]:
         current = []
         for tag, alert in self._alerts.items():
             session = tag.removeprefix(ALERT_PREFIX).rsplit("/", 1)[0]
-            if alert.step < self._structure.end_of(session):
+            if alert.step < self._structure.sessions.end_of(session):
                 current.append(alert)
         return tuple(sorted(current, key=lambda alert: alert.step))
 
@@ -201,83 +184,60 @@ class RunData:
         last_steps = dict(self.source.tensor_tags(PLUGIN_NAME))
         if last_steps == self._last_steps:
             return
+        if self._last_steps.keys() - last_steps.keys():  # another run in the same place
+            self._forget()
         new = [tag for tag in last_steps if tag not in self._last_steps]
-        removed = self._last_steps.keys() - last_steps.keys()
-        if removed:  # another run in the same place: begin anew
-            self._layouts, self._alerts, new = {}, {}, list(last_steps)
-            self._cache.clear()
-            self._cached_bytes = 0
-        self._layouts |= parse_layouts(self._read_points([tag for tag in new if is_layout(tag)]))
-        self._alerts |= parse_alerts(
-            self._read_points([tag for tag in new if tag.startswith(ALERT_PREFIX)])
-        )
-        self._structure = assemble(self._layouts.values(), last_steps)
+        self._parse([tag for tag in new if is_layout(tag)])
+        self._parse(self._alerts_to_read([tag for tag in new if tag.startswith(ALERT_PREFIX)]))
+        self._structure = assemble(self._layouts.values(), last_steps, self.source.problems)
         self._last_steps = last_steps
 
-    def _read_points(self, tags: Sequence[str]) -> dict[str, Sequence[Point]]:
-        points: dict[str, Sequence[Point]] = {}
-        for start in range(0, len(tags), _CALL_TAGS):
-            batch = tags[start : start + _CALL_TAGS]
-            points.update(self.source.read_tensors(PLUGIN_NAME, batch))
-        return points
+    def _forget(self) -> None:
+        self._last_steps = {}
+        self._layouts: dict[str, ParsedLayout] = {}
+        self._alerts: dict[str, Alert] = {}
+        self._newer: str | None = None
+        self._texts = TextParser()
+        self._structure = Structure()
+        self._numbers.clear()
 
-    # --- numbers -------------------------------------------------------------------------------
+    def _alerts_to_read(self, new: Sequence[str]) -> Sequence[str]:
+        room = MAX_ALERTS - len(self._alerts)
+        if len(new) > room:
+            self.source.problems.add("the rest of the alerts", f"there are more than {MAX_ALERTS}")
+        return new[:room]
+
+    def _parse(self, tags: Sequence[str]) -> None:
+        for tag, point in self._read_texts(tags):
+            try:
+                if is_layout(tag):
+                    self._layouts[tag] = self._texts.layout(tag, point)
+                else:
+                    self._alerts[tag] = self._texts.alert(point)
+            except ValueError as error:
+                self.source.problems.add(tag, error)
+                if isinstance(error, NewerFormatError):
+                    self._newer = str(error)
+
+    def _read_texts(self, tags: Sequence[str]) -> Iterator[tuple[str, Point]]:
+        for start in range(0, len(tags), CALL_TAGS):
+            batch = tags[start : start + CALL_TAGS]
+            for tag, points in self.source.read_tensors(PLUGIN_NAME, batch).items():
+                if points:
+                    yield tag, points[-1]
 
     def _read(
         self, kind: ChunkKind, window: Window
-    ) -> tuple[bool, Iterator[tuple[Segment, _Numbers]]]:
+    ) -> tuple[bool, Iterator[tuple[Segment, Numbers]]]:
         """Whether steps are left out, and what the tags that reach into the window hold."""
+        structure = self._structure
         wanted = [
-            (segment, tag)
-            for segment in self._structure.segments
+            Wanted(kind=kind, segment=segment, tag=tag, layer_count=len(structure.layers))
+            for segment in structure.segments
             for tag in segment.tags[kind]
             if _reaches(tag, segment, window)
         ]
-        sizes = [_estimated_bytes(kind, segment, tag) for segment, tag in wanted]
-        sampled = sum(sizes) > READ_BYTES
-        if sampled:
-            # One event of each tag is read, so about a tenth of it.
-            stride = max(1, -(-sum(sizes) // (10 * READ_BYTES)))
-            wanted, sizes = wanted[::stride], [size // 10 for size in sizes[::stride]]
-        return sampled, self._numbers(wanted, sizes, sampled)
-
-    def _numbers(
-        self, wanted: Sequence[tuple[Segment, TagRange]], sizes: Sequence[int], sampled: bool
-    ) -> Iterator[tuple[Segment, _Numbers]]:
-        for batch in _batches(wanted, sizes):
-            found = self._read_batch([tag for _, tag in batch], sampled)
-            for segment, tag in batch:
-                if tag.tag in found:
-                    yield segment, found[tag.tag]
-
-    def _read_batch(self, tags: Sequence[TagRange], sampled: bool) -> dict[str, _Numbers]:
-        found: dict[str, _Numbers] = {}
-        missing = []
-        for tag in tags:
-            cached = self._cache.get((tag.tag, sampled))
-            if cached is not None and cached.last == tag.last:
-                self._cache.move_to_end((tag.tag, sampled))
-                found[tag.tag] = cached
-            else:
-                missing.append(tag)
-        if missing:
-            points = self.source.read_tensors(
-                PLUGIN_NAME, [tag.tag for tag in missing], sampled=sampled
-            )
-            for tag in missing:
-                if points.get(tag.tag):
-                    numbers = _join(tag, points[tag.tag])
-                    self._remember((tag.tag, sampled), numbers)
-                    found[tag.tag] = numbers
-        return found
-
-    def _remember(self, key: tuple[str, bool], numbers: _Numbers) -> None:
-        old = self._cache.pop(key, None)
-        self._cached_bytes += numbers.values.nbytes - (old.values.nbytes if old else 0)
-        self._cache[key] = numbers
-        while self._cached_bytes > _CACHE_BYTES:
-            _, oldest = self._cache.popitem(last=False)
-            self._cached_bytes -= oldest.values.nbytes
+        return self._numbers.read(self.source, wanted)
 
 
 def _reaches(tag: TagRange, segment: Segment, window: Window) -> bool:
@@ -286,41 +246,6 @@ def _reaches(tag: TagRange, segment: Segment, window: Window) -> bool:
     if window.first_step is not None and tag.last < window.first_step:
         return False
     return window.last_step is None or tag.after < window.last_step
-
-
-def _estimated_bytes(kind: ChunkKind, segment: Segment, tag: TagRange) -> int:
-    steps = tag.last - tag.after
-    # A tag of matrices holds ten at most.
-    return 4 * segment.width(kind) * (min(steps, 10) if kind == "m" else steps)
-
-
-def _batches(
-    wanted: Sequence[tuple[Segment, TagRange]], sizes: Sequence[int]
-) -> Iterator[list[tuple[Segment, TagRange]]]:
-    batch: list[tuple[Segment, TagRange]] = []
-    nbytes = 0
-    for item, size in zip(wanted, sizes, strict=True):
-        if batch and (len(batch) == _CALL_TAGS or nbytes + size > _CALL_BYTES):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(item)
-        nbytes += size
-    if batch:
-        yield batch
-
-
-def _join(tag: TagRange, points: Sequence[Point]) -> _Numbers:
-    """All events of a tag as one array; those of norms bring several steps each."""
-    arrays = [np.asarray(point.value, np.float32) for point in points]
-    if tag.tag.startswith("telemetry/n/"):
-        steps = np.concatenate(
-            [point.step + a[:, 0].astype(np.int64) for point, a in zip(points, arrays, strict=True)]
-        )
-        values = np.concatenate([array[:, 1:] for array in arrays])
-    else:
-        steps = np.array([point.step for point in points], dtype=np.int64)
-        values = np.stack(arrays)
-    return _Numbers(last=tag.last, steps=steps, values=values)
 
 
 def _statistic(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,19 +16,18 @@ from numpy.typing import NDArray
 from telemetry.plugin_data.format import (
     LAYOUT_PREFIX,
     ChunkKind,
-    NewerFormatError,
     decode_alert,
     decode_layout,
     parse_chunk,
     parse_layout_tag,
 )
-from telemetry.plugin_data.sources import Point
+from telemetry.plugin_data.sources import Point, Problems
 from telemetry.records import Alert, Layout, Parameter
+from telemetry.untrusted import MAX_WHOLE
 
-log = logging.getLogger(__name__)
-
+MAX_TEXT_BYTES = 32 << 20
+"""Of all alerts and different layouts of a run: fifteen layouts of 20,000 modules."""
 _NEVER = 2**62
-Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +83,34 @@ class Segment:
         """Elements of each parameter, shape ``[parameters]``."""
         return np.array([p.size for p in self.layout.parameters], dtype=np.float64)
 
+    def shape(self, kind: ChunkKind) -> tuple[int, ...]:
+        """Of the values of one step."""
+        if kind == "n":
+            return (len(self.layout.parameters),)
+        return (len(self.layout.modules), len(self.statistic_names))
+
     def width(self, kind: ChunkKind) -> int:
         """Numbers in one step."""
-        if kind == "n":
-            return 1 + len(self.layout.parameters)
-        return len(self.layout.modules) * len(self.statistic_names)
+        return math.prod(self.shape(kind)) + (kind == "n")
+
+
+class Sessions:
+    """When the sessions of a run begin, and where each one's steps no longer count.
+
+    Args:
+        begins: First step of each session, by its id.
+    """
+
+    def __init__(self, begins: Mapping[str, int] | None = None) -> None:
+        self.begins = begins or {}
+        self._sorted = sorted(self.begins)
+        # Of a session and all later ones, the first begin.
+        later = accumulate((self.begins[session] for session in reversed(self._sorted)), min)
+        self._ends = [*reversed(list(later)), _NEVER]
+
+    def end_of(self, session: str) -> int:
+        """First step of a session that a later one says anew."""
+        return self._ends[bisect_right(self._sorted, session)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,11 +119,7 @@ class Structure:
 
     layers: tuple[Layer, ...] = ()
     segments: tuple[Segment, ...] = ()
-    session_begins: Mapping[str, int] = field(default_factory=dict)
-
-    def end_of(self, session: str) -> int:
-        """First step of a session that no longer counts."""
-        return _end_of(session, self.session_begins)
+    sessions: Sessions = field(default_factory=Sessions)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,112 +133,130 @@ class ParsedLayout:
     names: tuple[str, ...]
 
 
-def parse_layouts(points: Mapping[str, Sequence[Point]]) -> dict[str, ParsedLayout]:
-    """Layouts by tag; tags that hold none are left out.
+class TextParser:
+    """Parses the texts of one run, each once: sessions with the same layout share it."""
 
-    Raises:
-        NewerFormatError: One has a later format.
-    """
+    def __init__(self) -> None:
+        self._layouts: dict[bytes, tuple[Layout, tuple[str, ...]]] = {}
+        self._room = MAX_TEXT_BYTES
 
-    def parse(tag: str, text: bytes, step: int) -> ParsedLayout:
+    def layout(self, tag: str, point: Point) -> ParsedLayout:
+        """What a layout tag says.
+
+        Raises:
+            NewerFormatError: It has a later format.
+            ValueError: It is no layout, or there are too many.
+        """
         session, number = parse_layout_tag(tag)
-        layout, names = decode_layout(text)
+        step, text = point.step, _text(point)
+        if not 0 <= step <= MAX_WHOLE:
+            raise ValueError("its step is not from 0 to 2**53")
+        if text not in self._layouts:
+            self._take_room(text)
+            self._layouts[text] = decode_layout(text)
+        layout, names = self._layouts[text]
         return ParsedLayout(session=session, number=number, step=step, layout=layout, names=names)
 
-    return _parse_all(points, parse)
+    def alert(self, point: Point) -> Alert:
+        """What an alert tag says; raises likewise."""
+        text = _text(point)
+        self._take_room(text)
+        return decode_alert(text)
+
+    def _take_room(self, text: bytes) -> None:
+        if len(text) > self._room:
+            raise ValueError(f"with it, texts take more than {MAX_TEXT_BYTES >> 20} MiB")
+        self._room -= len(text)
 
 
-def parse_alerts(points: Mapping[str, Sequence[Point]]) -> dict[str, Alert]:
-    """Alerts by tag, likewise."""
-    return _parse_all(points, lambda tag, text, step: decode_alert(text))
+def _text(point: Point) -> bytes:
+    if not isinstance(point.value, bytes):
+        raise ValueError("it holds no text")
+    return point.value
 
 
-def _parse_all(
-    points: Mapping[str, Sequence[Point]], parse: Callable[[str, bytes, int], Parsed]
-) -> dict[str, Parsed]:
-    found = {}
-    for tag, values in points.items():
-        text = values[-1].value if values else None
-        try:
-            if not isinstance(text, bytes):
-                raise ValueError("it holds no text")
-            found[tag] = parse(tag, text, values[-1].step)
-        except NewerFormatError:
-            raise
-        except ValueError as error:
-            log.warning("%s: is left out: %s", tag, error)
-    return found
-
-
-def assemble(layouts: Iterable[ParsedLayout], last_steps: Mapping[str, int]) -> Structure:
+def assemble(
+    layouts: Iterable[ParsedLayout], last_steps: Mapping[str, int], problems: Problems
+) -> Structure:
     """How the tags of a run fit together.
 
     Args:
         layouts: All of them, in any order.
         last_steps: Last step of each of the plugin's tags.
+        problems: Takes those that are skipped.
     """
     ordered = sorted(layouts, key=lambda parsed: (parsed.session, parsed.number))
     begins: dict[str, int] = {}
     for parsed in ordered:
         begins[parsed.session] = min(parsed.step, begins.get(parsed.session, _NEVER))
-    layers = _merge_layers([parsed.layout for parsed in ordered])
+    sessions = Sessions(begins)
+    # Sessions with the same layout share one object.
+    layouts_by_id = {id(parsed.layout): parsed.layout for parsed in reversed(ordered)}
+    layers = _merge_layers(layouts_by_id.values())
     row_of = {layer.name: row for row, layer in enumerate(layers)}
-    tags = _group(last_steps)
+    rows = {
+        key: np.array([row_of[module.name] for module in layout.modules], dtype=np.intp)
+        for key, layout in layouts_by_id.items()
+    }
+    tags = _group(last_steps, problems)
     segments = tuple(
         Segment(
             layout=parsed.layout,
             statistic_names=parsed.names,
             begin=parsed.step,
-            end=_end_of(parsed.session, begins),
+            end=sessions.end_of(parsed.session),
             tags=tags[parsed.session, parsed.number],
-            rows=np.array([row_of[m.name] for m in parsed.layout.modules], dtype=np.intp),
+            rows=rows[id(parsed.layout)],
         )
         for parsed in ordered
     )
-    return Structure(layers=layers, segments=segments, session_begins=begins)
+    return Structure(layers=layers, segments=segments, sessions=sessions)
 
 
 def is_layout(tag: str) -> bool:
     return tag.startswith(LAYOUT_PREFIX)
 
 
-def _end_of(session: str, begins: Mapping[str, int]) -> int:
-    return min((begin for other, begin in begins.items() if other > session), default=_NEVER)
-
-
-def _merge_layers(layouts: Sequence[Layout]) -> tuple[Layer, ...]:
+def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
     """The newest layout's modules; those that only older ones have follow their predecessor."""
-    names: list[str] = []
-    layers: dict[str, Layer] = {}
-    for layout in reversed(layouts):
-        place = 0
-        for module in layout.modules:
-            if module.name in layers:
-                place = names.index(module.name) + 1
-                continue
-            names.insert(place, module.name)
-            place += 1
-            layers[module.name] = Layer(
-                name=module.name,
-                type_name=module.type_name,
-                parameters=tuple(p for p in layout.parameters if p.module_name == module.name),
-                places=frozenset(
-                    known.position[module.name]
-                    for known in layouts
-                    if module.name in known.position
-                ),
-            )
-    return tuple(layers[name] for name in names)
+    found: dict[str, tuple[str, tuple[Parameter, ...]]] = {}
+    places: dict[str, set[int]] = defaultdict(set)
+    follower: dict[str | None, str | None] = {None: None}  # a linked list; None is its both ends
+    for layout in newest_first:
+        parameters = defaultdict(list)
+        for parameter in layout.parameters:
+            parameters[parameter.module_name].append(parameter)
+        before: str | None = None
+        for place, module in enumerate(layout.modules):
+            places[module.name].add(place)
+            if module.name not in found:
+                follower[before], follower[module.name] = module.name, follower[before]
+                found[module.name] = module.type_name, tuple(parameters[module.name])
+            before = module.name
+    ordered = []
+    name = follower[None]
+    while name is not None:
+        type_name, own = found[name]
+        ordered.append(
+            Layer(name=name, type_name=type_name, parameters=own, places=frozenset(places[name]))
+        )
+        name = follower[name]
+    return tuple(ordered)
 
 
 def _group(
-    last_steps: Mapping[str, int],
+    last_steps: Mapping[str, int], problems: Problems
 ) -> Mapping[tuple[str, int], Mapping[ChunkKind, Sequence[TagRange]]]:
     groups: dict[tuple[str, int], dict[ChunkKind, list[TagRange]]]
     groups = defaultdict(lambda: {"m": [], "n": []})
     chunks = [(chunk, tag) for tag in last_steps if (chunk := parse_chunk(tag))]
     for chunk, tag in sorted(chunks, key=lambda pair: pair[0].number):
+        last = last_steps[tag]
+        if not 0 <= last <= MAX_WHOLE:
+            problems.add(tag, "its last step is not from 0 to 2**53")
+            continue
         ranges = groups[chunk.session, chunk.layout][chunk.kind]
-        after = ranges[-1].last if ranges else -1
-        ranges.append(TagRange(tag=tag, after=after, last=last_steps[tag]))
+        # Where steps go back nothing is known about the first.
+        after = ranges[-1].last if ranges and ranges[-1].last <= last else -1
+        ranges.append(TagRange(tag=tag, after=after, last=last))
     return groups

@@ -53,6 +53,22 @@ class Matrix:
     sampled: bool = False
 
 
+def in_order(
+    steps: NDArray[np.int64], values: NDArray[np.float32]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Both by ascending step; of equal steps the last.
+
+    Args:
+        steps: Shape ``[k]``. Two programs that wrote into one directory may have gone back.
+        values: Shape ``[k, ...]``.
+    """
+    if (np.diff(steps) > 0).all():
+        return steps, values
+    order = np.argsort(steps, kind="stable")
+    last = np.append(np.diff(steps[order]) > 0, True)
+    return steps[order[last]], values[order[last]]
+
+
 def thin(matrix: Matrix, *, max_layers: int, max_cells: int) -> Matrix:
     """At most so many rows and cells; each cell is the largest of those behind it.
 

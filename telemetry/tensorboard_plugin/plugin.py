@@ -11,7 +11,7 @@ from tensorboard import plugin_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from telemetry.plugin_data import PLUGIN_NAME, NewerFormatError, payloads
+from telemetry.plugin_data import PLUGIN_NAME, STATISTICS, NewerFormatError, payloads
 from telemetry.plugin_data.run_data import Overview, RunData
 from telemetry.plugin_data.sessions import Layer
 from telemetry.plugin_data.windows import Window, thin
@@ -95,10 +95,9 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             last_layer=number(request, "last_layer"),
         )
         statistic = text(request, "statistic")
-        try:
-            matrix = self._run(request).matrix(statistic, window)
-        except KeyError:
-            raise BadRequestError("statistic is not one of those that there are") from None
+        if statistic not in {known.name for known in STATISTICS}:
+            raise BadRequestError("statistic is not one of those that there are")
+        matrix = self._run(request).matrix(statistic, window)
         return _bytes(
             request, payloads.matrix(thin(matrix, max_layers=MAX_ROWS, max_cells=MAX_CELLS))
         )
@@ -121,8 +120,8 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _serve_image(self, request: wrappers.Request) -> wrappers.Response:
         run, tag, step = self._run(request), text(request, "tag"), required_number(request, "step")
-        png = run.source.read_image(tag, step)
-        if png is None or not png.startswith(b"\x89PNG\r\n"):
+        png = payloads.picture(run.source, tag, step)
+        if png is None:
             raise NotFoundError("there is no such picture")
         return send(request, png, "image/png", expires=3600)
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import grpc
 import numpy as np
 from tensorboard import context
 from tensorboard.data.provider import DataProvider, RunTagFilter
 
-from telemetry.plugin_data.sources import Point
+from telemetry.plugin_data.sources import Point, Problems
 
 _ALL = 10**9  # 0 would mean none
 _CONTEXT = context.RequestContext()
+# What tensor_util.make_ndarray raises where type, shape and content do not fit together.
+_UNDECODABLE = (ValueError, TypeError, KeyError, OverflowError, MemoryError)
+
+log = logging.getLogger(__name__)
 
 
 def list_runs(provider: DataProvider, experiment: str, plugin_name: str) -> dict[str, int]:
@@ -32,9 +38,13 @@ class ProviderSource:
         provider: TensorBoard's.
         experiment: Its id; empty with local files.
         run: The run's name.
+
+    Attributes:
+        problems: Tags that could not be read; each goes to the server's log.
     """
 
     def __init__(self, provider: DataProvider, experiment: str, run: str) -> None:
+        self.problems = Problems(tell=lambda line: log.warning("telemetry: run %r: %s", run, line))
         self._provider = provider
         self._experiment = experiment
         self._run = run
@@ -51,18 +61,17 @@ class ProviderSource:
     def read_tensors(
         self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
     ) -> Mapping[str, Sequence[Point]]:
-        if not tags:
-            return {}
-        found = self._provider.read_tensors(
-            _CONTEXT,
-            experiment_id=self._experiment,
-            plugin_name=plugin_name,
-            downsample=1 if sampled else _ALL,
-            run_tag_filter=RunTagFilter(runs=[self._run], tags=tags),
+        found = self._read(
+            tags,
+            lambda some: self._provider.read_tensors(
+                _CONTEXT,
+                experiment_id=self._experiment,
+                plugin_name=plugin_name,
+                downsample=1 if sampled else _ALL,
+                run_tag_filter=RunTagFilter(runs=[self._run], tags=some),
+            ),
         )
-        return {
-            tag: [_point(datum) for datum in data] for tag, data in found.get(self._run, {}).items()
-        }
+        return {tag: [_point(datum) for datum in data] for tag, data in found.items()}
 
     def scalar_tags(self) -> Sequence[str]:
         listing = self._provider.list_scalars(
@@ -74,18 +83,23 @@ class ProviderSource:
         return list(listing.get(self._run, {}))
 
     def read_scalars(self, tags: Sequence[str]) -> Mapping[str, Sequence[tuple[int, float]]]:
-        if not tags:
-            return {}
-        found = self._provider.read_scalars(
-            _CONTEXT,
-            experiment_id=self._experiment,
-            plugin_name="scalars",
-            downsample=_ALL,
-            run_tag_filter=RunTagFilter(runs=[self._run], tags=tags),
+        found = self._read(
+            tags,
+            lambda some: self._provider.read_scalars(
+                _CONTEXT,
+                experiment_id=self._experiment,
+                plugin_name="scalars",
+                downsample=_ALL,
+                run_tag_filter=RunTagFilter(runs=[self._run], tags=some),
+            ),
         )
+        # The slow loader takes a text for a scalar, too.
+        for tag, data in found.items():
+            if not all(isinstance(datum.value, (int, float)) for datum in data):
+                self.problems.add(f"some of {tag}", "it is no number")
         return {
-            tag: [(datum.step, datum.value) for datum in data]
-            for tag, data in found.get(self._run, {}).items()
+            tag: [(d.step, d.value) for d in data if isinstance(d.value, (int, float))]
+            for tag, data in found.items()
         }
 
     def image_tags(self) -> Sequence[str]:
@@ -104,24 +118,53 @@ class ProviderSource:
         for datum in self._images(tag):
             # The first two blobs are the picture's width and height.
             if datum.step == step and len(datum.values) > 2:
-                blob: bytes = self._provider.read_blob(_CONTEXT, blob_key=datum.values[2].blob_key)
-                return blob
+                key = datum.values[2].blob_key
+                try:
+                    blob = self._provider.read_blob(_CONTEXT, blob_key=key)
+                except _UNDECODABLE as error:
+                    self.problems.add(tag, error)
+                    return None
+                return blob if isinstance(blob, bytes) else None
         return None
 
     def _images(self, tag: str) -> Sequence[Any]:
-        found = self._provider.read_blob_sequences(
-            _CONTEXT,
-            experiment_id=self._experiment,
-            plugin_name="images",
-            downsample=_ALL,
-            run_tag_filter=RunTagFilter(runs=[self._run], tags=[tag]),
+        found = self._read(
+            [tag],
+            lambda some: self._provider.read_blob_sequences(
+                _CONTEXT,
+                experiment_id=self._experiment,
+                plugin_name="images",
+                downsample=_ALL,
+                run_tag_filter=RunTagFilter(runs=[self._run], tags=some),
+            ),
         )
-        data: Sequence[Any] = found.get(self._run, {}).get(tag, ())
-        return data
+        return found.get(tag, ())
+
+    def _read(
+        self, tags: Sequence[str], read: Callable[[Sequence[str]], Mapping[str, Any]]
+    ) -> Mapping[str, Sequence[Any]]:
+        """The data of each tag; if TensorBoard cannot decode one of them, those of the others."""
+        if not tags:
+            return {}
+        try:
+            found: Mapping[str, Sequence[Any]] = read(tags).get(self._run, {})
+            return found
+        except _UNDECODABLE as error:
+            reason = error
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:  # too large for a message
+                raise
+            reason = error.details()
+        if len(tags) > 1:
+            half = len(tags) // 2
+            return {**self._read(tags[:half], read), **self._read(tags[half:], read)}
+        self.problems.add(tags[0], reason)
+        return {}
 
 
 def _point(datum: Any) -> Point:
     array = np.asarray(datum.numpy)
-    is_text = array.dtype.kind in "OS"
-    value = bytes(array.reshape(-1)[0]) if is_text and array.size else array
+    is_text = array.dtype.kind in "OSU" and array.size
+    value = array.reshape(-1)[0] if is_text else array
+    value = value.encode() if isinstance(value, str) else value
     return Point(step=datum.step, wall_time=datum.wall_time, value=value)

@@ -9,9 +9,10 @@ from typing import Any
 from tensorboard.backend import http_util
 from werkzeug import wrappers
 
+from telemetry.untrusted import MAX_NAME, MAX_WHOLE
+
 log = logging.getLogger(__name__)
 
-_MAX_STEP = 2**53  # what JavaScript counts exactly
 Respond = Callable[[wrappers.Request], wrappers.Response]
 
 
@@ -48,7 +49,7 @@ def text(request: wrappers.Request, name: str) -> str:
     value = request.args.get(name)
     if value is None:
         raise BadRequestError(f"{name} is missing")
-    if "\0" in value or len(value) > 10_000:
+    if "\0" in value or len(value) > MAX_NAME:
         raise BadRequestError(f"{name} cannot be meant")
     return str(value)
 
@@ -58,7 +59,7 @@ def number(request: wrappers.Request, name: str) -> int | None:
     value = request.args.get(name)
     if value is None:
         return None
-    if not (value.isascii() and value.isdigit()) or len(value) > 16 or int(value) > _MAX_STEP:
+    if not (value.isascii() and value.isdigit()) or len(value) > 16 or int(value) > MAX_WHOLE:
         raise BadRequestError(f"{name} must be a whole number of 0 or more")
     return int(value)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from scripts import run_script
 from tensorboard.compat.proto.event_pb2 import Event
 
-from telemetry.events import CorruptEventFileError, EventReader, read_events, summaries
+from telemetry.events import CorruptEventFileError, EventReader, read_events, reading, summaries
 from telemetry.events.framing import frame
 
 EVENTS = [
@@ -155,3 +156,33 @@ def test_reading_loads_neither_the_server_nor_torch(tmp_path: Path) -> None:
     )
 
     assert output == "set()\n"
+
+
+def test_an_oversized_record_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = frame(bytes(1000))
+    monkeypatch.setattr(reading, "MAX_RECORD_BYTES", 100)
+
+    found, reader = read(FRAMES[0] + large + b"".join(FRAMES[1:]))
+
+    assert found == EVENTS
+    assert reader.oversized == [(len(FRAMES[0]), 1000)]
+    assert reader.offset == len(FILE) + len(large)
+
+
+def test_a_file_that_shrinks_while_it_is_read_ends_with_a_named_error(tmp_path: Path) -> None:
+    path = tmp_path / "events.out.tfevents.1"
+    path.write_bytes(FILE + frame(EVENTS[1].SerializeToString()) * 1000)
+    reader = read_events(path)
+    next(reader)
+
+    os.truncate(path, len(FRAMES[0]))
+
+    with pytest.raises(CorruptEventFileError):
+        list(reader)
+
+
+def test_what_is_no_regular_file_is_an_os_error(tmp_path: Path) -> None:
+    path = tmp_path / "events.out.tfevents.1"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="no regular file"):
+        next(read_events(path))

@@ -7,14 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.plugin_data.distributions import distribution
-from telemetry.plugin_data.sources import Point
+from telemetry.plugin_data.distributions import distribution, histogram_table
 from telemetry.sketch import sketch_array
 
 
-def point(values: np.ndarray, step: int = 0) -> Point:
-    table = np.stack(sketch_array(values).histogram(), axis=1)
-    return Point(step=step, wall_time=0.0, value=table)
+def point(values: np.ndarray, step: int = 0) -> tuple[int, np.ndarray]:
+    return step, histogram_table(np.stack(sketch_array(values).histogram(), axis=1))
 
 
 @given(st.lists(st.lists(st.floats(-1e30, 1e30), min_size=1), min_size=1, max_size=4))
@@ -45,10 +43,36 @@ def test_a_step_without_values_is_a_gap() -> None:
 def test_without_any_value_there_is_nothing_to_draw() -> None:
     assert distribution([]) is None
     assert distribution([point(np.array([np.nan]))]) is None
-    assert distribution([Point(step=0, wall_time=0.0, value=b"text")]) is None
 
 
 def test_equal_values_make_one_bar() -> None:
     found = distribution([point(np.zeros(5))])
     assert found is not None
     assert found.shares.max() == pytest.approx(1)
+
+
+numbers = st.floats(width=64) | st.sampled_from([-1.7e308, 1.7e308, 5e-324, 0.0, 1.0])
+
+
+@given(st.lists(st.lists(st.tuples(numbers, numbers, numbers), max_size=4), max_size=3))
+@pytest.mark.filterwarnings("error")
+def test_anything_is_refused_or_drawn(steps: list[list[tuple[float, float, float]]]) -> None:
+    tables = []
+    for step, rows in enumerate(steps):
+        try:
+            tables.append((step, histogram_table(np.array(rows).reshape(-1, 3))))
+        except ValueError:
+            continue
+    found = distribution(tables)
+    if found is not None:
+        assert np.isfinite(found.edges).all()
+        assert np.isfinite(found.shares).all()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"text", np.zeros(3), np.zeros((2, 2)), np.array([[2, 1, 1]]), np.array([[0, 1, np.nan]])],
+)
+def test_what_is_no_histogram_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="histogram"):
+        histogram_table(value)

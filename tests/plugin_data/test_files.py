@@ -10,6 +10,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 
 from telemetry.events import FileWriter, summaries
+from telemetry.plugin_data import files
 from telemetry.plugin_data.files import FileSource
 
 
@@ -54,11 +55,22 @@ def test_a_damaged_file_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     path = next(tmp_path.iterdir())
     path.write_bytes(path.read_bytes() + bytes(range(1, 60)))
     source = FileSource(tmp_path)
-    assert len(source.problems) == 1
-    assert "damaged" in source.problems[0]
+    [problem] = source.problems
+    assert "damaged" in problem
     assert source.read_scalars(["loss"]) == {"loss": [(0, 1)]}
 
 
 def test_a_directory_without_event_files_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no event files"):
         FileSource(tmp_path / "nothing")
+
+
+def test_of_too_much_the_rest_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = FileWriter(tmp_path)
+    for step in range(10):
+        writer.write_values([summaries.scalar("loss", step)], step)
+    writer.close()
+    monkeypatch.setitem(files.MAX_KEPT_BYTES, "scalars", 2000)
+    source = FileSource(tmp_path)
+    assert [step for step, _ in source.read_scalars(["loss"])["loss"]] == [0, 1, 2, 3]
+    assert len(source.problems) == 1

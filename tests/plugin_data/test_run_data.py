@@ -10,7 +10,7 @@ import pytest
 from known_runs import COLUMN, OpenRun, alert_at, layout_of, write_run
 
 from telemetry.events import FileWriter, summaries
-from telemetry.plugin_data import run_data
+from telemetry.plugin_data import numbers
 from telemetry.plugin_data.files import FileSource
 from telemetry.plugin_data.format import (
     MISSING,
@@ -187,7 +187,7 @@ def test_of_too_much_data_steps_are_left_out_until_a_part_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path, LAYOUT, steps=range(200), norms=norms, matrices=matrices)
-    monkeypatch.setattr(run_data, "READ_BYTES", 2000)
+    monkeypatch.setattr(numbers, "READ_BYTES", 2000)
     run = RunData(FileSource(tmp_path))
     whole = run.matrix("weight_norm")
     assert whole.sampled
@@ -199,8 +199,24 @@ def test_of_too_much_data_steps_are_left_out_until_a_part_is_asked_for(
 
 def test_the_cache_forgets_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, LAYOUT, steps=range(100), norms=norms)
-    monkeypatch.setattr(run_data, "_CACHE_BYTES", 500)
+    monkeypatch.setattr(numbers, "_CACHE_BYTES", 500)
     run = RunData(FileSource(tmp_path))
     first, again = run.matrix("grad_norm"), run.matrix("grad_norm")
     np.testing.assert_array_equal(first.values, again.values)
-    assert run._cached_bytes <= 500
+    assert run._numbers.nbytes <= 500
+
+
+def test_what_an_older_version_can_read_is_shown(tmp_path: Path, open_run: OpenRun) -> None:
+    with_format(tmp_path, b'{"format": 99}')
+    write_run(tmp_path, LAYOUT, steps=[0], norms=norms, session=LATER)
+    run = open_run(tmp_path)
+    assert len(run.overview().layers) == 3
+    [problem] = run.source.problems
+    assert "format 99" in problem
+
+
+def test_a_step_far_away_hides_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path, LAYOUT, steps=[*range(30), 2**50], norms=norms)
+    matrix = RunData(FileSource(tmp_path)).matrix("grad_norm")
+    assert not matrix.sampled
+    assert matrix.steps.tolist() == [*range(30), 2**50]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from telemetry.plugin_data.windows import Matrix, Window, thin
+from telemetry.plugin_data.windows import Matrix, Window, in_order, thin
 
 VALUES = hnp.arrays(
     np.float32,
@@ -47,3 +47,11 @@ def test_a_window_holds_both_of_its_ends() -> None:
     assert Window().holds(steps).all()
     assert list(range(3))[Window(last_layer=99).layers(3)] == [0, 1, 2]
     assert list(range(3))[Window(first_layer=7).layers(3)] == []
+
+
+def test_steps_that_went_back_are_put_in_order() -> None:
+    steps, values = np.array([0, 2, 1, 2, 5]), np.arange(5, dtype=np.float32)
+    ordered, kept = in_order(steps, values)
+    assert ordered.tolist() == [0, 1, 2, 5]
+    assert kept.tolist() == [0, 2, 3, 4]  # of equal steps the last
+    assert in_order(ordered, kept)[0] is ordered

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from browser import PIXEL
+from hostile_runs import png
 from known_runs import alert_at, layout_of, write_run
 
+from telemetry import report as report_module
 from telemetry.events import FileWriter, summaries
 from telemetry.plugin_data.statistics import MATRIX_STATISTICS
 from telemetry.report import write_report
@@ -36,7 +38,7 @@ def write_demo(log_dir: Path) -> None:
     writer = FileWriter(log_dir)
     edges = np.linspace(-1, 1, 11)
     histogram = summaries.histogram("activation/0002.high", edges[:-1], edges[1:], np.ones(10))
-    picture = summaries.image("feature_maps/0002.high", [b"\x89PNG..."], 1, 1)
+    picture = summaries.image("feature_maps/0002.high", [png(1, 1)], 1, 1)
     writer.write_values([histogram, picture], 10)
     writer.close()
 
@@ -156,3 +158,12 @@ def test_files_without_our_data_are_told(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ValueError, match="nothing that telemetry wrote"):
         write_report(tmp_path, tmp_path / "report.html")
+
+
+def test_pictures_beyond_the_limit_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_demo(tmp_path / "demo")
+    monkeypatch.setattr(report_module, "MAX_PICTURES_BYTES", 10)
+    [problem] = write_report(tmp_path / "demo", tmp_path / "report.html")
+    assert "pictures" in problem

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from client import Client, OpenClient
+from hostile_runs import png
 from known_runs import alert_at, layout_of, write_run
 
 from telemetry.events import FileWriter, summaries
@@ -20,7 +21,7 @@ from telemetry.tensorboard_plugin import plugin
 from telemetry.tensorboard_plugin.loader import TelemetryLoader
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-PNG = b"\x89PNG\r\n\x1a\n" + bytes(20)
+PNG = png(1, 1)
 
 
 def norms(step: int) -> np.ndarray:

@@ -1,0 +1,59 @@
+"""Whether a flight file holds what :mod:`telemetry.flight.document` describes."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from telemetry import untrusted
+from telemetry.flight.document import COLUMNS, MAX_ALERTS, MAX_MODULES, When
+from telemetry.records import parse_alert
+
+_MEASURED = untrusted.listed(untrusted.optional(untrusted.number))
+_NAMES = untrusted.listed(untrusted.name, most=MAX_MODULES)
+_FIELDS = untrusted.fields(
+    complete=untrusted.flag,
+    step=untrusted.whole,
+    batch=untrusted.whole,
+    first_bad_module=untrusted.optional(untrusted.name),
+    alerts=untrusted.listed(parse_alert, most=MAX_ALERTS),
+    exception=untrusted.optional(
+        untrusted.fields(type=untrusted.name, message=untrusted.text, traceback=untrusted.text)
+    ),
+    random=untrusted.fields(
+        seed=untrusted.optional(untrusted.integer), step=untrusted.optional(untrusted.whole)
+    ),
+    steps=untrusted.fields(
+        step=untrusted.listed(untrusted.whole),
+        loss=_MEASURED,
+        grad_norm=_MEASURED,
+        learning_rates=untrusted.listed(_MEASURED),
+    ),
+    modules=untrusted.fields(name=_NAMES, type=_NAMES, left_out=untrusted.whole),
+    profiles=untrusted.listed(
+        untrusted.fields(
+            when=untrusted.name, step=untrusted.whole, **dict.fromkeys(COLUMNS, _MEASURED)
+        ),
+        most=len(get_args(When)),
+    ),
+)
+
+
+def check(contents: Any) -> dict[str, Any]:
+    """The part of a flight file that words are made of.
+
+    Returns:
+        Its fields, with each alert as an :class:`~telemetry.records.Alert`, and floats for numbers.
+
+    Raises:
+        ValueError: It is something else; the text names the field.
+    """
+    known: dict[str, Any] = _FIELDS(contents)
+    modules, steps = known["modules"], known["steps"]
+    if len(modules["name"]) != len(modules["type"]):
+        raise ValueError("modules: not as many names as types")
+    if len(set(map(len, steps.values()))) > 1:
+        raise ValueError("steps: the lists are not of one length")
+    for profile in known["profiles"]:
+        if any(len(profile[column]) != len(modules["name"]) for column in COLUMNS):
+            raise ValueError("profiles: a list is not as long as that of the modules")
+    return known

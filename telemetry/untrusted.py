@@ -1,0 +1,205 @@
+"""What somebody else may have made: files, JSON texts and their fields, checked as they come in.
+
+A check takes a value of any kind and returns it, or raises :class:`ValueError` with the place and
+what had to be there. Checks of single values are put together to those of lists and objects::
+
+    fields(step=whole, names=listed(name))(json_value)
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, BinaryIO, TypeVar
+
+Checked = TypeVar("Checked")
+Check = Callable[[Any], Checked]
+
+MAX_JSON_BYTES = 32 << 20
+"""Python's objects take up to twenty times the room of their text, so this stays below a gigabyte.
+A layout of 20,000 modules takes 2 MB, a flight file is written with 8 MiB, seldom more."""
+
+MAX_WHOLE = 2**53
+"""What JavaScript counts exactly."""
+
+MAX_NAME = 10_000
+"""Characters of a name; a link to it still fits into a request."""
+
+MAX_TEXT = 8000
+"""Characters of a message that people read; what is longer is cut off."""
+
+_NOT_FINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a regular file, or a link to one, for reading.
+
+    Anything else may have no end (``/dev/zero``), wait for ever (a pipe), or do something.
+
+    Raises:
+        OSError: It is something else, or cannot be opened.
+    """
+    _require_regular(path, os.stat(path))
+    # Should it become a pipe at this moment, opening does not wait for somebody to write to it.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AT_ONCE))  # noqa: SIM115
+    try:
+        _require_regular(path, os.fstat(file.fileno()))
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "no regular file", os.fspath(path))
+
+
+def read_json_file(path: str | os.PathLike[str]) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        OSError: It cannot be read, or is no regular file.
+        ValueError: As :func:`parse_json`.
+    """
+    with open_file(path) as file:
+        # The size may be that of a moment ago: one byte more shows whether it is too large.
+        return parse_json(file.read(MAX_JSON_BYTES + 1))
+
+
+def parse_json(text: bytes) -> Any:
+    """The value that a JSON text says.
+
+    Raises:
+        ValueError: It is no JSON, too large, or nested more deeply than Python can follow.
+    """
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"larger than {MAX_JSON_BYTES >> 20} MiB")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+# --- single values -----------------------------------------------------------------------------
+
+
+def whole(value: Any) -> int:
+    """A step, a size, a place in a list: 0 or more."""
+    if type(value) is not int or not 0 <= value <= MAX_WHOLE:
+        raise ValueError("must be a whole number from 0 to 2**53")
+    return value
+
+
+def integer(value: Any) -> int:
+    """Any that torch takes for a seed."""
+    if type(value) is not int or not -(2**63) <= value < 2**64:
+        raise ValueError("must be a whole number of 64 bits")
+    return value
+
+
+def number(value: Any) -> float:
+    """A number, or the name of one that JSON does not have: ``"nan"``, ``"-Infinity"``."""
+    if type(value) in (int, float) or (type(value) is str and value.lower() in _NOT_FINITE):
+        with suppress(OverflowError):  # an integer may be larger than any float
+            return float(value)
+    raise ValueError("must be a number")
+
+
+def flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError("must be true or false")
+    return value
+
+
+def name(value: Any) -> str:
+    """Of a module, a parameter, a class."""
+    if type(value) is not str or len(value) > MAX_NAME:
+        raise ValueError(f"must be a name of at most {MAX_NAME} characters")
+    return _well_formed(value)
+
+
+def text(value: Any) -> str:
+    """For people; the end of a long one is cut off."""
+    if type(value) is not str:
+        raise ValueError("must be a text")
+    return _well_formed(value[:MAX_TEXT])
+
+
+def printable(value: str) -> str:
+    """Without control characters, which could do things to a terminal or forge lines of a log."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
+
+
+def _well_formed(value: str) -> str:
+    """Half of a surrogate pair, which no file or terminal takes, as an escape sequence."""
+    return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+
+
+# --- lists and objects -------------------------------------------------------------------------
+
+
+def optional(check: Check[Checked]) -> Check[Checked | None]:
+    """What the check takes, or null."""
+    return lambda value: None if value is None else check(value)
+
+
+def listed(check: Check[Checked], *, most: int | None = None) -> Check[list[Checked]]:
+    """A list of what the check takes; of at most so many."""
+
+    def check_all(value: Any) -> list[Checked]:
+        if type(value) is not list:
+            raise ValueError("must be a list")
+        if most is not None and len(value) > most:
+            raise ValueError(f"must be at most {most}, not {len(value)}")
+        return [_at(f"[{place}]", check, item) for place, item in enumerate(value)]
+
+    return check_all
+
+
+def row(*checks: Check[Any]) -> Check[list[Any]]:
+    """A list of as many items as there are checks, one for each."""
+
+    def check_row(value: Any) -> list[Any]:
+        if type(value) is not list or len(value) != len(checks):
+            raise ValueError(f"must be a list of {len(checks)}")
+        return [_at(f"[{i}]", checks[i], item) for i, item in enumerate(value)]
+
+    return check_row
+
+
+def fields(**checks: Check[Any]) -> Check[dict[str, Any]]:
+    """An object that has these fields; others are left out."""
+
+    def check_fields(value: Any) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise ValueError("must be an object")
+        missing = [key for key in checks if key not in value]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        return {key: _at(f".{key}", check, value[key]) for key, check in checks.items()}
+
+    return check_fields
+
+
+def _at(place: str, check: Check[Checked], value: Any) -> Checked:
+    try:
+        return check(value)
+    except _MisplacedError as error:
+        raise _MisplacedError(place + error.place, error.fault) from None
+    except ValueError as error:
+        raise _MisplacedError(place, str(error)) from None
+
+
+class _MisplacedError(ValueError):
+    """Says where in the value it is: ``steps.loss[3]: must be a number``."""
+
+    def __init__(self, place: str, fault: str) -> None:
+        super().__init__(f"{place.removeprefix('.')}: {fault}")
+        self.place = place
+        self.fault = fault
