@@ -90,18 +90,22 @@ class BackgroundWriter:
             if self._is_due():
                 self._changed.notify_all()
 
-    def flush(self) -> None:
-        """Waits until everything added so far has been written, or has failed to be."""
+    def flush(self, timeout_s: float = _PATIENCE_S) -> bool:
+        """Waits until everything added so far has been written, or has failed to be.
+
+        Returns:
+            Whether that was so within ``timeout_s``.
+        """
         with self._changed:
             self._flush_wanted = True
             self._changed.notify_all()
             next_round = self._rounds_begun + 1
-            self._changed.wait_for(
-                lambda: self._finished or self._rounds_done >= next_round, _PATIENCE_S
+            return self._changed.wait_for(
+                lambda: self._finished or self._rounds_done >= next_round, timeout_s
             )
 
-    def close(self) -> None:
-        """Writes what waits, ends the thread, and tells what was lost."""
+    def close(self, timeout_s: float = _PATIENCE_S) -> None:
+        """Writes what waits, within ``timeout_s``, ends the thread, and tells what was lost."""
         with self._changed:
             if self._finished:
                 return
@@ -109,9 +113,9 @@ class BackgroundWriter:
             self._changed.notify_all()
             # Not Thread.join(): a signal handler that closes the writer may have interrupted
             # this very thread in put(), and only a wait here gives its lock away.
-            if not self._changed.wait_for(lambda: self._finished, _PATIENCE_S):
+            if not self._changed.wait_for(lambda: self._finished, timeout_s):
                 self.lost_count += len(self._pending)
-        self._tell_losses()
+        self._tell_losses(timeout_s)
 
     def _is_due(self) -> bool:
         # After a failure only the clock or a wish to flush makes for another attempt.
@@ -130,7 +134,7 @@ class BackgroundWriter:
         else:
             self.lost_count += 1
 
-    def _tell_losses(self) -> None:
+    def _tell_losses(self, timeout_s: float) -> None:
         losses = []
         if self.dropped_count:
             losses.append(f"{self.dropped_count} measurements were dropped, the queue was full")
@@ -138,7 +142,7 @@ class BackgroundWriter:
             reason = self.failure or "the queue was full"
             losses.append(f"{self.lost_count} events could not be written ({reason})")
         if not self._finished:
-            losses.append(f"the latest write has not ended within {_PATIENCE_S:g} s")
+            losses.append(f"the latest write has not ended within {timeout_s:.3g} s")
         if losses:
             _logger.warning("%s: %s", self._name, "; ".join(losses))
 

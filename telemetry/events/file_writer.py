@@ -145,15 +145,19 @@ class FileWriter:
         """Adds a ``GraphDef``."""
         self.add_event(Event(graph_def=graph.SerializeToString()), None, walltime)
 
-    def flush(self) -> None:
-        """Waits until all events so far are in the file, or could not be written; 30 s at most."""
-        if background := self._background_here():
-            background.flush()
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Waits until all events so far are in the file, or could not be written.
 
-    def close(self) -> None:
-        """Writes what waits, for 30 s at most, and tells how many events were lost, if any."""
+        Returns:
+            Whether that was so within ``timeout_s``; a copy has nothing to write.
+        """
+        background = self._background_here()
+        return background is None or background.flush(timeout_s)
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Writes what waits, within ``timeout_s``, and tells how many events were lost, if any."""
         if background := self._background_here():
-            background.close()
+            background.close(timeout_s)
             self._at_exit.cancel()
 
     def _put(self, event: Event, droppable: bool, flush: bool) -> None:

@@ -275,18 +275,15 @@ def test_an_unforeseen_error_does_not_end_the_thread() -> None:
     assert files.written == [b"a", b"b"]
 
 
-def test_close_does_not_wait_for_ever(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(background, "_PATIENCE_S", 0.05)
+def test_flush_and_close_do_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     files = MemoryFiles()
     writer = make_writer(files)
 
     with files.hanging():
         start_hanging_write(writer, files)
         put(writer, b"a")
-        writer.flush()
-        writer.close()
+        assert not writer.flush(0.05)
+        writer.close(0.05)
         (told,) = caplog.messages
 
     assert "1 events could not be written" in told
