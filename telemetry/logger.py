@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.util import Finalize
+from threading import Thread
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,17 +27,21 @@ from telemetry.board import Board
 from telemetry.budget import Budget
 from telemetry.capture import Capture, Content
 from telemetry.events.file_writer import FileWriter
+from telemetry.events.given_writer import GivenWriter
 from telemetry.events.summary_writer import SummaryWriter
 from telemetry.faults import Faults
 from telemetry.flight import FlightRecorder
 from telemetry.host_copy import HostCopy
 from telemetry.hyperparameters import Hyperparameter
-from telemetry.pipeline import LoggedScalars, Pipeline, ReadyValues, Sink
+from telemetry.pipeline import CLOSE_TIMEOUT_S, LoggedScalars, Pipeline, ReadyValues
 from telemetry.records import Alert, Rule, TelemetryAlert
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
 
 log = logging.getLogger("telemetry")
+
+_HAND_ON_S = 30.0
+"""The longest time for which a flush of the writer makes its caller wait for us."""
 
 
 class HookLogger:
@@ -59,7 +63,9 @@ class HookLogger:
     Args:
         model: In training, on any device. It may be wrapped or moved afterwards.
         writer: A :class:`telemetry.SummaryWriter` or ``torch.utils.tensorboard.SummaryWriter``,
-            which stays open, or a log directory or URL, for which one of the former is opened.
+            which stays open, or a log directory or URL, for which one of the former is opened. When
+            others flush or close a given one, all that waits here is written first; when it has
+            been closed, the next step opens it again, as its own methods do.
         every_n_steps: Measure in full at steps 0, N, 2N, ...
         max_overhead: Share of the training time that the logger may take on the training thread,
             such as 0.01: on the CPU its CPU time there, on a CUDA device the time by which measured
@@ -89,7 +95,7 @@ class HookLogger:
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument has a value that cannot be meant, such as a glob that matches no
-            module, a closed writer or a model without parameters.
+            module, or a model without parameters.
         OSError: The log directory cannot be written.
     """
 
@@ -130,22 +136,24 @@ class HookLogger:
         if not (on_alert is None or on_alert == "raise" or callable(on_alert)):
             raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable or "raise"')
         _check_first_step(first_step)
-        self._writer, self._owns_writer = _open_writer(writer, first_step)
+        self._writer = _open_writer(writer, first_step)
         self._on_alert = on_alert
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
+        self._ended = False
         self._faults = Faults()
         self._flight = FlightRecorder(self.log_dir, seed=torch.initial_seed(), faults=self._faults)
         self._alert_file = AlertFile(self.log_dir)
         board = Board(pictures=images)
         self._pipeline = pipeline = Pipeline(
             board=board,
-            sink=_sink_to(self._writer),
-            flush_sink=self._writer.flush,
+            sink=self._writer,
             rules=(self._flight, *rules),
             on_alert=self._note_alert,
             faults=self._faults,
         )
+        if isinstance(self._writer, GivenWriter):
+            self._writer.call_before_flush(self._hand_on)
         self._capture = Capture(
             model,
             selection=selection,
@@ -185,17 +193,18 @@ class HookLogger:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        deadline = _Deadline(CLOSE_TIMEOUT_S)
         if exception is not None and _is_first_rank():
-            self._pipeline.flush()
+            self._pipeline.flush(deadline.left_s)
             self._flight.on_exception(exception, self._capture.step)
-        self.close()
+        self.close(deadline.left_s)
         if exception is None:
             self._raise_if_asked()
 
     @property
     def log_dir(self) -> str:
         """Where the events go."""
-        return str(self._writer.log_dir)
+        return self._writer.get_logdir()
 
     @property
     def current_step(self) -> int:
@@ -271,8 +280,10 @@ class HookLogger:
         self._raise_if_asked()
 
     def flush(self) -> None:
-        """Wait until everything so far has been judged and written."""
-        self._pipeline.flush()
+        """Wait until everything so far has been judged and written; a minute at most."""
+        deadline = _Deadline(CLOSE_TIMEOUT_S)
+        self._pipeline.flush(deadline.left_s)
+        self._writer.flush(deadline.left_s)
 
     def remove(self) -> None:
         """Take all hooks off; :meth:`attach` puts them back and goes on with the count."""
@@ -288,18 +299,35 @@ class HookLogger:
             raise ValueError("HookLogger.attach(): the logger is closed; make a new one")
         self._capture.attach()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Take all hooks off, write what is waiting, tell what was lost. Harmless when repeated.
 
         The writer is flushed; it is closed if this logger opened it.
+
+        Args:
+            timeout_s: The longest time in seconds that all of this takes, if the disk does not
+                answer or a rule does not return. What is left then is counted and told.
         """
         self._finalizer.cancel()
         self._capture.detach()
-        self._pipeline.close()
+        if self._pipeline.on_own_thread():  # on_alert closes: what waits is judged after it
+            Thread(target=self._end, args=(timeout_s,), name="telemetry-close").start()
+        else:
+            self._end(timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
+        if self._ended:
+            return
+        deadline = _Deadline(timeout_s)
+        self._pipeline.close(deadline.left_s)
         self._flight.close()
-        if self._owns_writer:
-            self._writer.close()
-            self._owns_writer = False
+        self._writer.close(deadline.left_s)
+        self._ended = True
+
+    def _hand_on(self) -> None:
+        """Someone flushes or closes the writer: what waits is judged, and comes before that."""
+        if not self._pipeline.is_late:
+            self._pipeline.flush(_HAND_ON_S)
 
     def _write_costs(self, step: int) -> None:
         """Write what the budget has done up to a step that was measured in full."""
@@ -338,6 +366,17 @@ class HookLogger:
         if self._to_raise is not None and not self._pipeline.on_own_thread():
             alert, self._to_raise = self._to_raise, None
             raise TelemetryAlert(alert)
+
+
+class _Deadline:
+    """One time limit for several things that may each take all of it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._end - time.monotonic())
 
 
 def _check_model(model: object) -> None:
@@ -386,13 +425,9 @@ def _check_first_step(first_step: object) -> None:
         raise ValueError(f"HookLogger(first_step={first_step}): must not be negative")
 
 
-def _open_writer(writer: object, first_step: int) -> tuple[tensorboard.SummaryWriter, bool]:
-    """The writer, and whether it was opened here."""
+def _open_writer(writer: object, first_step: int) -> FileWriter | GivenWriter:
     if isinstance(writer, tensorboard.SummaryWriter):
-        # A closed writer would silently begin another file.
-        if writer.file_writer is None:
-            raise ValueError("HookLogger(writer=...): is closed; open a new SummaryWriter")
-        return writer, False
+        return GivenWriter(writer)
     if not isinstance(writer, str | os.PathLike):
         raise TypeError(
             "HookLogger(writer=...): must be a torch.utils.tensorboard.SummaryWriter or a log "
@@ -400,7 +435,7 @@ def _open_writer(writer: object, first_step: int) -> tuple[tensorboard.SummaryWr
         )
     log_dir = os.path.expanduser(os.fspath(writer))
     try:
-        return SummaryWriter(log_dir, purge_step=first_step or None), True
+        return SummaryWriter(log_dir, purge_step=first_step or None)._get_file_writer()
     except OSError as error:
         raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
 
@@ -414,21 +449,6 @@ def _say_where(log_dir: str) -> None:
     """Print how to look at the run."""
     if _is_first_rank():
         print(links.how_to_look(log_dir), file=sys.stderr)
-
-
-def _sink_to(writer: tensorboard.SummaryWriter) -> Sink:
-    def write(
-        values: Sequence[Summary.Value], *, step: int, wall_time: float, droppable: bool
-    ) -> None:
-        file_writer: Any = writer.file_writer
-        if file_writer is None:
-            raise ValueError("the SummaryWriter was closed before the HookLogger")
-        if isinstance(file_writer, FileWriter):
-            file_writer.write_values(values, step, wall_time, droppable=droppable)
-        else:
-            file_writer.add_event(Event(summary=Summary(value=values)), step, wall_time)
-
-    return write
 
 
 def _scalar(name: str, value: object) -> float | HostCopy:

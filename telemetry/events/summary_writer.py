@@ -81,9 +81,14 @@ class SummaryWriter(tensorboard.SummaryWriter):
         return own if own.is_inert else self._open(run_dir)
 
     def close(self) -> None:
-        # Torch's would begin a new file after it; a copy stays inert.
-        if self.file_writer is not None and not self.file_writer.is_inert:
-            super().close()
+        # A copy stays inert; torch's would begin a new file after it.
+        if self.file_writer is None or self.all_writers is None or self.file_writer.is_inert:
+            return
+        writers = list(self.all_writers.values())
+        # First: while the disk makes this wait, other threads go on in a new file.
+        self.file_writer = self.all_writers = None
+        for file_writer in writers:
+            file_writer.close()
 
     def add_scalar(
         self,
