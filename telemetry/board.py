@@ -70,6 +70,10 @@ class Board:
         self._alert_count += 1
         return text, self._page.alert_value(alert), self._alert_curve()
 
+    def pending_s(self, now: float) -> float | None:
+        """How long :meth:`pending_values` may still wait; None: there are none."""
+        return self._page.pending_s(now)
+
     def pending_values(self) -> tuple[int, Sequence[Summary.Value]]:
         """What is held back to be written together, and the step of the event that takes it."""
         return self._page.last_step, tuple(self._page.pending_values())

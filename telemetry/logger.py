@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.util import Finalize
+from threading import Thread
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,18 +24,19 @@ from telemetry import hyperparameters, links
 from telemetry.alert_file import AlertFile
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
-from telemetry.board import Board, needed_in_every_file
+from telemetry.board import Board
 from telemetry.budget import Budget
 from telemetry.capture import Capture, Content
 from telemetry.directory_claim import DirectoryClaim
 from telemetry.events.file_writer import FileWriter
+from telemetry.events.given_writer import GivenWriter
 from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import SummaryWriter
 from telemetry.faults import Faults
 from telemetry.flight import FlightRecorder
 from telemetry.host_copy import HostCopy
 from telemetry.hyperparameters import Hyperparameter
-from telemetry.pipeline import LoggedScalars, Pipeline, ReadyValues, Sink
+from telemetry.pipeline import CLOSE_TIMEOUT_S, LoggedScalars, Pipeline, ReadyValues
 from telemetry.plugin_data import new_session_id
 from telemetry.ranks import is_first_rank
 from telemetry.records import Alert, Rule, TelemetryAlert
@@ -51,6 +52,9 @@ from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
 
 log = logging.getLogger("telemetry")
+
+_HAND_ON_S = 30.0
+"""The longest time for which a flush of the writer makes its caller wait for us."""
 
 
 class HookLogger:
@@ -72,7 +76,9 @@ class HookLogger:
     Args:
         model: In training, on any device. It may be wrapped or moved afterwards.
         writer: A :class:`telemetry.SummaryWriter` or ``torch.utils.tensorboard.SummaryWriter``,
-            which stays open, or a log directory or URL, for which one of the former is opened.
+            which stays open, or a log directory or URL, for which one of the former is opened. When
+            others flush or close a given one, all that waits here is written first; when it has
+            been closed, the next step opens it again, as its own methods do.
         every_n_steps: Measure in full at steps 0, N, 2N, ...
         max_overhead: Share of the training time that the logger may take on the training thread,
             such as 0.01: on the CPU its CPU time there, on a CUDA device the time by which measured
@@ -104,7 +110,7 @@ class HookLogger:
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument has a value that cannot be meant, such as a glob that matches no
-            module, a closed writer or a model without parameters.
+            module, or a model without parameters.
         OSError: The log directory cannot be written.
     """
 
@@ -147,11 +153,12 @@ class HookLogger:
         check_first_step(first_step)
         self._claim = DirectoryClaim(model, _log_dir_of(writer), self.close)
         first_step = resolved(first_step, _log_dir_of(writer))
-        self._writer, self._owns_writer = _open_writer(writer, first_step)
-        self._claim.hold(self._writer)
+        self._writer = _open_writer(writer, first_step)
+        self._claim.hold(writer if isinstance(self._writer, GivenWriter) else self._writer)
         self._on_alert = on_alert
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
+        self._ended = False
         self._faults = Faults()
         self._later_steps = LaterSteps(self.log_dir, self._faults)
         if first_step > 0:
@@ -168,12 +175,13 @@ class HookLogger:
         board = Board(pictures=images, session_id=session)
         self._pipeline = pipeline = Pipeline(
             board=board,
-            sink=_sink_to(self._writer),
-            flush_sink=self._writer.flush,
+            sink=self._writer,
             rules=(self._flight, self._later_steps, *rules),
             on_alert=self._note_alert,
             faults=self._faults,
         )
+        if isinstance(self._writer, GivenWriter):
+            self._writer.call_before_flush(self._hand_on)
         self._capture = Capture(
             model,
             selection=selection,
@@ -213,19 +221,20 @@ class HookLogger:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        deadline = _Deadline(CLOSE_TIMEOUT_S)
         if exception is not None and is_first_rank():
-            self._pipeline.flush()
+            self._pipeline.flush(deadline.left_s)
             self._flight.on_exception(exception, self._capture.step)
         if exception is not None:
             self._capture.detach()  # which is reason enough for a run without steps
-        self.close()
+        self.close(deadline.left_s)
         if exception is None:
             self._raise_if_asked()
 
     @property
     def log_dir(self) -> str:
         """Where the events go."""
-        return str(self._writer.log_dir)
+        return self._writer.get_logdir()
 
     @property
     def current_step(self) -> int:
@@ -322,9 +331,11 @@ class HookLogger:
         self._raise_if_asked()
 
     def flush(self) -> None:
-        """Wait until everything so far has been judged and written."""
-        self._pipeline.flush()
-        self._files.flush()
+        """Wait until everything so far has been judged and written; a minute at most."""
+        deadline = _Deadline(CLOSE_TIMEOUT_S)
+        self._pipeline.flush(deadline.left_s)
+        self._files.flush(deadline.left_s)
+        self._writer.flush(deadline.left_s)
 
     def state_dict(self) -> dict[str, Any]:
         """The step in progress and what the alerts know, for a checkpoint; call it between steps.
@@ -366,7 +377,7 @@ class HookLogger:
         self._capture.detach()
         self._pipeline.flush()
         self._capture.load_state_dict(usable)
-        if self._owns_writer and isinstance(self._writer, SummaryWriter):
+        if isinstance(self._writer, FileWriter):
             self._writer.purge(self._capture.step)
         # The step in progress is measured as it was; what the rules want is for those after it.
         self._pipeline.full_wanted = usable.get("full") is True
@@ -390,20 +401,37 @@ class HookLogger:
             raise ValueError("HookLogger.attach(): the logger is closed; make a new one")
         self._capture.attach()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Take all hooks off, write what is waiting, tell what was lost. Harmless when repeated.
 
         The writer is flushed; it is closed if this logger opened it.
+
+        Args:
+            timeout_s: The longest time in seconds that all of this takes, if the disk does not
+                answer or a rule does not return. What is left then is counted and told.
         """
         self._finalizer.cancel()
         self._capture.end()
-        self._pipeline.close()
+        if self._pipeline.on_own_thread():  # on_alert closes: what waits is judged after it
+            Thread(target=self._end, args=(timeout_s,), name="telemetry-close").start()
+        else:
+            self._end(timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
+        if self._ended:
+            return
+        deadline = _Deadline(timeout_s)
+        self._pipeline.close(deadline.left_s)
         self._flight.close()
-        self._files.close()
-        if self._owns_writer:
-            self._writer.close()
-            self._owns_writer = False
+        self._files.close(deadline.left_s)
+        self._writer.close(deadline.left_s)
         self._claim.release()
+        self._ended = True
+
+    def _hand_on(self) -> None:
+        """Someone flushes or closes the writer: what waits is judged, and comes before that."""
+        if not self._pipeline.is_late:
+            self._pipeline.flush(_HAND_ON_S)
 
     def _write_costs(self, step: int) -> None:
         """Write what the budget has done up to a step that was measured in full."""
@@ -437,6 +465,17 @@ class HookLogger:
         if self._to_raise is not None and not self._pipeline.on_own_thread():
             alert, self._to_raise = self._to_raise, None
             raise TelemetryAlert(alert)
+
+
+class _Deadline:
+    """One time limit for several things that may each take all of it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._end - time.monotonic())
 
 
 def _check_model(model: object) -> None:
@@ -478,16 +517,12 @@ def _check_rules(alerts: Any) -> Sequence[Rule]:
     return rules
 
 
-def _open_writer(writer: object, first_step: int) -> tuple[tensorboard.SummaryWriter, bool]:
-    """The writer, and whether it was opened here."""
+def _open_writer(writer: object, first_step: int) -> FileWriter | GivenWriter:
     if isinstance(writer, tensorboard.SummaryWriter):
-        # A closed writer would silently begin another file.
-        if writer.file_writer is None:
-            raise ValueError("HookLogger(writer=...): is closed; open a new SummaryWriter")
-        return writer, False
+        return GivenWriter(writer)
     log_dir = _log_dir_of(writer)
     try:
-        return SummaryWriter(log_dir, purge_step=first_step or None), True
+        return SummaryWriter(log_dir, purge_step=first_step or None)._get_file_writer()
     except OSError as error:
         raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
 
@@ -516,22 +551,6 @@ def _say_where(log_dir: str) -> None:
         log.info("%s", links.command(log_dir))
     elif sys.stderr is not None and sys.stderr.isatty():
         print(links.command(log_dir), file=sys.stderr)
-
-
-def _sink_to(writer: tensorboard.SummaryWriter) -> Sink:
-    def write(
-        values: Sequence[Summary.Value], *, step: int, wall_time: float, droppable: bool
-    ) -> None:
-        file_writer: Any = writer.file_writer
-        if file_writer is None:
-            raise ValueError("the SummaryWriter was closed before the HookLogger")
-        if isinstance(file_writer, FileWriter):
-            repeat = () if droppable else needed_in_every_file(values)
-            file_writer.write_values(values, step, wall_time, droppable=droppable, repeat=repeat)
-        else:
-            file_writer.add_event(Event(summary=Summary(value=values)), step, wall_time)
-
-    return write
 
 
 _LOGGED_TOO_LATE = (

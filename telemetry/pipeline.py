@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.alerts.memory import load_states, states_of
-from telemetry.board import Board
+from telemetry.board import Board, needed_in_every_file
 from telemetry.capture import CapturedStep
 from telemetry.events import summaries
 from telemetry.faults import Faults
@@ -27,8 +27,11 @@ from telemetry.records import Alert, Rule, StepRecord
 
 log = logging.getLogger("telemetry")
 
-MAX_STEPS_WAITING = 1000
-MAX_BYTES_WAITING = 64 * 2**20
+MAX_DETAIL_BYTES = 64 * 2**20
+MAX_BYTES = 2 * MAX_DETAIL_BYTES
+"""While more bytes wait than the former, steps are taken without what was measured in full; while
+more than the latter, not at all."""
+
 CLOSE_TIMEOUT_S = 60.0
 VALUES_AT_ONCE = 500
 
@@ -39,11 +42,29 @@ two steps of training all code leaves the core's cache, and one alone takes twic
 
 
 class Sink(Protocol):
-    """Where values go: the writer's file."""
+    """Where values go: a file that another thread writes, so that no alert waits for the disk."""
 
-    def __call__(
-        self, values: Sequence[Summary.Value], *, step: int, wall_time: float, droppable: bool
-    ) -> None: ...
+    def write_values(
+        self,
+        values: Sequence[Summary.Value],
+        step: int,
+        wall_time: float,
+        /,
+        *,
+        droppable: bool,
+        flush: bool,
+        repeat: Sequence[Summary.Value],
+    ) -> None:
+        """Add one event.
+
+        Args:
+            values: What it holds.
+            step: Of the event.
+            wall_time: Likewise.
+            droppable: Whether it may be left out when too much waits.
+            flush: Have it written at once, without waiting for that.
+            repeat: Those of the values that every further file has to hold, too.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,11 +89,16 @@ Item = CapturedStep | LoggedScalars | ReadyValues | Callable[[], None]
 Result = TypeVar("Result")
 
 
+class _Thread(threading.Thread):
+    """Of a pipeline; none of them waits for another, for that one may be waiting for it."""
+
+
 class Pipeline:
     """Takes steps from the training thread and never makes it wait.
 
-    At most 1000 steps wait, and 64 MiB of those measured in full; more are dropped, counted and
-    told. What the user logged is never dropped. In a forked child everything is ignored.
+    While 64 MiB wait, a step that was measured in full is taken with its norms alone: rules look at
+    each step. Only while as much again waits, steps are dropped; both is counted and told. What the
+    user logged is never dropped. In a forked child everything is ignored.
 
     Steps that are not measured in full, and what the user logged, are taken up a few at a time,
     after half a second or eight steps at most; at once while a rule asks for full measurements.
@@ -80,7 +106,6 @@ class Pipeline:
     Args:
         board: Says what to write.
         sink: Takes the values to write, on the background thread.
-        flush_sink: Brings what was written to the file.
         rules: Look at each record in turn. A rule may have an attribute ``wants_full``, which asks
             for a full measurement of the next step (:attr:`full_wanted`), and a method
             ``on_loss(step, loss)``, which is told each loss when it is logged: a loss may come
@@ -94,14 +119,12 @@ class Pipeline:
         *,
         board: Board,
         sink: Sink,
-        flush_sink: Callable[[], None],
         rules: Iterable[Rule],
         on_alert: Callable[[Alert, float], None],
         faults: Faults,
     ) -> None:
         self._board = board
         self._sink = sink
-        self._flush_sink = flush_sink
         self._rules = tuple(rules)
         self._on_alert = on_alert
         self._faults = faults
@@ -112,26 +135,34 @@ class Pipeline:
         self._hurry: SimpleQueue[None] = SimpleQueue()
         # How many of what is in the queue have waited.
         self._few = 0
-        # Two counts with one writing thread each, where one count would need a lock.
-        self._bytes_taken = 0
-        self._bytes_done = 0
+        # Counts with one writing thread each, where a common one would need a lock.
+        self._steps_taken = self._steps_done = 0
+        self._bytes_taken = self._bytes_done = 0
         self._scalars: dict[int, dict[str, float]] = {}
         self._pid = os.getpid()
         self._closed = False
+        self._abandoned = False
+        self._late: threading.Event | None = None
+        self.thinned = 0
         self.dropped = 0
         self.full_wanted = False
-        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._thread = _Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 
     def submit(self, captured: CapturedStep) -> None:
-        """Take a finished step, or drop it if too many are waiting."""
+        """Take a finished step, or as much of it as there is room for."""
         if self._closed or os.getpid() != self._pid:
             return
         bytes_waiting = self._bytes_taken - self._bytes_done
-        too_large = captured.measurements is not None and bytes_waiting > MAX_BYTES_WAITING
-        if self._queue.qsize() >= MAX_STEPS_WAITING or too_large:
-            self._drop(captured.step)
+        if bytes_waiting > MAX_BYTES:
+            self.dropped += 1
+            self._tell_short(captured.step, "is not recorded", self.dropped)
             return
+        if bytes_waiting > MAX_DETAIL_BYTES and captured.window.full:
+            captured = captured.without_detail()
+            self.thinned += 1
+            self._tell_short(captured.step, "is recorded with its norms alone", self.thinned)
+        self._steps_taken += 1
         self._bytes_taken += captured.nbytes
         self._queue.put(captured)
         if captured.window.full or self.full_wanted or (captured.step + 1) % FEW == 0:
@@ -142,15 +173,25 @@ class Pipeline:
         if not self._closed and os.getpid() == self._pid:
             self._queue.put(item)
 
-    def flush(self) -> None:
-        """Wait until everything taken so far is written; at once on the background thread."""
-        if self._closed or os.getpid() != self._pid or self.on_own_thread():
+    @property
+    def is_late(self) -> bool:
+        """Whether a :meth:`flush` has given up, and what it waited for is still not done."""
+        return self._late is not None and not self._late.is_set()
+
+    def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait until everything taken so far is judged and handed on to be written.
+
+        At once on a background thread, of this pipeline or another.
+        """
+        here = threading.current_thread()
+        if self._closed or os.getpid() != self._pid or isinstance(here, _Thread):
             return
         done = threading.Event()
         self._queue.put(done)
         self._hurry.put(None)
-        if not done.wait(CLOSE_TIMEOUT_S):
-            log.warning("telemetry: writing takes longer than %.0f s", CLOSE_TIMEOUT_S)
+        if not done.wait(timeout_s):
+            self._late = done
+            log.warning("telemetry: the steps so far are not judged within %.3g s", timeout_s)
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """What the rules know when they have judged everything so far, as plain values.
@@ -178,17 +219,20 @@ class Pipeline:
         misfits = self._in_turn(load)
         return ["the rules"] if misfits is None else misfits
 
-    def close(self) -> None:
-        """Write what is waiting and end the thread; harmless when done twice."""
-        if self._closed or os.getpid() != self._pid:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Judge what is waiting, end the thread, and report what was lost; harmless when repeated.
+
+        Not to be called on the background thread.
+        """
+        if os.getpid() != self._pid:
             return
-        self._closed = True
+        told, self._closed = self._closed, True
         self._queue.put(None)
         self._hurry.put(None)
-        if not self.on_own_thread():
-            self._thread.join(CLOSE_TIMEOUT_S)
-        if self.dropped:
-            log.warning("telemetry: %d steps were dropped, training was faster", self.dropped)
+        self._thread.join(timeout_s)
+        self._abandoned = True
+        if not told:
+            self._tell_losses(timeout_s)
 
     def _in_turn(self, act: Callable[[], Result]) -> Result | None:
         """What ``act`` gives when everything so far is judged; None if that takes too long."""
@@ -207,31 +251,46 @@ class Pipeline:
         """Whether the caller is the background thread: a rule or a callback."""
         return threading.current_thread() is self._thread
 
-    def _drop(self, step: int) -> None:
-        self.dropped += 1
-        if self.dropped == 1:
+    def _tell_short(self, step: int, what: str, count: int) -> None:
+        if count == 1:
             log.warning(
-                "telemetry: step %d is not recorded, earlier ones are still being written; "
+                "telemetry: step %d %s, earlier ones are still being judged; "
                 "a larger every_n_steps keeps up (told once, counted until close)",
                 step,
+                what,
             )
+
+    def _tell_losses(self, timeout_s: float) -> None:
+        losses = {
+            "were recorded with their norms alone, training was faster": self.thinned,
+            "were dropped, training was faster": self.dropped,
+            f"were not judged within {timeout_s:.3g} s": self._steps_taken - self._steps_done,
+        }
+        told = [f"{count} steps {what}" for what, count in losses.items() if count]
+        if told:
+            log.warning("telemetry: %s", "; ".join(told))
 
     # --- on the background thread --------------------------------------------------------------
 
     def _run(self) -> None:
-        while (item := self._next()) is not None:
-            try:
+        while (item := self._next()) is not None and not self._abandoned:
+            with self._faults.contained("to record a step"):
                 self._take(item)
-            except Exception:
-                self._faults.report("to record a step")
-        self._flush()
+        if not self._abandoned:
+            self._write_pending()
 
     def _next(self) -> Item | threading.Event | None:
         """What has waited longest; what then comes with it is next, without another wait."""
-        item = self._queue.get()
+        while True:
+            try:
+                item = self._queue.get(timeout=self._board.pending_s(time.time()))
+                break
+            except Empty:
+                self._write_pending()
         if self._few == 0:
             with contextlib.suppress(Empty):
-                self._hurry.get(timeout=FEW_S)
+                pending_s = self._board.pending_s(time.time())
+                self._hurry.get(timeout=FEW_S if pending_s is None else min(FEW_S, pending_s))
                 while True:
                     self._hurry.get_nowait()
             self._few = 1 + self._queue.qsize()
@@ -240,28 +299,40 @@ class Pipeline:
 
     def _take(self, item: Item | threading.Event) -> None:
         if isinstance(item, threading.Event):
-            self._flush()
+            self._write_pending()
             item.set()
         elif callable(item):
             item()
         elif isinstance(item, ReadyValues):
-            self._sink(item.values, step=item.step, wall_time=item.wall_time, droppable=False)
+            self._write(item.values, item.step, item.wall_time)
         elif isinstance(item, LoggedScalars):
             self._write_scalars(item)
         else:
             try:
                 self._write_step(item)
             finally:
+                self._steps_done += 1
                 self._bytes_done += item.nbytes
 
-    def _flush(self) -> None:
-        try:
+    def _write(
+        self,
+        values: Sequence[Summary.Value],
+        step: int,
+        wall_time: float,
+        *,
+        droppable: bool = False,
+        flush: bool = False,
+    ) -> None:
+        repeat = () if droppable else needed_in_every_file(values)
+        self._sink.write_values(
+            values, step, wall_time, droppable=droppable, flush=flush, repeat=repeat
+        )
+
+    def _write_pending(self) -> None:
+        with self._faults.contained("to write the latest norms"):
             step, pending = self._board.pending_values()
             if pending:
-                self._sink(pending, step=step, wall_time=time.time(), droppable=True)
-            self._flush_sink()
-        except Exception:
-            self._faults.report("to flush the event file")
+                self._write(pending, step, time.time(), droppable=True)
 
     def _write_scalars(self, item: LoggedScalars) -> None:
         values = {
@@ -269,12 +340,8 @@ class Pipeline:
             for name, value in item.values.items()
         }
         self._scalars.setdefault(item.step, {}).update(values)
-        self._sink(
-            [summaries.scalar(name, value) for name, value in values.items()],
-            step=item.step,
-            wall_time=item.wall_time,
-            droppable=False,
-        )
+        points = [summaries.scalar(name, value) for name, value in values.items()]
+        self._write(points, item.step, item.wall_time)
         if "loss" in values:
             self._tell(self._judge_loss(item.step, values["loss"]), item.wall_time)
 
@@ -287,11 +354,11 @@ class Pipeline:
         droppable = not self._board.is_needed(record)
         step, wall_time, late = self._board.late_values(record)
         if late:
-            self._sink(late, step=step, wall_time=wall_time, droppable=True)
+            self._write(late, step, wall_time, droppable=True)
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
         values = iter(self._board.values_of(record))
         while some := list(islice(values, VALUES_AT_ONCE)):
-            self._sink(some, step=record.step, wall_time=record.wall_time, droppable=droppable)
+            self._write(some, record.step, record.wall_time, droppable=droppable)
 
     def _judge(self, record: StepRecord) -> Iterator[Alert]:
         for rule in self._rules:
@@ -328,13 +395,11 @@ class Pipeline:
             level = logging.INFO
         if is_first_rank():
             log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
-        values = self._board.alert_values(alert)
-        self._sink(values, step=alert.step, wall_time=wall_time, droppable=False)
-        self._flush()
-        try:
+        self._write_pending()
+        with self._faults.contained("to write an alert"):
+            self._write(self._board.alert_values(alert), alert.step, wall_time, flush=True)
+        with self._faults.contained("to call on_alert"):
             self._on_alert(alert, wall_time)
-        except Exception:
-            self._faults.report("to call on_alert")
 
 
 def _checked(found: object) -> Iterator[Alert]:

@@ -59,7 +59,7 @@ TORCH_FREE = {
     "report",
     "cli",
 }
-USES_TORCH = {"telemetry.events.summary_writer"}
+USES_TORCH = {"telemetry.events.given_writer", "telemetry.events.summary_writer"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -28,7 +29,9 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from twins import Recorder, assert_left_alone
 
+import telemetry
 from telemetry import Alert, HookLogger, TelemetryAlert, cli
+from telemetry.events import list_event_files
 from telemetry.plugin_data import PLUGIN_NAME
 from telemetry.plugin_data.files import FileSource
 from telemetry.plugin_data.format import LAYOUT_PREFIX, parse_layout_tag
@@ -473,8 +476,13 @@ def test_two_loggers_of_one_model_do_not_disturb_each_other(tmp_path: Path) -> N
     assert one[2].activations["0"].sketch.sum == two[2].activations["0"].sketch.sum
 
 
-def test_a_given_writer_stays_open(tmp_path: Path) -> None:
-    writer = SummaryWriter(tmp_path)
+WRITERS = pytest.mark.parametrize("kind", [SummaryWriter, telemetry.SummaryWriter])
+"""Torch's and ours."""
+
+
+@WRITERS
+def test_a_given_writer_stays_open(tmp_path: Path, kind: type[SummaryWriter]) -> None:
+    writer = kind(tmp_path)
     model = mlp()
     with HookLogger(model, writer):
         run_through(train(model))
@@ -482,6 +490,58 @@ def test_a_given_writer_stays_open(tmp_path: Path) -> None:
     writer.close()
     assert scalars(tmp_path, "after") == {0: 1.0}
     assert len(scalars(tmp_path, "grad_norm/total")) == 5
+
+
+@WRITERS
+def test_all_steps_are_in_the_file_when_a_given_writer_is_flushed_or_closed(
+    tmp_path: Path, kind: type[SummaryWriter], caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = kind(tmp_path)
+    model = mlp()
+    with HookLogger(model, writer):
+        run_through(train(model, steps=6))
+        writer.flush()
+        assert list(scalars(tmp_path, "grad_norm/total")) == list(range(6))
+        run_through(train(model, steps=3))
+        writer.close()
+        assert list(scalars(tmp_path, "grad_norm/total")) == list(range(9))
+    assert len(list_event_files(tmp_path)) == 1
+    assert caplog.text == ""
+
+
+@WRITERS
+def test_a_given_writer_that_is_closed_goes_on_in_a_new_file(
+    tmp_path: Path, kind: type[SummaryWriter], caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = kind(tmp_path)
+    model = mlp()
+    with HookLogger(model, writer):
+        run_through(train(model, steps=9))
+        writer.close()
+        run_through(train(model, steps=11))
+    writer.close()
+    with HookLogger(model, writer, first_step=20):
+        run_through(train(model, steps=5))
+    writer.close()
+    assert list(scalars(tmp_path, "grad_norm/total")) == list(range(25))
+    assert len(list_event_files(tmp_path)) == 3
+    assert caplog.text == ""
+
+
+@WRITERS
+def test_two_loggers_may_share_a_writer(tmp_path: Path, kind: type[SummaryWriter]) -> None:
+    models, writer = [mlp(), mlp()], kind(tmp_path)
+    before = dict(vars(writer))
+    loggers = [HookLogger(model, writer, alerts=()) for model in models]
+    for model in models:
+        run_through(train(model, steps=4))
+    writer.flush()
+    steps = [event.step for event in load(tmp_path).Scalars("grad_norm/total")]
+    assert sorted(steps) == [0, 0, 1, 1, 2, 2, 3, 3]
+    for logger in loggers:
+        logger.close()
+    assert vars(writer) == before
+    writer.close()
 
 
 def test_a_logger_that_nobody_keeps_goes_on_until_the_model_is_gone(tmp_path: Path) -> None:
@@ -631,6 +691,44 @@ def test_an_alert_raises_between_two_steps_if_asked_to(tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@WRITERS
+@pytest.mark.parametrize("method", ["flush", "close"])
+def test_a_callback_may_flush_or_close_the_writer(
+    tmp_path: Path, kind: type[SummaryWriter], method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, writer = mlp(), kind(tmp_path)
+
+    def on_alert(alert: Alert) -> None:
+        getattr(writer, method)()
+
+    with HookLogger(model, writer, alerts=[fault_at(1)], on_alert=on_alert):
+        run_through(train(model))
+    writer.close()
+    assert list(scalars(tmp_path, "grad_norm/total")) == [0, 1, 2, 3, 4]
+    assert "failed" not in caplog.text
+
+
+def test_a_callback_may_close_the_logger_and_what_waits_is_judged(tmp_path: Path) -> None:
+    model, recorder, closed = mlp(), Recorder(), threading.Event()
+    may_begin = threading.Event()
+
+    def held_up(record: StepRecord) -> Iterable[Alert]:
+        assert may_begin.wait(30)
+        return fault_at(1)(record)
+
+    def on_alert(alert: Alert) -> None:
+        logger.close()
+        closed.set()
+
+    logger = HookLogger(model, tmp_path, alerts=[held_up, recorder], on_alert=on_alert)
+    run_through(train(model, steps=9))
+    may_begin.set()
+    assert closed.wait(30)
+    logger.close()  # comes back when that has ended, too
+    assert [record.step for record in recorder.records] == list(range(9))
+    assert list(scalars(tmp_path, "grad_norm/total")) == list(range(9))
+
+
 def test_a_callback_that_fails_is_told_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -705,13 +803,6 @@ def test_bad_arguments_are_named(
     with pytest.raises(error, match=message):
         HookLogger(**{"model": mlp(), "writer": tmp_path, **options})
     assert not list(tmp_path.iterdir())
-
-
-def test_a_closed_writer_is_refused(tmp_path: Path) -> None:
-    writer = SummaryWriter(tmp_path)
-    writer.close()
-    with pytest.raises(ValueError, match=r"HookLogger\(writer=...\): is closed"):
-        HookLogger(mlp(), writer)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 import threading
 import time
+import tracemalloc
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+import torch
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry import pipeline as pipeline_module
 from telemetry.board import Board
 from telemetry.capture.captured import CapturedStep, RunTotals
 from telemetry.capture.window import Window
+from telemetry.events.background import BackgroundWriter
 from telemetry.faults import Faults
 from telemetry.measure import Measurer
 from telemetry.pipeline import LoggedScalars, Pipeline
+from telemetry.pipeline import Sink as AnySink
 from telemetry.records import Alert, Layout, Rule, StepRecord
 
 LAYOUT = Layout(modules=(), parameters=())
@@ -31,14 +37,32 @@ class Sink:
         self.gate = threading.Event()
         self.gate.set()
         self.fails = False
+        self._changed = threading.Condition()
 
-    def __call__(
-        self, values: Sequence[Summary.Value], *, step: int, wall_time: float, droppable: bool
+    def write_values(
+        self,
+        values: Sequence[Summary.Value],
+        step: int,
+        wall_time: float,
+        *,
+        droppable: bool,
+        flush: bool,
+        repeat: Sequence[Summary.Value],
     ) -> None:
         assert self.gate.wait(30)
         if self.fails:
             raise OSError("no space left on device")
-        self.written.append((step, [value.tag for value in values], droppable))
+        with self._changed:
+            self.written.append((step, [value.tag for value in values], droppable))
+            self._changed.notify_all()
+
+    def has_got(self, prefix: str) -> bool:
+        """Wait for a value whose tag begins so."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: any(tag.startswith(prefix) for _, tags, _ in self.written for tag in tags),
+                30,
+            )
 
     @property
     def steps(self) -> list[int]:
@@ -50,22 +74,25 @@ def sink() -> Sink:
     return Sink()
 
 
-def make(sink: Sink, *rules: Rule, told: list[Alert] | None = None) -> Pipeline:
+def make(
+    sink: AnySink, *rules: Rule, told: list[Alert] | None = None, board: Board | None = None
+) -> Pipeline:
     alerts = [] if told is None else told
     return Pipeline(
-        board=Board(),
+        board=board or Board(),
         sink=sink,
-        flush_sink=lambda: None,
         rules=rules,
         on_alert=lambda alert, wall_time: alerts.append(alert),
         faults=Faults(),
     )
 
 
-def captured(step: int, *, full: bool = False) -> CapturedStep:
+def captured(step: int, *, full: bool = False, wall_time: float = 0.0) -> CapturedStep:
     window = Window(step=step, measurer=Measurer() if full else None)
+    if full:
+        assert window.observe(window.tally, "weights", "weight", torch.ones(10))
     return CapturedStep.of(
-        window, wall_time=0.0, layout=LAYOUT, totals=RunTotals(), faults=Faults()
+        window, wall_time=wall_time, layout=LAYOUT, totals=RunTotals(), faults=Faults()
     )
 
 
@@ -94,23 +121,65 @@ def test_steps_are_written_in_order_by_the_time_flush_returns(sink: Sink) -> Non
     pipeline.close()
 
 
-def test_steps_that_do_not_fit_are_dropped_counted_and_told(
+def test_light_steps_wait_by_the_thousand_and_each_is_judged(sink: Sink) -> None:
+    watch = Watch()
+    pipeline = make(sink, watch)
+    sink.gate.clear()
+    for step in range(5000):
+        pipeline.submit(captured(step))
+    sink.gate.set()
+    pipeline.close()
+    assert watch.steps == sink.steps == list(range(5000))
+    assert (pipeline.thinned, pipeline.dropped) == (0, 0)
+
+
+def test_what_a_waiting_step_takes_is_about_what_is_counted(sink: Sink) -> None:
+    kept = [captured(step) for step in range(1000)]
+    tracemalloc.start()
+    kept = [captured(step) for step in range(1000)]
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(step.nbytes for step in kept) == pytest.approx(taken, rel=0.5)
+
+
+def test_steps_without_room_keep_their_norms_and_are_judged(
     sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pipeline_module, "MAX_STEPS_WAITING", 3)
+    monkeypatch.setattr(pipeline_module, "MAX_DETAIL_BYTES", 0)
+    seen: list[StepRecord] = []
+
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        seen.append(record)
+        yield from ()
+
+    pipeline = make(sink, rule)
+    sink.gate.clear()
+    for step in range(4):
+        pipeline.submit(captured(step, full=True))
+    sink.gate.set()
+    pipeline.close()
+    assert [record.step for record in seen] == [0, 1, 2, 3]
+    assert [(record.full, len(record.weights)) for record in seen] == [(True, 1), *[(False, 0)] * 3]
+    assert sink.steps == [0, 1, 2, 3]
+    assert caplog.text.count("is recorded with its norms alone") == 1
+    assert "3 steps were recorded with their norms alone" in caplog.text
+
+
+def test_steps_beyond_all_room_are_dropped_counted_and_told(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline_module, "MAX_BYTES", 3 * captured(0).nbytes - 1)
     pipeline = make(sink)
     sink.gate.clear()
     for step in range(10):
         pipeline.submit(captured(step))
         pipeline.submit_logged(scalars(step, accuracy=0.5))
-    dropped = pipeline.dropped
     sink.gate.set()
     pipeline.close()
-    assert dropped >= 6
-    assert len(sink.steps) == 10 - dropped
+    assert sink.steps == [0, 1, 2]
     assert sum("accuracy" in tags for _, tags, _ in sink.written) == 10
     assert caplog.text.count("is not recorded") == 1
-    assert f"{dropped} steps were dropped" in caplog.text
+    assert "7 steps were dropped" in caplog.text
 
 
 def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(sink: Sink) -> None:
@@ -249,6 +318,147 @@ def test_every_step_is_taken_at_once_while_a_rule_is_suspicious(sink: Sink) -> N
     pipeline.submit(captured(1))
     assert watch.has_seen(2)
     pipeline.close()
+
+
+# --- what is held back ---------------------------------------------------------------------------
+
+
+def test_norms_of_the_last_steps_do_not_wait_for_a_later_one(sink: Sink) -> None:
+    pipeline = make(sink)
+    for step in range(3):
+        pipeline.submit(captured(step, wall_time=time.time()))
+    assert sink.has_got("telemetry/n/")
+    pipeline.close()
+    blocks = [tags for _, tags, _ in sink.written if any("telemetry/n/" in tag for tag in tags)]
+    assert len(blocks) == 1
+
+
+def test_the_thread_sleeps_while_nothing_is_held_back(sink: Sink) -> None:
+    class Watched(Board):
+        asked = threading.Event()
+
+        def pending_s(self, now: float) -> float | None:
+            self.asked.set()
+            return super().pending_s(now)
+
+        def pending_values(self) -> tuple[int, Sequence[Summary.Value]]:
+            self.asked.set()
+            return super().pending_values()
+
+    board = Watched()
+    pipeline = make(sink, board=board)
+    pipeline.submit(captured(0, wall_time=time.time()))
+    assert sink.has_got("telemetry/n/")
+    pipeline.flush()
+    pipeline.submit_logged(scalars(1, accuracy=0.5))
+    assert sink.has_got("accuracy")
+    for _ in range(20):
+        board.asked.clear()
+        if not board.asked.wait(0.3):
+            break
+    else:
+        pytest.fail("it wakes for nothing")
+    pipeline.close()
+
+
+# --- a disk that hangs ---------------------------------------------------------------------------
+
+
+class HangingDisk:
+    """A sink whose file is written by a thread of its own, which hangs until ``answering``."""
+
+    def __init__(self) -> None:
+        self.answering = threading.Event()
+        self.written: list[Event] = []
+        self.background = BackgroundWriter(
+            self, name="runs/x", flush_s=3600.0, max_pending_bytes=1 << 20
+        )
+
+    def write_values(
+        self,
+        values: Sequence[Summary.Value],
+        step: int,
+        wall_time: float,
+        *,
+        droppable: bool,
+        flush: bool,
+        repeat: Sequence[Summary.Value],
+    ) -> None:
+        event = Event(step=step, wall_time=wall_time, summary=Summary(value=values))
+        self.background.put(event.SerializeToString(), droppable=droppable, flush=flush)
+
+    def write(self, records: deque[bytes], *, urgent: bool) -> None:
+        assert self.answering.wait(30)
+        while records:
+            self.written.append(Event.FromString(records.popleft()))
+
+    def close(self) -> None: ...
+
+
+def test_rules_judge_each_step_and_alerts_are_told_while_the_disk_hangs() -> None:
+    disk, watch, told = HangingDisk(), Watch(), []
+    pipeline = make(disk, watch, lambda record: [an_alert(record.step)], told=told)
+    for step in range(2000):
+        pipeline.submit(captured(step))
+    pipeline.flush()
+    assert watch.steps == list(range(2000))
+    assert [alert.step for alert in told] == list(range(2000))
+    assert disk.written == []
+    disk.answering.set()
+    pipeline.close()
+    disk.background.close()
+    alerts = [e.step for e in disk.written if e.summary.value[0].tag.startswith("alert/")]
+    assert alerts == list(range(2000))
+
+
+def test_what_a_rule_that_hangs_leaves_is_counted_when_time_is_over(
+    sink: Sink, caplog: pytest.LogCaptureFixture
+) -> None:
+    entered, may_go_on = threading.Event(), threading.Event()
+
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        entered.set()
+        assert may_go_on.wait(30)
+        yield from ()
+
+    pipeline = make(sink, rule)
+    for step in range(5):
+        pipeline.submit(captured(step))
+    assert entered.wait(30)
+    pipeline.flush(0.01)
+    assert pipeline.is_late
+    pipeline.close(0.01)
+    assert "telemetry: 5 steps were not judged within 0.01 s" in caplog.messages
+    may_go_on.set()
+    pipeline._thread.join(30)
+    assert sink.steps == [0]  # the one at which it hung; the writer may be closed by now
+
+
+def test_a_pipeline_does_not_wait_for_another_that_waits_for_it(sink: Sink) -> None:
+    met, done = threading.Barrier(2), threading.Barrier(3)
+    pipelines: list[Pipeline] = []
+
+    def flush_both(alert: Alert) -> None:
+        met.wait(20)
+        for pipeline in pipelines:
+            pipeline.flush()
+        done.wait(20)
+
+    pipelines += [
+        Pipeline(
+            board=Board(),
+            sink=sink,
+            rules=[lambda record: [an_alert(record.step)]],
+            on_alert=lambda alert, wall_time: flush_both(alert),
+            faults=Faults(),
+        )
+        for _ in range(2)
+    ]
+    for pipeline in pipelines:
+        pipeline.submit(captured(0))
+    done.wait(20)
+    for pipeline in pipelines:
+        pipeline.close()
 
 
 def test_a_writer_that_fails_is_told_once_and_the_next_steps_are_taken(

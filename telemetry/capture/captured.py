@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
@@ -14,12 +15,15 @@ from torch import Tensor
 
 from telemetry import images
 from telemetry.capture.scaler import SkippedSteps
-from telemetry.capture.tally import Kind, Name, Observation
+from telemetry.capture.tally import Kind, Name, Observation, Tally
 from telemetry.capture.window import Window
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurements
 from telemetry.records import Layout, StepRecord, TensorRecord
+
+_STEP_BYTES = 2560
+"""What any step takes, its objects together."""
 
 _OBSERVATION_BYTES = 1024
 """What leads to the record of a small tensor; its values are in the measurer's arena."""
@@ -90,13 +94,29 @@ class CapturedStep:
         """The step's number."""
         return self.window.step
 
-    @property
+    def without_detail(self) -> CapturedStep:
+        """The same step with nothing but its norms: for where memory is short."""
+        window = replace(
+            self.window,
+            measurer=None,
+            left_out=frozenset(),
+            tally=Tally(),
+            updates=[],
+            feature_maps={},
+            filters={},
+            input=None,
+            random_states={},
+        )
+        return replace(self, window=window, measurements=None)
+
+    @cached_property
     def nbytes(self) -> int:
         """Host memory held until :meth:`record`, about; the measurer bounds its own."""
         pictures = [*self.window.feature_maps.values(), *self.window.filters.values()]
         observations = len(self.window.tally.observations)
         norms = sum(1 for _ in self.window.indices()) * _NORM_BYTES
-        return observations * _OBSERVATION_BYTES + norms + sum(p.nbytes for p in pictures)
+        detail = observations * _OBSERVATION_BYTES + sum(p.nbytes for p in pictures)
+        return _STEP_BYTES + norms + detail
 
     def record(self, scalars: Mapping[str, float]) -> StepRecord:
         """Reduce to numbers and pixels; waits for an accelerator, so not for the training thread.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, TaggedRunMetadata
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog, TaggedRunMetadata
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.events.background import PATIENCE_S, BackgroundWriter, Files
@@ -151,6 +151,10 @@ class FileWriter:
     ) -> None:
         """Adds an event with this summary."""
         self.add_event(Event(summary=summary), global_step, walltime)
+
+    def purge(self, step: int) -> None:
+        """Hides in TensorBoard what was logged so far for this step and later ones."""
+        self.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
     def add_graph(self, graph_profile: tuple[Any, Any], walltime: float | None = None) -> None:
         """Adds a ``GraphDef`` and the ``RunMetadata`` of one step."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils import tensorboard
 from torch.utils.tensorboard.summary import hparams, scalar
@@ -70,13 +69,8 @@ class SummaryWriter(tensorboard.SummaryWriter):
             self.all_writers = {self.file_writer.get_logdir(): self.file_writer}
             if self.purge_step is not None:
                 step, self.purge_step = self.purge_step, None
-                self.purge(step)
+                self.file_writer.purge(step)
         return self.file_writer
-
-    def purge(self, step: int) -> None:
-        """Hide in TensorBoard what was logged so far for this step and later ones."""
-        start = SessionLog(status=SessionLog.START)
-        self._get_file_writer().add_event(Event(session_log=start), step)
 
     def _open(self, log_dir: str | os.PathLike[str]) -> FileWriter:
         return FileWriter(log_dir, flush_s=self.flush_secs, filename_suffix=self.filename_suffix)
@@ -87,22 +81,19 @@ class SummaryWriter(tensorboard.SummaryWriter):
 
     def flush(self) -> None:
         """Waits until everything so far is in the files, 30 s at most."""
-        self._within(PATIENCE_S, FileWriter.flush)
+        _within(PATIENCE_S, (self.all_writers or {}).values(), FileWriter.flush)
 
     def close(self) -> None:
         """Writes what waits, 30 s at most, and logs what was lost; what is added later begins anew.
 
         A copy stays inert.
         """
-        if self.file_writer is not None and not self.file_writer.is_inert:
-            self._within(PATIENCE_S, FileWriter.close)
-            self.file_writer = self.all_writers = None
-
-    def _within(self, timeout_s: float, act: Callable[[FileWriter, float], object]) -> None:
-        """Do this with each file, all together in this time."""
-        deadline = time.monotonic() + timeout_s
-        for writer in (self.all_writers or {}).values():
-            act(writer, max(0.0, deadline - time.monotonic()))
+        if self.file_writer is None or self.all_writers is None or self.file_writer.is_inert:
+            return
+        writers = self.all_writers
+        # First: while the disk makes this wait, other threads go on in a new file.
+        self.file_writer = self.all_writers = None
+        _within(PATIENCE_S, writers.values(), FileWriter.close)
 
     def add_scalar(
         self,
@@ -157,6 +148,15 @@ class SummaryWriter(tensorboard.SummaryWriter):
             file_writer.add_summary(summary, global_step)
         file_writer.write_values(metrics, global_step)
         file_writer.close()
+
+
+def _within(
+    timeout_s: float, writers: Iterable[FileWriter], act: Callable[[FileWriter, float], object]
+) -> None:
+    """Do this with each writer, all together in this time."""
+    deadline = time.monotonic() + timeout_s
+    for writer in writers:
+        act(writer, max(0.0, deadline - time.monotonic()))
 
 
 def _scalar(tag: str, value: Any) -> Summary.Value:

@@ -24,14 +24,16 @@ from telemetry.plugin_data.format import (
 )
 from telemetry.records import Alert, Layout, StepRecord
 
-_BLOCK_S = 1.0
+_BLOCK_S = 0.75
+"""With the second after which a writer writes, a step is in the file two seconds later at most."""
 
 
 class Recorder:
     """Turns the records of one run, in the order of their steps, into values of events.
 
     The gradient norms of steps that are not measured in full are collected and given out as one
-    block per second; :meth:`pending_values` gives out the rest.
+    block after 0.75 s. If no step comes then, :meth:`pending_values` gives out the rest, which
+    someone with a clock has to ask for (:meth:`pending_s`).
 
     Args:
         session_id: Names this recorder's data; by default a new one that sorts behind older ones.
@@ -52,6 +54,14 @@ class Recorder:
     def last_step(self) -> int:
         """Step of the latest record: that of the event that takes :meth:`pending_values`."""
         return self._last_step or 0
+
+    def pending_s(self, now: float) -> float | None:
+        """How long :meth:`pending_values` may still wait for more steps; None: there are none.
+
+        Args:
+            now: Seconds since the epoch.
+        """
+        return self._block.left_s(now) if self._block else None
 
     def begins_layout(self, record: StepRecord) -> bool:
         """Whether the record's event will hold a layout: without it, what follows says nothing."""
@@ -152,11 +162,15 @@ class _NormBlock:
         self._nbytes += norms.nbytes
 
     def is_due(self, wall_time: float) -> bool:
-        return self._nbytes >= NORM_BLOCK_BYTES or abs(wall_time - self._begun) >= _BLOCK_S
+        return self._nbytes >= NORM_BLOCK_BYTES or self.left_s(wall_time) == 0
+
+    def left_s(self, now: float) -> float:
+        """How long until the block is due; if the clock was set back, it is."""
+        return max(0.0, _BLOCK_S - abs(now - self._begun))
 
     def take(self, step: int) -> NDArray[np.float32]:
         """All rows, each with its distance from ``step`` in front; empties the block."""
-        distance = (np.array(self._steps) - step).astype(np.float32)
-        block = np.column_stack([distance, np.stack(self._rows)])
+        steps, rows = self._steps, self._rows
         self._steps, self._rows, self._nbytes = [], [], 0
-        return block
+        distance = (np.array(steps) - step).astype(np.float32)
+        return np.column_stack([distance, np.stack(rows)])

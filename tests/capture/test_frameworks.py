@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
 from twins import Recorder, seed
 
 from telemetry import HookLogger
+from telemetry.events import list_event_files, read_events
 from telemetry.records import StepRecord
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of the frameworks
@@ -19,6 +21,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of the frameworks
 
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+def written_steps(log_dir: Path) -> list[int]:
+    """Steps whose gradient norms are in the event files, in their order."""
+    events = (event for path in list_event_files(log_dir) for event in read_events(path))
+    return [
+        event.step
+        for event in events
+        if any(value.tag == "grad_norm/total" for value in event.summary.value)
+    ]
 
 
 def assert_whole(records: list[StepRecord], *, steps: int, calls: int = 1) -> None:
@@ -45,6 +57,7 @@ def lightning_module(automatic: bool) -> Any:
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
             loss = self.net(batch[0]).square().mean()
+            self.log("loss", loss)
             if not automatic:
                 optimizer = self.optimizers()
                 optimizer.zero_grad()
@@ -61,21 +74,31 @@ def lightning_module(automatic: bool) -> Any:
     return Module()
 
 
-def fit(log_dir: Path | None, *, automatic: bool, **options: Any) -> tuple[Any, list[StepRecord]]:
+def lightning_trainer(log_dir: Path, **options: Any) -> Any:
+    """With the logger that Lightning has by default, and all else as it is by default."""
     import lightning
+    from lightning.pytorch.loggers import TensorBoardLogger
 
+    logger = TensorBoardLogger(log_dir, name="", version="")
+    return lightning.Trainer(accelerator="cpu", max_epochs=1, logger=logger, **options)
+
+
+def batches() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4)
+
+
+def fit(
+    log_dir: Path, *, automatic: bool, watched: bool, **options: Any
+) -> tuple[Any, list[StepRecord]]:
     seed(0)
     module = lightning_module(automatic)
     recorder = Recorder()
-    loader = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4)
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, val_check_interval=2, **options,
-    )  # fmt: skip
-    if log_dir is None:
+    loader = batches()
+    trainer = lightning_trainer(log_dir, val_check_interval=2, **options)
+    if not watched:
         trainer.fit(module, loader, loader)
     else:
-        with HookLogger(module, log_dir, alerts=[recorder], every_n_steps=1):
+        with HookLogger(module, trainer.logger.experiment, alerts=[recorder], every_n_steps=1):
             trainer.fit(module, loader, loader)
     return module, recorder.records
 
@@ -91,14 +114,30 @@ LIGHTNING = [
 @pytest.mark.parametrize(("options", "steps", "calls"), LIGHTNING)
 def test_lightning(tmp_path: Path, options: dict[str, Any], steps: int, calls: int) -> None:
     pytest.importorskip("lightning")
-    bare, _ = fit(None, **options)
-    watched, records = fit(tmp_path, **options)
+    bare, _ = fit(tmp_path / "bare", watched=False, **options)
+    watched, records = fit(tmp_path / "watched", watched=True, **options)
     for expected, got in zip(bare.parameters(), watched.parameters(), strict=True):
         assert torch.equal(expected, got)
     assert_whole(records, steps=steps, calls=calls)
+    assert written_steps(tmp_path / "watched") == list(range(steps))
     if "gradient_clip_val" in options:
         assert all(record.total_grad_norm == pytest.approx(0.01, rel=1e-3) for record in records)
         assert all(record.total_grad_norm_before_clipping > 0.02 for record in records)
+
+
+def test_lightning_closes_its_writer_before_us_and_every_step_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("lightning")
+    module, logger = lightning_module(automatic=True), None
+    for run in range(2):
+        trainer = lightning_trainer(tmp_path)
+        trainer.logger = logger = logger or trainer.logger
+        with HookLogger(module, logger.experiment, first_step=6 * run):
+            trainer.fit(module, batches())
+            assert written_steps(tmp_path) == list(range(6 * run + 6))
+    assert len(list_event_files(tmp_path)) == 2
+    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -125,23 +164,39 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"x": self.rows[index], "labels": torch.zeros(())}
 
 
-def hf_train(log_dir: Path | None, out: Path, **options: Any) -> tuple[Any, list[StepRecord]]:
+def hf_trainer(model: nn.Module, out: Path, **options: Any) -> Any:
     import transformers
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(out), per_device_train_batch_size=4, num_train_epochs=1, use_cpu=True,
+        report_to="tensorboard", save_strategy="no", disable_tqdm=True, **options,
+    )  # fmt: skip
+    return transformers.Trainer(
+        model, arguments, train_dataset=Rows(), eval_dataset=Rows(), processing_class=None
+    )
+
+
+def share(trainer: Any, writer: SummaryWriter) -> SummaryWriter:
+    """Give the writer to the trainer's own callback, which closes it when the training ends."""
+    from transformers.integrations import TensorBoardCallback
+
+    callbacks = trainer.callback_handler.callbacks
+    [callback] = [each for each in callbacks if isinstance(each, TensorBoardCallback)]
+    callback.tb_writer = writer
+    return writer
+
+
+def hf_train(log_dir: Path | None, out: Path, **options: Any) -> tuple[Any, list[StepRecord]]:
 
     seed(0)
     model = Regressor()
     recorder = Recorder()
-    arguments = transformers.TrainingArguments(
-        output_dir=str(out), per_device_train_batch_size=4, num_train_epochs=1, use_cpu=True,
-        report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1000, **options,
-    )  # fmt: skip
-    trainer = transformers.Trainer(
-        model, arguments, train_dataset=Rows(), eval_dataset=Rows(), processing_class=None
-    )
+    trainer = hf_trainer(model, out, **options)
     if log_dir is None:
         trainer.train()
     else:
-        with HookLogger(model, log_dir, alerts=[recorder], every_n_steps=1):
+        writer = share(trainer, SummaryWriter(log_dir))
+        with HookLogger(model, writer, alerts=[recorder], every_n_steps=1):
             trainer.train()
     return model, recorder.records
 
@@ -164,8 +219,24 @@ def test_hugging_face_trainer(
     for expected, got in zip(bare.parameters(), watched.parameters(), strict=True):
         assert torch.equal(expected, got)
     assert_whole(records, steps=steps, calls=calls)
+    assert written_steps(tmp_path / "log") == list(range(steps))
     if "max_grad_norm" in options:
         assert all(record.total_grad_norm == pytest.approx(0.01, rel=1e-3) for record in records)
+
+
+def test_the_trainers_callback_closes_its_writer_before_us_and_every_step_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model, writer = Regressor(), SummaryWriter(tmp_path)
+    for run in range(2):
+        trainer = hf_trainer(model, tmp_path / "out", logging_steps=4)
+        with HookLogger(model, share(trainer, writer), first_step=6 * run):
+            trainer.train()
+            assert written_steps(tmp_path) == list(range(6 * run + 6))
+    assert len(list_event_files(tmp_path)) == 2
+    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
 
 
 def test_accelerate_with_a_prepared_optimizer_that_is_named(tmp_path: Path) -> None:

@@ -85,11 +85,23 @@ def test_what_is_left_out_stays_as_it_was_until_it_is_measured_again(tmp_path: P
     assert found.values[3, 1] == MISSING
 
 
-def test_norms_are_given_out_once_a_second() -> None:
+def test_norms_are_given_out_within_a_second() -> None:
     recorder = Recorder()
     counts = [len(list(recorder.values_of(record(s, wall_time=s / 100)))) for s in range(350)]
     assert counts[0] == 1  # the layout
-    assert sum(counts[1:]) == 3
+    assert sum(counts[1:]) == 4
+
+
+def test_what_is_held_back_says_how_long_it_may_be() -> None:
+    recorder = Recorder()
+    assert recorder.pending_s(100.0) is None
+    list(recorder.values_of(record(0, wall_time=100.0)))
+    list(recorder.values_of(record(1, wall_time=100.5)))
+    assert recorder.pending_s(100.5) == pytest.approx(0.25)
+    assert recorder.pending_s(101.0) == 0
+    assert recorder.pending_s(50.0) == 0  # the clock was set back
+    list(recorder.pending_values())
+    assert recorder.pending_s(101.0) is None
 
 
 def test_large_norms_are_not_held_back() -> None:

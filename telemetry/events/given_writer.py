@@ -1,0 +1,255 @@
+"""Writes through a user's ``SummaryWriter``, which others flush, close and open meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils import tensorboard
+
+from telemetry.events.background import BackgroundWriter
+from telemetry.events.file_writer import FileWriter
+
+_logger = logging.getLogger(__name__)
+
+_FLUSH_S = 1.0
+_MAX_PENDING_BYTES = 64 << 20
+
+
+class GivenWriter:
+    """Adds to the file of a writer that its user goes on using; does what ``FileWriter`` does.
+
+    A framework flushes and closes its writer when the training ends, and so before its user says
+    that we are done. Whoever does so, what waits here is written first. A writer that was closed is
+    opened again by the next event, as it is by its own methods, and goes on in a new file.
+
+    Torch's writer makes its callers wait for the disk, so events go to it from a thread of their
+    own. What ``FileWriter`` promises holds until torch has them.
+
+    Args:
+        writer: Torch's or ours, open or closed. It is left open.
+    """
+
+    def __init__(self, writer: tensorboard.SummaryWriter) -> None:
+        self._writer: Any = writer
+        self._process_id = os.getpid()
+        self._before_flush: Callable[[], None] = lambda: None
+        self._background: BackgroundWriter[bytes] | None = None  # ours has its own
+        self._calls = _Calls.begin(writer, self._drain)
+        if not isinstance(self._writer._get_file_writer(), FileWriter):
+            self._background = BackgroundWriter(
+                _TorchFiles(self._calls),
+                name=self.get_logdir(),
+                flush_s=_FLUSH_S,
+                max_pending_bytes=_MAX_PENDING_BYTES,
+            )
+
+    def get_logdir(self) -> str:
+        return str(self._writer.log_dir)
+
+    def call_before_flush(self, function: Callable[[], None]) -> None:
+        """Has ``function`` called whenever someone flushes or closes the writer, before that."""
+        self._before_flush = function
+
+    def write_values(
+        self,
+        values: Sequence[Summary.Value],
+        step: int,
+        walltime: float,
+        *,
+        droppable: bool = False,
+        flush: bool = False,
+        repeat: Sequence[Summary.Value] = (),
+    ) -> None:
+        """Adds one event with many values; never waits for the disk. Torch's repeats nothing."""
+        if self._background is not None:
+            event = Event(wall_time=walltime, step=step, summary=Summary(value=values))
+            self._background.put(event.SerializeToString(), droppable=droppable, flush=flush)
+            return
+        while True:
+            file_writer = self._writer._get_file_writer()
+            try:
+                file_writer.write_values(
+                    values, step, walltime, droppable=droppable, flush=flush, repeat=repeat
+                )
+                return
+            except OSError:  # it is closed: just now, then there will be another
+                if self._writer.file_writer is file_writer:
+                    raise
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Waits until all events so far are in the file, or could not be written.
+
+        Returns:
+            Whether that was so within ``timeout_s``.
+        """
+        if self._background is not None:
+            return self._background.flush(timeout_s)
+        file_writer = self._writer.file_writer
+        return file_writer is None or bool(file_writer.flush(timeout_s))
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Flushes the writer and leaves it to its user; tells how many events were lost, if any."""
+        if os.getpid() != self._process_id:
+            return
+        self._calls.end(self._drain)
+        if self._background is not None:
+            self._background.close(timeout_s)
+        else:
+            self.flush(timeout_s)
+
+    def _drain(self) -> None:
+        self._before_flush()
+        if self._background is not None:
+            self._background.flush()
+
+
+class _TorchFiles:
+    """Hands events on to torch's writer."""
+
+    def __init__(self, calls: _Calls) -> None:
+        self._calls = calls
+
+    def write(self, records: deque[bytes], *, urgent: bool) -> None:
+        """What comes while another thread opens or closes the writer is left for the next call.
+
+        Raises:
+            OSError: Torch's writer could not write.
+        """
+        file_writer = None
+        try:
+            while records:
+                file_writer = self._calls.file_writer()
+                if file_writer is None:
+                    return
+                event = Event.FromString(records[0])
+                file_writer.add_event(event, None, event.wall_time)
+                records.popleft()
+            if urgent and (file_writer := self._calls.writer.file_writer):
+                file_writer.flush()
+        except OSError:
+            if not self._calls.is_closing and self._calls.writer.file_writer is file_writer:
+                raise
+
+    def close(self) -> None: ...
+
+
+class _Calls:
+    """Stands in for methods of a writer, from the first logger that writes through it to the last.
+
+    They are attributes of that writer: nothing else hears of a call before it is done.
+    """
+
+    _NAMES = ("flush", "close", "_get_file_writer")
+    _registry = threading.RLock()
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+        self._process_id = os.getpid()
+        self._drains: list[Callable[[], None]] = []
+        self._closing: list[None] = []  # an entry for each call: a count would need a lock
+        # Two threads that find the writer closed are not to open two files.
+        self._opening = threading.RLock()
+        self._methods = {name: getattr(writer, name) for name in self._NAMES}
+        self._attributes = {
+            name: vars(writer)[name] for name in self._NAMES if name in vars(writer)
+        }
+        for name in self._NAMES:
+            setattr(writer, name, _Call(self, name))
+
+    @classmethod
+    def begin(cls, writer: Any, drain: Callable[[], None]) -> _Calls:
+        """Have ``drain`` called before the writer is flushed or closed, in this process."""
+        with cls._registry:
+            calls = getattr(vars(writer).get("close"), "calls", None)
+            if not isinstance(calls, cls) or calls._process_id != os.getpid():
+                calls = cls(writer)
+            calls._drains.append(drain)
+            return calls
+
+    def end(self, drain: Callable[[], None]) -> None:
+        """No longer; the last one leaves the writer as the first one found it."""
+        with self._registry:
+            if drain not in self._drains:
+                return
+            self._drains.remove(drain)
+            if self._drains:
+                return
+            for name in self._NAMES:
+                if getattr(vars(self.writer).get(name), "calls", None) is not self:
+                    continue  # someone else stands in for it by now, and calls us
+                if name in self._attributes:
+                    setattr(self.writer, name, self._attributes[name])
+                else:
+                    delattr(self.writer, name)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether someone is closing the writer."""
+        return bool(self._closing)
+
+    def file_writer(self) -> Any:
+        """The file writer, opened if need be; None while another thread opens it.
+
+        That thread may run a signal handler, which may wait for this one.
+        """
+        if not self._opening.acquire(blocking=False):
+            return None
+        try:
+            return self.writer._get_file_writer()
+        finally:
+            self._opening.release()
+
+    # --- what is called in place of the writer's methods -----------------------------------------
+
+    def flush(self, *args: Any, **options: Any) -> Any:
+        self._drain()
+        return self._methods["flush"](*args, **options)
+
+    def close(self, *args: Any, **options: Any) -> Any:
+        self._drain()
+        self._closing.append(None)
+        try:
+            return self._methods["close"](*args, **options)
+        finally:
+            self._closing.pop()
+
+    def _get_file_writer(self) -> Any:
+        if self.writer.file_writer is not None or os.getpid() != self._process_id:
+            return self._methods["_get_file_writer"]()
+        with self._opening:
+            return self._methods["_get_file_writer"]()
+
+    def _drain(self) -> None:
+        if os.getpid() != self._process_id:
+            return
+        for drain in tuple(self._drains):
+            try:
+                drain()
+            except Exception:
+                _logger.exception("%s: what waited could not be written", self.writer.log_dir)
+
+
+class _Call:
+    """A method of a writer; a copy of the writer gets that of its class again."""
+
+    def __init__(self, calls: _Calls, name: str) -> None:
+        self.calls = calls
+        self._name = name
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return getattr(self.calls, self._name)(*args, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _method_of_class, (self.calls.writer, self._name)
+
+
+def _method_of_class(writer: Any, name: str) -> MethodType:
+    return MethodType(getattr(type(writer), name), writer)

@@ -1,0 +1,346 @@
+"""A writer that its user flushes, closes and opens while a logger writes through it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.compat.proto.event_pb2 import Event
+from torch.utils import tensorboard
+
+from telemetry.events import FileWriter, list_event_files, read_events, summaries
+from telemetry.events.given_writer import GivenWriter
+from telemetry.events.summary_writer import SummaryWriter
+
+WAIT_S = 20
+BOTH = pytest.mark.parametrize("kind", [tensorboard.SummaryWriter, SummaryWriter])
+Kind = Callable[..., tensorboard.SummaryWriter]
+
+
+def add(given: GivenWriter, *steps: int, flush: bool = False) -> None:
+    for step in steps:
+        given.write_values([summaries.scalar("ours", step)], step, 1.0 + step, flush=flush)
+
+
+def steps_of(log_dir: Path, tag: str = "ours") -> list[list[int]]:
+    """Steps with a value of this tag, of each event file."""
+    return [
+        [
+            event.step
+            for event in read_events(path)
+            if any(v.tag == tag for v in event.summary.value)
+        ]
+        for path in list_event_files(log_dir)
+    ]
+
+
+@BOTH
+def test_what_waits_is_in_the_file_when_anyone_flushes_the_writer(
+    tmp_path: Path, kind: Kind
+) -> None:
+    writer = kind(tmp_path)
+    given = GivenWriter(writer)
+    given.call_before_flush(lambda: add(given, 1, 2))
+    add(given, 0)
+    writer.flush()
+    assert steps_of(tmp_path) == [[0, 1, 2]]
+    given.close()
+    writer.close()
+
+
+@BOTH
+def test_what_waits_is_in_the_file_when_anyone_closes_the_writer(
+    tmp_path: Path, kind: Kind
+) -> None:
+    with kind(tmp_path) as writer:
+        given = GivenWriter(writer)
+        given.call_before_flush(lambda: add(given, 1, 2))
+        add(given, 0)
+    assert steps_of(tmp_path) == [[0, 1, 2]]
+    given.close()
+    assert len(list_event_files(tmp_path)) == 1
+
+
+@BOTH
+def test_a_writer_that_was_closed_is_opened_again_by_the_next_event(
+    tmp_path: Path, kind: Kind
+) -> None:
+    writer = kind(tmp_path)
+    given = GivenWriter(writer)
+    add(given, 0)
+    writer.close()
+    add(given, 1)
+    given.flush()
+    writer.add_scalar("theirs", 0.0, 2)
+    given.close()
+    writer.close()
+    assert steps_of(tmp_path) == [[0], [1]]
+    assert steps_of(tmp_path, "theirs") == [[], [2]]
+
+
+@BOTH
+def test_a_closed_writer_is_opened_again(tmp_path: Path, kind: Kind) -> None:
+    writer = kind(tmp_path)
+    writer.close()
+    given = GivenWriter(writer)
+    add(given, 0)
+    given.close()
+    writer.close()
+    assert steps_of(tmp_path) == [[], [0]]
+
+
+@BOTH
+def test_an_event_keeps_its_time_and_step(tmp_path: Path, kind: Kind) -> None:
+    writer = kind(tmp_path)
+    given = GivenWriter(writer)
+    add(given, 7)
+    given.close()
+    writer.close()
+    [path] = list_event_files(tmp_path)
+    [event] = [event for event in read_events(path) if event.summary.value]
+    assert (event.step, event.wall_time, event.summary.value[0].tag) == (7, 8.0, "ours")
+
+
+@BOTH
+def test_two_threads_that_find_it_closed_open_one_file(tmp_path: Path, kind: Kind) -> None:
+    writer = kind(tmp_path)
+    given = GivenWriter(writer)
+    for step in range(20):
+        writer.close()
+        both_begin = threading.Barrier(2)
+
+        def user(step: int = step, both_begin: threading.Barrier = both_begin) -> None:
+            both_begin.wait(WAIT_S)
+            writer.add_scalar("theirs", 0.0, step)
+
+        thread = threading.Thread(target=user)
+        thread.start()
+        both_begin.wait(WAIT_S)
+        add(given, step, flush=True)
+        thread.join(WAIT_S)
+        given.flush()
+    given.close()
+    writer.close()
+    files = list(zip(steps_of(tmp_path), steps_of(tmp_path, "theirs"), strict=True))
+    assert sorted(files) == [([], []), *(([step], [step]) for step in range(20))]
+
+
+class SlowToClose(tensorboard.SummaryWriter):
+    """Closed, and not yet known to be, until it may go on."""
+
+    def __init__(self, log_dir: Path) -> None:
+        super().__init__(log_dir)
+        self.entered, self.may_go_on = threading.Event(), threading.Event()
+
+    def close(self) -> None:
+        self.file_writer.close()
+        self.entered.set()
+        assert self.may_go_on.wait(WAIT_S)
+        self.file_writer = self.all_writers = None
+
+
+def test_what_comes_while_torchs_writer_is_being_closed_waits_for_the_next_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = SlowToClose(tmp_path)
+    given = GivenWriter(writer)
+    add(given, 0)
+    closing = threading.Thread(target=writer.close)
+    closing.start()
+    assert writer.entered.wait(WAIT_S)
+    add(given, 1)
+    assert given.flush(WAIT_S)
+    writer.may_go_on.set()
+    closing.join(WAIT_S)
+    given.close()
+    assert steps_of(tmp_path) == [[0], [1]]
+    assert caplog.text == ""
+
+
+class ClosedMeanwhile(SummaryWriter):
+    """Another thread closes it just after it was asked for its file."""
+
+    next_is_closed = False
+
+    def _get_file_writer(self) -> FileWriter:
+        file_writer = super()._get_file_writer()
+        if self.next_is_closed:
+            self.next_is_closed = False
+            self.close()
+        return file_writer
+
+
+def test_what_comes_as_our_writer_is_being_closed_goes_to_the_next_file(tmp_path: Path) -> None:
+    writer = ClosedMeanwhile(tmp_path)
+    given = GivenWriter(writer)
+    add(given, 0)
+    writer.next_is_closed = True
+    add(given, 1)
+    given.close()
+    writer.close()
+    assert steps_of(tmp_path) == [[0], [1]]
+
+
+# --- the writer itself ---------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_the_last_one_leaves_the_writer_as_it_was(
+    tmp_path: Path, kind: Kind, order: tuple[int, ...]
+) -> None:
+    writer = kind(tmp_path)
+    writer.flush = own = writer.flush  # a user may stand in for it, too
+    before = dict(vars(writer))
+    all_given = [GivenWriter(writer) for _ in range(3)]
+    for at in order[:2]:
+        all_given[at].close()
+    add(all_given[order[2]], 5)
+    writer.flush()
+    assert steps_of(tmp_path) == [[5]]
+    all_given[order[2]].close()
+    assert vars(writer) == before
+    assert writer.flush is own
+    writer.close()
+
+
+@BOTH
+def test_who_stands_in_for_a_method_later_stays_there(tmp_path: Path, kind: Kind) -> None:
+    writer = kind(tmp_path)
+    given = GivenWriter(writer)
+    calls, ours = [], writer.flush
+
+    def theirs() -> None:
+        calls.append("flush")
+        ours()
+
+    writer.flush = theirs
+    given.close()
+    writer.flush()
+    again = GivenWriter(writer)
+    add(again, 3)
+    writer.flush()
+    assert steps_of(tmp_path) == [[3]]
+    again.close()
+    assert writer.flush is theirs
+    assert calls == ["flush", "flush"]
+    writer.close()
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda writer: pickle.loads(pickle.dumps(writer))])
+def test_a_copy_of_the_writer_has_methods_of_its_own(
+    tmp_path: Path, make: Callable[[Any], Any]
+) -> None:
+    writer = SummaryWriter(tmp_path)
+    given = GivenWriter(writer)
+    called = threading.Event()
+    given.call_before_flush(called.set)
+    twin = make(writer)
+    twin.flush()
+    twin.close()
+    assert twin._get_file_writer().is_inert
+    assert not called.is_set()
+    assert not writer.file_writer.is_inert
+    given.close()
+    writer.close()
+
+
+# --- nobody waits for another for ever -----------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@BOTH
+def test_a_forked_child_is_not_held_up(tmp_path: Path, kind: Kind) -> None:
+    writer = kind(tmp_path)
+    given = GivenWriter(writer)
+    writer.close()
+    given.call_before_flush(lambda: time.sleep(3600))
+    locked, may_unlock = threading.Event(), threading.Event()
+
+    def open_slowly() -> None:
+        with given._calls._opening:
+            locked.set()
+            assert may_unlock.wait(WAIT_S)
+
+    opening = threading.Thread(target=open_slowly)
+    opening.start()
+    assert locked.wait(WAIT_S)
+    child = os.fork()
+    if child == 0:
+        writer.add_scalar("theirs", 1.0, 0)
+        writer.flush()
+        given.close()
+        os._exit(7)
+    may_unlock.set()
+    opening.join(WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done[0] == 0:
+        os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(done[1]) == 7
+    given.call_before_flush(lambda: None)
+    given.close()
+    writer.close()
+
+
+def test_a_signal_handler_may_flush_while_its_thread_opens_the_writer(tmp_path: Path) -> None:
+    writer = tensorboard.SummaryWriter(tmp_path)
+    given = GivenWriter(writer)
+    writer.close()
+    with given._calls._opening:  # where the handler interrupts _get_file_writer()
+        add(given, 0)
+        assert given.flush(WAIT_S)
+    given.close()
+    writer.close()
+    assert steps_of(tmp_path) == [[], [0]]
+
+
+class HangingWriter(tensorboard.SummaryWriter):
+    """Makes its callers wait, as torch's does when the disk does not answer."""
+
+    answering = threading.Event()
+    file_writer: Any
+
+    def _get_file_writer(self) -> Any:
+        self.file_writer = self
+        return self
+
+    def add_event(self, event: Event, step: int | None, walltime: float | None) -> None:
+        assert self.answering.wait(WAIT_S)
+
+
+def test_a_disk_that_hangs_makes_nobody_wait_and_what_is_left_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = HangingWriter(tmp_path)
+    given = GivenWriter(writer)
+    add(given, *range(100), flush=True)
+    assert not given.flush(0.05)
+    given.close(0.05)
+    HangingWriter.answering.set()
+    assert "has not ended within 0.05 s" in caplog.text
+    assert given._background is not None
+    given._background._thread.join(WAIT_S)
+
+
+def test_torchs_writer_that_fails_is_told_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FailingWriter(HangingWriter):
+        def add_event(self, event: Event, step: int | None, walltime: float | None) -> None:
+            raise OSError("no space left on device")
+
+    given = GivenWriter(FailingWriter(tmp_path))
+    add(given, *range(3))
+    given.close()
+    assert "3 events could not be written (no space left on device)" in caplog.text
