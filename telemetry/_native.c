@@ -369,16 +369,14 @@ NOT_INLINE void count_codes(const Block *block, int first, int end, int all_fini
             a[code_of(*x)]++;
 }
 
-/* Count the runs of a sample that begin in a block, from ``next`` on, and their zeros; where the
- * next begins. A run that would leave the block ends with it. */
+/* Count the runs of a sample that begin in a block, from ``next`` on; where the next begins. A run
+ * that would leave the block ends with it. */
 INLINE int64_t count_sample(const Block *block, int count, int all_finite, int64_t next,
-                            int64_t step, Histogram *histogram, int64_t *zeros)
+                            int64_t step, Histogram *histogram)
 {
     for (; next < count && count >= RUN; next += step) {
         int first = next + RUN <= count ? (int)next : count - RUN;
         count_codes(block, first, first + RUN, all_finite, histogram);
-        for (int i = first; i < first + RUN; i++)
-            *zeros += (to_bits(block->narrow[i]) << 1) == 0;
     }
     return next - count;
 }
@@ -436,12 +434,13 @@ INLINE void add_bucket(Buckets *buckets, int bucket, double count)
 }
 
 /* A sample tells how the values that are not zero are distributed. Zeros are counted exactly, and
- * the buckets of the extremes are always there. */
-INLINE double scale_of_sample(uint32_t *counts, int64_t zeros, const Moments *moments,
-                              int64_t nonzero)
+ * stand for their bucket if there are any: what else is in it is below 1.5e-39. The buckets of the
+ * extremes are always there. */
+INLINE double scale_of_sample(uint32_t *counts, const Moments *moments, int64_t nonzero)
 {
     double taken = 0, extremes[2] = {moments->min, moments->max};
-    counts[0] -= (uint32_t)zeros;
+    if (moments->zero)
+        counts[0] = 0;
     for (int i = 0; nonzero && i < 2; i++) {
         uint32_t code = code_of((float)extremes[i]);
         int last = (code & (NEGATIVE - 1)) > LAST_BUCKET;
@@ -454,12 +453,12 @@ INLINE double scale_of_sample(uint32_t *counts, int64_t zeros, const Moments *mo
     return nonzero ? (double)nonzero / taken : 0;
 }
 
-INLINE void fill_buckets(Histogram *histogram, int sampled, int64_t sampled_zeros,
-                         const Moments *moments, int64_t finite, Buckets *buckets)
+INLINE void fill_buckets(Histogram *histogram, int sampled, const Moments *moments,
+                         int64_t finite, Buckets *buckets)
 {
     uint32_t *counts = total_histogram(histogram);
     int64_t nonzero = finite - moments->zero;
-    double scale = sampled ? scale_of_sample(counts, sampled_zeros, moments, nonzero) : 1;
+    double scale = sampled ? scale_of_sample(counts, moments, nonzero) : 1;
     double zeros = scale * counts[0] + (sampled ? (double)moments->zero : 0);
     uint16_t codes[NEGATIVE + 1];
     int size = moments->min < 0 ? find_codes(counts, NEGATIVE, moments->min, codes) : 0;
@@ -611,7 +610,7 @@ CLONES static void measure(const Tensor *tensor, int64_t sample_step, Statistics
     Histogram histogram;
     Lanes lanes;
     Moments *moments = &statistics->moments;
-    int64_t count = tensor->count, next_sample = 0, zeros = 0;
+    int64_t count = tensor->count, next_sample = 0;
     clear_histogram(&histogram, count);
     clear_lanes(&lanes);
     for (int64_t first = 0; first < count; first += BLOCK) {
@@ -620,7 +619,7 @@ CLONES static void measure(const Tensor *tensor, int64_t sample_step, Statistics
         int all_finite = add_moments(&block, part, &lanes);
         if (sample_step)
             next_sample = count_sample(&block, part, all_finite, next_sample, sample_step,
-                                       &histogram, &zeros);
+                                       &histogram);
         else
             count_codes(&block, 0, part, all_finite, &histogram);
         if (statistics->units.units)
@@ -628,7 +627,7 @@ CLONES static void measure(const Tensor *tensor, int64_t sample_step, Statistics
     }
     *moments = moments_of(&lanes);
     int64_t finite = count - moments->nan - moments->positive_inf - moments->negative_inf;
-    fill_buckets(&histogram, sample_step != 0, zeros, moments, finite, &statistics->buckets);
+    fill_buckets(&histogram, sample_step != 0, moments, finite, &statistics->buckets);
     if (finite == 0)
         moments->min = moments->max = NAN;
     end_units(&statistics->units);

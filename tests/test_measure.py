@@ -278,6 +278,24 @@ def assert_units(record: TensorRecord, values: NDArray[Any], axis: int | None) -
     np.testing.assert_array_equal(record.unit_max, rows.max(axis=1).astype(np.float32))
 
 
+@given(st.data())
+def test_any_strides(data: st.DataObject) -> None:
+    """Slices, permutations and channels_last of any shape and dtype, without elements, too."""
+    shape = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int16]))
+    tensor = (100 * normal(*shape)).to(dtype)
+    if tensor.ndim == 4 and data.draw(st.booleans()):
+        tensor = tensor.to(memory_format=torch.channels_last)
+    tensor = tensor.permute(data.draw(st.permutations(range(tensor.ndim))))
+    for axis in range(tensor.ndim):
+        first, step = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3))
+        tensor = tensor[(slice(None),) * axis + (slice(first, None, step),)]
+    axis = data.draw(st.integers(0, tensor.ndim - 1))
+    record, values = measure(tensor, unit_axis=axis), to_float64(tensor)
+    assert_exact(record.sketch, values)
+    assert_units(record, values, axis if values.size else None)
+
+
 @pytest.mark.parametrize(
     "convert",
     [
