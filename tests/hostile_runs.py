@@ -414,7 +414,7 @@ KINDS = {
         add_layout(layout(modules=[["x" * 2**20, "L"], ["y", "L"]])), "modules"
     ),
     "names are half characters": Kind(
-        add_layout(layout(modules=NAMES)), layers=["\x1b[2J\n", "\\ud800", *LAYERS]
+        add_layout(layout(modules=NAMES)), layers=["\x1b[2J\n", "\ud800", *LAYERS]
     ),
     "names are scripts": Kind(
         add_layout(layout(modules=[[SCRIPT, SCRIPT], ["y", "L"]])), layers=[SCRIPT, "y", *LAYERS]

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"sketch", "links", "budget", "untrusted"},
+    {"sketch", "links", "budget", "plain_text", "untrusted"},
     {"records", "schedule", "faults", "magnitudes", "host_copy", "torch_private"},
     {"selection", "measure", "images", "events"},
     {"capture", "alerts", "plugin_data", "flight", "distributed"},
@@ -33,6 +33,7 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 TORCH_FREE = {
     "sketch",
     "untrusted",
+    "plain_text",
     "records",
     "schedule",
     "faults",

@@ -170,7 +170,7 @@ class RunData:
         ]
         names = [layer.name for layer in self._structure.layers]
         text = "\n".join([*self._structure.sessions.begins, *parts, *names])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
     def _current_alerts(self) -> tuple[Alert, ...]:
         current = []
