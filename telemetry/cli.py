@@ -16,13 +16,13 @@ from rich.text import Text
 
 from telemetry.events import list_event_files
 from telemetry.flight import explain
+from telemetry.plain_text import printable
 from telemetry.plugin_data import STATISTICS, Statistic
 from telemetry.plugin_data.files import FileSource
 from telemetry.plugin_data.run_data import RunData
 from telemetry.records import Alert
 from telemetry.report import write_report
 from telemetry.run_summary import LayerSummary, summarize
-from telemetry.untrusted import printable
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 _STEADY = 1.25  # a change by less is none

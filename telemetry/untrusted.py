@@ -4,6 +4,9 @@ A check takes a value of any kind and returns it, or raises :class:`ValueError` 
 what had to be there. Checks of single values are put together to those of lists and objects::
 
     fields(step=whole, names=listed(name))(json_value)
+
+Texts stay as they are, control characters and halves of surrogate pairs included:
+:func:`telemetry.plain_text.printable` is for where they are shown.
 """
 
 from __future__ import annotations
@@ -121,24 +124,14 @@ def name(value: Any) -> str:
     """Of a module, a parameter, a class."""
     if type(value) is not str or len(value) > MAX_NAME:
         raise ValueError(f"must be a name of at most {MAX_NAME} characters")
-    return _well_formed(value)
+    return value
 
 
 def text(value: Any) -> str:
     """For people; the end of a long one is cut off."""
     if type(value) is not str:
         raise ValueError("must be a text")
-    return _well_formed(value[:MAX_TEXT])
-
-
-def printable(value: str) -> str:
-    """Without control characters, which could do things to a terminal or forge lines of a log."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
-
-
-def _well_formed(value: str) -> str:
-    """Half of a surrogate pair, which no file or terminal takes, as an escape sequence."""
-    return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+    return value[:MAX_TEXT]
 
 
 # --- lists and objects -------------------------------------------------------------------------

@@ -382,8 +382,8 @@ KINDS = {
     "histogram of the largest": Kind(add_histogram([[-1e308, 1e308, 1], [1e308, 1.7e308, 1]])),
     "histogram of two columns": Kind(add_histogram([[0, 1], [1, 2]]), "activation/0000.a"),
     "histogram of odd bytes": Kind(
-        add_values(values("activation/0000.b", [1, 3], FLOATS[:11], plugin="histograms")),
-        "activation/0000.b",
+        add_values(values("activation/0001.b", [1, 3], FLOATS[:11], plugin="histograms")),
+        "activation/0001.b",
     ),
     "picture of 300 MB": Kind(
         lambda d: add_picture(b"2", b"2", png(2, 2, padding=300_000_000))(d), "bytes"
@@ -414,7 +414,7 @@ KINDS = {
         add_layout(layout(modules=[["x" * 2**20, "L"], ["y", "L"]])), "modules"
     ),
     "names are half characters": Kind(
-        add_layout(layout(modules=NAMES)), layers=["\x1b[2J\n", "\\ud800", *LAYERS]
+        add_layout(layout(modules=NAMES)), layers=["\x1b[2J\n", "\ud800", *LAYERS]
     ),
     "names are scripts": Kind(
         add_layout(layout(modules=[[SCRIPT, SCRIPT], ["y", "L"]])), layers=[SCRIPT, "y", *LAYERS]

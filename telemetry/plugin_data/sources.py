@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from telemetry.untrusted import printable
+from telemetry.plain_text import printable
 
 MAX_PROBLEMS = 50
 """Lines about one run; nobody reads more."""
