@@ -22,7 +22,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from telemetry import HookLogger
-from telemetry.links import how_to_look
+from telemetry.writing.links import how_to_look
 
 FAULTS = (
     "none", "exploding", "vanishing", "nonfinite", "dead", "saturated", "lr_too_high", "lr_too_low",

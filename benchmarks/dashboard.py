@@ -42,10 +42,10 @@ import pytest
 import torch
 from machine import describe_machine, write_json
 
-from telemetry.board import Board
 from telemetry.events import FileWriter, summaries
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
+from telemetry.writing.board import Board
 
 # TensorBoard with the plugin, Chromium and the layout of a model: those of the page's tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "tensorboard_plugin"))

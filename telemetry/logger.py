@@ -20,11 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
-from telemetry import hyperparameters, links
-from telemetry.alert_file import AlertFile
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
-from telemetry.board import Board
 from telemetry.budget import Budget
 from telemetry.capture import Capture, Content
 from telemetry.directory_claim import DirectoryClaim
@@ -35,9 +32,8 @@ from telemetry.events.summary_writer import SummaryWriter
 from telemetry.faults import Faults
 from telemetry.flight import FlightRecorder
 from telemetry.host_copy import HostCopy
-from telemetry.hyperparameters import Hyperparameter
+from telemetry.page_format import new_session_id
 from telemetry.pipeline import CLOSE_TIMEOUT_S, LoggedScalars, Pipeline, ReadyValues
-from telemetry.plugin_data import new_session_id
 from telemetry.ranks import is_first_rank
 from telemetry.records import Alert, Rule, TelemetryAlert
 from telemetry.resuming import (
@@ -50,6 +46,10 @@ from telemetry.resuming import (
 )
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
+from telemetry.writing import hparams, links
+from telemetry.writing.alert_file import AlertFile
+from telemetry.writing.board import Board
+from telemetry.writing.hparams import Hyperparameter
 
 log = logging.getLogger("telemetry")
 
@@ -297,7 +297,7 @@ class HookLogger:
         Raises:
             TypeError: A value is something else.
         """
-        self._write(hyperparameters.values_of(values, metrics))
+        self._write(hparams.values_of(values, metrics))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the activations of a part of the run that is not training, under its own tags.

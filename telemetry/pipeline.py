@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.alerts.memory import load_states, states_of
-from telemetry.board import Board, needed_in_every_file
 from telemetry.capture import CapturedStep
 from telemetry.events import summaries
 from telemetry.faults import Faults
@@ -24,6 +23,7 @@ from telemetry.host_copy import HostCopy
 from telemetry.plain_text import printable_lines
 from telemetry.ranks import is_first_rank
 from telemetry.records import Alert, Rule, StepRecord
+from telemetry.writing.board import Board, needed_in_every_file
 
 log = logging.getLogger("telemetry")
 

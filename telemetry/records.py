@@ -266,6 +266,8 @@ class StepRecord:
         output_grads: Gradients with respect to those outputs.
         grads: Gradients by parameter name, accumulated and unscaled.
         weights: Parameters before the step, by parameter name.
+        second_moments: Adam's ``exp_avg_sq`` after the step, by parameter name, of optimizers that
+            have it.
         update_ratios: ``||after - before|| / ||before||`` by parameter name.
         feature_maps: Pictures of convolutions' outputs, uint8 ``[height, width, 3]``, by module
             name.
@@ -298,6 +300,7 @@ class StepRecord:
     output_grads: Mapping[Output, TensorRecord] = field(default_factory=dict)
     grads: Mapping[str, TensorRecord] = field(default_factory=dict)
     weights: Mapping[str, TensorRecord] = field(default_factory=dict)
+    second_moments: Mapping[str, TensorRecord] = field(default_factory=dict)
     update_ratios: Mapping[str, float] = field(default_factory=dict)
     feature_maps: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
     filters: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from telemetry.faults import Faults
-from telemetry.plugin_data.last_step import EventFile, event_files, last_step
+from telemetry.reading.last_step import EventFile, event_files, last_step
 from telemetry.records import Alert, StepRecord
 
 STATE_FORMAT = 1

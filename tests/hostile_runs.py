@@ -27,8 +27,8 @@ from torch.utils.tensorboard import SummaryWriter
 from telemetry.events import summaries
 from telemetry.events.framing import frame
 from telemetry.flight.document import COLUMNS, FORMAT
-from telemetry.plugin_data.format import PLUGIN_NAME, alert_tag, encode_layout, layout_tag
-from telemetry.plugin_data.statistics import MATRIX_STATISTICS
+from telemetry.layers import MATRIX_STATISTICS
+from telemetry.page_format import PLUGIN_NAME, alert_tag, encode_layout, layout_tag
 
 SESSION = "20260101-000000.000-aaaa"
 OTHER = "20260101-000000.000-0000"  # sorts before it: what it says does not hide the good run

@@ -9,9 +9,9 @@ import pytest
 from disks import fill
 from known_runs import alert_at
 
-from telemetry.alert_file import AlertFile
 from telemetry.events.plain_files import PlainFiles
-from telemetry.plugin_data.format import decode_alert
+from telemetry.page_format import decode_alert
+from telemetry.writing.alert_file import AlertFile
 
 
 def read_lines(log_dir: Path) -> list[dict[str, object]]:

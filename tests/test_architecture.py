@@ -13,20 +13,16 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"_native", "moments", "links", "budget", "plain_text", "directory_claim", "untrusted"},
+    {"_native", "moments", "budget", "plain_text", "directory_claim", "untrusted"},
     {"kernel", "sketch"},
-    {"records", "schedule", "faults", "magnitudes", "host_copy", "torch_private", "ranks"},
-    {"selection", "measure", "images", "events"},
-    {"capture", "alerts", "plugin_data", "flight"},
-    {"alert_file", "dashboards", "depth", "heatmap_picture", "hyperparameters", "learning_rates"}
-    | {"resuming"},
-    {"layouts"},
-    {"board"},
-    {"pipeline", "interventions"},
+    {"records", "schedule", "faults", "host_copy", "torch_private", "ranks"},
+    {"layers", "selection", "measure", "images", "events"},
+    {"page_format"},
+    {"capture", "alerts", "flight", "writing", "reading"},
+    {"resuming", "pipeline", "interventions"},
     {"logger"},
-    {"integrations", "tensorboard_plugin", "run_summary"},
-    {"report"},
-    {"cli"},
+    {"tensorboard_plugin"},
+    {"commands"},
     {""},  # telemetry/__init__.py
 ]
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
@@ -42,22 +38,13 @@ TORCH_FREE = {
     "records",
     "schedule",
     "faults",
+    "layers",
     "events",
-    "plugin_data",
+    "page_format",
     "flight",
-    "alert_file",
-    "links",
-    "directory_claim",
-    "resuming",
-    "magnitudes",
-    "depth",
-    "layouts",
-    "learning_rates",
-    "hyperparameters",
+    "reading",
     "tensorboard_plugin",
-    "run_summary",
-    "report",
-    "cli",
+    "commands",
 }
 USES_TORCH = {"telemetry.events.given_writer", "telemetry.events.summary_writer"}
 
@@ -155,9 +142,9 @@ def test_modules_import_only_from_lower_layers() -> None:
         ("capture/__init__.py", "from ..logger import HookLogger", "not in a lower layer"),
         ("capture/__init__.py", "from ..selektion import x", "does not exist"),
         ("sketch.py", "import torch.nn as nn", "must do without torch"),
-        ("report.py", "def f():\n    from torch import Tensor", "must do without torch"),
-        ("report.py", "from telemetry.selection import x", "needs torch"),
-        ("report.py", "from telemetry.events.summary_writer import x", "needs torch"),
+        ("reading/files.py", "def f():\n    from torch import Tensor", "must do without torch"),
+        ("reading/files.py", "from telemetry.selection import x", "needs torch"),
+        ("reading/files.py", "from telemetry.events.summary_writer import x", "needs torch"),
         ("helpers.py", "", "has no layer"),
         ("measure.py", "from .sketch import Sketch\nimport torch", None),
         ("capture/__init__.py", "from .hooks import attach\nfrom ..sketch import Sketch", None),

@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 from hostile_runs import KINDS, SCRIPT, STEPS, Kind, write_good_run
 
-from telemetry.cli import main
-from telemetry.plugin_data import STATISTICS, payloads
-from telemetry.plugin_data.files import FileSource
-from telemetry.plugin_data.run_data import RunData
-from telemetry.report import write_report
-from telemetry.run_summary import summarize
+from telemetry.commands.cli import main
+from telemetry.commands.report import write_report
+from telemetry.layers import PAGE_STATISTICS
+from telemetry.reading import payloads
+from telemetry.reading.files import FileSource
+from telemetry.reading.run_data import RunData
+from telemetry.reading.run_summary import summarize
 
 MOST_S = 30  # a loaded machine takes several times as long as a quiet one
 COMMANDS = ["summary", "alerts", "explain", "report"]
@@ -66,7 +67,7 @@ def test_the_good_part_is_read_and_the_rest_is_one_line(name: str) -> None:
         overview = run.overview()
         assert [layer.name for layer in overview.layers] == list(kind.layers)
         assert 7 in [alert.step for alert in overview.alerts]
-        for statistic in STATISTICS:
+        for statistic in PAGE_STATISTICS:
             summarize(run, statistic.name, log=statistic.log)
         assert run.matrix("grad_norm").steps.tolist() == list(range(STEPS))
         assert run.matrix("weight_norm").steps.tolist() == list(range(STEPS))
@@ -131,7 +132,7 @@ def _run(
     arguments: list[str], folder: Path, prefix: list[str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*(prefix or []), sys.executable, "-m", "telemetry.cli", *arguments],
+        [*(prefix or []), sys.executable, "-m", "telemetry.commands.cli", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True, text=True, timeout=MOST_S,

@@ -30,12 +30,12 @@ from torch.utils.tensorboard import SummaryWriter
 from twins import Recorder, assert_left_alone
 
 import telemetry
-from telemetry import Alert, HookLogger, TelemetryAlert, cli
+from telemetry import Alert, HookLogger, TelemetryAlert
+from telemetry.commands import cli
 from telemetry.events import list_event_files
-from telemetry.plugin_data import PLUGIN_NAME
-from telemetry.plugin_data.files import FileSource
-from telemetry.plugin_data.format import LAYOUT_PREFIX, parse_layout_tag
-from telemetry.plugin_data.run_data import RunData
+from telemetry.page_format import LAYOUT_PREFIX, PLUGIN_NAME, parse_layout_tag
+from telemetry.reading.files import FileSource
+from telemetry.reading.run_data import RunData
 from telemetry.records import StepRecord
 
 

@@ -16,7 +16,6 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry import pipeline as pipeline_module
-from telemetry.board import Board
 from telemetry.capture.captured import CapturedStep, RunTotals
 from telemetry.capture.window import Window
 from telemetry.events.background import BackgroundWriter
@@ -25,6 +24,7 @@ from telemetry.measure import Measurer
 from telemetry.pipeline import LoggedScalars, Pipeline
 from telemetry.pipeline import Sink as AnySink
 from telemetry.records import Alert, Layout, Rule, StepRecord
+from telemetry.writing.board import Board
 
 LAYOUT = Layout(modules=(), parameters=())
 

@@ -26,8 +26,8 @@ from twins import Recorder
 import telemetry
 from telemetry import Alert, HookLogger, SummaryWriter
 from telemetry.alerts import default_rules
-from telemetry.plugin_data.files import FileSource
-from telemetry.plugin_data.run_data import RunData
+from telemetry.reading.files import FileSource
+from telemetry.reading.run_data import RunData
 from telemetry.records import StepRecord
 
 ROOT = Path(telemetry.__file__).parents[1]

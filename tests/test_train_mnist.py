@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train_mnist
-from telemetry.links import how_to_look
+from telemetry.writing.links import how_to_look
 
 
 @pytest.fixture(autouse=True)

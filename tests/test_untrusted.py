@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from telemetry import untrusted
 from telemetry.flight import explain
-from telemetry.plugin_data.format import decode_alert, decode_layout
+from telemetry.page_format import decode_alert, decode_layout
 
 json_values = st.recursive(
     st.none()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import Forward
-from telemetry.alerts.module_types import BOUNDED
+from telemetry.layers.module_types import TWO_SIDED
 from telemetry.plain_text import called
 from telemetry.records import Alert, Output, StepRecord, TensorRecord
 
@@ -140,7 +140,7 @@ def _silent_units(record: StepRecord) -> Iterable[tuple[Output, NDArray[np.bool_
         tensor, gradient = record.outputs[output], record.output_grads.get(output)
         if gradient is None or tensor.unit_min is None or tensor.unit_min.size < _FEWEST_UNITS:
             continue
-        if forward.types[index] in BOUNDED:
+        if forward.types[index] in TWO_SIDED:
             continue
         if not forward.owned[index]:
             before = record.outputs[forward.outputs[index - 1]] if index > 0 else tensor
@@ -150,7 +150,7 @@ def _silent_units(record: StepRecord) -> Iterable[tuple[Output, NDArray[np.bool_
         if idle[output.module_name]:
             silent |= _is_nothing(tensor)
         after = forward.types[index + 1] if index + 1 < len(forward.outputs) else ""
-        if after not in BOUNDED:
+        if after not in TWO_SIDED:
             silent |= _is_cut_off(tensor, gradient)
         yield output, silent
 

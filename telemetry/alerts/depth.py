@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from telemetry.alerts.module_types import LOOKUPS
-from telemetry.records import Layout, Output, StepRecord, TensorRecord
+from telemetry.layers import table
+from telemetry.layers.module_types import LOOKUPS
+from telemetry.records import StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,12 @@ class Growth:
 
 def forward_growth(record: StepRecord) -> Growth:
     """Of the modules' outputs, beginning at the first module."""
-    return _growth(_profile(record.layout, record.outputs))
+    return _growth(_profile(record, "activation_rms"))
 
 
 def backward_growth(record: StepRecord) -> Growth:
     """Of the gradients with respect to them, beginning at the last module."""
-    return _growth(_profile(record.layout, record.output_grads)[::-1])
+    return _growth(_profile(record, "activation_grad_rms")[::-1])
 
 
 def gain(record: StepRecord) -> float:
@@ -44,22 +44,21 @@ def gain(record: StepRecord) -> float:
         Decimal logarithm of the norm of all gradients over the RMS of that of the last module's
         output; NaN where it is not measured or zero.
     """
-    total, profile = record.total_grad_norm, _profile(record.layout, record.output_grads)
+    total, profile = record.total_grad_norm, _profile(record, "activation_grad_rms")
     return math.log10(total) - profile[-1][1] if profile and 0 < total < math.inf else math.nan
 
 
-def _profile(layout: Layout, tensors: Mapping[Output, TensorRecord]) -> list[tuple[str, float]]:
-    """Module names and decimal logarithms of RMS, in forward order.
+def _profile(record: StepRecord, statistic: str) -> list[tuple[str, float]]:
+    """Names of layers and decimal logarithms of an RMS, in forward order.
 
-    Left out are outputs that are all zero, and lookups, whose scale is their own.
+    Left out are layers where it is zero or not finite, and lookups, whose scale is their own.
     """
-    position = layout.position
-    profile: list[tuple[int, str, float]] = []
-    for (name, _), tensor in tensors.items():
-        place, rms = position[name], tensor.sketch.rms
-        if 0 < rms < math.inf and layout.modules[place].type_name not in LOOKUPS:
-            profile.append((place, name, math.log10(rms)))
-    return [(name, level) for _, name, level in sorted(profile, key=lambda item: item[0])]
+    layers = zip(record.layout.modules, table(record).column(statistic), strict=True)
+    return [
+        (module.name, math.log10(rms))
+        for module, rms in layers
+        if 0 < rms < math.inf and module.type_name not in LOOKUPS
+    ]
 
 
 def _growth(profile: list[tuple[str, float]]) -> Growth:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.layers import table
 from telemetry.records import Layout, StepRecord
 
 
@@ -27,14 +27,14 @@ class Modules:
 
     def __post_init__(self) -> None:
         self.layout = _NO_LAYOUT
-        self._positions = self._index = np.zeros(0, np.intp)
+        self._positions = np.zeros(0, np.intp)
 
     @staticmethod
     def of(layout: Layout) -> Modules:
         """Those of one layout."""
-        positions, index = np.unique(layout.owners, return_inverse=True)
+        positions = np.unique(layout.owners)
         modules = Modules(tuple(layout.modules[position].name for position in positions))
-        modules.layout, modules._positions, modules._index = layout, positions, index
+        modules.layout, modules._positions = layout, positions
         return modules
 
     def grad_norms(self, record: StepRecord) -> NDArray[np.float64]:
@@ -42,24 +42,8 @@ class Modules:
         return record.module_grad_norms[self._positions]
 
     def update_ratios(self, record: StepRecord) -> NDArray[np.float64]:
-        """How far the step moved each, relative to its size; NaN where that is not known.
-
-        All parameters of a module count together. A bias that begins at zero moves infinitely far
-        by itself, but not against its weight; how far is not known from the first step, though.
-        """
-        moved, size = np.zeros(len(self.names)), np.zeros(len(self.names))
-        for index, parameter in zip(self._index, self.layout.parameters, strict=True):
-            weight = record.weights.get(parameter.name)
-            ratio = record.update_ratios.get(parameter.name)
-            if weight is None or ratio is None:
-                continue
-            norm = weight.sketch.norm
-            size[index] += norm**2
-            if norm > 0 or ratio > 0:  # NaN: nothing that did not move
-                moved[index] += (ratio * norm) ** 2 if math.isfinite(ratio) else math.nan
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios: NDArray[np.float64] = np.sqrt(moved / size)
-        return ratios
+        """The layers' ``update_ratio``, float64 ``[len(names)]``; NaN where it is not known."""
+        return table(record).column("update_ratio")[self._positions]
 
     def carry(
         self, values: NDArray[np.float64], names: tuple[str, ...], fill: float

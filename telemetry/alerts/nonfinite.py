@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.module_types import STANDARD
+from telemetry.layers.module_types import STANDARD
 from telemetry.plain_text import called, printable
 from telemetry.records import Alert, StepRecord, TensorRecord
 

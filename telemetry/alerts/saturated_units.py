@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +11,18 @@ import numpy as np
 from telemetry.alerts.course import Course
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import Forward
-from telemetry.alerts.module_types import BOUNDED, NORMALIZATIONS, STANDARD, Flat
+from telemetry.layers import table
+from telemetry.layers.module_types import (
+    BOUNDED,
+    NORMALIZATIONS,
+    STANDARD,
+    Bounded,
+    Flat,
+    bucket_of,
+)
 from telemetry.plain_text import called
 from telemetry.records import Alert, Output, StepRecord
-from telemetry.sketch import Sketch, bucket_indices
+from telemetry.sketch import Sketch
 
 
 class SaturatedUnits:
@@ -91,7 +99,7 @@ class SaturatedUnits:
             output, type_name = forward.outputs[index], forward.types[index]
             after = forward.outputs[index + 1]
             if type_name in BOUNDED:
-                yield output, _share_flat(record.outputs[output].sketch, BOUNDED[type_name])
+                yield output, _share_flat(record, output, BOUNDED[type_name])
             elif forward.owned[index]:
                 if forward.owned[index + 1] and forward.types[index + 1] not in NORMALIZATIONS:
                     yield output, _share_lost(record, output, after)
@@ -108,8 +116,8 @@ class SaturatedUnits:
         if gradient is None or _share_faint(gradient.sketch) < _BLOCKED or low == high:
             return 0.0
         if low == 0:  # a kind of ReLU: zero is its flat part, and not a fault
-            return _share_beyond(sketch, Flat(low=-math.inf, high=high))
-        return _share_beyond(sketch, Flat(low=low, high=high))
+            return Flat(high=high).share(sketch)
+        return Flat(low=low, high=high).share(sketch)
 
 
 @dataclass(kw_only=True)
@@ -127,7 +135,7 @@ class _Layer:
     is_suspect: bool = False
 
 
-_QUITE = 0.75
+_FLATTEST = 0.75
 _FINE = 0.5
 _SUDDEN = 20
 _BLOCKED = 0.7
@@ -136,29 +144,22 @@ _LARGE = 10.0
 _SMALL = 2.0
 
 
-def _share_flat(sketch: Sketch, flats: Sequence[Flat]) -> float:
-    """Of values on the flat part of a curve, three quarters of which must be quite flat."""
-    nearly, *quite = (_share_beyond(sketch, flat) for flat in flats)
-    return min([nearly, *(share / _QUITE for share in quite)])
+def _share_flat(record: StepRecord, output: Output, function: Bounded) -> float:
+    """Of outputs where the function is flat, three quarters of which must be where it is flattest.
 
-
-def _share_beyond(sketch: Sketch, flat: Flat) -> float:
-    """Of the finite values, to the resolution of the sketch's buckets."""
-    if not sketch.finite_count or not sketch.counts.size:
-        return 0.0
-    beyond = np.zeros(sketch.buckets.shape, dtype=bool)
-    if math.isfinite(flat.low):
-        beyond |= sketch.buckets <= bucket_indices(np.array([flat.low]))[0]
-    if math.isfinite(flat.high):
-        beyond |= sketch.buckets >= bucket_indices(np.array([flat.high]))[0]
-    return float(sketch.counts[beyond].sum() / sketch.finite_count)
+    The former is the layer's ``saturation``, as it is shown everywhere.
+    """
+    share = table(record).value(record.layout.position[output.module_name], "saturation") or 0.0
+    if function.flattest is None:
+        return share
+    return min(share, function.flattest.share(record.outputs[output].sketch) / _FLATTEST)
 
 
 def _share_faint(sketch: Sketch) -> float:
     """Of values a thousand times below the RMS."""
     if not sketch.finite_count or sketch.sum_squares == 0:
         return 1.0
-    limit = bucket_indices(np.array([1e-3 * sketch.rms]))[0]
+    limit = bucket_of(1e-3 * sketch.rms)
     return float(sketch.counts[np.abs(sketch.buckets) < limit].sum() / sketch.finite_count)
 
 
@@ -172,7 +173,7 @@ def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
     received = _received(record, after)
     if gradient is None or received is None or received > _SMALL or sketch.rms < _LARGE:
         return 0.0
-    negative = _share_beyond(sketch, Flat(low=-math.ulp(0.0), high=math.inf))
+    negative = Flat(low=-math.ulp(0.0)).share(sketch)
     faint = _share_faint(gradient.sketch)
     return max(faint - negative, 0.0) / (1 - negative) if negative < 1 else 0.0
 

@@ -29,13 +29,17 @@ _FIELDS = untrusted.fields(
         learning_rates=untrusted.listed(_MEASURED),
     ),
     modules=untrusted.fields(name=_NAMES, type=_NAMES, left_out=untrusted.whole),
-    profiles=untrusted.listed(
-        untrusted.fields(
-            when=untrusted.name, step=untrusted.whole, **dict.fromkeys(COLUMNS, _MEASURED)
-        ),
-        most=len(get_args(When)),
-    ),
+    profiles=untrusted.listed(lambda content: _profile(content), most=len(get_args(When))),
 )
+_PROFILE = untrusted.fields(
+    when=untrusted.name, step=untrusted.whole, **dict.fromkeys(COLUMNS, _MEASURED)
+)
+
+
+def _profile(content: Any) -> dict[str, Any]:
+    """Statistics that another version of telemetry did not have are empty lists."""
+    defaults: dict[str, list[float]] = {column: [] for column in COLUMNS}
+    return _PROFILE({**defaults, **content} if type(content) is dict else content)
 
 
 def check(contents: Any) -> dict[str, Any]:
@@ -54,6 +58,8 @@ def check(contents: Any) -> dict[str, Any]:
     if len(set(map(len, steps.values()))) > 1:
         raise ValueError("steps: the lists are not of one length")
     for profile in known["profiles"]:
-        if any(len(profile[column]) != len(modules["name"]) for column in COLUMNS):
-            raise ValueError("profiles: a list is not as long as that of the modules")
+        for column in COLUMNS:
+            profile[column] = profile[column] or [None] * len(modules["name"])
+            if len(profile[column]) != len(modules["name"]):
+                raise ValueError("profiles: a list is not as long as that of the modules")
     return known

@@ -33,19 +33,14 @@ measured is ``null``. Its keys:
 ``profiles``
     The depth profile at up to three steps: ``when`` is ``before``, ``at`` or ``after`` the fault,
     ``step`` the step, then a list over the modules for each of :data:`COLUMNS`, and ``sketches``:
-    histograms by kind and name (:func:`~telemetry.flight.sketches.decode`), null where they would
+    histograms by kind and name (:func:`~telemetry.flight.sketches.encode`), null where they would
     make the file too large.
-``picture``
-    ``grad_norms`` as a PNG picture, a ``data:`` URL: steps from left to right, modules that have
-    gradients from top to bottom, bright where they are large, magenta where they are not finite.
 """
 
 from __future__ import annotations
 
 import base64
-import math
 import traceback
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -53,24 +48,17 @@ from typing import Any, Literal
 import numpy as np
 
 from telemetry.flight import sketches
-from telemetry.flight.picture import encode_png, heat_map
-from telemetry.flight.snapshot import Detail, Snapshot, Tensor
-from telemetry.records import Alert, Layout, Module, Output
+from telemetry.flight.snapshot import Snapshot
+from telemetry.layers import STATISTICS
+from telemetry.records import Alert, Module, Output
+from telemetry.sketch import Sketch
 from telemetry.untrusted import MAX_TEXT
 
 FORMAT = "telemetry-flight-1"
 MAX_MODULES = 256
 MAX_ALERTS = 32
-COLUMNS = (
-    "activation_rms",
-    "nonfinite_activations",
-    "dead_fraction",
-    "activation_grad_rms",
-    "grad_norm",
-    "weight_norm",
-    "update_ratio",
-)
-"""Of a module's first output, of all of its parameters together; ``update_ratio``: the largest."""
+COLUMNS = tuple(statistic.name for statistic in STATISTICS)
+"""Of each module, as everywhere else."""
 
 _MAX_GROUPS = 16
 
@@ -125,7 +113,6 @@ def compose(
     modules = steps[-1].layout.modules if steps else ()
     shown = _choose(modules, culprit)
     names = [module.name for module in shown]
-    grad_norms = [_grad_norms(step, names) for step in steps]
     return {
         "format": FORMAT,
         "complete": complete,
@@ -141,13 +128,12 @@ def compose(
             "type": [module.type_name for module in shown],
             "left_out": len(modules) - len(shown),
         },
-        "grad_norms": [numbers(row) for row in grad_norms],
+        "grad_norms": [numbers(_grad_norms(step, names)) for step in steps],
         "profiles": [
             {"when": when, "step": moment.step, **_profile(moment, names)}
             for when, moment in moments.items()
             if moment is not None
         ],
-        "picture": _picture(grad_norms),
     }
 
 
@@ -181,9 +167,9 @@ def _first_bad_module(flight: Flight) -> str | None:
         return named[0]
     detail = flight.at.detail if flight.at is not None else None
     outputs = detail.outputs if detail is not None else {}
-    for output, tensor in outputs.items():
+    for output, sketch in outputs.items():
         # A mask holds -inf.
-        if tensor.sketch.nan_count or tensor.sketch.positive_inf_count:
+        if sketch.nan_count or sketch.positive_inf_count:
             return output.module_name
     return None
 
@@ -233,48 +219,16 @@ def _random(seed: int | None, step: Snapshot | None) -> dict[str, Any]:
 
 
 def _profile(step: Snapshot, names: Sequence[str]) -> dict[str, Any]:
+    """A list for each statistic; of a step not measured in full the gradient norm alone."""
     columns: dict[str, Sequence[float | None]] = dict.fromkeys(COLUMNS, [None] * len(names))
     columns["grad_norm"] = _grad_norms(step, names)
-    detail = step.detail
-    if detail is not None:
-        columns |= _output_columns(detail, names) | _parameter_columns(detail, step.layout, names)
+    if step.detail is not None:
+        layers = step.detail.layers
+        rows = [step.layout.position.get(name) for name in names]
+        for name in COLUMNS:
+            columns[name] = [None if row is None else layers.value(row, name) for row in rows]
     plain = {name: numbers(column) for name, column in columns.items()}
     return {**plain, "sketches": _sketches(step, set(names))}
-
-
-def _output_columns(detail: Detail, names: Sequence[str]) -> dict[str, Sequence[float | None]]:
-    nonfinite = Counter[str]()
-    for output, tensor in detail.outputs.items():
-        nonfinite[output.module_name] += tensor.sketch.nonfinite_count
-    firsts = [detail.outputs.get(Output(name)) for name in names]
-    grads = [detail.output_grads.get(Output(name)) for name in names]
-    return {
-        "activation_rms": [tensor.sketch.rms if tensor else None for tensor in firsts],
-        "nonfinite_activations": [nonfinite.get(name) for name in names],
-        "dead_fraction": [
-            None if tensor is None or math.isnan(tensor.dead_fraction) else tensor.dead_fraction
-            for tensor in firsts
-        ],
-        "activation_grad_rms": [tensor.sketch.rms if tensor else None for tensor in grads],
-    }
-
-
-def _parameter_columns(
-    detail: Detail, layout: Layout, names: Sequence[str]
-) -> dict[str, Sequence[float | None]]:
-    norms: dict[str, float] = {}
-    ratios: dict[str, float] = {}
-    for p in layout.parameters:
-        weight, ratio = detail.weights.get(p.name), detail.update_ratios.get(p.name)
-        if weight is not None:
-            norms[p.module_name] = math.hypot(norms.get(p.module_name, 0.0), weight.sketch.norm)
-        # NaN is that of a parameter of zeros that stayed; inf that of one that moved.
-        if ratio is not None and not math.isnan(ratio):
-            ratios[p.module_name] = max(ratios.get(p.module_name, 0.0), ratio)
-    return {
-        "weight_norm": [norms.get(n) for n in names],
-        "update_ratio": [ratios.get(n) for n in names],
-    }
 
 
 def _sketches(step: Snapshot, names: set[str]) -> dict[str, dict[str, Any]]:
@@ -283,14 +237,14 @@ def _sketches(step: Snapshot, names: set[str]) -> dict[str, dict[str, Any]]:
         return {}
     owner = {p.name: p.module_name for p in step.layout.parameters}
 
-    def of_outputs(tensors: Mapping[Output, Tensor]) -> dict[str, Any]:
+    def of_outputs(tensors: Mapping[Output, Sketch]) -> dict[str, Any]:
         # First outputs last: a module that is called rnn[1] keeps that name from rnn's second.
         ordered = sorted(tensors, key=lambda output: -output.place)
         shown = [output for output in ordered if output.module_name in names]
-        return {str(output): sketches.encode(tensors[output].sketch) for output in shown}
+        return {str(output): sketches.encode(tensors[output]) for output in shown}
 
-    def of_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {n: sketches.encode(t.sketch) for n, t in tensors.items() if owner.get(n) in names}
+    def of_parameters(tensors: Mapping[str, Sketch]) -> dict[str, Any]:
+        return {n: sketches.encode(s) for n, s in tensors.items() if owner.get(n) in names}
 
     return {
         "activations": of_outputs(detail.outputs),
@@ -298,14 +252,3 @@ def _sketches(step: Snapshot, names: set[str]) -> dict[str, dict[str, Any]]:
         "grads": of_parameters(detail.grads),
         "weights": of_parameters(detail.weights),
     }
-
-
-def _picture(grad_norms: Sequence[Sequence[float | None]]) -> str | None:
-    columns = np.array(
-        [[math.nan if v is None else v if math.isfinite(v) else math.inf for v in row]
-         for row in grad_norms]
-    )  # fmt: skip
-    rows = columns.T[~np.isnan(columns).all(axis=0)] if columns.size else columns
-    if not rows.size:
-        return None
-    return f"data:image/png;base64,{base64.b64encode(encode_png(heat_map(rows))).decode()}"

@@ -170,12 +170,12 @@ def _cells(profiles: Sequence[Mapping[str, Any]], key: str, row: int) -> str:
 def _notes(profiles: Sequence[Mapping[str, Any]], row: int) -> Iterator[str]:
     """What else is wrong with a module, at the first moment at which it is."""
     for profile in profiles:
-        if profile["nonfinite_activations"][row]:
-            yield f"{profile['nonfinite_activations'][row]:.0f} outputs not finite"
+        if profile["nonfinite"][row]:
+            yield f"{profile['nonfinite'][row]:.0f} values not finite"
             break
     for profile in profiles:
-        if (profile["dead_fraction"][row] or 0) >= _MANY_DEAD:
-            yield f"{profile['dead_fraction'][row]:.0%} of units dead"
+        if (profile["dead_units"][row] or 0) >= _MANY_DEAD:
+            yield f"{profile['dead_units'][row]:.0%} of units dead"
             break
 
 

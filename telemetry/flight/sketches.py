@@ -1,4 +1,4 @@
-"""Histograms in a flight file, and back."""
+"""Histograms in a flight file."""
 
 from __future__ import annotations
 
@@ -23,18 +23,3 @@ def encode(sketch: Sketch) -> dict[str, Any]:
         "buckets": base64.b64encode(sketch.buckets.astype(_BUCKETS).tobytes()).decode(),
         "counts": base64.b64encode(sketch.counts.astype(_BUCKET_COUNTS).tobytes()).decode(),
     }
-
-
-def decode(plain: dict[str, Any]) -> Sketch:
-    """The sketch that :func:`encode` was given, its bucket counts rounded to float32.
-
-    Sums that an older file does not have are NaN.
-    """
-    figures = {name: plain.get(name) for name in _FIGURES}
-    fields: dict[str, Any] = {name: plain[name] for name in COUNTS}
-    fields |= {name: np.nan if figure is None else figure for name, figure in figures.items()}
-    return Sketch(
-        **fields,
-        buckets=np.frombuffer(base64.b64decode(plain["buckets"]), _BUCKETS).astype(np.int16),
-        counts=np.frombuffer(base64.b64decode(plain["counts"]), _BUCKET_COUNTS).astype(np.float64),
-    )

@@ -11,42 +11,36 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.layers import LayerTable, table
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.sketch import Sketch
 
 Key = TypeVar("Key")
 
 _STEP_BYTES = 500
-_TENSOR_BYTES = 600
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Tensor:
-    """What is kept of a :class:`TensorRecord`: without its units."""
-
-    sketch: Sketch
-    dead_fraction: float
+_SKETCH_BYTES = 600  # without its arrays
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Detail:
-    """What only a full measurement has: as in the record."""
+    """What only a full measurement has: all statistics of all layers; the rest as in the record."""
 
-    outputs: Mapping[Output, Tensor]
-    output_grads: Mapping[Output, Tensor]
-    grads: Mapping[str, Tensor]
-    weights: Mapping[str, Tensor]
-    update_ratios: Mapping[str, float]
+    layers: LayerTable
+    outputs: Mapping[Output, Sketch]
+    output_grads: Mapping[Output, Sketch]
+    grads: Mapping[str, Sketch]
+    weights: Mapping[str, Sketch]
     random_states: Mapping[str, bytes]
 
     @property
     def nbytes(self) -> int:
         """Memory taken, about."""
         kinds = (self.outputs, self.output_grads, self.grads, self.weights)
-        sketches = [t.sketch for t in chain.from_iterable(kind.values() for kind in kinds)]
+        sketches = list(chain.from_iterable(kind.values() for kind in kinds))
         arrays = sum(s.buckets.nbytes + s.counts.nbytes for s in sketches)
+        table = self.layers.values.nbytes + self.layers.known.nbytes
         states = sum(map(len, self.random_states.values()))
-        return arrays + states + _TENSOR_BYTES * len(sketches) + 100 * len(self.update_ratios)
+        return arrays + table + states + _SKETCH_BYTES * len(sketches)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,16 +98,14 @@ def snapshot(record: StepRecord) -> Snapshot:
 def detail(record: StepRecord) -> Detail:
     """What is kept of a full measurement beyond that."""
     return Detail(
+        layers=table(record),
         outputs=_kept(record.outputs),
         output_grads=_kept(record.output_grads),
         grads=_kept(record.grads),
         weights=_kept(record.weights),
-        update_ratios=record.update_ratios,
         random_states=record.random_states,
     )
 
 
-def _kept(tensors: Mapping[Key, TensorRecord]) -> Mapping[Key, Tensor]:
-    return {
-        key: Tensor(sketch=t.sketch, dead_fraction=t.dead_fraction) for key, t in tensors.items()
-    }
+def _kept(tensors: Mapping[Key, TensorRecord]) -> Mapping[Key, Sketch]:
+    return {key: tensor.sketch for key, tensor in tensors.items()}

@@ -11,10 +11,12 @@ from tensorboard import plugin_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from telemetry.plugin_data import PLUGIN_NAME, STATISTICS, NewerFormatError, payloads
-from telemetry.plugin_data.run_data import Overview, RunData
-from telemetry.plugin_data.sessions import Layer
-from telemetry.plugin_data.windows import Window, thin
+from telemetry.layers import STATISTICS
+from telemetry.page_format import PLUGIN_NAME, NewerFormatError
+from telemetry.reading import payloads
+from telemetry.reading.run_data import Overview, RunData
+from telemetry.reading.sessions import Layer
+from telemetry.reading.windows import Window, thin
 from telemetry.tensorboard_plugin.provider_source import ProviderSource, list_runs
 from telemetry.tensorboard_plugin.requests import (
     BadRequestError,

@@ -11,7 +11,7 @@ import numpy as np
 from tensorboard import context
 from tensorboard.data.provider import DataProvider, RunTagFilter
 
-from telemetry.plugin_data.sources import Point, Problems
+from telemetry.reading.sources import Point, Problems
 
 _ALL = 10**9  # 0 would mean none
 _CONTEXT = context.RequestContext()

@@ -101,10 +101,10 @@ def test_the_depth_profile_marks_the_culprit(tmp_path: Path) -> None:
     header, *rows = lines[start + 1 : start + 6]
     assert header.split() == ["module", "output", "rms", "gradient", "norm"]
     assert [row[:9] for row in rows] == ["  block.0", "  block.1", "» block.2", "  block.3"]
-    assert "0.5 →       1 →       –" in rows[2]
+    assert "0.5 →     nan →       –" in rows[2]
     assert "9.5e-07 →     nan →     nan" in rows[2]
     assert rows[0].endswith("75% of units dead")
-    assert rows[2].endswith("7 outputs not finite")
+    assert rows[2].endswith("7 values not finite")
 
 
 def test_of_many_modules_those_around_the_culprit_are_shown(tmp_path: Path) -> None:

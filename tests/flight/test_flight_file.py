@@ -1,9 +1,9 @@
-"""Flight files: how they are bounded, found and read, and what is in their picture."""
+"""Flight files: how they are bounded, found and read."""
 
 from __future__ import annotations
 
 import base64
-import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from PIL import Image
 
 from telemetry.flight import FlightRecorder, flight_files, read_flight
 from telemetry.flight import file as file_module
 from telemetry.flight.document import MAX_MODULES, number
-from telemetry.flight.picture import encode_png, heat_map
-from telemetry.flight.sketches import decode, encode
+from telemetry.flight.sketches import encode
 from telemetry.records import Alert, Layout, Module, Output, Parameter, StepRecord, TensorRecord
-from telemetry.sketch import sketch_array
+from telemetry.sketch import Sketch, sketch_array
 
 ANY_FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+def decode(plain: dict[str, Any]) -> Sketch:
+    """The sketch that was encoded, its bucket counts rounded to float32."""
+    figures = {k: math.nan if v is None else v for k, v in plain.items()}
+    return Sketch(
+        **figures
+        | {
+            "buckets": np.frombuffer(base64.b64decode(plain["buckets"]), "<i2"),
+            "counts": np.frombuffer(base64.b64decode(plain["counts"]), "<f4").astype(float),
+        }
+    )
 
 
 def write(log_dir: Path, *, modules: int, culprit: int = 0, steps: int = 3) -> dict[str, Any]:
@@ -97,16 +107,6 @@ def test_sketches_are_read_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got.counts, want.counts)
 
 
-def test_sketches_without_the_sums_of_higher_powers_are_read() -> None:
-    sketch = sketch_array(np.array([1.0, -2.0, 4.0]))
-    plain = encode(sketch)
-    assert decode(plain).kurtosis == sketch.kurtosis
-    del plain["sum_cubes"], plain["sum_fourth_powers"]
-    got = decode(plain)
-    assert got.std == sketch.std
-    assert np.isnan(got.kurtosis)
-
-
 @given(arrays.arrays(np.float32, st.integers(0, 50), elements=ANY_FLOATS))
 def test_every_sketch_survives(values: np.ndarray) -> None:
     want = sketch_array(values)
@@ -131,46 +131,3 @@ def test_what_is_no_flight_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "flight-1.json").write_text(text)
     with pytest.raises(ValueError, match=r"flight-1.json: (its format is|no flight file: )"):
         read_flight(tmp_path / "flight-1.json")
-
-
-# --- the picture ---------------------------------------------------------------------------------
-
-
-def open_png(png: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(png)))
-
-
-@given(arrays.arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9), st.just(3))))
-def test_a_picture_is_a_png(pixels: np.ndarray) -> None:
-    np.testing.assert_array_equal(open_png(encode_png(pixels)), pixels)
-
-
-def test_large_is_bright_and_not_finite_is_magenta() -> None:
-    values = np.array([[0.0, 1e-6, 1e-3, 1.0, np.inf, np.nan]])
-    pixels = heat_map(values)[0, ::4].astype(int)
-    brightness = pixels[:4].sum(axis=1)
-    assert (np.diff(brightness) >= 0).all()
-    assert brightness[3] > 2 * brightness[0]
-    assert pixels[4].tolist() == [255, 0, 255]
-    assert pixels[5].tolist() == [48, 48, 48]
-
-
-@given(
-    arrays.arrays(
-        np.float64,
-        st.tuples(st.integers(1, 5), st.integers(1, 300)),
-        elements=st.floats().map(abs),
-    )
-)
-def test_every_matrix_has_a_picture_of_bounded_size(values: np.ndarray) -> None:
-    height, width, _ = heat_map(values).shape
-    assert height % len(values) == 0
-    assert width <= 1024
-
-
-def test_the_picture_shows_modules_with_gradients_over_the_steps(tmp_path: Path) -> None:
-    flight = write(tmp_path, modules=5, steps=7)
-    kind, _, data = flight["picture"].partition(",")
-    assert kind == "data:image/png;base64"
-    shape = open_png(base64.b64decode(data)).shape
-    assert shape == (4 * 4, 7 * 4, 3), "one of five has no gradient"

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.events import FileWriter, summaries
-from telemetry.plugin_data.format import (
+from telemetry.layers import MATRIX_STATISTICS
+from telemetry.page_format import (
     EVENTS_PER_TAG,
     PLUGIN_NAME,
     Chunk,
@@ -18,8 +19,7 @@ from telemetry.plugin_data.format import (
     encode_layout,
     layout_tag,
 )
-from telemetry.plugin_data.run_data import RunData
-from telemetry.plugin_data.statistics import MATRIX_STATISTICS
+from telemetry.reading.run_data import RunData
 from telemetry.records import Alert, Layout, Module, Parameter
 
 COLUMN = {statistic.name: index for index, statistic in enumerate(MATRIX_STATISTICS)}

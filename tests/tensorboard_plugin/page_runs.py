@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from known_runs import COLUMN, alert_at, layout_of, write_run
 
-from telemetry.plugin_data.format import MISSING
-from telemetry.plugin_data.statistics import MATRIX_STATISTICS
+from telemetry.layers import MATRIX_STATISTICS, MISSING
 
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 DARKEST, LIGHTEST = "#440154", "#fde725"  # viridis

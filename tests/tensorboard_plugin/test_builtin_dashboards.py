@@ -12,30 +12,30 @@ from browser import PATIENCE_S, TelemetryPage, serve
 from known_runs import alert_at
 from small_records import full_record
 
-from telemetry import dashboards, depth, hyperparameters, layouts
 from telemetry.events import FileWriter, summaries
-from telemetry.heatmap_picture import HeatmapPicture
-from telemetry.plugin_data import Recorder
+from telemetry.writing import custom_scalars, hparams, spread, tags
+from telemetry.writing.heatmap_picture import HeatmapPicture
+from telemetry.writing.page import Recorder
 
 
 def write_demo(log_dir: Path) -> None:
     """What the logger writes in twenty full steps, and the hyperparameters."""
     writer, recorder, picture = FileWriter(log_dir), Recorder(), HeatmapPicture()
-    first = [layouts.custom_scalars_value(), *hyperparameters.values_of({"lr": 0.25, "opt": "sgd"})]
+    first = [custom_scalars.custom_scalars_value(), *hparams.values_of({"lr": 0.25, "opt": "sgd"})]
     writer.write_values(first, 0)
     map_pixels = np.zeros((8, 8, 3), np.uint8)
     for step in range(20):
         record = full_record(step, feature_maps={"layer0": map_pixels})
         values = [
-            *dashboards.values_of(record),
-            *depth.values_of(record),
+            *tags.values_of(record),
+            *spread.values_of(record),
             *picture.values_of(record),
             *recorder.values_of(record),
             summaries.scalar("loss", 1 / (1 + step)),
         ]
         writer.write_values(values, step)
     alert = alert_at(7, "layer1", message="The gradient of layer1 grew.")
-    writer.write_values([dashboards.alert_value(alert, 0), recorder.alert_value(alert)], 7)
+    writer.write_values([tags.alert_value(alert, 0), recorder.alert_value(alert)], 7)
     writer.close()
 
 

@@ -13,7 +13,7 @@ from client import OpenClient
 from torch import Tensor, nn
 
 from telemetry import Alert, HookLogger
-from telemetry.cli import main
+from telemetry.commands.cli import main
 from telemetry.flight import explain, read_flight
 from telemetry.flight.sketches import decode
 from telemetry.plain_text import printable

@@ -11,7 +11,7 @@ import pytest
 from browser import TelemetryPage, serve
 from known_runs import alert_at, layout_of, write_run
 
-from telemetry.plugin_data.statistics import MATRIX_STATISTICS
+from telemetry.layers import MATRIX_STATISTICS
 
 FIRST_OPEN_BYTES = 4.5e6
 """Of the picture of a million cells: a float32 each, and what names them."""

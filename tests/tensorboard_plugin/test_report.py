@@ -13,10 +13,10 @@ from browser import PIXEL
 from hostile_runs import png
 from known_runs import alert_at, layout_of, write_run
 
-from telemetry import report as report_module
+from telemetry.commands import report as report_module
+from telemetry.commands.report import write_report
 from telemetry.events import FileWriter, summaries
-from telemetry.plugin_data.statistics import MATRIX_STATISTICS
-from telemetry.report import write_report
+from telemetry.layers import MATRIX_STATISTICS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -130,8 +130,8 @@ def test_a_learning_rate_is_drawn_as_steps(tmp_path: Path, browser: Browser) -> 
 
 
 def test_a_large_run_is_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telemetry.report.MAX_LAYERS_IN_DETAIL", 1)
-    monkeypatch.setattr("telemetry.report.MAX_CELLS", 30)
+    monkeypatch.setattr("telemetry.commands.report.MAX_LAYERS_IN_DETAIL", 1)
+    monkeypatch.setattr("telemetry.commands.report.MAX_CELLS", 30)
     write_demo(tmp_path / "demo")
     write_report(tmp_path / "demo", tmp_path / "small.html")
     text = (tmp_path / "small.html").read_text(encoding="utf-8")
@@ -143,8 +143,8 @@ def test_a_large_run_is_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_was_recorded_around_a_fault_is_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("telemetry.report.flight_files", lambda _: [tmp_path])
-    monkeypatch.setattr("telemetry.report.explain", lambda _: HOSTILE)
+    monkeypatch.setattr("telemetry.commands.report.flight_files", lambda _: [tmp_path])
+    monkeypatch.setattr("telemetry.commands.report.explain", lambda _: HOSTILE)
     write_demo(tmp_path / "demo")
     write_report(tmp_path / "demo", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")

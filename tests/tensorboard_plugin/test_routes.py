@@ -14,9 +14,9 @@ from hostile_runs import png
 from known_runs import alert_at, layout_of, write_run
 
 from telemetry.events import FileWriter, summaries
-from telemetry.plugin_data import STATISTICS, payloads
-from telemetry.plugin_data.format import PLUGIN_NAME, layout_tag
-from telemetry.plugin_data.statistics import MATRIX_STATISTICS
+from telemetry.layers import MATRIX_STATISTICS, PAGE_STATISTICS
+from telemetry.page_format import PLUGIN_NAME, layout_tag
+from telemetry.reading import payloads
 from telemetry.tensorboard_plugin import plugin
 from telemetry.tensorboard_plugin.loader import TelemetryLoader
 
@@ -59,7 +59,9 @@ def test_a_run_is_described(client: Client) -> None:
     run = client.json("run", run="demo")
     assert [layer["name"] for layer in run["layers"]] == ["a", HOSTILE]
     assert run["layers"][0]["parameters"] == [{"name": "a.weight", "shape": [2, 3]}]
-    assert [statistic["name"] for statistic in run["statistics"]] == [s.name for s in STATISTICS]
+    assert [statistic["name"] for statistic in run["statistics"]] == [
+        s.name for s in PAGE_STATISTICS
+    ]
     assert run["alerts"][0]["value"] == "inf"
     assert run["alerts"][0]["module_name"] == HOSTILE
 

@@ -4,7 +4,7 @@ import { rowOf } from "./field.js";
 import { unpack, unpackField, unpackHistograms, unpackScalars } from "./source.js";
 
 export class EmbeddedSource {
-  /** @param {Object} data what `telemetry.report` wrote; binary parts as base64 of gzip */
+  /** @param {Object} data what `telemetry.commands.report` wrote; binary parts as base64 of gzip */
   constructor(data) {
     this.data = data;
     this.fields = new Map();

@@ -1,0 +1,1 @@
+"""The command ``telemetry``: reports, tables and alerts of a run."""

@@ -1,0 +1,199 @@
+"""A run as one HTML file: the Telemetry page with its data inside."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from telemetry.flight import explain, flight_files
+from telemetry.layers import PAGE_STATISTICS
+from telemetry.reading import payloads
+from telemetry.reading.builtin_tags import histogram_tags
+from telemetry.reading.files import FileSource
+from telemetry.reading.run_data import Overview, RunData
+from telemetry.reading.sessions import Layer
+from telemetry.reading.windows import thin
+from telemetry.tensorboard_plugin.static_files import read_static_files
+
+MAX_ROWS = 1000
+MAX_CELLS = 250_000
+MAX_LAYERS_IN_DETAIL = 100
+"""Of more layers, those with alerts and some others have histograms and pictures."""
+MAX_PICTURES_BYTES = 128 << 20
+"""Of all pictures in a report; a browser still opens it."""
+_PICTURES_PER_TAG = 3
+_IMPORT = re.compile(r'from "\./(\w+\.js)"')
+
+_TEMPLATE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; \
+script-src 'unsafe-inline' data:; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>{style}</style>
+<script type="importmap">{imports}</script>
+</head>
+<body>
+<h1 class="report-title">{title}<span class="count">{facts}</span></h1>
+<div id="telemetry"></div>
+{faults}
+<script type="application/json" id="data">{data}</script>
+<script type="module">import {{ render }} from "telemetry/report_page.js"; render();</script>
+</body>
+</html>
+"""
+
+
+def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> list[str]:
+    """Writes the report of a run.
+
+    Large runs are thinned out: a cell is then the largest of those behind it.
+
+    Args:
+        log_dir: The run's directory.
+        path: The HTML file, overwritten if it is there.
+
+    Returns:
+        What was skipped, a line for each thing.
+
+    Raises:
+        FileNotFoundError: There are no event files in ``log_dir``.
+        ValueError: They hold nothing of telemetry, or something of a later version.
+        OSError: The file cannot be written.
+    """
+    source = FileSource(log_dir)
+    run = RunData(source)
+    overview = run.overview()
+    if not overview.layers:
+        raise ValueError(
+            f"{os.fspath(log_dir)}: holds event files, but nothing that telemetry wrote"
+        )
+    name = Path(log_dir).resolve().name
+    page = _page(name, overview, _data(name, run, overview), _faults(log_dir))
+    # The directory's name may hold bytes that are no UTF-8.
+    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
+    return list(source.problems)
+
+
+def _page(name: str, overview: Overview, data: dict[str, Any], faults: str) -> str:
+    files = read_static_files()
+    alerts = len(overview.alerts)
+    facts = [
+        f"{len(overview.layers)} layers",
+        f"steps {overview.first_step} to {overview.last_step}",
+        f"{alerts or 'no'} alert{'' if alerts == 1 else 's'}",
+    ]
+    return _TEMPLATE.format(
+        title=html.escape(f"Telemetry: {name}"),
+        facts=", ".join(facts),
+        style=files["style.css"].decode(),
+        faults=faults,
+        imports=_script_json({"imports": dict(_modules(files))}),
+        data=_script_json(data),
+    )
+
+
+def _faults(log_dir: str | os.PathLike[str]) -> str:
+    """What the flight recorder kept around faults, as a section; empty if it kept nothing."""
+    if not flight_files(log_dir):
+        return ""
+    try:
+        text = explain(log_dir)
+    except (OSError, ValueError) as error:
+        text = str(error)
+    return (
+        '<section class="faults"><h2>Around the faults</h2>'
+        f"<pre>{html.escape(text)}</pre></section>"
+    )
+
+
+def _modules(files: dict[str, bytes]) -> Iterator[tuple[str, str]]:
+    """Each module under a bare name: from a ``data:`` URL, relative imports lead nowhere."""
+    for name, content in files.items():
+        if name.endswith(".js"):
+            code = _IMPORT.sub(r'from "telemetry/\1"', content.decode())
+            yield f"telemetry/{name}", f"data:text/javascript;base64,{_base64(code.encode())}"
+
+
+def _data(name: str, run: RunData, overview: Overview) -> dict[str, Any]:
+    matrices = {
+        statistic.name: _packed(
+            payloads.matrix(
+                thin(run.matrix(statistic.name), max_layers=MAX_ROWS, max_cells=MAX_CELLS)
+            )
+        )
+        for statistic in PAGE_STATISTICS
+    }
+    layers = _layers_in_detail(overview)
+    images = {layer.name: _images(run, layer) for layer in layers}
+    return {
+        "run": name,
+        "overview": payloads.overview(overview),
+        "matrices": matrices,
+        "scalars": _packed(payloads.scalars(run.source)),
+        "histograms": dict(_histograms(run, layers)),
+        "images": {layer: found for layer, found in images.items() if found},
+        "pictures": dict(_pictures(run, [item for found in images.values() for item in found])),
+    }
+
+
+def _layers_in_detail(overview: Overview) -> list[Layer]:
+    """Some evenly spread, and as many of those with alerts, in forward order."""
+    layers = overview.layers
+    faulty = {alert.module_name for alert in overview.alerts}
+    places = [place for place, layer in enumerate(layers) if layer.name in faulty]
+    stride = -(-len(layers) // MAX_LAYERS_IN_DETAIL)
+    shown = {*places[:MAX_LAYERS_IN_DETAIL], *range(0, len(layers), stride)}
+    return [layers[place] for place in sorted(shown)]
+
+
+def _histograms(run: RunData, layers: Iterable[Layer]) -> Iterator[tuple[str, str]]:
+    tags = run.source.tensor_tags("histograms")
+    for layer in layers:
+        if histogram_tags(layer, tags):
+            yield layer.name, _packed(payloads.histograms(run.source, layer))
+
+
+def _images(run: RunData, layer: Layer) -> list[dict[str, Any]]:
+    """The layer's pictures at the first, a middle and the last step."""
+    found = payloads.images(run.source, layer)
+    for item in found:
+        steps = item["steps"]
+        places = {round(i * (len(steps) - 1) / (_PICTURES_PER_TAG - 1)) for i in range(3)}
+        item["steps"] = [steps[place] for place in sorted(places)] if steps else []
+    return found
+
+
+def _pictures(run: RunData, images: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    room = MAX_PICTURES_BYTES
+    for item in images:
+        for step in item["steps"]:
+            png = payloads.picture(run.source, item["tag"], step)
+            if png is not None and len(png) > room:
+                limit = MAX_PICTURES_BYTES >> 20
+                run.source.problems.add("pictures", f"there are more than {limit} MiB of them")
+            elif png is not None:
+                room -= len(png)
+                yield f"{item['tag']} {step}", _base64(png)
+
+
+def _packed(content: bytes) -> str:
+    return _base64(gzip.compress(content, compresslevel=6, mtime=0))
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _script_json(content: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,28 @@
+"""What one number per layer and step is: :mod:`telemetry.layers.table` has one entry for each."""
+
+from telemetry.layers.record import LayerRecord, layers_of
+from telemetry.layers.table import (
+    MATRIX_STATISTICS,
+    MISSING,
+    PAGE_STATISTICS,
+    PARAMETER_STATISTICS,
+    STATISTICS,
+    LayerTable,
+    Statistic,
+    make_table,
+    table,
+)
+
+__all__ = [
+    "MATRIX_STATISTICS",
+    "MISSING",
+    "PAGE_STATISTICS",
+    "PARAMETER_STATISTICS",
+    "STATISTICS",
+    "LayerRecord",
+    "LayerTable",
+    "Statistic",
+    "layers_of",
+    "make_table",
+    "table",
+]

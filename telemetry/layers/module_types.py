@@ -1,0 +1,148 @@
+"""What is known of a module by the name of its class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from telemetry.sketch import Sketch, bucket_indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    """Where a function is flat, in terms of its output: at or below ``low``, at or above ``high``.
+
+    The limits are taken to the resolution of a sketch's buckets.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def share(self, outputs: Sketch) -> float:
+        """Share of the finite outputs that lie there; 0 if there is none."""
+        if not outputs.finite_count or not outputs.counts.size:
+            return 0.0
+        beyond = np.zeros(outputs.buckets.shape, dtype=bool)
+        if math.isfinite(self.low):
+            beyond |= outputs.buckets <= bucket_of(self.low)
+        if math.isfinite(self.high):
+            beyond |= outputs.buckets >= bucket_of(self.high)
+        return float(outputs.counts[beyond].sum() / outputs.finite_count)
+
+
+def bucket_of(value: float) -> int:
+    """The sketch's bucket that holds ``value``."""
+    return int(bucket_indices(np.array([value]))[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounded:
+    """An activation function with a flat end.
+
+    Attributes:
+        flat: Where its slope is at most about a quarter of its largest; four such functions in a
+            row pass less than 1 % of a gradient.
+        flattest: Where hardly any slope is left; None if ``flat`` says that already. A gate that
+            begins nearly closed (sigmoid of -5) is on the former, not on the latter.
+    """
+
+    flat: Flat
+    flattest: Flat | None = None
+
+
+_TANH = Bounded(flat=Flat(low=-7 / 8, high=7 / 8), flattest=Flat(low=-0.9985, high=0.9985))
+
+BOUNDED: Mapping[str, Bounded] = {
+    # 1 - y^2 is 15/64 at 7/8, and less than 1/256 where bfloat16 rounds to 1.
+    "Tanh": _TANH,
+    "RNN": _TANH,
+    "RNNCell": _TANH,
+    # tanh(x) = 2 sigmoid(2 x) - 1: the same x, up to the resolution of the buckets.
+    "Sigmoid": Bounded(flat=Flat(low=0.06, high=15 / 16), flattest=Flat(low=0.0015, high=0.9985)),
+    # (1 - |y|)^2 is 1/4 at 1/2.
+    "Softsign": Bounded(
+        flat=Flat(low=-1 / 2, high=1 / 2), flattest=Flat(low=-15 / 16, high=15 / 16)
+    ),
+    "Hardtanh": Bounded(flat=Flat(low=-0.9985, high=0.9985)),
+    "Hardsigmoid": Bounded(flat=Flat(low=0.0, high=0.9985)),
+    # Its zeros are those of any ReLU.
+    "ReLU6": Bounded(flat=Flat(high=6.0)),
+}
+"""By the name of the module's class. An ``RNN`` is one of tanh unless told otherwise."""
+
+TWO_SIDED = frozenset(name for name, function in BOUNDED.items() if function.flat.low > -math.inf)
+"""Those that are flat at both ends: there no output says that a unit is off."""
+
+
+def saturated_share(type_name: str, outputs: Sketch) -> float | None:
+    """Share of a module's finite outputs that lie where its activation function is flat.
+
+    Args:
+        type_name: Name of the module's class.
+        outputs: All its outputs at one step.
+
+    Returns:
+        0 to 1; None if the class is not in :data:`BOUNDED`, or no output is finite.
+    """
+    function = BOUNDED.get(type_name)
+    if function is None or not outputs.finite_count:
+        return None
+    return function.flat.share(outputs)
+
+
+LOOKUPS = frozenset(["Embedding", "EmbeddingBag"])
+"""Their outputs have a scale of their own, which nothing before them explains."""
+
+RESHAPING = frozenset(["Identity", "Flatten", "Unflatten", "ZeroPad2d", "PixelShuffle", "Upsample"])
+DROPOUTS = frozenset(["Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"])
+POOLING = frozenset(
+    ["MaxPool1d", "MaxPool2d", "MaxPool3d", "AvgPool1d", "AvgPool2d", "AvgPool3d"]
+    + [f"Adaptive{kind}Pool{n}d" for kind in ("Avg", "Max") for n in (1, 2, 3)]
+)
+UNBOUNDED = frozenset(
+    [
+        "ReLU",
+        "LeakyReLU",
+        "PReLU",
+        "RReLU",
+        "GELU",
+        "SiLU",
+        "Mish",
+        "ELU",
+        "CELU",
+        "SELU",
+        "Softplus",
+        "Hardswish",
+        "GLU",
+        "Softmax",
+        "LogSoftmax",
+    ]
+)
+"""Activations without two flat ends, and distributions, which have other reasons to be flat."""
+
+LINEAR = frozenset(
+    ["Linear", "Bilinear", "Conv1d", "Conv2d", "Conv3d", "LSTM", "GRU", "LSTMCell", "GRUCell"]
+    + [f"ConvTranspose{n}d" for n in (1, 2, 3)]
+)
+NORMALIZATIONS = frozenset(
+    [
+        "BatchNorm1d",
+        "BatchNorm2d",
+        "BatchNorm3d",
+        "SyncBatchNorm",
+        "LayerNorm",
+        "GroupNorm",
+        "RMSNorm",
+        "InstanceNorm1d",
+        "InstanceNorm2d",
+        "InstanceNorm3d",
+    ]
+)
+
+STANDARD = (
+    frozenset(BOUNDED) | LOOKUPS | RESHAPING | DROPOUTS | POOLING | UNBOUNDED | LINEAR
+) | NORMALIZATIONS
+"""Modules that return finite numbers for finite ones of usual size."""

@@ -1,0 +1,162 @@
+"""What was measured of one layer at one step, gathered from a step's record.
+
+A layer is a module. Here is decided which module an output belongs to, and which one owns a
+parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from telemetry.records import Module, Output, StepRecord, TensorRecord
+from telemetry.sketch import Sketch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerRecord:
+    """What was measured of one layer at one step.
+
+    Attributes:
+        module: The module.
+        outputs: Each tensor that it returned.
+        output_grads: The gradients with respect to these.
+        weights: Each of its parameters before the step.
+        grads: Their gradients.
+        second_moments: Adam's running means of the squares of these, after the step.
+        update_ratios: Of each of ``weights``, ``||after - before|| / ||before||``; NaN where it is
+            not known.
+        grad_norm: L2 norm of the gradients of its parameters; None if there was none.
+        grad_size: Number of elements of these gradients.
+    """
+
+    module: Module
+    outputs: Sequence[TensorRecord] = ()
+    output_grads: Sequence[TensorRecord] = ()
+    weights: Sequence[TensorRecord] = ()
+    grads: Sequence[TensorRecord] = ()
+    second_moments: Sequence[TensorRecord] = ()
+    update_ratios: Sequence[float] = ()
+    grad_norm: float | None = None
+    grad_size: int = 0
+
+    @cached_property
+    def output(self) -> TensorRecord | None:
+        """Everything that the module returned, as one tensor; None if nothing was measured."""
+        return TensorRecord.merge_all(self.outputs) if self.outputs else None
+
+    @cached_property
+    def output_grad(self) -> TensorRecord | None:
+        """The gradients with respect to that, likewise."""
+        return TensorRecord.merge_all(self.output_grads) if self.output_grads else None
+
+    @property
+    def weight_norm(self) -> float | None:
+        """L2 norm of the parameters as one vector."""
+        return _norm(self.weights)
+
+    @property
+    def weight_rms(self) -> float | None:
+        """Root mean square of the parameters."""
+        norm, count = self.weight_norm, sum(weight.sketch.count for weight in self.weights)
+        return None if norm is None else norm / math.sqrt(count)
+
+    @property
+    def update_ratio(self) -> float | None:
+        """``||after - before|| / ||before||`` of the parameters as one vector.
+
+        A parameter that was all zeros is left out: relative to zero there is no ratio.
+        """
+        norms = [_norm([weight]) for weight in self.weights]
+        pairs = [
+            (ratio * norm, norm)
+            for ratio, norm in zip(self.update_ratios, norms, strict=True)
+            if norm and not (math.isnan(ratio) and math.isfinite(norm))
+        ]
+        if not pairs:
+            return None
+        moved, size = (_hypot(column) for column in zip(*pairs, strict=True))
+        return math.nan if math.isinf(size) else moved / size
+
+    @property
+    def second_moment_rms(self) -> float | None:
+        """The root of the mean of Adam's ``exp_avg_sq`` over all elements."""
+        if not self.second_moments:
+            return None
+        total = TensorRecord.merge_all(self.second_moments)
+        return figure(total, lambda sketch: math.sqrt(max(sketch.mean, 0.0)))
+
+    @property
+    def nonfinite_count(self) -> int | None:
+        """NaN and infinite elements of outputs, parameters and the gradients of both."""
+        groups = (self.outputs, self.output_grads, self.weights, self.grads)
+        counts = [tensor.sketch.nonfinite_count for group in groups for tensor in group]
+        return sum(counts) if counts else None
+
+
+def layers_of(record: StepRecord) -> Iterator[LayerRecord]:
+    """What was measured of each layer, in the order of ``record.layout.modules``."""
+    layout = record.layout
+    outputs = _by_module(record.outputs)
+    output_grads = _by_module(record.output_grads)
+    parameters: dict[str, list[int]] = {}
+    for index, parameter in enumerate(layout.parameters):
+        parameters.setdefault(parameter.module_name, []).append(index)
+    has_grad = record.grad_present & (not record.skipped)
+    for row, module in enumerate(layout.modules):
+        own = parameters.get(module.name, [])
+        names = [layout.parameters[index].name for index in own]
+        weighed = [name for name in names if name in record.weights]
+        with_grad = [index for index in own if has_grad[index]]
+        yield LayerRecord(
+            module=module,
+            outputs=outputs.get(module.name, ()),
+            output_grads=output_grads.get(module.name, ()),
+            weights=[record.weights[name] for name in weighed],
+            grads=[record.grads[name] for name in names if name in record.grads],
+            second_moments=[
+                record.second_moments[name] for name in names if name in record.second_moments
+            ],
+            update_ratios=[record.update_ratios.get(name, math.nan) for name in weighed],
+            grad_norm=float(record.module_grad_norms[row]) if with_grad else None,
+            grad_size=sum(layout.parameters[index].size for index in with_grad),
+        )
+
+
+def _by_module(outputs: Mapping[Output, TensorRecord]) -> dict[str, list[TensorRecord]]:
+    """The tensors of each module, by its name."""
+    found: dict[str, list[TensorRecord]] = {}
+    for output, tensor in outputs.items():
+        found.setdefault(output.module_name, []).append(tensor)
+    return found
+
+
+def figure(tensor: TensorRecord | None, of_finite: Callable[[Sketch], float]) -> float | None:
+    """A mean or norm over all elements, of which a sketch's own covers the finite ones.
+
+    Args:
+        tensor: What was measured.
+        of_finite: The figure of a sketch whose values are all finite.
+
+    Returns:
+        NaN if an element is NaN, infinity if one is infinite; None if nothing was measured.
+    """
+    if tensor is None or not tensor.sketch.count:
+        return None
+    if tensor.sketch.nan_count:
+        return math.nan
+    return math.inf if tensor.sketch.nonfinite_count else of_finite(tensor.sketch)
+
+
+def _norm(tensors: Iterable[TensorRecord]) -> float | None:
+    """L2 norm of several tensors as one vector; None if there are none."""
+    norms = [figure(tensor, lambda sketch: sketch.norm) for tensor in tensors]
+    known = [norm for norm in norms if norm is not None]
+    return _hypot(known) if known else None
+
+
+def _hypot(norms: Sequence[float]) -> float:
+    """Unlike ``math.hypot`` it is NaN where one of them is."""
+    return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)

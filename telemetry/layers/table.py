@@ -1,0 +1,312 @@
+"""The table of statistics: what one number per layer and step is, and how a record gives it.
+
+A layer is a module. Its parameters count together, as one long vector, and so do all tensors that
+it returned. Whatever shows or judges a layer reads :func:`table`: TensorBoard's curves, the
+Telemetry page, the commands, flight files and alerts. A new statistic is one entry in
+:data:`STATISTICS`.
+
+Parameters that are shown one by one have a table of their own, :data:`PARAMETER_STATISTICS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.layers.module_types import saturated_share
+from telemetry.layers.record import LayerRecord, figure, layers_of
+from telemetry.records import StepRecord, TensorRecord
+from telemetry.sketch import Sketch
+
+MISSING = -1.0
+"""Stands for what was not measured in numbers that are never negative otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """One number per layer and step.
+
+    Attributes:
+        name: As in tags, links and commands.
+        title: For people.
+        unit: What the numbers count; empty for ratios.
+        log: Whether magnitudes matter rather than differences.
+        description: One sentence.
+        of: The value for a layer; None if it was not measured.
+        every_step: Whether it is known at steps that are not measured in full, too.
+        on_page: Whether the Telemetry page and the commands show it. It must not be negative then.
+        as_curve: Whether layers have curves of it among TensorBoard's scalars.
+        as_spread: Whether its quantiles over all layers are curves there, under ``depth/``.
+        zero_is_silent: Whether those curves have no points where the value is zero.
+    """
+
+    name: str
+    title: str
+    unit: str = ""
+    log: bool = True
+    description: str
+    of: Callable[[LayerRecord], float | None]
+    every_step: bool = False
+    on_page: bool = True
+    as_curve: bool = False
+    as_spread: bool = False
+    zero_is_silent: bool = False
+
+
+def _of_output(of_finite: Callable[[Sketch], float]) -> Callable[[LayerRecord], float | None]:
+    """Such a figure of everything that a layer returned."""
+    return lambda layer: figure(layer.output, of_finite)
+
+
+def _of_output_as_it_is(
+    of: Callable[[TensorRecord], float],
+) -> Callable[[LayerRecord], float | None]:
+    """A figure in which values that are not finite have their place; None where it is NaN."""
+
+    def value(layer: LayerRecord) -> float | None:
+        found = math.nan if layer.output is None else of(layer.output)
+        return None if math.isnan(found) else found
+
+    return value
+
+
+STATISTICS = (
+    Statistic(
+        name="grad_norm",
+        title="Gradient norm",
+        description="L2 norm of the gradients of the layer's parameters, as the optimizer used it.",
+        of=lambda layer: layer.grad_norm,
+        every_step=True,
+        as_spread=True,
+    ),
+    Statistic(
+        name="grad_rms",
+        title="Gradient RMS",
+        description="The gradient norm over the root of the number of elements: comparable "
+        "between layers of different size.",
+        of=lambda layer: (
+            None if layer.grad_norm is None else layer.grad_norm / math.sqrt(layer.grad_size or 1)
+        ),
+        every_step=True,
+    ),
+    Statistic(
+        name="update_ratio",
+        title="Update ratio",
+        description="How far the step moved the parameters, relative to their norm. Around 1e-3 "
+        "is usual.",
+        of=lambda layer: layer.update_ratio,
+        as_spread=True,
+    ),
+    Statistic(
+        name="activation_rms",
+        title="Activation RMS",
+        description="Root mean square of everything the layer returned.",
+        of=_of_output(lambda sketch: sketch.rms),
+        as_curve=True,
+        as_spread=True,
+    ),
+    Statistic(
+        name="activation_mean",
+        title="Activation mean",
+        log=False,
+        description="Mean of everything the layer returned.",
+        of=_of_output(lambda sketch: sketch.mean),
+        on_page=False,
+        as_curve=True,
+    ),
+    Statistic(
+        name="activation_std",
+        title="Activation standard deviation",
+        description="Standard deviation of everything the layer returned.",
+        of=_of_output(lambda sketch: sketch.std),
+        as_curve=True,
+    ),
+    Statistic(
+        name="activation_kurtosis",
+        title="Activation kurtosis",
+        description="Fourth standardized moment of everything the layer returned: 3 for a normal "
+        "distribution, far more where a few outliers carry the signal.",
+        of=_of_output(lambda sketch: sketch.kurtosis),
+        as_curve=True,
+    ),
+    Statistic(
+        name="activation_min",
+        title="Smallest activation",
+        log=False,
+        description="Smallest finite value that the layer returned.",
+        of=_of_output_as_it_is(lambda output: output.sketch.min),
+        on_page=False,
+        as_curve=True,
+    ),
+    Statistic(
+        name="activation_max",
+        title="Largest activation",
+        log=False,
+        description="Largest finite value that the layer returned.",
+        of=_of_output_as_it_is(lambda output: output.sketch.max),
+        on_page=False,
+        as_curve=True,
+    ),
+    Statistic(
+        name="activation_grad_rms",
+        title="Activation gradient RMS",
+        description="Root mean square of the gradients with respect to what the layer returned.",
+        of=lambda layer: figure(layer.output_grad, lambda sketch: sketch.rms),
+    ),
+    Statistic(
+        name="zero_fraction",
+        title="Zero fraction",
+        unit="share",
+        log=False,
+        description="Share of exact zeros in what the layer returned.",
+        of=_of_output_as_it_is(lambda output: output.sketch.zero_fraction),
+        as_curve=True,
+    ),
+    Statistic(
+        name="dead_units",
+        title="Dead units",
+        unit="share",
+        log=False,
+        description="Share of units or channels that returned zero for the whole batch.",
+        of=_of_output_as_it_is(lambda output: output.dead_fraction),
+        as_curve=True,
+        as_spread=True,
+    ),
+    Statistic(
+        name="saturation",
+        title="Saturation",
+        unit="share",
+        log=False,
+        description="Share of outputs where the activation function's slope is at most about a "
+        "quarter of its largest (Sigmoid, Tanh, Hardtanh, Softsign, Hardsigmoid, ReLU6).",
+        of=lambda layer: (
+            None
+            if layer.output is None
+            else saturated_share(layer.module.type_name, layer.output.sketch)
+        ),
+        as_curve=True,
+    ),
+    Statistic(
+        name="weight_norm",
+        title="Weight norm",
+        description="L2 norm of the layer's parameters before the step.",
+        of=lambda layer: layer.weight_norm,
+    ),
+    Statistic(
+        name="weight_rms",
+        title="Weight RMS",
+        description="Root mean square of the layer's parameters before the step: comparable "
+        "between layers of different size.",
+        of=lambda layer: layer.weight_rms,
+        as_curve=True,
+    ),
+    Statistic(
+        name="second_moment_rms",
+        title="Second moment RMS",
+        description="Root of the mean of Adam's exp_avg_sq: the gradient size that the optimizer "
+        "expects. A gradient far above it makes a step that is too large.",
+        of=lambda layer: layer.second_moment_rms,
+        as_curve=True,
+    ),
+    Statistic(
+        name="nonfinite",
+        title="Non-finite count",
+        unit="elements",
+        description="NaN and infinite elements in outputs, parameters and both their gradients.",
+        of=lambda layer: layer.nonfinite_count,
+        as_curve=True,
+        zero_is_silent=True,
+    ),
+)
+"""In the order in which they are shown."""
+
+PAGE_STATISTICS = tuple(statistic for statistic in STATISTICS if statistic.on_page)
+"""What the Telemetry page and the commands show."""
+
+MATRIX_STATISTICS = tuple(s for s in PAGE_STATISTICS if not s.every_step)
+"""Columns of the matrix that a full step writes for them; the others are made of every step's norms
+of the parameters' gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerTable:
+    """All statistics of all layers at one step.
+
+    Attributes:
+        values: float64 ``[modules, statistics]`` in the order of ``record.layout.modules`` and of
+            ``statistics``. NaN and infinity stand for themselves; NaN, too, where nothing is known.
+        known: Which of them were measured, bool, same shape.
+        statistics: The columns.
+    """
+
+    values: NDArray[np.float64]
+    known: NDArray[np.bool_]
+    statistics: Sequence[Statistic]
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """One statistic of all layers, ``[modules]``; NaN where it was not measured, too."""
+        column: NDArray[np.float64] = self.values[:, self.place[name]]
+        return column
+
+    def value(self, row: int, name: str) -> float | None:
+        """One statistic of one layer; None if it was not measured."""
+        place = self.place[name]
+        return float(self.values[row, place]) if self.known[row, place] else None
+
+    def known_values(self, name: str) -> NDArray[np.float64]:
+        """One statistic of those layers of which it was measured."""
+        place = self.place[name]
+        return self.column(name)[self.known[:, place]]
+
+    @cached_property
+    def place(self) -> Mapping[str, int]:
+        """The column of each statistic, by its name."""
+        return {statistic.name: place for place, statistic in enumerate(self.statistics)}
+
+
+_tables: WeakKeyDictionary[StepRecord, LayerTable] = WeakKeyDictionary()
+
+
+def table(record: StepRecord) -> LayerTable:
+    """All of :data:`STATISTICS` for each layer; computed once for each record."""
+    found = _tables.get(record)
+    if found is None:
+        found = _tables[record] = make_table(record, STATISTICS)
+    return found
+
+
+def make_table(record: StepRecord, statistics: Sequence[Statistic]) -> LayerTable:
+    """Some statistics for each layer."""
+    rows = [[statistic.of(layer) for statistic in statistics] for layer in layers_of(record)]
+    cells = np.array(rows, dtype=object).reshape(len(rows), len(statistics))
+    known = cells != None  # noqa: E711 - element by element
+    return LayerTable(
+        values=np.where(known, cells, math.nan).astype(np.float64),
+        known=known,
+        statistics=statistics,
+    )
+
+
+def parameter_grad_norms(record: StepRecord) -> Mapping[str, float]:
+    """Norm of each parameter's gradient as the optimizer used it, by the parameter's name."""
+    parameters = zip(record.layout.parameters, record.grad_norms, record.grad_present, strict=True)
+    return {p.name: float(norm) for p, norm, present in parameters if present}
+
+
+def parameter_weight_norms(record: StepRecord) -> Mapping[str, float]:
+    """Norm of each parameter before the step, by its name."""
+    return {name: weight.sketch.norm for name, weight in record.weights.items()}
+
+
+PARAMETER_STATISTICS: Mapping[str, Callable[[StepRecord], Mapping[str, float]]] = {
+    "grad_norm": parameter_grad_norms,
+    "update_ratio": lambda record: record.update_ratios,
+    "weight_norm": parameter_weight_norms,
+}
+"""One number per parameter and step: curves of this name, and how a record gives them."""

@@ -1,0 +1,186 @@
+"""Tags and JSON texts of the Telemetry page's data; writing and reading share them.
+
+All of it lies under the plugin name ``telemetry``, in string and float32 tensors. ``<session>`` is
+one logger's life, ``<layout>`` counts the layouts seen in it, and ``<chunk>`` counts tags of at
+most :data:`EVENTS_PER_TAG` events, so that TensorBoard's sampling keeps every step.
+
+================================================  ==================================================
+``telemetry/layout/<session>/<layout>``           JSON: modules, parameters, statistics
+``telemetry/m/<session>/<layout>/<chunk>``        float32 ``[modules, statistics]`` of a full step
+``telemetry/n/<session>/<layout>/<chunk>``        float32 ``[steps, 1 + parameters]``: gradient
+                                                  norms of every step; the first column is the
+                                                  step, counted from that of the event (0 or less)
+``telemetry/a/<session>/<number>``                JSON: one alert
+================================================  ==================================================
+
+All numbers are 0 or more; :data:`~telemetry.layers.MISSING` stands for what was not measured, NaN
+and infinity for themselves. Sessions sort by age. Where a later one begins, what earlier ones say
+of that step and the following no longer counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from telemetry import untrusted
+from telemetry.layers import MISSING, Statistic
+from telemetry.records import Alert, Layout, Module, Parameter, parse_alert
+
+PLUGIN_NAME = "telemetry"
+FORMAT_VERSION = 1
+EVENTS_PER_TAG = 10
+NORM_BLOCK_BYTES = 1 << 18
+"""From this size on a block of norms is written; it may be larger by one step."""
+
+LAYOUT_PREFIX = "telemetry/layout/"
+ALERT_PREFIX = "telemetry/a/"
+_MAX_DIGITS = 15
+_NUMBER = rf"([0-9]{{1,{_MAX_DIGITS}}})"
+_CHUNK = re.compile(rf"telemetry/([mn])/([^/]+)/{_NUMBER}/{_NUMBER}")
+_MAX_DIMENSIONS = 64  # torch's own limit
+
+ChunkKind = Literal["m", "n"]
+
+
+class NewerFormatError(ValueError):
+    """The data was written by a later version of telemetry, which this one cannot read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One tag of numbers, taken apart."""
+
+    kind: ChunkKind
+    session: str
+    layout: int
+    number: int
+
+    @property
+    def tag(self) -> str:
+        return f"telemetry/{self.kind}/{self.session}/{self.layout:04d}/{self.number:06d}"
+
+
+def parse_chunk(tag: str) -> Chunk | None:
+    """What a tag of numbers says; None for any other tag."""
+    found = _CHUNK.fullmatch(tag)
+    if found is None:
+        return None
+    kind: ChunkKind = "m" if found[1] == "m" else "n"
+    return Chunk(kind=kind, session=found[2], layout=int(found[3]), number=int(found[4]))
+
+
+def new_session_id() -> str:
+    """Sorts behind those made before; other processes make other ones."""
+    seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
+    # Not the random module: training goes on with the numbers it would have had.
+    return f"{stamp}.{nanoseconds // 1000:06d}-{os.urandom(2).hex()}"
+
+
+def layout_tag(session: str, number: int) -> str:
+    return f"{LAYOUT_PREFIX}{session}/{number:04d}"
+
+
+def alert_tag(session: str, number: int) -> str:
+    return f"{ALERT_PREFIX}{session}/{number:05d}"
+
+
+def parse_layout_tag(tag: str) -> tuple[str, int]:
+    """Session and number.
+
+    Raises:
+        ValueError: The tag holds none.
+    """
+    session, _, number = tag.removeprefix(LAYOUT_PREFIX).rpartition("/")
+    if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
+        raise ValueError("the tag does not end in a number")
+    return session, int(number)
+
+
+def encode_layout(layout: Layout, statistics: Sequence[Statistic]) -> bytes:
+    """The JSON text of a layout; ``statistics`` name the columns of its ``m`` tags."""
+    content = {
+        "format": FORMAT_VERSION,
+        "modules": [[module.name, module.type_name] for module in layout.modules],
+        "parameters": [
+            [p.name, layout.position[p.module_name], p.shape] for p in layout.parameters
+        ],
+        "statistics": [{"name": s.name, "unit": s.unit} for s in statistics],
+        "missing": MISSING,
+    }
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
+    """The layout, and the names of the statistics.
+
+    Raises:
+        NewerFormatError: It has a later format.
+        ValueError: It is no layout.
+    """
+    content = _LAYOUT_FIELDS(_parse(text, "layout"))
+    names = [name for name, _ in content["modules"]]
+    if len(set(names)) < len(names):
+        raise ValueError("modules: two have the same name")
+    parameters = []
+    for name, owner, shape in content["parameters"]:
+        if owner >= len(names) or math.prod(shape) > untrusted.MAX_WHOLE:
+            raise ValueError("parameters: one has no owner, or more elements than there can be")
+        parameters.append(Parameter(name=name, module_name=names[owner], shape=tuple(shape)))
+    layout = Layout(
+        modules=tuple(Module(name=name, type_name=kind) for name, kind in content["modules"]),
+        parameters=tuple(parameters),
+    )
+    return layout, tuple(statistic["name"] for statistic in content["statistics"])
+
+
+_SHAPE = untrusted.listed(untrusted.whole, most=_MAX_DIMENSIONS)
+_LAYOUT_FIELDS = untrusted.fields(
+    modules=untrusted.listed(untrusted.row(untrusted.name, untrusted.name)),
+    parameters=untrusted.listed(untrusted.row(untrusted.name, untrusted.whole, _SHAPE)),
+    statistics=untrusted.listed(untrusted.fields(name=untrusted.name)),
+)
+
+
+def encode_alert(alert: Alert, origin: Mapping[str, str | float] | None = None) -> bytes:
+    """The JSON text of an alert, in one line; ``origin`` are further fields, which say whose."""
+    content = asdict(alert) | {
+        "format": FORMAT_VERSION,
+        "value": json_number(alert.value),
+        "threshold": json_number(alert.threshold),
+        **(origin or {}),
+    }
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def decode_alert(text: bytes) -> Alert:
+    """The alert.
+
+    Raises:
+        NewerFormatError: It has a later format.
+        ValueError: It is no alert.
+    """
+    return parse_alert(_parse(text, "alert"))
+
+
+def json_number(value: float) -> float | str:
+    """The number, or its name: JSON has neither NaN nor infinity."""
+    return value if math.isfinite(value) else str(float(value))
+
+
+def _parse(text: bytes, what: str) -> Any:
+    content = untrusted.parse_json(text)
+    version = untrusted.fields(format=untrusted.whole)(content)["format"]
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"the {what} has format {version}, this version of telemetry reads {FORMAT_VERSION}; "
+            "update it where you look at the run"
+        )
+    return content

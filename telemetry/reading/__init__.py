@@ -1,0 +1,1 @@
+"""What a run says: sessions, windows, payloads, summaries; none of it loads torch."""

@@ -1,0 +1,76 @@
+"""How far a run went, from the ends of its event files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+from tensorboard.compat.proto.event_pb2 import Event
+
+from telemetry.events.tail import records_from_end
+from telemetry.page_format import parse_chunk
+
+_TOTAL_NORM = "grad_norm/total"
+_MARKS = (_TOTAL_NORM.encode(), b"telemetry/n/", b"telemetry/m/")
+"""Tags that each step has, and that nobody else writes; a user's own may count something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventFile:
+    """An event file, and how long it was when it was looked at."""
+
+    path: str
+    size: int
+
+
+def event_files(log_dir: str) -> Iterator[EventFile]:
+    """Regular event files of a local directory, newest first; none if there is no directory.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    try:
+        with os.scandir(log_dir) as entries:
+            found = [entry for entry in entries if "tfevents" in entry.name]
+    except FileNotFoundError:
+        return
+    for entry in sorted(found, key=lambda entry: entry.name, reverse=True):
+        if entry.is_file():
+            yield EventFile(path=entry.path, size=entry.stat().st_size)
+
+
+def last_step(files: Iterable[EventFile], *, max_bytes: float = math.inf) -> int | None:
+    """The last step that a logger recorded; None if none did.
+
+    It is that of the newest session, which may have gone back to an earlier one. It costs little in
+    a large directory, unless none of the newest files is a logger's.
+
+    Args:
+        files: Newest first; what was written to them later is not looked at.
+        max_bytes: How much of each is read at most, about.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    for item in files:
+        with open(item.path, "rb") as file:
+            for data in records_from_end(file, item.size, _MARKS, max_bytes=max_bytes):
+                step = _step_of(data)
+                if step is not None:
+                    return step
+    return None
+
+
+def _step_of(data: bytes) -> int | None:
+    """The step of a logger's event; None for any other event."""
+    try:
+        event = Event.FromString(data)
+    except DecodeError:
+        return None
+    tags = (value.tag for value in event.summary.value)
+    if any(tag == _TOTAL_NORM or parse_chunk(tag) is not None for tag in tags):
+        return int(event.step)
+    return None

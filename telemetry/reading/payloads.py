@@ -1,0 +1,196 @@
+"""What the page is given: JSON, and arrays with a JSON header in front."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.layers import PAGE_STATISTICS
+from telemetry.page_format import FORMAT_VERSION, json_number
+from telemetry.reading import builtin_tags
+from telemetry.reading.distributions import distribution, histogram_table
+from telemetry.reading.run_data import LayerSeries, Overview
+from telemetry.reading.sessions import Layer
+from telemetry.reading.sources import Point, Problems, RunSource
+from telemetry.reading.windows import Matrix
+from telemetry.records import Alert
+
+MAX_PICTURE_PIXELS = 1 << 22
+"""Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws."""
+MAX_PICTURE_BYTES = 4 * MAX_PICTURE_PIXELS
+"""A picture that does not get smaller by compression stays below that."""
+
+_ALIGNMENT = 8
+_TYPES = {np.dtype(np.float32): "f4", np.dtype(np.float64): "f8"}
+
+
+def overview(run: Overview) -> dict[str, Any]:
+    """Layers, statistics and alerts of a run."""
+    return {
+        "format": FORMAT_VERSION,
+        "version": run.version,
+        "layers": [
+            {
+                "name": layer.name,
+                "type": layer.type_name,
+                "parameters": [{"name": p.name, "shape": p.shape} for p in layer.parameters],
+            }
+            for layer in run.layers
+        ],
+        "statistics": [
+            {
+                "name": statistic.name,
+                "title": statistic.title,
+                "unit": statistic.unit,
+                "log": statistic.log,
+                "everyStep": statistic.every_step,
+                "description": statistic.description,
+            }
+            for statistic in PAGE_STATISTICS
+        ],
+        "firstStep": run.first_step,
+        "lastStep": run.last_step,
+        "sessions": run.session_count,
+        "alerts": [_alert(alert) for alert in run.alerts],
+    }
+
+
+def matrix(part: Matrix) -> bytes:
+    """Steps ``[columns]`` and values ``[columns, rows]``."""
+    header = {
+        "rows": part.values.shape[1],
+        "firstLayer": part.first_layer,
+        "layerFactor": part.layer_factor,
+        "stepFactor": part.step_factor,
+        "sampled": part.sampled,
+    }
+    return pack(header, {"steps": _steps(part.steps), "values": part.values})
+
+
+def scalars(source: RunSource) -> bytes:
+    """Loss and learning rates, as far as there are any."""
+    curves = builtin_tags.scalar_curves(source.scalar_tags())
+    found = source.read_scalars([tag for _, tag in curves])
+    header: list[dict[str, str]] = []
+    arrays: dict[str, NDArray[Any]] = {}
+    for kind, tag in curves:
+        if series := found.get(tag):
+            number = len(header)
+            header.append({"kind": kind, "tag": tag})
+            arrays[f"steps{number}"] = np.array([step for step, _ in series], dtype=np.float64)
+            arrays[f"values{number}"] = np.array([value for _, value in series], dtype=np.float32)
+    return pack({"curves": header}, arrays)
+
+
+def layer_series(series: LayerSeries) -> bytes:
+    """All statistics of one layer, and the norms of its parameters' gradients."""
+    header: dict[str, list[str]] = {"statistics": [], "parameters": []}
+    arrays: dict[str, NDArray[Any]] = {}
+    for group, curves in (("statistics", series.statistics), ("parameters", series.parameters)):
+        for number, (name, (steps, values)) in enumerate(curves.items()):
+            header[group].append(name)
+            arrays[f"{group}{number}.steps"] = _steps(steps)
+            arrays[f"{group}{number}.values"] = values
+    return pack(header, arrays)
+
+
+def histograms(source: RunSource, layer: Layer) -> bytes:
+    """The layer's histograms over time, from the tags of the Histograms dashboard."""
+    tags = builtin_tags.histogram_tags(layer, source.tensor_tags("histograms"))
+    points = source.read_tensors("histograms", [tag for _, _, tag in tags])
+    header: list[dict[str, Any]] = []
+    arrays: dict[str, NDArray[Any]] = {}
+    for kind, name, tag in tags:
+        found = distribution(list(_tables(tag, points.get(tag, ()), source.problems)))
+        if found is not None:
+            number = len(header)
+            header.append({"kind": kind, "name": name, "unit": found.unit})
+            arrays[f"steps{number}"] = _steps(found.steps)
+            arrays[f"edges{number}"] = found.edges
+            arrays[f"shares{number}"] = found.shares
+    return pack({"histograms": header}, arrays)
+
+
+def _tables(
+    tag: str, points: Sequence[Point], problems: Problems
+) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    """Step and content of those that are histograms."""
+    for point in points:
+        try:
+            yield point.step, histogram_table(point.value)
+        except ValueError as error:
+            problems.add(tag, error)
+
+
+def images(source: RunSource, layer: Layer) -> list[dict[str, Any]]:
+    """Which pictures there are of a layer, from the tags of the Images dashboard."""
+    return [
+        {"kind": kind, "name": name, "tag": tag, "steps": list(source.image_steps(tag))}
+        for kind, name, tag in builtin_tags.image_tags(layer, source.image_tags())
+    ]
+
+
+def picture(source: RunSource, tag: str, step: int) -> bytes | None:
+    """A PNG file; None if there is none that a browser should be given."""
+    png = source.read_image(tag, step)
+    if png is None:
+        return None
+    try:
+        return _checked_png(png)
+    except ValueError as error:
+        source.problems.add(tag, error)
+        return None
+
+
+def _checked_png(png: bytes) -> bytes:
+    # The signature, and the length, the name and the first two fields of the first chunk.
+    head = struct.Struct(">8sI4sII")
+    if len(png) > MAX_PICTURE_BYTES:
+        raise ValueError(f"its picture has {len(png)} bytes")
+    if len(png) < head.size:
+        raise ValueError("its picture is no PNG")
+    signature, _, chunk, width, height = head.unpack_from(png)
+    if (signature, chunk) != (b"\x89PNG\r\n\x1a\n", b"IHDR"):
+        raise ValueError("its picture is no PNG")
+    if width * height > MAX_PICTURE_PIXELS:
+        raise ValueError(f"its picture has {width} × {height} pixels")
+    return png
+
+
+def pack(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """The header's length as 8 little-endian bytes, the header, then the arrays.
+
+    Header and arrays begin at multiples of 8 bytes. The header's ``arrays`` says of each its
+    ``type`` (``f4`` or ``f8``, little-endian), ``shape`` and ``offset`` from the end of the header.
+    """
+    descriptions, blobs, offset = {}, [], 0
+    for name, array in arrays.items():
+        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+        data += bytes(-len(data) % _ALIGNMENT)
+        descriptions[name] = {
+            "type": _TYPES[array.dtype],
+            "shape": array.shape,
+            "offset": offset,
+        }
+        blobs.append(data)
+        offset += len(data)
+    text = json.dumps({**header, "arrays": descriptions}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return b"".join([len(text).to_bytes(_ALIGNMENT, "little"), text, *blobs])
+
+
+def _steps(steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    return steps.astype(np.float64)
+
+
+def _alert(alert: Alert) -> dict[str, Any]:
+    return asdict(alert) | {
+        "value": json_number(alert.value),
+        "threshold": json_number(alert.threshold),
+    }

@@ -1,0 +1,262 @@
+"""Reads what the Telemetry page shows of one run; remembers it, and reads only what is new."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.layers import MISSING, PAGE_STATISTICS
+from telemetry.page_format import ALERT_PREFIX, PLUGIN_NAME, ChunkKind, NewerFormatError
+from telemetry.reading import derived
+from telemetry.reading.numbers import CALL_TAGS, NumberCache, Numbers, Wanted
+from telemetry.reading.sessions import (
+    Layer,
+    ParsedLayout,
+    Segment,
+    Structure,
+    TagRange,
+    TextParser,
+    assemble,
+    is_layout,
+)
+from telemetry.reading.sources import Point, RunSource
+from telemetry.reading.windows import Matrix, Window, in_order
+from telemetry.records import Alert
+
+MAX_ALERTS = 10_000
+"""Of one run; the page lists every one."""
+_EVERY_STEP = {statistic.name for statistic in PAGE_STATISTICS if statistic.every_step}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Overview:
+    """What there is of a run.
+
+    Attributes:
+        version: Another one if what was read before no longer counts: new layers, new sessions.
+        layers: All rows, in forward order.
+        first_step: The first step with data.
+        last_step: The last.
+        alerts: By step.
+        session_count: How often the run was begun or resumed.
+    """
+
+    version: str
+    layers: tuple[Layer, ...]
+    first_step: int
+    last_step: int
+    alerts: tuple[Alert, ...]
+    session_count: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerSeries:
+    """Everything about one layer over time.
+
+    Attributes:
+        statistics: Steps ``[k]`` and values ``[k]`` by the name of the statistic.
+        parameters: Likewise the gradient norm of each of its parameters, by the parameter's name.
+    """
+
+    statistics: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]
+    parameters: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]
+
+
+class RunData:
+    """One run, as often as it is asked for; from any thread.
+
+    Args:
+        source: Where to read from.
+    """
+
+    def __init__(self, source: RunSource) -> None:
+        self.source = source
+        self._lock = threading.RLock()
+        self._numbers = NumberCache()
+        self._last_steps: dict[str, int] = {}
+        self._forget()
+
+    def overview(self) -> Overview:
+        """What there is now; looks for new data.
+
+        Raises:
+            NewerFormatError: It has a later format, and nothing in it can be read.
+        """
+        with self._lock:
+            self._refresh()
+            structure = self._structure
+            if self._newer is not None and not structure.layers:
+                raise NewerFormatError(self._newer)
+            lasts = [
+                min(tag.last, segment.end - 1)
+                for segment in structure.segments
+                for tags in segment.tags.values()
+                for tag in tags[-1:]
+            ]
+            first = min(structure.sessions.begins.values(), default=0)
+            return Overview(
+                version=self._version(),
+                layers=structure.layers,
+                first_step=first,
+                last_step=max(lasts, default=first),
+                alerts=self._current_alerts(),
+                session_count=len(structure.sessions.begins),
+            )
+
+    def matrix(self, statistic: str, window: Window | None = None) -> Matrix:
+        """One statistic of all layers at all steps, or of a part of both.
+
+        Raises:
+            KeyError: There is no such statistic.
+        """
+        if statistic not in {known.name for known in PAGE_STATISTICS}:
+            raise KeyError(statistic)
+        window = window or Window()
+        with self._lock:
+            self._refresh()
+            count = len(self._structure.layers)
+            rows = window.layers(count)
+            kind: ChunkKind = "n" if statistic in _EVERY_STEP else "m"
+            sampled, parts = self._read(kind, window)
+            steps, values = [np.empty(0, np.int64)], [np.empty((0, count), np.float32)[:, rows]]
+            for segment, numbers in parts:
+                of_modules = _statistic(segment, numbers.values, statistic)
+                if of_modules is None:
+                    continue
+                inside = window.holds(numbers.steps) & (numbers.steps < segment.end)
+                steps.append(numbers.steps[inside])
+                values.append(_spread(of_modules[inside], segment.rows, count)[:, rows])
+        all_steps, all_values = in_order(np.concatenate(steps), np.concatenate(values))
+        return Matrix(steps=all_steps, values=all_values, first_layer=rows.start, sampled=sampled)
+
+    def layer_series(self, layer: int) -> LayerSeries:
+        """All statistics of one layer at all steps.
+
+        Raises:
+            IndexError: There is no such layer.
+        """
+        with self._lock:
+            self._refresh()
+            name = self._structure.layers[layer].name
+            series = derived.SeriesBuilder()
+            for kind in ("m", "n"):
+                for segment, numbers in self._read(kind, Window())[1]:
+                    place = segment.layout.position.get(name)
+                    if place is None:
+                        continue
+                    valid = numbers.steps < segment.end
+                    steps, values = numbers.steps[valid], numbers.values[valid]
+                    if kind == "m":
+                        series.add_matrix(segment, place, steps, values)
+                    else:
+                        series.add_norms(segment, place, steps, values)
+        return LayerSeries(statistics=series.statistics(), parameters=series.parameters())
+
+    def _version(self) -> str:
+        """Tells structures apart that columns already read cannot be put together with."""
+        parts = [
+            f"{segment.begin},{len(segment.layout.modules)}" for segment in self._structure.segments
+        ]
+        names = [layer.name for layer in self._structure.layers]
+        text = "\n".join([*self._structure.sessions.begins, *parts, *names])
+        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+    def _current_alerts(self) -> tuple[Alert, ...]:
+        current = []
+        for tag, alert in self._alerts.items():
+            session = tag.removeprefix(ALERT_PREFIX).rsplit("/", 1)[0]
+            if alert.step < self._structure.sessions.end_of(session):
+                current.append(alert)
+        return tuple(sorted(current, key=lambda alert: alert.step))
+
+    def _refresh(self) -> None:
+        last_steps = dict(self.source.tensor_tags(PLUGIN_NAME))
+        if last_steps == self._last_steps:
+            return
+        if self._last_steps.keys() - last_steps.keys():  # another run in the same place
+            self._forget()
+        new = [tag for tag in last_steps if tag not in self._last_steps]
+        self._parse([tag for tag in new if is_layout(tag)])
+        self._parse(self._alerts_to_read([tag for tag in new if tag.startswith(ALERT_PREFIX)]))
+        self._structure = assemble(self._layouts.values(), last_steps, self.source.problems)
+        self._last_steps = last_steps
+
+    def _forget(self) -> None:
+        self._last_steps = {}
+        self._layouts: dict[str, ParsedLayout] = {}
+        self._alerts: dict[str, Alert] = {}
+        self._newer: str | None = None
+        self._texts = TextParser()
+        self._structure = Structure()
+        self._numbers.clear()
+
+    def _alerts_to_read(self, new: Sequence[str]) -> Sequence[str]:
+        room = MAX_ALERTS - len(self._alerts)
+        if len(new) > room:
+            self.source.problems.add("the rest of the alerts", f"there are more than {MAX_ALERTS}")
+        return new[:room]
+
+    def _parse(self, tags: Sequence[str]) -> None:
+        for tag, point in self._read_texts(tags):
+            try:
+                if is_layout(tag):
+                    self._layouts[tag] = self._texts.layout(tag, point)
+                else:
+                    self._alerts[tag] = self._texts.alert(point)
+            except ValueError as error:
+                self.source.problems.add(tag, error)
+                if isinstance(error, NewerFormatError):
+                    self._newer = str(error)
+
+    def _read_texts(self, tags: Sequence[str]) -> Iterator[tuple[str, Point]]:
+        for start in range(0, len(tags), CALL_TAGS):
+            batch = tags[start : start + CALL_TAGS]
+            for tag, points in self.source.read_tensors(PLUGIN_NAME, batch).items():
+                if points:
+                    yield tag, points[-1]
+
+    def _read(
+        self, kind: ChunkKind, window: Window
+    ) -> tuple[bool, Iterator[tuple[Segment, Numbers]]]:
+        """Whether steps are left out, and what the tags that reach into the window hold."""
+        structure = self._structure
+        wanted = [
+            Wanted(kind=kind, segment=segment, tag=tag, layer_count=len(structure.layers))
+            for segment in structure.segments
+            for tag in segment.tags[kind]
+            if _reaches(tag, segment, window)
+        ]
+        return self._numbers.read(self.source, wanted)
+
+
+def _reaches(tag: TagRange, segment: Segment, window: Window) -> bool:
+    if tag.after + 1 >= segment.end:
+        return False
+    if window.first_step is not None and tag.last < window.first_step:
+        return False
+    return window.last_step is None or tag.after < window.last_step
+
+
+def _statistic(
+    segment: Segment, values: NDArray[np.float32], name: str
+) -> NDArray[np.float32] | None:
+    """One statistic of the segment's modules, ``[k, modules]``; None if it does not have it."""
+    if name in _EVERY_STEP:
+        return derived.gradient_statistic(segment, values, name)
+    if name not in segment.statistic_names:
+        return None
+    return values[:, :, segment.statistic_names.index(name)]
+
+
+def _spread(values: NDArray[np.float32], rows: NDArray[np.intp], count: int) -> NDArray[np.float32]:
+    """Columns of a segment's modules in their places among all layers."""
+    if len(rows) == count and (rows == np.arange(count)).all():
+        return values
+    spread = np.full((len(values), count), MISSING, np.float32)
+    spread[:, rows] = values
+    return spread

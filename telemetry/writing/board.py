@@ -1,0 +1,82 @@
+"""Everything that one run writes for TensorBoard, in the order in which it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.custom_scalar import metadata as charts_metadata
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+
+from telemetry.events import summaries
+from telemetry.page_format import LAYOUT_PREFIX
+from telemetry.records import Alert, StepRecord
+from telemetry.writing import custom_scalars, spread, tags
+from telemetry.writing.heatmap_picture import HeatmapPicture
+from telemetry.writing.learning_rates import LearningRates
+from telemetry.writing.page import Recorder
+
+_SETTINGS = frozenset({charts_metadata.PLUGIN_NAME, hparams_metadata.PLUGIN_NAME})
+
+
+def needed_in_every_file(values: Iterable[Summary.Value]) -> list[Summary.Value]:
+    """Those without which readers do not understand the others: layouts and hyperparameters."""
+    return [
+        value
+        for value in values
+        if value.tag.startswith(LAYOUT_PREFIX)
+        or value.metadata.plugin_data.plugin_name in _SETTINGS
+    ]
+
+
+class Board:
+    """Turns records and alerts into values: for TensorBoard's dashboards and for our own page.
+
+    Args:
+        pictures: Whether to draw the layers × steps picture now and then.
+        session_id: Names the page's data, as in :class:`~telemetry.writing.page.Recorder`.
+    """
+
+    def __init__(self, *, pictures: bool = True, session_id: str | None = None) -> None:
+        self._page = Recorder(session_id)
+        self._rates = LearningRates()
+        self._picture = HeatmapPicture() if pictures else None
+        self._alert_count = 0
+
+    def first_values(self) -> Sequence[Summary.Value]:
+        """What to write once, at the beginning of the run."""
+        return custom_scalars.custom_scalars_value(), self._alert_curve()
+
+    def is_needed(self, record: StepRecord) -> bool:
+        """Whether what is written later cannot be read without this record's values."""
+        return self._page.begins_layout(record)
+
+    def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[Summary.Value]]:
+        """Step, wall time and values of an event to be written before those of the record."""
+        return self._rates.late_values(record)
+
+    def values_of(self, record: StepRecord) -> Iterator[Summary.Value]:
+        """What to write in an event with the record's step."""
+        yield from tags.values_of(record)
+        yield from self._rates.values_of(record)
+        yield from spread.values_of(record)
+        yield from self._page.values_of(record)
+        if self._picture is not None:
+            yield from self._picture.values_of(record)
+
+    def alert_values(self, alert: Alert) -> Sequence[Summary.Value]:
+        """What to write in an event with the alert's step."""
+        text = tags.alert_value(alert, self._alert_count)
+        self._alert_count += 1
+        return text, self._page.alert_value(alert), self._alert_curve()
+
+    def pending_s(self, now: float) -> float | None:
+        """How long :meth:`pending_values` may still wait; None: there are none."""
+        return self._page.pending_s(now)
+
+    def pending_values(self) -> tuple[int, Sequence[Summary.Value]]:
+        """What is held back to be written together, and the step of the event that takes it."""
+        return self._page.last_step, tuple(self._page.pending_values())
+
+    def _alert_curve(self) -> Summary.Value:
+        return summaries.scalar("alerts/count", self._alert_count)

@@ -1,0 +1,47 @@
+"""The layout of the Custom Scalars dashboard: the charts that are worth a look first.
+
+TensorBoard merges the layouts of all runs by the charts' titles, so the tags are patterns that suit
+every run.
+"""
+
+from __future__ import annotations
+
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+from telemetry.events import summaries
+from telemetry.writing.spread import SPREADS
+
+
+def custom_scalars_value() -> Summary.Value:
+    """What to write once per run, at step 0."""
+    layout = layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(
+                title="Telemetry: over the depth",
+                chart=[_loss(), *map(_margins, SPREADS)],
+            ),
+        ]
+    )
+    return summaries.tensor(
+        metadata.CONFIG_SUMMARY_TAG, layout.SerializeToString(), metadata.PLUGIN_NAME
+    )
+
+
+def _loss() -> layout_pb2.Chart:
+    return layout_pb2.Chart(
+        title="Loss, and the number of alerts so far",
+        multiline=layout_pb2.MultilineChartContent(tag=[r"^(.*[/_.])?loss$", r"^alerts/count$"]),
+    )
+
+
+def _margins(name: str) -> layout_pb2.Chart:
+    prefix, statistic = f"depth/{name}", SPREADS[name]
+    scale = " (log10)" if statistic.log else ""
+    series = layout_pb2.MarginChartContent.Series(
+        value=f"{prefix}/median", lower=f"{prefix}/p05", upper=f"{prefix}/p95"
+    )
+    return layout_pb2.Chart(
+        title=f"{statistic.title}{scale}: median over all layers, 5 to 95 %",
+        margin=layout_pb2.MarginChartContent(series=[series]),
+    )

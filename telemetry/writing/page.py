@@ -1,0 +1,205 @@
+"""Records and alerts -> what is written for the Telemetry page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from telemetry.events import summaries
+from telemetry.layers import MATRIX_STATISTICS, MISSING, table
+from telemetry.page_format import (
+    EVENTS_PER_TAG,
+    NORM_BLOCK_BYTES,
+    PLUGIN_NAME,
+    Chunk,
+    ChunkKind,
+    alert_tag,
+    encode_alert,
+    encode_layout,
+    layout_tag,
+    new_session_id,
+)
+from telemetry.records import Alert, Layout, StepRecord
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+_BLOCK_S = 0.75
+"""With the second after which a writer writes, a step is in the file two seconds later at most."""
+
+
+class Recorder:
+    """Turns the records of one run, in the order of their steps, into values of events.
+
+    The gradient norms of steps that are not measured in full are collected and given out as one
+    block after 0.75 s. If no step comes then, :meth:`pending_values` gives out the rest, which
+    someone with a clock has to ask for (:meth:`pending_s`).
+
+    Args:
+        session_id: Names this recorder's data; by default a new one that sorts behind older ones.
+    """
+
+    def __init__(self, session_id: str | None = None) -> None:
+        self._first_session = self._session = session_id or new_session_id()
+        self._restarts = 0
+        self._layout: Layout | None = None
+        self._layout_number = -1
+        self._written: dict[ChunkKind, int] = {}
+        self._matrix: NDArray[np.float32] | None = None
+        self._alert_count = 0
+        self._block = _NormBlock()
+        self._last_step: int | None = None
+
+    @property
+    def last_step(self) -> int:
+        """Step of the latest record: that of the event that takes :meth:`pending_values`."""
+        return self._last_step or 0
+
+    def pending_s(self, now: float) -> float | None:
+        """How long :meth:`pending_values` may still wait for more steps; None: there are none.
+
+        Args:
+            now: Seconds since the epoch.
+        """
+        return self._block.left_s(now) if self._block else None
+
+    def begins_layout(self, record: StepRecord) -> bool:
+        """Whether the record's event will hold a layout: without it, what follows says nothing."""
+        return not record.phase and record.layout is not self._layout
+
+    def values_of(self, record: StepRecord) -> Iterator[Summary.Value]:
+        """What to write in an event with the record's step; nothing for a phase.
+
+        Steps must rise; where they go back, as after a restored checkpoint, a new session begins.
+        """
+        if record.phase:
+            return
+        restarted = self._last_step is not None and record.step <= self._last_step
+        if restarted or record.layout is not self._layout:
+            yield from self._pending(record.step, in_new_tag=restarted)
+            if restarted:
+                self._restart()
+            yield self._begin_layout(record.layout)
+        self._last_step = record.step
+        self._block.add(record.step, record.wall_time, _grad_norms(record))
+        if record.full or self._block.is_due(record.wall_time):
+            yield from self.pending_values()
+        if record.full:
+            yield self._numbers("m", self._with_held(record, _matrix(record)))
+
+    def pending_values(self) -> Iterator[Summary.Value]:
+        """What is still held back, to be written in an event with :attr:`last_step`."""
+        return self._pending(self.last_step)
+
+    def alert_value(self, alert: Alert) -> Summary.Value:
+        """An alert under a tag of its own."""
+        tag = alert_tag(self._session, self._alert_count)
+        self._alert_count += 1
+        return summaries.tensor(tag, encode_alert(alert), PLUGIN_NAME)
+
+    def _with_held(self, record: StepRecord, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A matrix in which a module that was left out stays as it was measured last.
+
+        In the picture a measurement lasts until the next one of the same module.
+        """
+        if record.left_out and self._matrix is not None:
+            modules = enumerate(record.layout.modules)
+            held = [row for row, module in modules if module.name in record.left_out]
+            matrix[held] = self._matrix[held]
+        self._matrix = matrix
+        return matrix
+
+    def _pending(self, step: int, *, in_new_tag: bool = False) -> Iterator[Summary.Value]:
+        if not self._block:
+            return
+        if in_new_tag:  # within a tag steps must not go back
+            self._written["n"] += EVENTS_PER_TAG
+        yield self._numbers("n", self._block.take(step))
+
+    def _restart(self) -> None:
+        self._restarts += 1
+        # Sorts before any session that is begun later elsewhere.
+        self._session = f"{self._first_session}.{self._restarts:04d}"
+        self._layout_number = -1
+
+    def _begin_layout(self, layout: Layout) -> Summary.Value:
+        self._layout = layout
+        self._layout_number += 1
+        self._written = {"m": 0, "n": 0}
+        self._matrix = None
+        content = encode_layout(layout, MATRIX_STATISTICS)
+        tag = layout_tag(self._session, self._layout_number)
+        return summaries.tensor(tag, content, PLUGIN_NAME)
+
+    def _numbers(self, kind: ChunkKind, values: NDArray[np.float32]) -> Summary.Value:
+        chunk = Chunk(
+            kind=kind,
+            session=self._session,
+            layout=self._layout_number,
+            number=self._written[kind] // EVENTS_PER_TAG,
+        )
+        self._written[kind] += 1
+        return summaries.tensor(chunk.tag, values, PLUGIN_NAME)
+
+
+class _NormBlock:
+    """Gradient norms of some successive steps."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._rows: list[NDArray[np.float32]] = []
+        self._nbytes = 0
+        self._begun = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, step: int, wall_time: float, norms: NDArray[np.float32]) -> None:
+        if not self._rows:
+            self._begun = wall_time
+        self._steps.append(step)
+        self._rows.append(norms)
+        self._nbytes += norms.nbytes
+
+    def is_due(self, wall_time: float) -> bool:
+        return self._nbytes >= NORM_BLOCK_BYTES or self.left_s(wall_time) == 0
+
+    def left_s(self, now: float) -> float:
+        """How long until the block is due; if the clock was set back, it is."""
+        return max(0.0, _BLOCK_S - abs(now - self._begun))
+
+    def take(self, step: int) -> NDArray[np.float32]:
+        """All rows, each with its distance from ``step`` in front; empties the block."""
+        steps, rows = self._steps, self._rows
+        self._steps, self._rows, self._nbytes = [], [], 0
+        distance = (np.array(steps) - step).astype(np.float32)
+        return np.column_stack([distance, np.stack(rows)])
+
+
+def _matrix(record: StepRecord) -> NDArray[np.float32]:
+    """All of :data:`MATRIX_STATISTICS`, shape ``[modules, statistics]``."""
+    layers = table(record)
+    places = [layers.place[statistic.name] for statistic in MATRIX_STATISTICS]
+    return as_float32(np.where(layers.known, layers.values, MISSING)[:, places])
+
+
+def _grad_norms(record: StepRecord) -> NDArray[np.float32]:
+    """Norm of each parameter's gradient, shape ``[parameters]``; missing where there was none.
+
+    Those of a step that a ``GradScaler`` skipped are missing, too: they never met a parameter.
+    """
+    if record.skipped:
+        return np.full(len(record.grad_norms), MISSING, np.float32)
+    norms = record.grad_norms
+    # A norm beyond float32 is not an infinite gradient.
+    norms = np.where(record.grad_finite, np.minimum(norms, _FLOAT32_MAX), norms)
+    return as_float32(np.where(record.grad_present, norms, MISSING))
+
+
+def as_float32(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Rounded; finite numbers beyond float32 become the largest there is."""
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    return np.where(np.isinf(narrow) & np.isfinite(values), np.float32(_FLOAT32_MAX), narrow)

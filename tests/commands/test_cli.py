@@ -1,0 +1,172 @@
+"""The command: what it prints, and what it returns to the shell."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from known_runs import alert_at, layout_of, write_run
+
+from telemetry.commands.cli import main
+from telemetry.records import Alert
+
+ESCAPE = "\x1b[2Jcleared"
+
+
+def write_demo(log_dir: Path, *alerts: Alert) -> None:
+    def norms(step: int) -> np.ndarray:
+        return np.array([1.0, 10.0**step, np.nan if step > 5 else 1.0], np.float32)
+
+    layout = layout_of(["steady", "growing", f"[bold]{ESCAPE}"])
+    write_run(log_dir, layout, steps=range(12), norms=norms, alerts=alerts)
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def test_the_summary_is_a_table_of_all_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demo(tmp_path, alert_at(5, "growing"))
+    assert main(["summary", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "3 layers, steps 0 to 11, alerts: 1"
+    growing = next(line for line in lines if line.strip().startswith("growing"))
+    assert growing.split() == [
+        "growing", "Linear", "1e+11", "5.5e+05", "↗", "×1e+09", "▁▂▂▃▄▄▅▅▆▇▇█", "1",
+    ]  # fmt: skip
+    assert "→ ×1" in next(line for line in lines if line.strip().startswith("steady"))
+
+
+def test_control_characters_and_markup_do_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demo(tmp_path, alert_at(5, None, message=f"[red]{ESCAPE}", kind=ESCAPE))
+    main(["summary", str(tmp_path)])
+    main(["alerts", str(tmp_path)])
+    main(["alerts", str(tmp_path / ESCAPE)])
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err
+    assert "[bold]" in out
+    assert "[red]" in out
+
+
+def test_another_statistic_can_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demo(tmp_path)
+    assert main(["summary", str(tmp_path), "--statistic", "saturation"]) == 0
+    assert "not measured in this run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("severity", "stage", "fail_on", "status"),
+    [
+        ("error", "begin", None, 0),
+        ("error", "begin", "error", 1),
+        ("error", "begin", "warning", 1),
+        ("warning", "begin", "warning", 1),
+        ("warning", "worse", "error", 0),
+        ("error", "end", "error", 0),
+    ],
+)
+def test_alerts_decide_the_exit_status(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    severity: str,
+    stage: str,
+    fail_on: str | None,
+    status: int,
+) -> None:
+    write_demo(tmp_path, alert_at(5, "growing", severity=severity, stage=stage))
+    options = ["--fail-on", fail_on] if fail_on else []
+    assert main(["alerts", str(tmp_path), *options]) == status
+    out = capsys.readouterr().out
+    assert out.startswith(f"step 5: {severity} exploding_gradient")
+    assert "in growing\n  The gradient grew." in out
+
+
+def test_no_alerts_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_demo(tmp_path)
+    assert main(["alerts", str(tmp_path), "--fail-on", "warning"]) == 0
+    assert capsys.readouterr().out == "no alerts\n"
+
+
+def test_the_only_run_of_a_directory_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demo(tmp_path / "one")
+    assert main(["alerts", str(tmp_path)]) == 0
+    write_demo(tmp_path / "two")
+    assert main(["alerts", str(tmp_path)]) == 2
+    assert "holds 2 runs; name one of them: one, two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["summary", "alerts", "report"])
+def test_a_wrong_directory_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, str(tmp_path / "nothing")]) == 2
+    assert main([command, str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "is no directory" in err
+    assert "holds no event files" in err
+
+
+def test_a_damaged_file_is_told_and_the_rest_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demo(tmp_path, alert_at(5, "growing"))
+    path = next(tmp_path.iterdir())
+    path.write_bytes(path.read_bytes() + bytes(range(1, 60)))
+    assert main(["alerts", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "damaged" in err
+    assert "exploding_gradient" in out
+
+
+def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_demo(tmp_path / "run")
+    output = tmp_path / "out.html"
+    assert main(["report", str(tmp_path / "run"), "-o", str(output)]) == 0
+    assert output.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert "out.html" in capsys.readouterr().out
+
+
+def test_a_run_without_a_fault_is_explained_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demo(tmp_path)
+    assert main(["explain", str(tmp_path)]) == 0
+    assert "no flight file" in capsys.readouterr().out
+    broken = tmp_path / "flight-3.json"
+    broken.write_text("{")
+    assert main(["explain", str(broken)]) == 2
+
+
+def test_the_command_does_without_torch() -> None:
+    code = (
+        "import sys, telemetry.commands.cli; assert not {'torch', 'tensorflow'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_of_very_many_layers_those_with_alerts_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"layer{i:04d}" for i in range(1200)]
+    write_run(
+        tmp_path, layout_of(names), steps=[0], norms=lambda _: np.ones(1200, np.float32),
+        alerts=[alert_at(0, "layer1199")],
+    )  # fmt: skip
+    assert main(["summary", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split()[0] for line in lines if "Linear" in line]
+    assert shown == [*names[:999], "layer1199"]
+    assert "telemetry report shows all" in lines[-1]

@@ -1,0 +1,65 @@
+"""A layer finds its own tags among those of TensorBoard's dashboards, by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from telemetry.reading.builtin_tags import histogram_tags, image_tags, scalar_curves
+from telemetry.reading.sessions import Layer
+from telemetry.records import Parameter
+
+LAYER = Layer(
+    name="encoder.1",
+    type_name="LSTM",
+    parameters=(Parameter(name="encoder.1.weight", module_name="encoder.1", shape=(2,)),),
+    places=frozenset({3}),
+)
+MODEL = Layer(name="", type_name="Net", parameters=(), places=frozenset({0}))
+
+
+def test_histograms_of_outputs_come_before_those_of_parameters() -> None:
+    tags = [
+        "grad/0003.encoder.1.weight",
+        "activation_grad/0003.encoder.1",
+        "activation/0003.encoder.1[0]",
+        "weight/0003.encoder.1.weight",
+        "activation/0013.encoder.11",
+        "activation/0003.encoder.1.inner",
+        "validation/activation/0003.encoder.1",
+    ]
+    found = histogram_tags(LAYER, tags)
+    assert [tag for _, _, tag in found] == [tags[2], tags[1], tags[0], tags[3]]
+
+
+def test_a_layer_that_is_called_like_an_output_of_another_is_not_taken_for_it() -> None:
+    first, second = "activation/0003.encoder.1[1]", "activation/0004.encoder.1[1]"
+    other = replace(LAYER, name="encoder.1[1]", parameters=(), places=frozenset({4}))
+    assert [tag for _, _, tag in histogram_tags(LAYER, [first, second])] == [first]
+    assert [tag for _, _, tag in histogram_tags(other, [first, second])] == [second]
+
+
+def test_names_that_do_not_print_are_found_as_this_and_older_versions_wrote_them() -> None:
+    layer = replace(LAYER, name="a\nb")
+    tags = ["activation/0003.a\\nb", "activation/0003.a\nb[1]"]
+    assert len(histogram_tags(layer, tags)) == 2
+
+
+def test_the_model_itself_goes_by_the_name_of_its_class() -> None:
+    assert histogram_tags(MODEL, ["activation/0000.Net"]) != []
+    assert histogram_tags(MODEL, ["activation/0001.encoder.1"]) == []
+
+
+def test_pictures_are_found_by_name() -> None:
+    tags = ["feature_maps/0003.encoder.1", "filters/0003.encoder.1", "input", "x"]
+    assert [tag for _, _, tag in image_tags(LAYER, tags)] == tags[:2]
+
+
+def test_the_shortest_loss_and_the_learning_rates_are_drawn() -> None:
+    tags = ["train/loss", "loss", "accuracy", "learning_rate/0", "learning_rate/1", "blossom"]
+    found = scalar_curves(tags)
+    assert found == [
+        ("loss", "loss"),
+        ("learning rate", "learning_rate/0"),
+        ("learning rate", "learning_rate/1"),
+    ]
+    assert scalar_curves(["blossom"]) == []

@@ -1,0 +1,78 @@
+"""Histograms of several steps over shared bins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telemetry.reading.distributions import distribution, histogram_table
+from telemetry.sketch import sketch_array
+
+
+def point(values: np.ndarray, step: int = 0) -> tuple[int, np.ndarray]:
+    return step, histogram_table(np.stack(sketch_array(values).histogram(), axis=1))
+
+
+@given(st.lists(st.lists(st.floats(-1e30, 1e30), min_size=1), min_size=1, max_size=4))
+def test_shares_of_each_step_add_up_to_one(steps: list[list[float]]) -> None:
+    found = distribution([point(np.array(values), s) for s, values in enumerate(steps)])
+    assert found is not None
+    np.testing.assert_allclose(found.shares.sum(axis=1), 1, rtol=1e-4)
+    assert (found.shares >= -1e-6).all()
+    assert (np.diff(found.edges) > 0).all()
+
+
+def test_the_bulk_of_the_values_lands_where_it_is() -> None:
+    values = np.random.default_rng(0).normal(0, 1, 100_000)
+    found = distribution([point(values)])
+    assert found is not None
+    below = found.shares[0][found.edges[1:] <= 0].sum()
+    assert below == pytest.approx(0.5, abs=0.03)
+    expected = np.histogram(values, found.edges)[0] / values.size
+    np.testing.assert_allclose(found.shares[0][1:-1], expected[1:-1], atol=0.006)
+
+
+def test_a_step_without_values_is_a_gap() -> None:
+    found = distribution([point(np.array([1.0, 2.0])), point(np.array([np.nan]), 1)])
+    assert found is not None
+    assert found.shares[1].sum() == 0
+
+
+def test_without_any_value_there_is_nothing_to_draw() -> None:
+    assert distribution([]) is None
+    assert distribution([point(np.array([np.nan]))]) is None
+
+
+def test_equal_values_make_one_bar() -> None:
+    found = distribution([point(np.zeros(5))])
+    assert found is not None
+    assert found.shares.max() == pytest.approx(1)
+
+
+numbers = st.floats(width=64) | st.sampled_from([-1.7e308, 1.7e308, 5e-324, 0.0, 1.0])
+
+
+@given(st.lists(st.lists(st.tuples(numbers, numbers, numbers), max_size=4), max_size=3))
+@pytest.mark.filterwarnings("error")
+def test_anything_is_refused_or_drawn(steps: list[list[tuple[float, float, float]]]) -> None:
+    tables = []
+    for step, rows in enumerate(steps):
+        try:
+            tables.append((step, histogram_table(np.array(rows).reshape(-1, 3))))
+        except ValueError:
+            continue
+    found = distribution(tables)
+    if found is not None:
+        assert np.isfinite(found.edges).all()
+        assert np.isfinite(found.shares).all()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"text", np.zeros(3), np.zeros((2, 2)), np.array([[2, 1, 1]]), np.array([[0, 1, np.nan]])],
+)
+def test_what_is_no_histogram_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="histogram"):
+        histogram_table(value)

@@ -1,0 +1,156 @@
+"""One number per layer and statistic, checked against NumPy on the tensors themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from telemetry.layers import MATRIX_STATISTICS, STATISTICS, make_table, table
+from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
+from telemetry.sketch import sketch_array
+
+LAYOUT = Layout(
+    modules=(Module(name="first", type_name="Linear"), Module(name="act", type_name="Tanh")),
+    parameters=(
+        Parameter(name="first.weight", module_name="first", shape=(2, 2)),
+        Parameter(name="first.bias", module_name="first", shape=(2,)),
+    ),
+)
+
+
+def tensor(*values: float, units: Any = None) -> TensorRecord:
+    array = np.array(values, dtype=np.float64)
+    low, high = (None, None) if units is None else np.array(units, np.float32)
+    return TensorRecord(sketch=sketch_array(array), unit_min=low, unit_max=high)
+
+
+def record(**changes: Any) -> StepRecord:
+    values = {
+        "step": 3,
+        "wall_time": 0.0,
+        "layout": LAYOUT,
+        "grad_norms": np.array([3.0, 4.0]),
+        "grad_present": np.array([True, True]),
+        "grad_finite": np.array([True, True]),
+        "full": True,
+    }
+    return StepRecord(**{**values, **changes})
+
+
+def column(measured: StepRecord, name: str) -> list[float | None]:
+    """A statistic of both layers; None where it was not measured."""
+    return [table(measured).value(row, name) for row in range(2)]
+
+
+def test_a_layers_parameters_count_as_one_vector() -> None:
+    measured = record(
+        weights={"first.weight": tensor(1, 2, 2, 0), "first.bias": tensor(4, 0)},
+        update_ratios={"first.weight": 0.1, "first.bias": 0.5},
+    )
+    assert column(measured, "weight_norm") == [5.0, None]
+    expected = math.hypot(0.1 * 3, 0.5 * 4) / 5
+    assert column(measured, "update_ratio") == [pytest.approx(expected), None]
+
+
+def test_parameters_that_were_all_zero_leave_the_update_ratio_alone() -> None:
+    measured = record(
+        weights={"first.weight": tensor(1, 2, 2, 0), "first.bias": tensor(0, 0)},
+        update_ratios={"first.weight": 0.1, "first.bias": math.inf},
+    )
+    assert column(measured, "update_ratio")[0] == pytest.approx(0.1)
+
+
+def test_a_layer_whose_parameters_were_all_zero_has_no_update_ratio() -> None:
+    measured = record(
+        weights={"first.weight": tensor(0, 0)}, update_ratios={"first.weight": math.nan}
+    )
+    assert column(measured, "update_ratio")[0] is None
+    assert column(measured, "weight_norm")[0] == 0.0
+
+
+def test_activations_of_all_outputs_count_together() -> None:
+    measured = record(outputs={Output("act"): tensor(3, 0), Output("act", 1): tensor(4, 0)})
+    assert column(measured, "activation_rms") == [None, pytest.approx(2.5)]
+    assert column(measured, "zero_fraction") == [None, 0.5]
+
+
+def test_what_is_not_finite_makes_norms_and_means_not_finite() -> None:
+    measured = record(
+        outputs={Output("first"): tensor(1, math.nan), Output("act"): tensor(1, -math.inf)},
+        weights={"first.weight": tensor(1, math.inf)},
+        update_ratios={"first.weight": math.nan},
+    )
+    assert math.isnan(column(measured, "activation_rms")[0])
+    assert column(measured, "activation_rms")[1] == math.inf
+    assert column(measured, "weight_norm")[0] == math.inf
+    assert math.isnan(column(measured, "update_ratio")[0])
+
+
+def test_nonfinite_elements_are_counted_wherever_they_are() -> None:
+    measured = record(
+        outputs={Output("first"): tensor(1, math.nan)},
+        output_grads={Output("first"): tensor(math.inf, math.nan)},
+        weights={"first.weight": tensor(math.nan), "first.bias": tensor(1)},
+        grads={"first.bias": tensor(-math.inf)},
+    )
+    assert column(measured, "nonfinite") == [5.0, None]
+
+
+def test_dead_units_and_saturation_are_taken_where_they_mean_something() -> None:
+    measured = record(
+        outputs={
+            Output("first"): tensor(1, 1, units=[[0, 0, -1], [0, 2, 0]]),
+            Output("act"): tensor(-0.99, 0.9, 0.1, 0.5),
+        }
+    )
+    assert column(measured, "dead_units") == [pytest.approx(1 / 3), None]
+    assert column(measured, "saturation") == [None, 0.5]
+
+
+def test_gradients_that_were_absent_or_skipped_are_not_known() -> None:
+    absent = record(grad_norms=np.array([3.0, 0.0]), grad_present=np.array([True, False]))
+    assert column(absent, "grad_norm") == [3.0, None]
+    assert column(absent, "grad_rms") == [1.5, None]
+    skipped = record(grad_norms=np.array([math.inf, math.nan]), skipped=True)
+    assert column(skipped, "grad_norm") == [None, None]
+
+
+def test_moments_of_the_outputs_are_those_of_numpy() -> None:
+    values = np.random.default_rng(0).normal(2, 3, 1000)
+    measured = record(outputs={Output("first"): tensor(*values)})
+    deviations = values - values.mean()
+    kurtosis = np.mean(deviations**4) / np.mean(deviations**2) ** 2
+    assert column(measured, "activation_std")[0] == pytest.approx(values.std())
+    assert column(measured, "activation_kurtosis")[0] == pytest.approx(kurtosis)
+
+
+def test_what_adam_expects_is_the_root_of_its_mean_square() -> None:
+    moments = {"first.weight": tensor(4, 4, 4, 4), "first.bias": tensor(1, 9)}
+    measured = record(second_moments=moments)
+    assert column(measured, "second_moment_rms") == [pytest.approx(math.sqrt(26 / 6)), None]
+
+
+def test_a_weights_rms_does_not_depend_on_the_layers_size() -> None:
+    measured = record(weights={"first.weight": tensor(3, 3, 3, 3), "first.bias": tensor(3, 3)})
+    assert column(measured, "weight_rms") == [pytest.approx(3.0), None]
+
+
+def test_a_table_is_made_once_for_each_record() -> None:
+    measured = record()
+    assert table(measured) is table(measured)
+    assert table(record()) is not table(measured)
+
+
+def test_a_model_without_layers_has_an_empty_table() -> None:
+    empty = record(
+        layout=Layout(modules=(), parameters=()), grad_norms=np.empty(0),
+        grad_present=np.empty(0, bool), grad_finite=np.empty(0, bool),
+    )  # fmt: skip
+    assert make_table(empty, STATISTICS).values.shape == (0, len(STATISTICS))
+
+
+def test_a_step_takes_few_bytes_per_layer() -> None:
+    assert 4 * len(MATRIX_STATISTICS) + 2 * 4 <= 56  # with the norms of a weight and a bias

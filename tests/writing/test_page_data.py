@@ -1,0 +1,185 @@
+"""Records become values that read back as what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from known_runs import alert_at, layout_of
+
+from telemetry.events import FileWriter
+from telemetry.layers import MATRIX_STATISTICS, MISSING
+from telemetry.page_format import (
+    decode_alert,
+    decode_layout,
+    encode_alert,
+    encode_layout,
+    new_session_id,
+)
+from telemetry.reading.files import FileSource
+from telemetry.reading.run_data import RunData
+from telemetry.records import Layout, Output, StepRecord, TensorRecord
+from telemetry.sketch import sketch_array
+from telemetry.writing.page import Recorder
+
+LAYOUT = layout_of(["a", "b"])
+
+
+def record(
+    step: int, *, layout: Layout = LAYOUT, wall_time: float = 0.0, **changes: Any
+) -> StepRecord:
+    count = len(layout.parameters)
+    return StepRecord(
+        step=step,
+        wall_time=wall_time,
+        layout=layout,
+        grad_norms=np.arange(count) + float(step),
+        grad_present=np.ones(count, dtype=bool),
+        grad_finite=np.ones(count, dtype=bool),
+        **changes,
+    )
+
+
+def write(
+    log_dir: Path, records: Iterable[StepRecord], recorder: Recorder | None = None
+) -> RunData:
+    recorder = recorder or Recorder()
+    writer = FileWriter(log_dir)
+    for item in records:
+        writer.write_values(list(recorder.values_of(item)), item.step)
+    writer.write_values(list(recorder.pending_values()), recorder.last_step)
+    writer.close()
+    return RunData(FileSource(log_dir))
+
+
+def test_norms_of_every_step_are_kept(tmp_path: Path) -> None:
+    run = write(tmp_path, [record(s, full=s % 10 == 0) for s in range(57)])
+    found = run.matrix("grad_norm")
+    assert found.steps.tolist() == list(range(57))
+    assert found.values.tolist() == [[s, s + 1] for s in range(57)]
+    assert run.matrix("nonfinite").steps.tolist() == list(range(0, 57, 10))
+
+
+def test_what_is_left_out_stays_as_it_was_until_it_is_measured_again(tmp_path: Path) -> None:
+    def of(**sizes: float) -> dict[Output, TensorRecord]:
+        return {
+            Output(name): TensorRecord(sketch=sketch_array(np.full(4, size)))
+            for name, size in sizes.items()
+        }
+
+    only_a, only_b = frozenset("b"), frozenset("a")
+    records = [
+        record(0, full=True, outputs=of(a=1, b=2)),
+        record(1),
+        record(2, full=True, outputs=of(a=3), left_out=only_a),
+        record(3, full=True, outputs=of(b=4), left_out=only_b),
+        record(4, full=True, outputs=of(), left_out=only_b),  # b did not run
+    ]
+    found = write(tmp_path, records).matrix("activation_rms")
+    assert found.steps.tolist() == [0, 2, 3, 4]
+    assert found.values[:3].tolist() == [[1, 2], [3, 2], [3, 4]]
+    assert found.values[3, 0] == 3
+    assert found.values[3, 1] == MISSING
+
+
+def test_norms_are_given_out_within_a_second() -> None:
+    recorder = Recorder()
+    counts = [len(list(recorder.values_of(record(s, wall_time=s / 100)))) for s in range(350)]
+    assert counts[0] == 1  # the layout
+    assert sum(counts[1:]) == 4
+
+
+def test_what_is_held_back_says_how_long_it_may_be() -> None:
+    recorder = Recorder()
+    assert recorder.pending_s(100.0) is None
+    list(recorder.values_of(record(0, wall_time=100.0)))
+    list(recorder.values_of(record(1, wall_time=100.5)))
+    assert recorder.pending_s(100.5) == pytest.approx(0.25)
+    assert recorder.pending_s(101.0) == 0
+    assert recorder.pending_s(50.0) == 0  # the clock was set back
+    list(recorder.pending_values())
+    assert recorder.pending_s(101.0) is None
+
+
+def test_large_norms_are_not_held_back() -> None:
+    layout = layout_of([f"layer{i}" for i in range(40_000)])
+    recorder = Recorder()
+    counts = [len(list(recorder.values_of(record(s, layout=layout)))) for s in range(5)]
+    assert counts == [1, 1, 0, 1, 0]
+
+
+def test_a_phase_is_not_part_of_the_training() -> None:
+    recorder = Recorder()
+    assert list(recorder.values_of(record(3, phase="validation", full=True))) == []
+    assert not recorder.begins_layout(record(3, phase="validation"))
+
+
+def test_a_change_of_layout_keeps_what_was_held_back(tmp_path: Path) -> None:
+    wider = layout_of(["a", "b", "c"])
+    run = write(tmp_path, [record(0), record(1), record(2, layout=wider), record(3, layout=wider)])
+    found = run.matrix("grad_norm")
+    assert found.steps.tolist() == [0, 1, 2, 3]
+    assert found.values.tolist() == [[0, 1, -1], [1, 2, -1], [2, 3, 4], [3, 4, 5]]
+
+
+def test_steps_that_go_back_begin_a_new_session(tmp_path: Path) -> None:
+    run = write(tmp_path, [record(s) for s in (0, 1, 2, 3, 2, 3, 4)])
+    assert run.matrix("grad_norm").steps.tolist() == [0, 1, 2, 3, 4]
+    assert run.overview().session_count == 2
+
+
+def test_within_a_tag_steps_never_go_back() -> None:
+    recorder, last = Recorder(), {}
+    for step in (0, 1, 2, 3, 1, 2, 0, 5):
+        for value in recorder.values_of(record(step, full=step % 2 == 0)):
+            assert step > last.get(value.tag, -1)
+            last[value.tag] = step
+
+
+def test_a_later_recorder_goes_on_where_an_earlier_one_was(tmp_path: Path) -> None:
+    write(tmp_path, [record(s) for s in range(10)])
+    run = write(tmp_path, [record(s, full=True) for s in range(5, 8)])
+    assert run.matrix("grad_norm").steps.tolist() == list(range(8))
+
+
+def test_alerts_have_tags_of_their_own(tmp_path: Path) -> None:
+    recorder = Recorder()
+    alerts = [alert_at(0, None), alert_at(0, "b", consequences=("vanishing in a",), stage="worse")]
+    assert len({recorder.alert_value(alert).tag for alert in alerts}) == 2
+    writer = FileWriter(tmp_path)
+    writer.write_values(list(recorder.values_of(record(0))), 0)
+    for alert in alerts:
+        writer.write_values([recorder.alert_value(alert)], alert.step)
+    writer.close()
+    assert list(RunData(FileSource(tmp_path)).overview().alerts) == alerts
+
+
+def test_the_first_record_of_a_layout_is_known_beforehand() -> None:
+    recorder = Recorder()
+    assert recorder.begins_layout(record(0))
+    list(recorder.values_of(record(0)))
+    assert not recorder.begins_layout(record(1))
+
+
+def test_session_ids_differ_and_sort_by_age() -> None:
+    ids = [new_session_id() for _ in range(3)]
+    assert len(set(ids)) == 3
+    assert [name.rpartition("-")[0] for name in ids] == sorted(n.rpartition("-")[0] for n in ids)
+
+
+def test_texts_read_back_as_what_was_written() -> None:
+    layout, names = decode_layout(encode_layout(LAYOUT, MATRIX_STATISTICS))
+    assert layout == LAYOUT
+    assert names == tuple(statistic.name for statistic in MATRIX_STATISTICS)
+    alert = alert_at(3, "a", value=float("inf"), message="<img src=x onerror=alert(1)>")
+    assert decode_alert(encode_alert(alert)) == alert
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"{}", b'{"format": 1, "step": "x"}', b"\xff"])
+def test_other_texts_are_value_errors(text: bytes) -> None:
+    for decode in (decode_alert, decode_layout):
+        with pytest.raises(ValueError):  # noqa: PT011 - several messages
+            decode(text)

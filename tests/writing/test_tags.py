@@ -1,0 +1,115 @@
+"""Which tags one record becomes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from telemetry.records import Alert, Layout, Module, Output, Parameter, StepRecord, TensorRecord
+from telemetry.sketch import sketch_array
+from telemetry.writing.tags import alert_value, values_of
+
+LAYOUT = Layout(
+    modules=(
+        Module(name="", type_name="Net"),
+        Module(name="lstm", type_name="LSTM"),
+        Module(name="out", type_name="Linear"),
+    ),
+    parameters=(
+        Parameter(name="out.weight", module_name="out", shape=(2, 3)),
+        Parameter(name="position", module_name="", shape=(4,)),
+    ),
+)
+
+
+def tensor(*values: float) -> TensorRecord:
+    return TensorRecord(sketch=sketch_array(np.array(values)))
+
+
+def record(**fields: object) -> StepRecord:
+    return StepRecord(
+        **{
+            "step": 3,
+            "wall_time": 0.0,
+            "layout": LAYOUT,
+            "grad_norms": np.array([3.0, 4.0]),
+            "grad_present": np.array([True, True]),
+            "grad_finite": np.array([True, True]),
+            **fields,
+        }
+    )
+
+
+def scalars(step: StepRecord) -> dict[str, float]:
+    values = [value for value in values_of(step) if value.WhichOneof("value") == "simple_value"]
+    return {value.tag: value.simple_value for value in values}
+
+
+def test_a_step_without_full_measurement_has_only_the_total_norm() -> None:
+    assert scalars(record()) == {"grad_norm/total": 5.0}
+
+
+def test_parameters_are_tagged_by_the_place_of_their_module() -> None:
+    curves = scalars(record(full=True))
+    assert curves["grad_norm/0002.out.weight"] == 3.0
+    assert curves["grad_norm/0000.position"] == 4.0
+
+
+def test_a_parameter_without_gradient_has_no_point() -> None:
+    curves = scalars(record(full=True, grad_present=np.array([True, False])))
+    assert "grad_norm/0000.position" not in curves
+
+
+def test_outputs_have_histograms_of_their_own_and_curves_together() -> None:
+    outputs = {Output(""): tensor(1.0), Output("lstm"): tensor(2.0), Output("lstm", 1): tensor(3.0)}
+    curves = scalars(record(full=True, outputs=outputs))
+    assert curves["activation_mean/0000.Net"] == 1.0
+    assert curves["activation_mean/0001.lstm"] == 2.5, "of all outputs"
+    tags = {value.tag for value in values_of(record(full=True, outputs=outputs))}
+    assert {"activation/0001.lstm", "activation/0001.lstm[1]"} <= tags
+
+
+def test_nonfinite_values_are_counted_where_there_are_any() -> None:
+    outputs = {Output("lstm"): tensor(1.0, np.nan, np.inf), Output("out"): tensor(1.0)}
+    curves = scalars(record(full=True, outputs=outputs))
+    assert curves["nonfinite/0001.lstm"] == 2
+    assert "nonfinite/0002.out" not in curves
+
+
+def test_scaler_and_clipping_have_curves() -> None:
+    step = record(
+        full=True,
+        loss_scale=1024.0,
+        skipped_steps=2,
+        total_grad_norm_before_clipping=10.0,
+        clipped_fraction=0.5,
+    )
+    curves = scalars(step)
+    assert curves["scaler/scale"] == 1024.0
+    assert curves["scaler/skipped_steps"] == 2
+    assert curves["grad_norm/total_before_clipping"] == 10.0
+    assert curves["grad_norm/clipped_fraction"] == 0.5
+
+
+def test_a_phase_has_only_activations_under_its_name() -> None:
+    step = record(phase="validation", full=True, outputs={Output("out"): tensor(1.0)})
+    tags = {value.tag for value in values_of(step)}
+    assert "validation/activation/0002.out" in tags
+    assert all(tag.startswith("validation/") for tag in tags)
+    assert not any("grad" in tag for tag in tags)
+
+
+def test_each_alert_has_a_tag_of_its_own() -> None:
+    alert = Alert(
+        kind="nonfinite",
+        severity="error",
+        step=3,
+        module_name="out",
+        value=1.0,
+        threshold=0.0,
+        message="line one\nline two",
+    )
+    first, second = alert_value(alert, 0), alert_value(alert, 1)
+    assert first.tag == "alert/0000.nonfinite.out"
+    assert second.tag == "alert/0001.nonfinite.out"
+    [text] = first.tensor.string_val
+    assert text.decode().startswith("**error** at step 3\n\nline one")
