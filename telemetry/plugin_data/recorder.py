@@ -24,7 +24,7 @@ from telemetry.plugin_data.format import (
 from telemetry.records import Alert, Layout, StepRecord
 
 _BLOCK_S = 0.75
-"""With the second after which a writer writes, a step is in the file two seconds later at most."""
+"""A writer writes within a second after that, so a step is in the file two seconds later."""
 
 _BLOCK_BYTES = 1 << 18
 
