@@ -53,6 +53,10 @@ from telemetry.writing.hparams import Hyperparameter
 
 log = logging.getLogger("telemetry")
 
+_FLUSH_S = 0.75
+"""A step waits in the pipeline, and on the page for as long, before it comes to the writer; two
+seconds later it is in the file."""
+
 _HAND_ON_S = 30.0
 """The longest time for which a flush of the writer makes its caller wait for us."""
 
@@ -522,9 +526,10 @@ def _open_writer(writer: object, first_step: int) -> FileWriter | GivenWriter:
         return GivenWriter(writer)
     log_dir = _log_dir_of(writer)
     try:
-        return SummaryWriter(log_dir, purge_step=first_step or None)._get_file_writer()
+        opened = SummaryWriter(log_dir, purge_step=first_step or None, flush_secs=_FLUSH_S)
     except OSError as error:
         raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
+    return opened._get_file_writer()
 
 
 def _log_dir_of(writer: object) -> str:

@@ -27,7 +27,7 @@ from telemetry.records import Alert, Layout, StepRecord
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 _BLOCK_S = 0.75
-"""With the second after which a writer writes, a step is in the file two seconds later at most."""
+"""A writer writes within a second after that, so a step is in the file two seconds later."""
 
 
 class Recorder:
