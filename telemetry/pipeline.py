@@ -262,8 +262,8 @@ class Pipeline:
 
     def _tell_losses(self, timeout_s: float) -> None:
         losses = {
-            "were recorded with their norms alone, training was faster": self.thinned,
-            "were dropped, training was faster": self.dropped,
+            "were recorded with their norms alone": self.thinned,
+            "were dropped": self.dropped,
             f"were not judged within {timeout_s:.3g} s": self._steps_taken - self._steps_done,
         }
         told = [f"{count} steps {what}" for what, count in losses.items() if count]

@@ -21,8 +21,8 @@ from torch.utils import tensorboard
 import telemetry
 from telemetry import Alert, HookLogger
 from telemetry.events import list_event_files, read_events
-from telemetry.plugin_data.files import FileSource
-from telemetry.plugin_data.run_data import RunData
+from telemetry.reading.files import FileSource
+from telemetry.reading.run_data import RunData
 from telemetry.records import StepRecord
 
 KILLED = 8
