@@ -164,6 +164,13 @@ def disk(tmp_path: Path) -> Iterator[FrozenDisk]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
+def alert_at(step: int) -> Alert:
+    return Alert(
+        kind="nonfinite", severity="error", step=step, module_name="0",
+        value=1.0, threshold=0.0, message="planted",
+    )  # fmt: skip
+
+
 def train(model: nn.Module, steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
@@ -176,22 +183,27 @@ def test_on_a_disk_that_hangs_each_step_is_judged_and_close_has_one_deadline(
     disk: FrozenDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     judged: list[int] = []
+    told: list[Alert] = []
 
     def rule(record: StepRecord) -> Iterable[Alert]:
         judged.append(record.step)
-        return ()
+        if record.step % 100 == 0:  # an error: alerts.jsonl and flight files are written, too
+            yield alert_at(record.step)
 
     model = nn.Linear(4, 2)
-    logger = HookLogger(model, disk.path / "run", alerts=[rule], every_n_steps=50)
+    log_dir = disk.path / "run"
+    logger = HookLogger(model, log_dir, alerts=[rule], every_n_steps=50, on_alert=told.append)
     disk.freeze()
     train(model, 2000)
     begin = time.monotonic()
     logger.close(timeout_s=3)
     took_s = time.monotonic() - begin
     assert judged == list(range(2000))
+    assert [alert.step for alert in told] == list(range(0, 2000, 100))
     assert took_s < 6
-    [told] = [message for message in caplog.messages if "could not be written" in message]
-    assert "the latest write has not ended within" in told
+    lost = [message for message in caplog.messages if "could not be written" in message]
+    assert any("events could not be written" in message for message in lost), caplog.messages
+    assert any("has not ended within" in message for message in lost), caplog.messages
     disk.thaw()
 
 
