@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 from torch import nn
@@ -15,21 +16,24 @@ class LayoutKeeper:
     """Keeps one :class:`Layout` until parameters are replaced or a module runs for the first time.
 
     The forward order is that of first calls. A module that never ran follows the module before it
-    in ``named_modules()``.
+    in ``named_modules()``. The model is held weakly.
     """
 
     def __init__(self, model: nn.Module, selection: Selection, table: ParameterTable) -> None:
+        self._model = weakref.ref(model)
         self._selection = selection
         self._table = table
         self._forward_order: dict[str, None] = {}
         self._layout = self._make(model)
 
-    def current(self, model: nn.Module | None, ran: Iterable[str]) -> Layout:
+    def current(self, ran: Iterable[str] = ()) -> Layout:
         """The layout after modules ``ran``, in that order."""
         new = [name for name in ran if name not in self._forward_order]
-        if model is not None and (new or self._layout.parameters is not self._table.parameters):
-            self._forward_order.update(dict.fromkeys(new))
-            self._layout = self._make(model)
+        if new or self._layout.parameters is not self._table.parameters:
+            model = self._model()
+            if model is not None:
+                self._forward_order.update(dict.fromkeys(new))
+                self._layout = self._make(model)
         return self._layout
 
     def _make(self, model: nn.Module) -> Layout:

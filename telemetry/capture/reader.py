@@ -47,27 +47,42 @@ class StepReader:
         model: The model in training.
         table: Its parameters.
         content: What a full measurement holds.
-        faults: Where to tell what cannot be measured.
+        faults: Where to report what cannot be measured.
+
+    Attributes:
+        table: The model's parameters.
+        by_hand: Whether the loop has no optimizer.
     """
 
     def __init__(
         self, model: nn.Module, table: ParameterTable, content: Content, faults: Faults
     ) -> None:
+        self.table = table
+        self.by_hand = False
         self._model = weakref.ref(model)
-        self._table = table
         self._content = content
         self._faults = faults
         self._probes: dict[int, UpdateProbe] = {}
 
+    def begin(self, window: Window) -> None:
+        """Look at the parameters now if no optimizer will say when it is about to change them."""
+        if self.by_hand and self._content.weights:
+            self._probes[_BY_HAND] = UpdateProbe(self._in_turn(window, self.table.all()))
+
+    def end_pass(self, window: Window, tally: Tally, parameters: Iterable[Tensor]) -> None:
+        """A backward pass is over: gradients are reduced over ranks and not clipped yet."""
+        window.end_pass(tally, take_norms(self.table.grads_of(parameters)))
+
     def before_step(self, window: Window, optimizer: Optimizer) -> None:
         """Read what an optimizer is about to use and to change, at its first step in a window."""
+        self._look_for_replaced(window)
         if id(optimizer) in window.optimizers:
             return
         scaler = calling_scaler()
         if scaler is not None:
             window.scaler = read_scaler(scaler, optimizer, window.step)
         rates = (group.get("lr", math.nan) for group in optimizer.param_groups)
-        parameters = self._table.of(optimizer)
+        parameters = self.table.of(optimizer)
         self._read(
             window,
             id(optimizer),
@@ -80,32 +95,23 @@ class StepReader:
             self._probes[id(optimizer)] = UpdateProbe(self._in_turn(window, parameters))
 
     def after_step(self, window: Window, optimizer: Optimizer) -> None:
-        """See how far the optimizer has moved the parameters."""
-        self._read_probe(window, id(optimizer))
-
-    def expect_step_by_hand(self, window: Window) -> None:
-        """Look at the parameters now: nothing will tell when the loop is about to change them."""
-        if self._content.weights:
-            self._probes[_BY_HAND] = UpdateProbe(self._in_turn(window, self._all_parameters()))
+        """Read what that step has changed: the parameters, and what the optimizer remembers."""
+        self._read_update(window, id(optimizer))
 
     def step_by_hand(self, window: Window) -> None:
         """Read everything after a step that no optimizer took."""
-        self._read(window, _BY_HAND, self._all_parameters(), scaled=False, learning_rates=())
-        self._read_probe(window, _BY_HAND)
-
-    def end_pass(self, window: Window, tally: Tally, parameters: Iterable[Tensor]) -> None:
-        """A backward pass is over: gradients are reduced over ranks and not clipped yet."""
-        indexed = [(self._table.index_of(p), p.grad) for p in parameters]
-        grads = [(i, grad) for i, grad in indexed if i is not None and grad is not None]
-        window.end_pass(tally, take_norms(grads))
+        self._look_for_replaced(window)
+        self._read(window, _BY_HAND, self.table.all(), scaled=False, learning_rates=())
+        self._read_update(window, _BY_HAND)
 
     def forget(self) -> None:
         """Keep no parameter beyond the end of a step."""
         self._probes.clear()
 
-    def _all_parameters(self) -> list[tuple[int, Tensor]]:
-        model = self._model()
-        return list(enumerate(model.parameters())) if model is not None else []
+    def _look_for_replaced(self, window: Window) -> None:
+        """Parameters, on steps where that is cheap."""
+        if window.full:
+            self.table.refresh()
 
     def _read(
         self,
@@ -142,7 +148,7 @@ class StepReader:
         """Those of the parameters that are measured in this window."""
         if not window.left_out:
             return tensors
-        described = self._table.parameters
+        described = self.table.parameters
         return [(i, t) for i, t in tensors if described[i].module_name not in window.left_out]
 
     def _observe(
@@ -154,13 +160,13 @@ class StepReader:
         scaled: bool = False,
     ) -> None:
         for index, tensor in tensors:
-            name = self._table.parameters[index].name
+            name = self.table.parameters[index].name
             values = local(tensor.detach())
-            if not window.observe(window.tally, kind, name, values, scaled=scaled):
+            if not window.observe(kind, name, values, scaled=scaled):
                 what = described(values)
                 self._faults.tell(f"{name} is not measured: {what} cannot be", kind=what)
 
-    def _read_probe(self, window: Window, optimizer: int) -> None:
+    def _read_update(self, window: Window, optimizer: int) -> None:
         probe = self._probes.pop(optimizer, None)
         if probe is not None:
             window.updates += probe.read()

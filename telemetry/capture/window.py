@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from telemetry.capture.no_step import NoStepWatch
 from telemetry.capture.norms import NormReading, Norms, UpdateReading
 from telemetry.capture.scaler import ScalerReading
 from telemetry.capture.tally import Kind, Name, Observation, Tally
@@ -42,11 +43,9 @@ class Window:
         phase: Name of a part of the run that is not training; empty for a step.
         thread: Whose forward passes are observed; None until one runs a watched module.
         order: Watched modules in the order of their first call.
-        ran_forward: Hooks that were called outside of a backward pass.
-        awaits_input: Whether what the next watched module is given comes from outside.
-        given: Identities of the tensors that the model was given in the pass in progress.
         tally: Observations in their order, of backward passes those of training.
         passes: How many such passes have ended.
+        no_step: Notices training that no optimizer of the model ever ends.
         optimizers: What each optimizer was given at its first step in this window.
     """
 
@@ -57,11 +56,9 @@ class Window:
     phase: str = ""
     thread: int | None = None
     order: dict[str, None] = field(default_factory=dict)
-    ran_forward: set[object] = field(default_factory=set)
-    awaits_input: bool = True
-    given: set[int] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
     passes: int = 0
+    no_step: NoStepWatch = field(default_factory=NoStepWatch)
     optimizers: dict[int, OptimizerReading] = field(default_factory=dict)
     updates: list[UpdateReading] = field(default_factory=list)
     parameter_norms: list[NormReading] = field(default_factory=list)
@@ -92,26 +89,27 @@ class Window:
 
     def observe(
         self,
-        tally: Tally,
         kind: Kind,
         name: Name,
         tensor: Tensor,
         *,
         unit_axis: int | None = None,
         scaled: bool = False,
+        tally: Tally | None = None,
     ) -> bool:
         """Measure ``tensor`` as it is now; False if that is not possible.
 
         Args:
-            tally: Where it goes: this window's own, or that of a running backward pass.
             kind: What it is.
             name: Whose it is.
             tensor: Not kept.
             unit_axis: See :meth:`Measurer.add`.
             scaled: Whether it still has the factor of a ``GradScaler`` on it, if there is one.
+            tally: Where it goes: that of a running backward pass; None: this window's own.
         """
         if self.measurer is None:
             return True
+        tally = self.tally if tally is None else tally
         if self._measured >= MANY_OBSERVATIONS and self._seen[kind, name] >= FEW_CALLS:
             tally.calls[kind, name] += 1
             return True

@@ -1,0 +1,138 @@
+"""Which modules are watched: puts hooks on them for the steps that need them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from telemetry.capture.hooks import CONVOLUTIONS, ForwardHook, InputHook, Receiver
+from telemetry.capture.no_step import Ran
+from telemetry.capture.reader import Content
+from telemetry.capture.silence import explain_silence
+from telemetry.capture.window import Window
+from telemetry.faults import Faults
+from telemetry.selection import Selection, cleaned, spread
+from telemetry.torch_private import graphs_compiled
+
+PICTURED_MODULES = 12
+"""Convolutions whose feature maps are drawn; more are thinned evenly over the depth."""
+
+
+class WatchedModules:
+    """Puts hooks on the watched modules of a model, which is held weakly.
+
+    Args:
+        model: The model in training.
+        selection: Which of its modules are watched.
+        content: What is measured.
+        faults: Where to report what cannot be watched.
+
+    Attributes:
+        pictured: Names of the modules whose feature maps are drawn.
+    """
+
+    def __init__(
+        self, model: nn.Module, selection: Selection, content: Content, faults: Faults
+    ) -> None:
+        self.pictured: frozenset[str] = frozenset()
+        self._model = weakref.ref(model)
+        self._selection = selection
+        self._content = content
+        self._faults = faults
+        self._input_hook: InputHook | None = None
+        self._forward_hooks: dict[str, ForwardHook] = {}
+        self._installed = False
+        self._graphs_before = graphs_compiled()
+        self._silence_explained = False
+
+    def install(self, receiver: Receiver) -> None:
+        """Put hooks on the modules that are watched now, and take them off all others.
+
+        They do nothing until the receiver's switch is turned on.
+        """
+        model = self._model()
+        if model is None:
+            return
+        self._input_hook = self._input_hook or InputHook(receiver, model)
+        self._input_hook.install()
+        watched = cleaned(self._selection.apply(model).items())
+        before, self._forward_hooks = self._forward_hooks, {}
+        for name, module in watched.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                self._faults.tell(
+                    "modules that torch.jit has compiled take no hooks, nothing is "
+                    "logged for their outputs"
+                )
+                continue
+            hook = before.get(name)
+            if hook is None or hook.module() is not module:
+                hook = ForwardHook(receiver, name, module)
+            else:
+                del before[name]
+            hook.install()
+            self._forward_hooks[name] = hook
+        for hook in before.values():
+            hook.remove()
+        self._installed = True
+        convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
+        drawn = spread(convolutions, PICTURED_MODULES) if self._content.images else []
+        self.pictured = frozenset(drawn)
+
+    def uninstall(self) -> None:
+        """Take hooks off again, but for modules in compiled graphs, which look at the switch.
+
+        A graph that is compiled while no hook is there would never show anything. So once
+        something has been compiled, hooks stay on modules that have not run outside of a graph.
+        """
+        if not self._installed:
+            return
+        self._installed = False
+        if self._input_hook is not None:
+            self._input_hook.remove()
+        compiling = graphs_compiled() != self._graphs_before
+        for hook in self._forward_hooks.values():
+            if not hook.traced and (hook.ran_eagerly or not compiling):
+                hook.remove()
+
+    def remove(self) -> None:
+        """Take all hooks off; harmless when done twice."""
+        for hook in (self._input_hook, *self._forward_hooks.values()):
+            if hook is not None:
+                hook.remove()
+        self._forward_hooks = {}
+
+    def ran_in(self, window: Window) -> Ran:
+        """What is known of the model's forward passes in the step in progress."""
+        if window.order:
+            return "in training"
+        if self._model() is None:
+            return "gone"
+        if not window.full:
+            return "unknown"
+        called = any(hook.ran_eagerly for hook in self._on_modules().values())
+        return "elsewhere" if called else "never"
+
+    def explain_silence(self, window: Window, trained: Collection[str]) -> None:
+        """Name, once, the watched modules that did not run in the first full step.
+
+        Args:
+            window: What that step has seen.
+            trained: Names of all modules with a parameter that got a gradient.
+        """
+        model = self._model()
+        if self._silence_explained or model is None or not self._content.activations:
+            return
+        self._silence_explained = True
+        explained = explain_silence(
+            model, self._on_modules(), ran=window.order, trained=trained, step=window.step
+        )
+        if explained is not None:
+            level, message = explained
+            self._faults.tell(message, level=level)
+
+    def _on_modules(self) -> dict[str, ForwardHook]:
+        """The hooks that are on a module, by its name."""
+        return {name: hook for name, hook in self._forward_hooks.items() if hook.installed}
