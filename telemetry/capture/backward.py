@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from telemetry.capture.hooks import ForwardHook, Switch
+from telemetry.capture.hooks import ForwardHook
 from telemetry.capture.inert import Inert
 from telemetry.capture.parameters import local
 from telemetry.capture.reader import StepReader
 from telemetry.capture.tally import Tally
+from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
-from telemetry.faults import Faults
 from telemetry.records import Output
 from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task, undisturbed
 
@@ -41,27 +40,14 @@ class BackwardPasses:
 
     Args:
         window: Takes what is observed.
+        watch: What is watched.
         reader: Reads the gradients at the end of each pass.
-        switch: Passes count while it is on for training; turned off when there are so many of them
-            that no optimizer step seems to follow.
-        faults: Where to report what failed.
-        own_time: Entered while anything is done here.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        *,
-        reader: StepReader,
-        switch: Switch,
-        faults: Faults,
-        own_time: AbstractContextManager[None],
-    ) -> None:
-        self.faults = faults
-        self.own_time = own_time
+    def __init__(self, window: Window, watch: Watch, reader: StepReader) -> None:
+        self.watch = watch
         self._window = window
         self._reader = reader
-        self._switch = switch
         self._running: dict[int, _Pass] = {}
         self._probes = Tally()
         self._handles: list[RemovableHandle] = []
@@ -111,32 +97,32 @@ class BackwardPasses:
 
     def _accumulated(self, parameter: Tensor) -> None:
         """A gradient has accumulated, so this backward pass is one of training."""
-        with self.own_time:
+        with self.watch.own_time:
             try:
                 current = None if self._over else self._current()
                 if current is not None:
                     current.accumulated[id(parameter)] = parameter
             except Exception:
-                self.faults.report("to follow a backward pass")
+                self.watch.faults.report("to follow a backward pass")
 
     def _end_pass(self, task: int) -> None:
         """A pass has ended and its gradients are reduced over ranks."""
         ended = self._running.pop(task)
-        if self._over or not self._switch.training:
+        if self._over or not self.watch.switch.training:
             return  # its step is over, or only repeated
         if not ended.accumulated:
             if self._window.passes == 0:
                 self._probes.absorb(ended.tally)
             return
-        with self.own_time, self.faults.contained("to end a backward pass"):
+        with self.watch.own_time, self.watch.faults.contained("to end a backward pass"):
             parameters = ended.accumulated.values()
             with undisturbed() as alone:
                 if alone:
                     self._reader.end_pass(self._window, ended.tally, parameters)
                 message = self._window.no_step.backward_ended(parameters)
             if message is not None:
-                self.faults.tell(message)
-                self._switch.turn(training=False)
+                self.watch.faults.tell(message)
+                self.watch.switch.turn(training=False)
 
 
 class GradHook(Inert):
@@ -159,8 +145,8 @@ class GradHook(Inert):
         passes, hook = self._passes(), self._hook()
         if passes is None or hook is None:
             return
-        with passes.own_time:
+        with passes.watch.own_time:
             try:
                 passes.on_output_grad(hook, self._place, grad)
             except Exception:
-                passes.faults.report(f"to observe the gradient of {hook.called}")
+                passes.watch.faults.report(f"to observe the gradient of {hook.called}")

@@ -11,16 +11,12 @@ from torch.optim import Optimizer
 
 from telemetry.budget import Budget
 from telemetry.capture.captured import CapturedStep
+from telemetry.capture.costs import StepCosts
 from telemetry.capture.hand_over import HandOver
-from telemetry.capture.layout import LayoutKeeper
-from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizer_hooks import OptimizerHooks
-from telemetry.capture.parameters import ParameterTable
-from telemetry.capture.passes import Passes
-from telemetry.capture.plan import StepPlan
-from telemetry.capture.reader import Content, StepReader
 from telemetry.capture.scripting import leave_modules_that_are_scripted
 from telemetry.capture.steps import Steps
+from telemetry.capture.watch import Content, Watch
 from telemetry.faults import Faults
 from telemetry.schedule import Schedule
 from telemetry.selection import Selection
@@ -59,22 +55,13 @@ class Capture:
         first_step: int = 0,
         budget: Budget | None = None,
     ) -> None:
-        table = ParameterTable(model)
-        layout = LayoutKeeper(model, selection, table)
-        plan = StepPlan(model, layout, is_due, budget)
-        reader = StepReader(model, table, content, faults)
-        self._steps = Steps(
-            first_step,
-            plan=plan,
-            modules=WatchedModules(model, selection, content, faults),
-            passes=Passes(
-                model, content=content, reader=reader, faults=faults, own_time=plan.own_time
-            ),
-            reader=reader,
-            hand_over=HandOver(layout, deliver, faults),
-            faults=faults,
+        costs = StepCosts(budget)
+        watch = Watch(
+            model, selection=selection, content=content, faults=faults, own_time=costs.own
         )
-        self._model = weakref.ref(model)
+        hand_over = HandOver(model, watch, deliver)
+        self._steps = Steps(first_step, watch, is_due, costs, hand_over)
+        self._model = watch.model
         self._primary = weakref.ref(primary) if primary is not None else None
         self._safe_point = safe_point
         self._optimizer_hooks: OptimizerHooks | None = None

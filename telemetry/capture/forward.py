@@ -11,9 +11,8 @@ from telemetry.capture.backward import BackwardPasses, GradHook
 from telemetry.capture.hooks import ForwardHook
 from telemetry.capture.outputs import tensors_in
 from telemetry.capture.parameters import described, local
-from telemetry.capture.reader import Content
+from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
-from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
 from telemetry.records import Output
 from telemetry.torch_private import is_being_traced, undisturbed
@@ -28,9 +27,8 @@ class ForwardPasses:
 
     Args:
         window: Takes what is observed.
-        content: What is measured.
+        watch: What is watched.
         pictured: Names of the modules whose feature maps are drawn.
-        faults: Where to report what cannot be measured.
         backward: Takes the gradients of the outputs; None if they are not measured.
 
     Attributes:
@@ -40,17 +38,15 @@ class ForwardPasses:
     def __init__(
         self,
         window: Window,
-        *,
-        content: Content,
+        watch: Watch,
         pictured: frozenset[str],
-        faults: Faults,
         backward: BackwardPasses | None = None,
     ) -> None:
         self.window = window
         self.ran: set[object] = set()
-        self._content = content
+        self._content = watch.content
+        self._faults = watch.faults
         self._pictured = pictured
-        self._faults = faults
         self._backward = backward
         # Whether what the next watched module is given comes from outside.
         self._awaits_input = True

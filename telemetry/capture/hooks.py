@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from telemetry.capture import compiled
 from telemetry.capture.inert import Inert
 from telemetry.capture.outputs import tensors_in
-from telemetry.faults import Faults
+from telemetry.capture.watch import Watch
 
 # Public names of what nn.modules.conv._ConvNd and nn.modules.batchnorm._NormBase stand for.
 CONVOLUTIONS = (
@@ -38,36 +38,8 @@ _CHANNELS_FIRST = (
 _UNITS_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.Bilinear)
 
 
-class Switch:
-    """Whether the hooks on modules do anything.
-
-    Compiled graphs are guarded by these attributes: there is one graph with observers and one
-    without.
-
-    Attributes:
-        training: Whether forward passes of training are observed.
-        in_phase: Whether those of a phase are.
-        armed: Whether any are.
-        output_grads: Whether gradients with respect to the outputs are observed, too.
-    """
-
-    def __init__(self, *, output_grads: bool) -> None:
-        self.training = self.in_phase = self.armed = False
-        self.output_grads = output_grads
-
-    def turn(self, *, training: bool | None = None, in_phase: bool | None = None) -> None:
-        """Observe these passes, or no longer; None: as before."""
-        self.training = self.training if training is None else training
-        self.in_phase = self.in_phase if in_phase is None else in_phase
-        self.armed = self.training or self.in_phase
-
-
 class Receiver(Protocol):
     """What the hooks on modules call, each time that PyTorch calls them."""
-
-    switch: Switch
-    faults: Faults
-    own_time: AbstractContextManager[None]
 
     def on_input(self, hook: InputHook, given: Any) -> None:
         """The model is called with ``given``."""
@@ -86,8 +58,9 @@ class ModuleHook(Inert):
         module: The module, held weakly.
     """
 
-    def __init__(self, receiver: Receiver, module: nn.Module) -> None:
+    def __init__(self, watch: Watch, receiver: Receiver, module: nn.Module) -> None:
         self.module = weakref.ref(module)
+        self._watch = watch
         self._receiver = receiver
         self._handle: RemovableHandle | None = None
 
@@ -121,13 +94,13 @@ class InputHook(ModuleHook):
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if not self._receiver.switch.armed or model is not self.module():
+        if not self._watch.switch.armed or model is not self.module():
             return
-        with self._receiver.own_time:
+        with self._watch.own_time:
             try:
                 self._receiver.on_input(self, (args, kwargs))
             except Exception:
-                self._receiver.faults.report("to observe what the model was given")
+                self._watch.faults.report("to observe what the model was given")
 
 
 class ForwardHook(ModuleHook):
@@ -140,8 +113,8 @@ class ForwardHook(ModuleHook):
         units: Which axis of its outputs counts units or channels: "first", "last" or "unknown".
     """
 
-    def __init__(self, receiver: Receiver, name: str, module: nn.Module) -> None:
-        super().__init__(receiver, module)
+    def __init__(self, watch: Watch, receiver: Receiver, name: str, module: nn.Module) -> None:
+        super().__init__(watch, receiver, module)
         self.name = name
         self.ran_eagerly = False
         self.traced = False
@@ -166,19 +139,19 @@ class ForwardHook(ModuleHook):
             return
         self.ran_eagerly = True
         # A module that shares its hooks with this one is a shallow copy, as DataParallel makes.
-        if not self._receiver.switch.armed or module is not self.module():
+        if not self._watch.switch.armed or module is not self.module():
             return
-        with self._receiver.own_time:
+        with self._watch.own_time:
             try:
                 self._receiver.on_output(self, args, output)
             except Exception:
-                self._receiver.faults.report(f"to observe the output of {self.called}")
+                self._watch.faults.report(f"to observe the output of {self.called}")
 
     def _trace(self, output: Any) -> None:
         """Put observers into the graph that the compiler is making; it traces this method."""
         if torch.compiler.is_exporting():
             return
-        switch = self._receiver.switch
+        switch = self._watch.switch
         if not (switch.armed if torch.is_grad_enabled() else switch.in_phase):
             return
         for place, tensor in enumerate(tensors_in(output)):
@@ -189,11 +162,11 @@ class ForwardHook(ModuleHook):
     def in_graph(self, tensor: torch.Tensor, place: int, backward: bool) -> None:
         """See :class:`telemetry.capture.compiled.Observer`."""
         self.traced = True
-        with self._receiver.own_time:
+        with self._watch.own_time:
             try:
                 self._receiver.on_graph(self, tensor, place, backward)
             except Exception:
-                self._receiver.faults.report(f"to observe {self.called} in a compiled graph")
+                self._watch.faults.report(f"to observe {self.called} in a compiled graph")
 
 
 def is_inert_copy(hook: object) -> bool:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection
 
 import torch
-from torch import nn
 
 from telemetry.capture.hooks import CONVOLUTIONS, ForwardHook, InputHook, Receiver
 from telemetry.capture.no_step import Ran
-from telemetry.capture.reader import Content
 from telemetry.capture.silence import explain_silence
+from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
-from telemetry.faults import Faults
-from telemetry.selection import Selection, cleaned, spread
+from telemetry.selection import cleaned, spread
 from telemetry.torch_private import graphs_compiled
 
 PICTURED_MODULES = 12
@@ -22,26 +19,15 @@ PICTURED_MODULES = 12
 
 
 class WatchedModules:
-    """Puts hooks on the watched modules of a model, which is held weakly.
-
-    Args:
-        model: The model in training.
-        selection: Which of its modules are watched.
-        content: What is measured.
-        faults: Where to report what cannot be watched.
+    """Puts hooks on the watched modules of a model.
 
     Attributes:
         pictured: Names of the modules whose feature maps are drawn.
     """
 
-    def __init__(
-        self, model: nn.Module, selection: Selection, content: Content, faults: Faults
-    ) -> None:
+    def __init__(self, watch: Watch) -> None:
         self.pictured: frozenset[str] = frozenset()
-        self._model = weakref.ref(model)
-        self._selection = selection
-        self._content = content
-        self._faults = faults
+        self._watch = watch
         self._input_hook: InputHook | None = None
         self._forward_hooks: dict[str, ForwardHook] = {}
         self._installed = False
@@ -53,23 +39,23 @@ class WatchedModules:
 
         They do nothing until the receiver's switch is turned on.
         """
-        model = self._model()
+        model = self._watch.model()
         if model is None:
             return
-        self._input_hook = self._input_hook or InputHook(receiver, model)
+        self._input_hook = self._input_hook or InputHook(self._watch, receiver, model)
         self._input_hook.install()
-        watched = cleaned(self._selection.apply(model).items())
+        watched = cleaned(self._watch.selection.apply(model).items())
         before, self._forward_hooks = self._forward_hooks, {}
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
-                self._faults.tell(
+                self._watch.faults.tell(
                     "modules that torch.jit has compiled take no hooks, nothing is "
                     "logged for their outputs"
                 )
                 continue
             hook = before.get(name)
             if hook is None or hook.module() is not module:
-                hook = ForwardHook(receiver, name, module)
+                hook = ForwardHook(self._watch, receiver, name, module)
             else:
                 del before[name]
             hook.install()
@@ -78,7 +64,7 @@ class WatchedModules:
             hook.remove()
         self._installed = True
         convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
-        drawn = spread(convolutions, PICTURED_MODULES) if self._content.images else []
+        drawn = spread(convolutions, PICTURED_MODULES) if self._watch.content.images else []
         self.pictured = frozenset(drawn)
 
     def uninstall(self) -> None:
@@ -108,7 +94,7 @@ class WatchedModules:
         """What is known of the model's forward passes in the step in progress."""
         if window.order:
             return "in training"
-        if self._model() is None:
+        if self._watch.model() is None:
             return "gone"
         if not window.full:
             return "unknown"
@@ -122,8 +108,8 @@ class WatchedModules:
             window: What that step has seen.
             trained: Names of all modules with a parameter that got a gradient.
         """
-        model = self._model()
-        if self._silence_explained or model is None or not self._content.activations:
+        model = self._watch.model()
+        if self._silence_explained or model is None or not self._watch.content.activations:
             return
         self._silence_explained = True
         explained = explain_silence(
@@ -131,7 +117,7 @@ class WatchedModules:
         )
         if explained is not None:
             level, message = explained
-            self._faults.tell(message, level=level)
+            self._watch.faults.tell(message, level=level)
 
     def _on_modules(self) -> dict[str, ForwardHook]:
         """The hooks that are on a module, by its name."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from telemetry import images
 from telemetry.capture.hooks import CONVOLUTIONS
 from telemetry.capture.norms import UpdateProbe, take_norms
-from telemetry.capture.parameters import ParameterTable, described, local
+from telemetry.capture.parameters import described, local
 from telemetry.capture.scaler import read_scaler
 from telemetry.capture.tally import Kind, Tally
+from telemetry.capture.watch import Watch
 from telemetry.capture.window import OptimizerReading, Window
-from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
 from telemetry.selection import cleaned
 from telemetry.torch_private import calling_scaler
@@ -26,52 +24,30 @@ _BY_HAND = 0
 """Stands for the optimizer in a loop that has none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Content:
-    """What a full measurement holds."""
-
-    activations: bool = True
-    activation_gradients: bool = True
-    gradients: bool = True
-    weights: bool = True
-    images: bool = True
-
-
 class StepReader:
     """Fills windows with what the optimizers are given and what they do to the parameters.
 
-    Its methods are to be called where nothing of the caller's is disturbed. The model is held
-    weakly.
-
-    Args:
-        model: The model in training.
-        table: Its parameters.
-        content: What a full measurement holds.
-        faults: Where to report what cannot be measured.
+    Its methods are to be called where nothing of the caller's is disturbed.
 
     Attributes:
-        table: The model's parameters.
         by_hand: Whether the loop has no optimizer.
     """
 
-    def __init__(
-        self, model: nn.Module, table: ParameterTable, content: Content, faults: Faults
-    ) -> None:
-        self.table = table
+    def __init__(self, watch: Watch) -> None:
         self.by_hand = False
-        self._model = weakref.ref(model)
-        self._content = content
-        self._faults = faults
+        self._watch = watch
+        self._table = watch.table
+        self._content = watch.content
         self._probes: dict[int, UpdateProbe] = {}
 
     def begin(self, window: Window) -> None:
         """Look at the parameters now if no optimizer will say when it is about to change them."""
         if self.by_hand and self._content.weights:
-            self._probes[_BY_HAND] = UpdateProbe(self._in_turn(window, self.table.all()))
+            self._probes[_BY_HAND] = UpdateProbe(self._in_turn(window, self._table.all()))
 
     def end_pass(self, window: Window, tally: Tally, parameters: Iterable[Tensor]) -> None:
         """A backward pass is over: gradients are reduced over ranks and not clipped yet."""
-        window.end_pass(tally, take_norms(self.table.grads_of(parameters)))
+        window.end_pass(tally, take_norms(self._table.grads_of(parameters)))
 
     def before_step(self, window: Window, optimizer: Optimizer) -> None:
         """Read what an optimizer is about to use and to change, at its first step in a window."""
@@ -82,7 +58,7 @@ class StepReader:
         if scaler is not None:
             window.scaler = read_scaler(scaler, optimizer, window.step)
         rates = (group.get("lr", math.nan) for group in optimizer.param_groups)
-        parameters = self.table.of(optimizer)
+        parameters = self._table.of(optimizer)
         self._read(
             window,
             id(optimizer),
@@ -101,7 +77,7 @@ class StepReader:
     def step_by_hand(self, window: Window) -> None:
         """Read everything after a step that no optimizer took."""
         self._look_for_replaced(window)
-        self._read(window, _BY_HAND, self.table.all(), scaled=False, learning_rates=())
+        self._read(window, _BY_HAND, self._table.all(), scaled=False, learning_rates=())
         self._read_update(window, _BY_HAND)
 
     def forget(self) -> None:
@@ -111,7 +87,7 @@ class StepReader:
     def _look_for_replaced(self, window: Window) -> None:
         """Parameters, on steps where that is cheap."""
         if window.full:
-            self.table.refresh()
+            self._table.refresh()
 
     def _read(
         self,
@@ -148,7 +124,7 @@ class StepReader:
         """Those of the parameters that are measured in this window."""
         if not window.left_out:
             return tensors
-        described = self.table.parameters
+        described = self._table.parameters
         return [(i, t) for i, t in tensors if described[i].module_name not in window.left_out]
 
     def _observe(
@@ -160,11 +136,11 @@ class StepReader:
         scaled: bool = False,
     ) -> None:
         for index, tensor in tensors:
-            name = self.table.parameters[index].name
+            name = self._table.parameters[index].name
             values = local(tensor.detach())
             if not window.observe(kind, name, values, scaled=scaled):
                 what = described(values)
-                self._faults.tell(f"{name} is not measured: {what} cannot be", kind=what)
+                self._watch.faults.tell(f"{name} is not measured: {what} cannot be", kind=what)
 
     def _read_update(self, window: Window, optimizer: int) -> None:
         probe = self._probes.pop(optimizer, None)
@@ -172,7 +148,7 @@ class StepReader:
             window.updates += probe.read()
 
     def _read_buffers(self, window: Window) -> None:
-        model = self._model()
+        model = self._watch.model()
         if model is not None and not window.buffer_names:
             buffers = cleaned(model.named_buffers())
             window.buffer_names = tuple(buffers)
@@ -180,7 +156,7 @@ class StepReader:
 
     def _take_filters(self, window: Window) -> None:
         """The weights of the convolution that ran first."""
-        model = self._model()
+        model = self._watch.model()
         if window.filters or model is None:
             return
         modules = cleaned(model.named_modules())

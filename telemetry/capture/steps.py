@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from telemetry.capture.clock import StepClock
+from telemetry.capture.costs import StepCosts
 from telemetry.capture.forward import ForwardPasses
 from telemetry.capture.hand_over import HandOver
 from telemetry.capture.hooks import ForwardHook, InputHook
 from telemetry.capture.modules import WatchedModules
+from telemetry.capture.optimizer_hooks import StepClock
 from telemetry.capture.passes import Passes
-from telemetry.capture.plan import StepPlan
 from telemetry.capture.random_state import read_random_states
 from telemetry.capture.reader import StepReader
+from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
-from telemetry.faults import Faults
 from telemetry.measure import Measurer
+from telemetry.schedule import Schedule
 from telemetry.torch_private import undisturbed
 
 
@@ -33,71 +34,64 @@ class Steps:
 
     Args:
         step: Number of the first step.
-        plan: Decides how much of each step is measured.
-        modules: Puts hooks on the modules that are watched.
-        passes: Takes what forward and backward passes show.
-        reader: Takes what the optimizers are given and what they do.
+        watch: What is watched.
+        is_due: Which steps are measured in full.
+        costs: Whether that is affordable.
         hand_over: Takes what is complete.
-        faults: Where to report what failed.
 
     Attributes:
         window: What the step in progress has shown so far.
     """
 
     def __init__(
-        self,
-        step: int,
-        *,
-        plan: StepPlan,
-        modules: WatchedModules,
-        passes: Passes,
-        reader: StepReader,
-        hand_over: HandOver,
-        faults: Faults,
+        self, step: int, watch: Watch, is_due: Schedule, costs: StepCosts, hand_over: HandOver
     ) -> None:
         self.window = Window(step=step, measurer=None)
-        self.switch = passes.switch
-        self.faults = faults
-        self.own_time = plan.own_time
-        self._plan = plan
-        self._modules = modules
-        self._passes = passes
-        self._reader = reader
-        self._hand_over = hand_over
+        self._watch = watch
+        self._is_due = is_due
+        self._costs = costs
+        self._measurer = Measurer()
         self._clock = StepClock()
+        self._modules = WatchedModules(watch)
+        self._reader = StepReader(watch)
+        self._passes = Passes(watch, self._reader)
+        self._hand_over = hand_over
 
     # --- a step begins -------------------------------------------------------------------------
 
     def attach(self, primary: Optimizer | None) -> None:
         """Begin to watch: the step in progress begins anew."""
         self._clock = StepClock(primary)
-        self._reader.table.forget_optimizers()
-        self._plan.restart()
-        with self.own_time:
+        self._watch.table.forget_optimizers()
+        self._costs.restart()
+        with self._watch.own_time:
             self._begin(self.window.step, attaching=True)
 
     def _begin(self, step: int, *, attaching: bool = False) -> None:
         self._reader.forget()
-        self.window = window = self._plan.window(step, self._clock.thread)
+        full, norms = self._costs.affords(full=self._is_due(step))
+        measurer = self._measurer if full else None
+        self.window = Window(step=step, measurer=measurer, norms=norms, thread=self._clock.thread)
         try:
             # Hooks are there when training begins even if nothing is due: a model that is compiled
             # without them would never show anything.
-            if window.full or attaching:
+            if full or attaching:
                 self._modules.install(self)
-            if window.full:
-                self._begin_full(window)
+            if full:
+                self._begin_full(self.window)
         except Exception:
-            self.faults.report("to attach its hooks")
+            self._watch.faults.report("to attach its hooks")
             self._remove_hooks()
 
     def _begin_full(self, window: Window) -> None:
-        self._plan.take_turns(window)
+        modules = self._hand_over.layout().modules
+        window.left_out = self._costs.left_out([module.name for module in modules])
         with undisturbed() as alone:
             if alone:
-                self._reader.table.refresh()
+                self._watch.table.refresh()
                 window.random_states = read_random_states()
                 self._reader.begin(window)
-            self._passes.begin(window, pictured=self._modules.pictured)
+            self._passes.begin(window, self._modules.pictured)
 
     # --- forward and backward passes: the receiver of the hooks on modules ------------------------
 
@@ -135,7 +129,7 @@ class Steps:
 
     def steps_parameters(self, optimizer: Optimizer) -> bool:
         """See :class:`telemetry.capture.optimizer_hooks.StepReceiver`, also for the next ones."""
-        return self._reader.table.are_stepped_by(optimizer)
+        return self._watch.table.are_stepped_by(optimizer)
 
     def other_step(self) -> None:
         self.window.no_step.other_step()
@@ -147,7 +141,11 @@ class Steps:
     def before_step(self, optimizer: Optimizer) -> None:
         if not self.window.norms:
             return
-        with self.own_time, self.faults.contained("to read the gradients"), undisturbed() as alone:
+        with (
+            self._watch.own_time,
+            self._watch.faults.contained("to read the gradients"),
+            undisturbed() as alone,
+        ):
             if alone:
                 self._reader.before_step(self.window, optimizer)
 
@@ -157,18 +155,22 @@ class Steps:
     def after_step(self, optimizer: Optimizer) -> bool:
         if self.window.full:
             doing = "to measure the update"
-            with self.own_time, self.faults.contained(doing), undisturbed() as alone:
+            with self._watch.own_time, self._watch.faults.contained(doing), undisturbed() as alone:
                 if alone:
                     self._reader.after_step(self.window, optimizer)
             self._passes.resume()
         return self._clock.has_stepped(
-            optimizer, lambda: self._reader.table.all_among(set(self.window.indices()))
+            optimizer, lambda: self._watch.table.all_among(set(self.window.indices()))
         )
 
     def step_by_hand(self) -> None:
         """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
         self._reader.by_hand = True
-        with self.own_time, self.faults.contained("to read the gradients"), undisturbed() as alone:
+        with (
+            self._watch.own_time,
+            self._watch.faults.contained("to read the gradients"),
+            undisturbed() as alone,
+        ):
             if alone and self.window.norms:
                 self._reader.step_by_hand(self.window)
         self.step_completed()
@@ -185,16 +187,16 @@ class Steps:
     def step_completed(self) -> None:
         self._clock.step_ends()
         window = self.window
-        with self.own_time:
-            with self.faults.contained("to hand over a step"):
+        with self._watch.own_time:
+            with self._watch.faults.contained("to hand over a step"):
                 self._passes.end()
                 if window.norms:
                     self._hand_over(window)
                 if window.full:
-                    trained = self._reader.table.owners(window.indices())
+                    trained = self._watch.table.owners(window.indices())
                     self._modules.explain_silence(window, trained)
                 self._modules.uninstall()
-                self._plan.completed(window)
+                self._costs.enter(window, self._watch.model())
             self._begin(window.step + 1)
 
     def detach(self) -> None:
@@ -211,7 +213,7 @@ class Steps:
         if not self._hand_over.happened:
             message = self.window.no_step.at_the_end(self._modules.ran_in(self.window))
             if message is not None:
-                self.faults.tell(message)
+                self._watch.faults.tell(message)
 
     # --- apart from steps ----------------------------------------------------------------------
 
@@ -219,13 +221,13 @@ class Steps:
     def phase(self, name: str) -> Iterator[None]:
         """Measure every forward pass inside, as a phase of its own; none of them is training."""
         window = Window(step=self.window.step, measurer=Measurer(), phase=name)
-        with self.faults.contained("to attach its hooks"):
+        with self._watch.faults.contained("to attach its hooks"):
             self._modules.install(self)
         try:
-            with self._passes.phase(window, pictured=self._modules.pictured):
+            with self._passes.phase(window, self._modules.pictured):
                 yield
         finally:
-            with self.faults.contained("to hand over a phase"):
+            with self._watch.faults.contained("to hand over a phase"):
                 if not self.window.full:
                     self._modules.uninstall()
                 self._hand_over(window)

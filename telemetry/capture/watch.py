@@ -1,0 +1,79 @@
+"""What is watched: one model, and what every piece of capture needs to know of it."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import nn
+
+from telemetry.capture.parameters import ParameterTable
+from telemetry.faults import Faults
+from telemetry.selection import Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a full measurement holds."""
+
+    activations: bool = True
+    activation_gradients: bool = True
+    gradients: bool = True
+    weights: bool = True
+    images: bool = True
+
+
+class Switch:
+    """Whether the hooks on modules do anything.
+
+    Compiled graphs are guarded by these attributes: there is one graph with observers and one
+    without.
+
+    Attributes:
+        training: Whether passes of training are observed.
+        in_phase: Whether those of a phase are.
+        armed: Whether any are.
+        output_grads: Whether gradients with respect to outputs are observed, too.
+    """
+
+    def __init__(self, *, output_grads: bool) -> None:
+        self.training = self.in_phase = self.armed = False
+        self.output_grads = output_grads
+
+    def turn(self, *, training: bool | None = None, in_phase: bool | None = None) -> None:
+        """Observe these passes, or no longer; None: as before."""
+        self.training = self.training if training is None else training
+        self.in_phase = self.in_phase if in_phase is None else in_phase
+        self.armed = self.training or self.in_phase
+
+
+class Watch:
+    """One model that is watched.
+
+    Attributes:
+        model: Held weakly.
+        table: Its parameters.
+        selection: Which of its modules are watched.
+        content: What a full measurement holds.
+        switch: What the hooks on its modules look at.
+        faults: Where to report what failed.
+        own_time: Entered while anything is done on the training thread.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        selection: Selection,
+        content: Content,
+        faults: Faults,
+        own_time: AbstractContextManager[None],
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.table = ParameterTable(model)
+        self.selection = selection
+        self.content = content
+        self.switch = Switch(output_grads=content.activation_gradients)
+        self.faults = faults
+        self.own_time = own_time
