@@ -14,9 +14,8 @@ from telemetry.capture.hooks import ForwardHook
 from telemetry.capture.inert import Inert
 from telemetry.capture.parameters import local
 from telemetry.capture.reader import StepReader
-from telemetry.capture.tally import Tally
 from telemetry.capture.watch import Watch
-from telemetry.capture.window import Window
+from telemetry.capture.window import Tally, Window
 from telemetry.records import Output
 from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task, undisturbed
 

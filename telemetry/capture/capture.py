@@ -1,25 +1,32 @@
-"""Watches one model while it trains: puts the pieces together, and turns them on and off."""
+"""The way of one step, from its begin to the hand-over."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from telemetry.budget import Budget
 from telemetry.capture.captured import CapturedStep
 from telemetry.capture.costs import StepCosts
 from telemetry.capture.hand_over import HandOver
+from telemetry.capture.hooks import ForwardHook, InputHook
+from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizer_hooks import OptimizerHooks
-from telemetry.capture.scripting import leave_modules_that_are_scripted
-from telemetry.capture.steps import Steps
+from telemetry.capture.passes import ForwardPasses, Passes
+from telemetry.capture.random_state import read_random_states
+from telemetry.capture.reader import StepReader
 from telemetry.capture.watch import Content, Watch
+from telemetry.capture.window import Window
 from telemetry.faults import Faults
+from telemetry.measure import Measurer
 from telemetry.schedule import Schedule
 from telemetry.selection import Selection
+from telemetry.torch_private import NO_TASK, backward_task, undisturbed
 
 
 class Capture:
@@ -27,6 +34,9 @@ class Capture:
 
     The model is held weakly. Hooks are on its modules only during steps that ``is_due`` names; on
     all other steps the norms of the gradients are taken and nothing else is done.
+
+    PyTorch calls our hooks, these call the methods here, and the methods here call the pieces in
+    turn, each with the window of the step in progress. None of the pieces calls back.
 
     Args:
         model: The model in training.
@@ -36,7 +46,7 @@ class Capture:
         deliver: Called on the training thread with each finished step; must not wait.
         safe_point: Called between steps; may raise into the training loop.
         primary: Whose steps count; None: the first optimizer that steps the model's parameters.
-        faults: Where hooks report what failed.
+        faults: Where to report what failed.
         first_step: Number of the first step.
         budget: What this may cost, and takes note of it; None: whatever is due is done.
     """
@@ -55,61 +65,213 @@ class Capture:
         first_step: int = 0,
         budget: Budget | None = None,
     ) -> None:
-        costs = StepCosts(budget)
-        watch = Watch(
-            model, selection=selection, content=content, faults=faults, own_time=costs.own
+        self._is_due = is_due
+        self._costs = StepCosts(budget)
+        self._measurer = Measurer()
+        self._watch = Watch(
+            model, selection=selection, content=content, faults=faults, own_time=self._costs.own
         )
-        hand_over = HandOver(model, watch, deliver)
-        self._steps = Steps(first_step, watch, is_due, costs, hand_over)
-        self._model = watch.model
-        self._primary = weakref.ref(primary) if primary is not None else None
-        self._safe_point = safe_point
-        self._optimizer_hooks: OptimizerHooks | None = None
-        self._end_scripting: Callable[[], None] = lambda: None
+        self._modules = WatchedModules(self._watch)
+        self._reader = StepReader(self._watch)
+        self._passes = Passes(self._watch, self._reader)
+        self._optimizers = OptimizerHooks(self, primary, safe_point)
+        self._hand_over = HandOver(model, self._watch, deliver)
+        self._window = Window(step=first_step, measurer=None)
 
     @property
     def step(self) -> int:
         """Number of the step in progress."""
-        return self._steps.window.step
+        return self._window.step
+
+    # --- on and off ----------------------------------------------------------------------------
 
     @property
     def attached(self) -> bool:
         """Whether hooks are in place."""
-        return self._optimizer_hooks is not None
+        return self._optimizers.installed
 
     def attach(self) -> None:
-        """Begin to watch, from the current step on."""
+        """Begin to watch: the step in progress begins anew."""
         if self.attached:
             return
-        self._optimizer_hooks = OptimizerHooks(self._steps, self._safe_point)
-        self._end_scripting = leave_modules_that_are_scripted()
-        self._steps.attach(self._primary() if self._primary is not None else None)
-
-    def end(self) -> None:
-        """Take every hook off for good; log what was seen if that was not a single step."""
-        if self.attached:
-            self._steps.complete_waiting()
-            self._steps.explain_nothing()
-        self.detach()
+        self._optimizers.install()
+        self._watch.table.forget_optimizers()
+        self._costs.restart()
+        with self._watch.own_time:
+            self._begin(self.step, attaching=True)
 
     def detach(self) -> None:
         """Take every hook off; harmless when done twice."""
-        if self._optimizer_hooks is not None:
-            self._steps.complete_waiting()
-            self._optimizer_hooks.remove()
-            self._optimizer_hooks = None
-            self._end_scripting()
-        self._steps.detach()
+        self._end_waiting()
+        self._optimizers.remove()
+        self._remove_hooks()
+        self._reader.forget()
+
+    def end(self) -> None:
+        """Take every hook off for good; log what was seen if nothing was handed over."""
+        self._end_waiting()
+        if self.attached and not self._hand_over.happened:
+            message = self._window.no_step.at_the_end(self._modules.how_they_ran(self._window))
+            if message is not None:
+                self._watch.faults.tell(message)
+        self.detach()
+
+    def _remove_hooks(self) -> None:
+        self._passes.end()
+        self._modules.remove()
+
+    # --- a step begins -------------------------------------------------------------------------
+
+    def _begin(self, step: int, *, attaching: bool = False) -> None:
+        self._reader.forget()
+        full, norms = self._costs.affords(full=self._is_due(step))
+        self._window = Window(
+            step=step,
+            measurer=self._measurer if full else None,
+            norms=norms,
+            thread=self._optimizers.clock.thread,
+        )
+        try:
+            # Hooks are there when training begins even if nothing is due: a model that is compiled
+            # without them would never show anything.
+            if full or attaching:
+                self._modules.install(self)
+            if full:
+                self._begin_full(self._window)
+        except Exception:
+            self._watch.faults.report("to attach its hooks")
+            self._remove_hooks()
+
+    def _begin_full(self, window: Window) -> None:
+        window.left_out = self._costs.left_out(self._hand_over.layout().modules)
+        with undisturbed() as alone:
+            if alone:
+                self._watch.table.refresh()
+                window.random_states = read_random_states()
+                self._reader.begin(window)
+            self._passes.begin(window, self._modules.pictured)
+
+    # --- its passes: called by the hooks on modules ----------------------------------------------
+
+    def on_input(self, hook: InputHook, given: Any) -> None:
+        """The model is called with ``given``."""
+        forward = self._forward_of(hook, grad_enabled=torch.is_grad_enabled())
+        if forward is not None:
+            forward.on_input(given)
+
+    def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
+        """A module was called with ``args`` and returned ``output``."""
+        forward = self._forward_of(hook, grad_enabled=torch.is_grad_enabled())
+        if forward is not None:
+            forward.on_output(hook, args, output)
+
+    def on_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:
+        """A compiled graph shows an output of a module, or the gradient of one."""
+        if backward:
+            if self._passes.backward is not None:
+                self._passes.backward.on_output_grad(hook, place, tensor)
+            return
+        # Without gradients only the graphs of a phase show anything.
+        forward = self._forward_of(hook, grad_enabled=True)
+        if forward is not None:
+            forward.on_graph_output(hook, tensor, place)
+
+    def _forward_of(
+        self, hook: ForwardHook | InputHook, *, grad_enabled: bool
+    ) -> ForwardPasses | None:
+        """Where a module's call belongs; perhaps the first of the next step."""
+        forward = self._passes.of_call(hook, grad_enabled=grad_enabled)
+        in_training = forward is not None and forward is self._passes.forward
+        # What checkpointing runs again, in a backward pass, begins no other pass.
+        if self._window.optimizers and in_training and backward_task() == NO_TASK:
+            self._end_waiting()
+            forward = self._passes.of_call(hook, grad_enabled=grad_enabled)
+        return forward
+
+    # --- its optimizer steps: called by the hooks on optimizers -----------------------------------
+
+    def steps_parameters(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer holds parameters of the model."""
+        return self._watch.table.are_stepped_by(optimizer)
+
+    def other_step(self) -> None:
+        """An optimizer that holds none of them has stepped."""
+        self._window.no_step.other_step()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The gradients are final and the parameters not yet changed."""
+        if not self._window.norms:
+            return
+        doing = "to read the gradients"
+        with self._watch.own_time, self._watch.faults.contained(doing), undisturbed() as alone:
+            if alone:
+                self._reader.before_step(self._window, optimizer)
+
+    def evaluated(self) -> None:
+        """A closure has run for the first time: until the step ends, it is only repeated."""
+        self._watch.switch.turn(training=False)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The parameters have changed."""
+        if not self._window.full:
+            return
+        doing = "to measure the update"
+        with self._watch.own_time, self._watch.faults.contained(doing), undisturbed() as alone:
+            if alone:
+                self._reader.after_step(self._window, optimizer)
+        self._watch.switch.turn(training=self._passes.forward is not None)
+
+    def all_stepped(self) -> bool:
+        """Whether every parameter that has a gradient was stepped since the last step ended."""
+        return self._watch.table.all_among(set(self._window.indices()))
 
     def manual_step(self) -> None:
         """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
-        self._steps.step_by_hand()
+        self._reader.by_hand = True
+        doing = "to read the gradients"
+        with self._watch.own_time, self._watch.faults.contained(doing), undisturbed() as alone:
+            if alone and self._window.norms:
+                self._reader.step_by_hand(self._window)
+        self.step_completed()
+
+    # --- its end -------------------------------------------------------------------------------
+
+    def _end_waiting(self) -> None:
+        """End the step in progress if it only waits for other optimizers."""
+        if self._optimizers.clock.pass_begins():
+            self.step_completed()
+
+    def step_completed(self) -> None:
+        """A step is over, and its last backward pass, too."""
+        self._optimizers.clock.note_thread()
+        window = self._window
+        with self._watch.own_time:
+            with self._watch.faults.contained("to hand over a step"):
+                self._passes.end()
+                if window.norms:
+                    self._hand_over(window)
+                if window.full:
+                    self._modules.explain_silence(window)
+                self._modules.uninstall()
+                self._costs.enter(window, self._watch.model())
+            self._begin(window.step + 1)
+
+    # --- apart from steps ----------------------------------------------------------------------
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure every forward pass inside, as a phase of its own; none of them is training."""
-        if self.attached and self._model() is not None:
-            with self._steps.phase(name):
-                yield
-        else:
+        if self._watch.model() is None or not self.attached:
             yield
+            return
+        window = Window(step=self.step, measurer=Measurer(), phase=name)
+        with self._watch.faults.contained("to attach its hooks"):
+            self._modules.install(self)
+        try:
+            with self._passes.phase(window, self._modules.pictured):
+                yield
+        finally:
+            with self._watch.faults.contained("to hand over a phase"):
+                if not self._window.full:
+                    self._modules.uninstall()
+                self._hand_over(window)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from telemetry import images
 from telemetry.capture.scaler import SkippedSteps
-from telemetry.capture.tally import Kind, Name, Observation
-from telemetry.capture.window import Window
+from telemetry.capture.window import Kind, Name, Observation, Window
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurements
@@ -190,7 +189,7 @@ class CapturedStep:
         self, norms: NDArray[np.float64], present: NDArray[np.bool_]
     ) -> float | None:
         """Of the gradients that were used; those that no backward pass reached were there."""
-        readings = self.window.before_clipping()
+        readings = self.window.before_clipping
         if not readings:
             return None
         before = norms.copy()

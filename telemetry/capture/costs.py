@@ -12,6 +12,7 @@ from torch import nn
 
 from telemetry.budget import Budget, Stopwatch
 from telemetry.capture.window import Window
+from telemetry.records import Module
 from telemetry.torch_private import undisturbed
 
 
@@ -41,12 +42,12 @@ class StepCosts:
         full = full and self._budget.affords_full()
         return full, full or self._budget.affords_norms()
 
-    def left_out(self, names: Sequence[str]) -> frozenset[str]:
-        """The modules whose turn it is not in a step that is measured in full."""
+    def left_out(self, modules: Sequence[Module]) -> frozenset[str]:
+        """Names of the modules whose turn it is not in a step that is measured in full."""
         if self._budget is None:
             return frozenset()
-        turn = self._budget.begin_full(len(names))
-        return frozenset(name for i, name in enumerate(names) if not turn.takes(i))
+        turn = self._budget.begin_full(len(modules))
+        return frozenset(module.name for i, module in enumerate(modules) if not turn.takes(i))
 
     def restart(self) -> None:
         """The next step begins now: what came before belongs to none."""

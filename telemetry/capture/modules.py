@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 
 import torch
 
 from telemetry.capture.hooks import CONVOLUTIONS, ForwardHook, InputHook, Receiver
-from telemetry.capture.no_step import Ran
+from telemetry.capture.scripting import leave_modules_that_are_scripted
 from telemetry.capture.silence import explain_silence
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
@@ -33,6 +33,7 @@ class WatchedModules:
         self._installed = False
         self._graphs_before = graphs_compiled()
         self._silence_explained = False
+        self._end_scripting: Callable[[], None] | None = None
 
     def install(self, receiver: Receiver) -> None:
         """Put hooks on the modules that are watched now, and take them off all others.
@@ -42,6 +43,7 @@ class WatchedModules:
         model = self._watch.model()
         if model is None:
             return
+        self._end_scripting = self._end_scripting or leave_modules_that_are_scripted()
         self._input_hook = self._input_hook or InputHook(self._watch, receiver, model)
         self._input_hook.install()
         watched = cleaned(self._watch.selection.apply(model).items())
@@ -85,38 +87,35 @@ class WatchedModules:
 
     def remove(self) -> None:
         """Take all hooks off; harmless when done twice."""
+        if self._end_scripting is not None:
+            self._end_scripting()
+            self._end_scripting = None
         for hook in (self._input_hook, *self._forward_hooks.values()):
             if hook is not None:
                 hook.remove()
         self._forward_hooks = {}
 
-    def ran_in(self, window: Window) -> Ran:
-        """What is known of the model's forward passes in the step in progress."""
+    def how_they_ran(self, window: Window) -> str:
+        """What is known of the forward passes in a step without a backward pass, for a message."""
         if window.order:
-            return "in training"
+            return "the model ran, but no backward pass has reached its parameters"
         if self._watch.model() is None:
-            return "gone"
+            return "the model is gone, for HookLogger does not keep it"
         if not window.full:
-            return "unknown"
-        called = any(hook.ran_eagerly for hook in self._on_modules().values())
-        return "elsewhere" if called else "never"
+            return "no backward pass followed"
+        if any(hook.ran_eagerly for hook in self._on_modules().values()):
+            return "the model ran in evaluation mode, without gradients or on another thread only"
+        return "the model never ran"
 
-    def explain_silence(self, window: Window, trained: Collection[str]) -> None:
-        """Name, once, the watched modules that did not run in the first full step.
-
-        Args:
-            window: What that step has seen.
-            trained: Names of all modules with a parameter that got a gradient.
-        """
+    def explain_silence(self, window: Window) -> None:
+        """Name, once, the watched modules that did not run in the first full step."""
         model = self._watch.model()
         if self._silence_explained or model is None or not self._watch.content.activations:
             return
         self._silence_explained = True
-        explained = explain_silence(
-            model, self._on_modules(), ran=window.order, trained=trained, step=window.step
-        )
-        if explained is not None:
-            level, message = explained
+        trained = self._watch.table.owners(window.indices())
+        level, message = explain_silence(model, self._on_modules(), window, trained)
+        if message:
             self._watch.faults.tell(message, level=level)
 
     def _on_modules(self) -> dict[str, ForwardHook]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -12,18 +11,6 @@ PASSES_WITHOUT_STEP = 20
 may be accumulated over as many."""
 
 PASSES_WITHOUT_EVIDENCE = 200
-
-
-Ran = Literal["gone", "unknown", "never", "elsewhere", "in training"]
-
-_RAN: Mapping[Ran, str] = {
-    "gone": "the model is gone, for HookLogger does not keep it",
-    "unknown": "no backward pass followed",
-    "never": "the model never ran",
-    "elsewhere": "the model ran in evaluation mode, without gradients or on another thread only",
-    "in training": "the model ran, but no backward pass has reached its parameters",
-}
-"""What is known of the model's forward passes, and how to say it."""
 
 
 class NoStepWatch:
@@ -52,11 +39,11 @@ class NoStepWatch:
         self._told = True
         return self._message()
 
-    def at_the_end(self, ran: Ran) -> str | None:
+    def at_the_end(self, ran: str) -> str | None:
         """What to tell the user if the run ends before its first step; None if that was told.
 
         Args:
-            ran: What is known of the model's forward passes.
+            ran: What is known of the model's forward passes, if there was no backward pass.
         """
         if self._told:
             return None
@@ -66,7 +53,7 @@ class NoStepWatch:
             other = f"{self._other_steps} steps of optimizers with other parameters; {way_out}"
         else:
             other = "no optimizer step" + "; call logger.step()" * (self._passes > 0)
-        return f"0 steps recorded, {passes if self._passes else _RAN[ran]}, {other}"
+        return f"0 steps recorded, {passes if self._passes else ran}, {other}"
 
     def _look_at(self, parameter: Tensor) -> None:
         # The first gradient after clearing is new, further ones are added to it in place.

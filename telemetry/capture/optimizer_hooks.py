@@ -25,53 +25,59 @@ primary: a second stage of training has begun, and the first stage's optimizer s
 
 
 class StepReceiver(Protocol):
-    """What the hooks on optimizers call, in this order."""
+    """What the hooks on optimizers call: see :class:`telemetry.capture.Capture`."""
 
-    def steps_parameters(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer holds parameters of the watched model; of the others only this."""
-
-    def other_step(self) -> None:
-        """An optimizer that holds none of them has stepped."""
-
-    def step_begins(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step, or to run a closure for its gradients."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """The gradients are final and the parameters not yet changed."""
-
-    def evaluated(self) -> None:
-        """A closure has run for the first time: until the step ends, it is only repeated."""
-
-    def after_step(self, optimizer: Optimizer) -> bool:
-        """The parameters have changed; whether that ends a step of training."""
-
-    def step_completed(self) -> None:
-        """A step of training is over, and its backward pass, too."""
+    def steps_parameters(self, optimizer: Optimizer) -> bool: ...
+    def other_step(self) -> None: ...
+    def before_step(self, optimizer: Optimizer) -> None: ...
+    def evaluated(self) -> None: ...
+    def after_step(self, optimizer: Optimizer) -> None: ...
+    def all_stepped(self) -> bool: ...
+    def step_completed(self) -> None: ...
 
 
 class OptimizerHooks:
     """Calls a receiver around the steps of the optimizers that hold its parameters.
 
     PyTorch's hooks on all optimizers are used, so it does not matter whether an optimizer is made
-    before or after, nor which library calls it. The receiver is held weakly.
+    before or after, nor which library calls it. The receiver and the optimizers are held weakly.
 
     Args:
         receiver: What is called.
+        primary: Whose steps count; None: see :class:`StepClock`.
         safe_point: Called between two steps, and may raise into the training loop.
+
+    Attributes:
+        clock: Counts the steps since the hooks were installed.
     """
 
-    def __init__(self, receiver: StepReceiver, safe_point: Callable[[], None]) -> None:
+    def __init__(
+        self, receiver: StepReceiver, primary: Optimizer | None, safe_point: Callable[[], None]
+    ) -> None:
         self._receiver = weakref.ref(receiver)
+        self._primary = weakref.ref(primary) if primary is not None else None
         self._safe_point = safe_point
-        self._handles = [
+        self.clock = StepClock()
+        self._handles: list[Any] = []
+        weakref.finalize(self, _remove, self._handles)
+
+    @property
+    def installed(self) -> bool:
+        """Whether PyTorch calls them."""
+        return bool(self._handles)
+
+    def install(self) -> None:
+        """Have PyTorch call the hooks."""
+        self.clock = StepClock(self._primary() if self._primary is not None else None)
+        self._handles += [
             register_optimizer_step_pre_hook(_weakly(weakref.WeakMethod(self._before))),
             register_optimizer_step_post_hook(_weakly(weakref.WeakMethod(self._after))),
         ]
-        weakref.finalize(self, _remove, self._handles)
 
     def remove(self) -> None:
         """Take the hooks off; harmless when done twice."""
         _remove(self._handles)
+        self.clock = StepClock()
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -79,7 +85,8 @@ class OptimizerHooks:
         receiver = self._receiver()
         if receiver is None or not receiver.steps_parameters(optimizer):
             return None
-        receiver.step_begins(optimizer)
+        if self.clock.is_waiting(optimizer) and self.clock.pass_begins():
+            receiver.step_completed()
         # With a closure the gradients are stale until it has run: Lightning, LBFGS.
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": _FirstCall(kwargs["closure"], receiver, optimizer)}
@@ -95,7 +102,8 @@ class OptimizerHooks:
         if not receiver.steps_parameters(optimizer):
             receiver.other_step()
             return
-        if not receiver.after_step(optimizer):
+        receiver.after_step(optimizer)
+        if not self.clock.has_stepped(optimizer, receiver.all_stepped):
             return
         # An optimizer that steps inside backward is not the last one to do so. Deferred, to come
         # after the end of that backward pass.
@@ -166,9 +174,9 @@ class StepClock:
         self._steps_without: weakref.WeakKeyDictionary[Optimizer, int]
         self._steps_without = weakref.WeakKeyDictionary()
 
-    def step_begins(self, optimizer: Optimizer) -> bool:
-        """Whether that ends the step before: the same optimizer took that."""
-        return self._waiting is not None and self._waiting() is optimizer and self.pass_begins()
+    def is_waiting(self, optimizer: Optimizer) -> bool:
+        """Whether the step in progress would be over if no other optimizer took part in it."""
+        return self._waiting is not None and self._waiting() is optimizer
 
     def pass_begins(self) -> bool:
         """Whether that ends a step: no other optimizer will use the gradients at hand."""
@@ -203,8 +211,8 @@ class StepClock:
         self._set_primary(optimizer)
         return True
 
-    def step_ends(self) -> None:
-        """Note the thread that steps; in a backward pass it may be one of autograd's."""
+    def note_thread(self) -> None:
+        """A step ends on this thread; in a backward pass it may be one of autograd's."""
         if backward_task() == NO_TASK:
             self.thread = threading.get_ident()
 

@@ -1,18 +1,31 @@
-"""Which forward and backward passes are observed: those of training, and those of a phase."""
+"""Which passes of the model are observed, and what the forward passes among them show."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from telemetry.capture.backward import BackwardPasses
-from telemetry.capture.forward import ForwardPasses
+from torch import Tensor
+
+from telemetry import images
+from telemetry.capture.backward import BackwardPasses, GradHook
 from telemetry.capture.hooks import ForwardHook, InputHook
+from telemetry.capture.outputs import tensors_in
+from telemetry.capture.parameters import described, local
 from telemetry.capture.reader import StepReader
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
-from telemetry.torch_private import NO_TASK, backward_is_compiled, backward_task
+from telemetry.host_copy import HostCopy
+from telemetry.records import Output
+from telemetry.torch_private import (
+    NO_TASK,
+    backward_is_compiled,
+    backward_task,
+    is_being_traced,
+    undisturbed,
+)
 
 
 class Passes:
@@ -54,14 +67,6 @@ class Passes:
         self.forward = ForwardPasses(window, watch, pictured, takes_grads)
         watch.switch.turn(training=True)
 
-    def pause(self) -> None:
-        """Observe no pass of training until :meth:`resume` or the next step."""
-        self._watch.switch.turn(training=False)
-
-    def resume(self) -> None:
-        """Go on after :meth:`pause`."""
-        self._watch.switch.turn(training=self.forward is not None)
-
     def end(self) -> None:
         """Observe no more training."""
         if self.backward is not None:
@@ -100,9 +105,128 @@ class Passes:
         forward.ran.add(hook)
         return forward
 
-    def begins_training(self, forward: ForwardPasses | None) -> bool:
-        """Whether a call that belongs to ``forward`` is in a pass of training, not in a phase.
 
-        What checkpointing runs again in a backward pass begins none.
-        """
-        return forward is not None and forward is self.forward and backward_task() == NO_TASK
+class ForwardPasses:
+    """Observes what the model is given and what its watched modules return.
+
+    A module's backward hook would replace its outputs and fail where they are changed in place
+    afterwards. A hook on the output tensor itself does neither, and sees the gradient of the value
+    that the module returned.
+
+    Args:
+        window: Takes what is observed.
+        watch: What is watched.
+        pictured: Names of the modules whose feature maps are drawn.
+        backward: Takes the gradients of the outputs; None if they are not measured.
+
+    Attributes:
+        ran: Hooks that were called outside of a backward pass.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        watch: Watch,
+        pictured: frozenset[str],
+        backward: BackwardPasses | None = None,
+    ) -> None:
+        self.window = window
+        self.ran: set[object] = set()
+        self._content = watch.content
+        self._faults = watch.faults
+        self._pictured = pictured
+        self._backward = backward
+        # Whether what the next watched module is given comes from outside.
+        self._awaits_input = True
+        # Identities of the tensors that the model was given in the pass in progress.
+        self._given: set[int] = set()
+        self._unit_axes: dict[tuple[int, ...], int] = {}
+
+    def on_input(self, given: Any) -> None:
+        """The model is called with ``given``."""
+        with undisturbed() as alone:
+            if alone:
+                self._awaits_input = True
+                self._given.clear()
+                self._observe_inputs("", given)
+
+    def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
+        """A module was called with ``args`` and returned ``output``."""
+        with undisturbed() as alone:
+            if not alone:
+                return
+            given = args if self._awaits_input else ()
+            self._awaits_input = False
+            self._observe_inputs(hook.name, given)
+            if not self._takes(hook):
+                return
+            for place, tensor in enumerate(tensors_in(output)):
+                if is_being_traced(tensor):
+                    self._faults.tell(
+                        "passes in which the model is traced or transformed, or is on the meta "
+                        "device, have no values to measure"
+                    )
+                    return
+                self._observe_output(hook, tensor, place)
+                # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
+                if self._backward is not None and tensor.grad_fn is not None:
+                    tensor.register_hook(GradHook(self._backward, hook, place))
+            self._take_images(hook.name, given, output)
+
+    def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
+        """A compiled graph shows one of the tensors that a module returned."""
+        with undisturbed() as alone:
+            if not alone:
+                return
+            self._awaits_input = False
+            if self._takes(hook):
+                self._observe_output(hook, tensor, place)
+                self._take_images(hook.name, (), tensor if place == 0 else ())
+
+    def _takes(self, hook: ForwardHook) -> bool:
+        """Note that a module ran; whether it is its turn to be measured."""
+        self.window.order.setdefault(hook.name)
+        return hook.name not in self.window.left_out
+
+    def _observe_inputs(self, name: str, given: Any) -> None:
+        """Measure what comes from outside, each tensor once though it is handed on."""
+        if self.window.phase or not self._content.activations:
+            return
+        for tensor in tensors_in(given):
+            can_be_nonfinite = tensor.is_floating_point() or tensor.is_complex()
+            if can_be_nonfinite and id(tensor) not in self._given:
+                self._given.add(id(tensor))
+                if not is_being_traced(tensor):
+                    self.window.observe("inputs", name, local(tensor.detach()))
+
+    def _observe_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
+        if not self._content.activations:
+            return
+        output, tensor = Output(hook.name, place), local(tensor)
+        axis = self._unit_axis(hook, tensor)
+        if not self.window.observe("outputs", output, tensor, unit_axis=axis):
+            what = described(tensor)
+            self._faults.tell(
+                f"what {hook.called} returned is not measured: {what} cannot be", kind=what
+            )
+
+    def _unit_axis(self, hook: ForwardHook, tensor: Tensor) -> int | None:
+        """Axis that counts units or channels; that of the layer before where shapes agree."""
+        dim = tensor.dim()
+        if dim < 2:
+            return None
+        if hook.units == "unknown":
+            return self._unit_axes.get(tuple(tensor.shape), 1 if dim > 3 else dim - 1)
+        axis = 1 if hook.units == "first" else dim - 1
+        self._unit_axes[tuple(tensor.shape)] = axis
+        return axis
+
+    def _take_images(self, name: str, given: Any, output: Any) -> None:
+        if name in self._pictured and name not in self.window.feature_maps:
+            sample = next(map(images.sample_feature_maps, tensors_in(output)), None)
+            if sample is not None:
+                self.window.feature_maps[name] = HostCopy(sample)
+        if self._content.images and self.window.input is None:
+            sample = next(map(images.sample_inputs, tensors_in(given)), None)
+            if sample is not None:
+                self.window.input = HostCopy(sample)

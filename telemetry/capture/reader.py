@@ -13,9 +13,8 @@ from telemetry.capture.hooks import CONVOLUTIONS
 from telemetry.capture.norms import UpdateProbe, take_norms
 from telemetry.capture.parameters import described, local
 from telemetry.capture.scaler import read_scaler
-from telemetry.capture.tally import Kind, Tally
 from telemetry.capture.watch import Watch
-from telemetry.capture.window import OptimizerReading, Window
+from telemetry.capture.window import Kind, OptimizerReading, Tally, Window
 from telemetry.host_copy import HostCopy
 from telemetry.selection import cleaned
 from telemetry.torch_private import calling_scaler
@@ -51,7 +50,8 @@ class StepReader:
 
     def before_step(self, window: Window, optimizer: Optimizer) -> None:
         """Read what an optimizer is about to use and to change, at its first step in a window."""
-        self._look_for_replaced(window)
+        if window.full:
+            self._table.refresh()  # parameters may have been replaced
         if id(optimizer) in window.optimizers:
             return
         scaler = calling_scaler()
@@ -76,18 +76,14 @@ class StepReader:
 
     def step_by_hand(self, window: Window) -> None:
         """Read everything after a step that no optimizer took."""
-        self._look_for_replaced(window)
+        if window.full:
+            self._table.refresh()
         self._read(window, _BY_HAND, self._table.all(), scaled=False, learning_rates=())
         self._read_update(window, _BY_HAND)
 
     def forget(self) -> None:
         """Keep no parameter beyond the end of a step."""
         self._probes.clear()
-
-    def _look_for_replaced(self, window: Window) -> None:
-        """Parameters, on steps where that is cheap."""
-        if window.full:
-            self._table.refresh()
 
     def _read(
         self,

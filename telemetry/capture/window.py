@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,14 +13,43 @@ from torch import Tensor
 from telemetry.capture.no_step import NoStepWatch
 from telemetry.capture.norms import NormReading, Norms, UpdateReading
 from telemetry.capture.scaler import ScalerReading
-from telemetry.capture.tally import Kind, Name, Observation, Tally
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
+from telemetry.records import Output
 
 MANY_OBSERVATIONS = 8192
 FEW_CALLS = 4
 """Bounds of one step: after so many observations only the first calls of each tensor are measured,
 the others counted."""
+
+Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights"]
+Name: TypeAlias = str | Output
+"""A parameter's or module's name, or which output."""
+
+
+class Observation(NamedTuple):
+    """One measured tensor: what and whose it is, and its number in the measurer.
+
+    ``scaled``: it has the factor of a ``GradScaler`` on it, if there is one.
+    """
+
+    kind: Kind
+    name: Name
+    measurement: int
+    scaled: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class Tally:
+    """What was observed, and how often each tensor came by, measured or only counted."""
+
+    observations: list[Observation] = field(default_factory=list)
+    calls: Counter[tuple[Kind, Name]] = field(default_factory=Counter)
+
+    def absorb(self, other: Tally) -> None:
+        """Add what ``other`` holds."""
+        self.observations += other.observations
+        self.calls.update(other.calls)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,6 +77,8 @@ class Window:
         passes: How many such passes have ended.
         no_step: Notices training that no optimizer of the model ever ends.
         optimizers: What each optimizer was given at its first step in this window.
+        before_clipping: Of each parameter that a backward pass has reached, the norms that were
+            taken at the end of the last one, and its place among them.
     """
 
     step: int
@@ -60,6 +92,7 @@ class Window:
     passes: int = 0
     no_step: NoStepWatch = field(default_factory=NoStepWatch)
     optimizers: dict[int, OptimizerReading] = field(default_factory=dict)
+    before_clipping: dict[int, tuple[NormReading, int]] = field(default_factory=dict)
     updates: list[UpdateReading] = field(default_factory=list)
     parameter_norms: list[NormReading] = field(default_factory=list)
     buffer_names: Sequence[str] = ()
@@ -73,7 +106,6 @@ class Window:
     def __post_init__(self) -> None:
         self._seen: Counter[tuple[Kind, Name]] = Counter()
         self._measured = 0
-        self._before_clipping: dict[int, tuple[NormReading, int]] = {}
         self._overflow_ends: dict[torch.device, Tensor] = {}
 
     @property
@@ -134,7 +166,7 @@ class Window:
         for group in norms:
             reading = group.sent()
             for place, index in enumerate(group.indices):
-                self._before_clipping[index] = reading, place
+                self.before_clipping[index] = reading, place
             self._mark_overflow(group)
 
     def _mark_overflow(self, norms: Norms) -> None:
@@ -142,11 +174,6 @@ class Window:
         end = norms.nonfinite.to(torch.int64) * len(self.tally.observations)
         known = self._overflow_ends.get(end.device)
         self._overflow_ends[end.device] = end if known is None else torch.maximum(known, end)
-
-    def before_clipping(self) -> Mapping[int, tuple[NormReading, int]]:
-        """For each parameter that a backward pass reached, the reading after the last one, and
-        its place in that."""
-        return self._before_clipping
 
     def overflow_ends(self) -> Sequence[HostCopy]:
         """Of each device, how many observations there were when a gradient last was not finite."""
