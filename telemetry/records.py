@@ -233,6 +233,8 @@ class StepRecord:
         output_grads: Gradients with respect to those outputs.
         grads: Gradients by parameter name, accumulated and unscaled.
         weights: Parameters before the step, by parameter name.
+        second_moments: Running means of squared gradients after the step, by parameter name:
+            ``exp_avg_sq`` of Adam and of other optimizers that have it. Measured with the weights.
         update_ratios: ``||after - before|| / ||before||`` by parameter name.
         feature_maps: Pictures of convolutions' outputs, uint8 ``[height, width, 3]``, by module
             name.
@@ -265,6 +267,7 @@ class StepRecord:
     output_grads: Mapping[Output, TensorRecord] = field(default_factory=dict)
     grads: Mapping[str, TensorRecord] = field(default_factory=dict)
     weights: Mapping[str, TensorRecord] = field(default_factory=dict)
+    second_moments: Mapping[str, TensorRecord] = field(default_factory=dict)
     update_ratios: Mapping[str, float] = field(default_factory=dict)
     feature_maps: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
     filters: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)

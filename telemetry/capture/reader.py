@@ -71,8 +71,12 @@ class StepReader:
             self._probes[id(optimizer)] = UpdateProbe(self._in_turn(window, parameters))
 
     def after_step(self, window: Window, optimizer: Optimizer) -> None:
-        """Read what that step has changed: the parameters, and what the optimizer remembers."""
-        self._read_update(window, id(optimizer))
+        """Read what an optimizer's first step in a window has changed."""
+        if self._read_update(window, id(optimizer)):
+            # Not by its brackets: the optimizer's state is a defaultdict.
+            states = [(i, optimizer.state.get(p, {})) for i, p in self._table.of(optimizer)]
+            moments = [(i, s["exp_avg_sq"]) for i, s in states if "exp_avg_sq" in s]
+            self._observe(window, "second_moments", self._in_turn(window, moments))
 
     def step_by_hand(self, window: Window) -> None:
         """Read everything after a step that no optimizer took."""
@@ -136,12 +140,16 @@ class StepReader:
             values = local(tensor.detach())
             if not window.observe(kind, name, values, scaled=scaled):
                 what = described(values)
-                self._watch.faults.tell(f"{name} is not measured: {what} cannot be", kind=what)
+                self._watch.faults.tell(
+                    f"{kind} of {name} are not measured: {what} cannot be", kind=what
+                )
 
-    def _read_update(self, window: Window, optimizer: int) -> None:
+    def _read_update(self, window: Window, optimizer: int) -> bool:
+        """How far the parameters have moved; whether that was waited for."""
         probe = self._probes.pop(optimizer, None)
         if probe is not None:
             window.updates += probe.read()
+        return probe is not None
 
     def _read_buffers(self, window: Window) -> None:
         model = self._watch.model()

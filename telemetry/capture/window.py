@@ -22,7 +22,8 @@ FEW_CALLS = 4
 """Bounds of one step: after so many observations only the first calls of each tensor are measured,
 the others counted."""
 
-Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights"]
+Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights", "second_moments"]
+"""Named like the field of the :class:`StepRecord` that it becomes."""
 Name: TypeAlias = str | Output
 """A parameter's or module's name, or which output."""
 
