@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from telemetry.capture.hooks import ForwardHook
 from telemetry.capture.inert import Inert
@@ -38,22 +37,18 @@ class BackwardPasses:
     """Follows the backward passes of one step; there are several at a time if one starts another.
 
     Args:
-        window: Takes what is observed.
-        watch: What is watched.
-        reader: Reads the gradients at the end of each pass.
+        parameters: Which of them each pass reaches is noted.
     """
 
-    def __init__(self, window: Window, watch: Watch, reader: StepReader) -> None:
+    def __init__(
+        self, window: Window, watch: Watch, reader: StepReader, parameters: Iterable[Tensor]
+    ) -> None:
         self.watch = watch
         self._window = window
         self._reader = reader
         self._running: dict[int, _Pass] = {}
         self._probes = Tally()
-        self._handles: list[RemovableHandle] = []
         self._over = False
-
-    def follow(self, parameters: Iterable[Tensor]) -> None:
-        """Note which of the parameters each pass reaches."""
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._accumulated)
             for parameter in parameters
@@ -95,14 +90,13 @@ class BackwardPasses:
         return running
 
     def _accumulated(self, parameter: Tensor) -> None:
+        self.watch.contain("to follow a backward pass", self._follow, parameter)
+
+    def _follow(self, parameter: Tensor) -> None:
         """A gradient has accumulated, so this backward pass is one of training."""
-        with self.watch.own_time:
-            try:
-                current = None if self._over else self._current()
-                if current is not None:
-                    current.accumulated[id(parameter)] = parameter
-            except Exception:
-                self.watch.faults.report("to follow a backward pass")
+        current = None if self._over else self._current()
+        if current is not None:
+            current.accumulated[id(parameter)] = parameter
 
     def _end_pass(self, task: int) -> None:
         """A pass has ended and its gradients are reduced over ranks."""
@@ -144,8 +138,5 @@ class GradHook(Inert):
         passes, hook = self._passes(), self._hook()
         if passes is None or hook is None:
             return
-        with passes.watch.own_time:
-            try:
-                passes.on_output_grad(hook, self._place, grad)
-            except Exception:
-                passes.watch.faults.report(f"to observe the gradient of {hook.called}")
+        doing = f"to observe the gradient of {hook.called}"
+        passes.watch.contain(doing, passes.on_output_grad, hook, self._place, grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +15,13 @@ from telemetry.budget import Budget
 from telemetry.capture.captured import CapturedStep
 from telemetry.capture.costs import StepCosts
 from telemetry.capture.hand_over import HandOver
-from telemetry.capture.hooks import ForwardHook, InputHook
+from telemetry.capture.hooks import ForwardHook, InputHook, ModuleHook
 from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizer_hooks import OptimizerHooks
+from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.passes import ForwardPasses, Passes
-from telemetry.capture.random_state import read_random_states
 from telemetry.capture.reader import StepReader
-from telemetry.capture.watch import Content, Watch
+from telemetry.capture.watch import Content, Switch, Watch
 from telemetry.capture.window import Window
 from telemetry.faults import Faults
 from telemetry.measure import Measurer
@@ -69,7 +70,13 @@ class Capture:
         self._costs = StepCosts(budget)
         self._measurer = Measurer()
         self._watch = Watch(
-            model, selection=selection, content=content, faults=faults, own_time=self._costs.own
+            model=weakref.ref(model),
+            table=ParameterTable(model),
+            selection=selection,
+            content=content,
+            switch=Switch(output_grads=content.activation_gradients),
+            faults=faults,
+            own_time=self._costs.own,
         )
         self._modules = WatchedModules(self._watch)
         self._reader = StepReader(self._watch)
@@ -146,8 +153,6 @@ class Capture:
         window.left_out = self._costs.left_out(self._hand_over.layout().modules)
         with undisturbed() as alone:
             if alone:
-                self._watch.table.refresh()
-                window.random_states = read_random_states()
                 self._reader.begin(window)
             self._passes.begin(window, self._modules.pictured)
 
@@ -155,38 +160,36 @@ class Capture:
 
     def on_input(self, hook: InputHook, given: Any) -> None:
         """The model is called with ``given``."""
-        forward = self._forward_of(hook, grad_enabled=torch.is_grad_enabled())
-        if forward is not None:
-            forward.on_input(given)
+        self._show(hook, ForwardPasses.on_input, given)
 
     def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
         """A module was called with ``args`` and returned ``output``."""
-        forward = self._forward_of(hook, grad_enabled=torch.is_grad_enabled())
-        if forward is not None:
-            forward.on_output(hook, args, output)
+        self._show(hook, ForwardPasses.on_output, hook, args, output)
 
     def on_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:
         """A compiled graph shows an output of a module, or the gradient of one."""
-        if backward:
-            if self._passes.backward is not None:
-                self._passes.backward.on_output_grad(hook, place, tensor)
-            return
-        # Without gradients only the graphs of a phase show anything.
-        forward = self._forward_of(hook, grad_enabled=True)
-        if forward is not None:
-            forward.on_graph_output(hook, tensor, place)
+        if not backward:
+            # Without gradients only the graphs of a phase show anything.
+            show = ForwardPasses.on_graph_output
+            self._show(hook, show, hook, tensor, place, grad_enabled=True)
+        elif self._passes.backward is not None:
+            self._passes.backward.on_output_grad(hook, place, tensor)
 
-    def _forward_of(
-        self, hook: ForwardHook | InputHook, *, grad_enabled: bool
-    ) -> ForwardPasses | None:
-        """Where a module's call belongs; perhaps the first of the next step."""
+    def _show(
+        self, hook: ModuleHook, show: Callable[..., None], *args: Any, grad_enabled: bool = False
+    ) -> None:
+        """Show a call to the passes that it belongs to; it may be the first of the next step."""
+        grad_enabled = grad_enabled or torch.is_grad_enabled()
         forward = self._passes.of_call(hook, grad_enabled=grad_enabled)
         in_training = forward is not None and forward is self._passes.forward
         # What checkpointing runs again, in a backward pass, begins no other pass.
         if self._window.optimizers and in_training and backward_task() == NO_TASK:
             self._end_waiting()
             forward = self._passes.of_call(hook, grad_enabled=grad_enabled)
-        return forward
+        if forward is not None:
+            with undisturbed() as alone:
+                if alone:
+                    show(forward, *args)
 
     # --- its optimizer steps: called by the hooks on optimizers -----------------------------------
 
@@ -200,12 +203,9 @@ class Capture:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """The gradients are final and the parameters not yet changed."""
-        if not self._window.norms:
-            return
-        doing = "to read the gradients"
-        with self._watch.own_time, self._watch.faults.contained(doing), undisturbed() as alone:
-            if alone:
-                self._reader.before_step(self._window, optimizer)
+        if self._window.norms:
+            read = self._reader.before_step
+            self._watch.contain_alone("to read the gradients", read, self._window, optimizer)
 
     def evaluated(self) -> None:
         """A closure has run for the first time: until the step ends, it is only repeated."""
@@ -213,13 +213,10 @@ class Capture:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The parameters have changed."""
-        if not self._window.full:
-            return
-        doing = "to measure the update"
-        with self._watch.own_time, self._watch.faults.contained(doing), undisturbed() as alone:
-            if alone:
-                self._reader.after_step(self._window, optimizer)
-        self._watch.switch.turn(training=self._passes.forward is not None)
+        if self._window.full:
+            read = self._reader.after_step
+            self._watch.contain_alone("to measure the update", read, self._window, optimizer)
+            self._watch.switch.turn(training=self._passes.forward is not None)
 
     def all_stepped(self) -> bool:
         """Whether every parameter that has a gradient was stepped since the last step ended."""
@@ -228,10 +225,9 @@ class Capture:
     def manual_step(self) -> None:
         """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
         self._reader.by_hand = True
-        doing = "to read the gradients"
-        with self._watch.own_time, self._watch.faults.contained(doing), undisturbed() as alone:
-            if alone and self._window.norms:
-                self._reader.step_by_hand(self._window)
+        if self._window.norms:
+            read = self._reader.step_by_hand
+            self._watch.contain_alone("to read the gradients", read, self._window)
         self.step_completed()
 
     # --- its end -------------------------------------------------------------------------------

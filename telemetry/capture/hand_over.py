@@ -35,14 +35,10 @@ class HandOver:
 
     def __call__(self, window: Window) -> None:
         """Nothing is added to the window any more."""
-        layout = self.layout(window.order)
+        layout, faults = self.layout(window.order), self._watch.faults
         with undisturbed() if window.full else nullcontext():
             captured = CapturedStep.of(
-                window,
-                wall_time=time.time(),
-                layout=layout,
-                totals=self._totals,
-                faults=self._watch.faults,
+                window, wall_time=time.time(), layout=layout, totals=self._totals, faults=faults
             )
         self._deliver(captured)
         self.happened = True

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from telemetry.capture import compiled
@@ -25,16 +25,11 @@ _UNITS_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBas
 
 
 class Receiver(Protocol):
-    """What the hooks on modules call, each time that PyTorch calls them."""
+    """What the hooks on modules call: see :class:`telemetry.capture.Capture`."""
 
-    def on_input(self, hook: InputHook, given: Any) -> None:
-        """The model is called with ``given``."""
-
-    def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
-        """A module was called with ``args`` and returned ``output``."""
-
-    def on_graph(self, hook: ForwardHook, tensor: torch.Tensor, place: int, backward: bool) -> None:
-        """A compiled graph shows an output of a module, or the gradient of one."""
+    def on_input(self, hook: InputHook, given: Any) -> None: ...
+    def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None: ...
+    def on_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None: ...
 
 
 class ModuleHook(Inert):
@@ -82,11 +77,8 @@ class InputHook(ModuleHook):
             return
         if not self._watch.switch.armed or model is not self.module():
             return
-        with self._watch.own_time:
-            try:
-                self._receiver.on_input(self, (args, kwargs))
-            except Exception:
-                self._watch.faults.report("to observe what the model was given")
+        doing = "to observe what the model was given"
+        self._watch.contain(doing, self._receiver.on_input, self, (args, kwargs))
 
 
 class ForwardHook(ModuleHook):
@@ -127,11 +119,8 @@ class ForwardHook(ModuleHook):
         # A module that shares its hooks with this one is a shallow copy, as DataParallel makes.
         if not self._watch.switch.armed or module is not self.module():
             return
-        with self._watch.own_time:
-            try:
-                self._receiver.on_output(self, args, output)
-            except Exception:
-                self._watch.faults.report(f"to observe the output of {self.called}")
+        doing = f"to observe the output of {self.called}"
+        self._watch.contain(doing, self._receiver.on_output, self, args, output)
 
     def _trace(self, output: Any) -> None:
         """Put observers into the graph that the compiler is making; it traces this method."""
@@ -145,14 +134,11 @@ class ForwardHook(ModuleHook):
             if tensor.requires_grad and switch.output_grads:
                 compiled.observe_gradient(tensor, self._number, place)
 
-    def in_graph(self, tensor: torch.Tensor, place: int, backward: bool) -> None:
+    def in_graph(self, tensor: Tensor, place: int, backward: bool) -> None:
         """See :class:`telemetry.capture.compiled.Observer`."""
         self.traced = True
-        with self._watch.own_time:
-            try:
-                self._receiver.on_graph(self, tensor, place, backward)
-            except Exception:
-                self._watch.faults.report(f"to observe {self.called} in a compiled graph")
+        doing = f"to observe {self.called} in a compiled graph"
+        self._watch.contain(doing, self._receiver.on_graph, self, tensor, place, backward)
 
 
 def is_inert_copy(hook: object) -> bool:

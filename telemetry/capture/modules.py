@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
-from telemetry.capture.hooks import CONVOLUTIONS, ForwardHook, InputHook, Receiver
-from telemetry.capture.scripting import leave_modules_that_are_scripted
+from telemetry.capture.hooks import (
+    CONVOLUTIONS,
+    ForwardHook,
+    InputHook,
+    ModuleHook,
+    Receiver,
+    is_inert_copy,
+)
 from telemetry.capture.silence import explain_silence
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
 from telemetry.selection import cleaned, spread
-from telemetry.torch_private import graphs_compiled
+from telemetry.torch_private import before_scripting, graphs_compiled
+
+log = logging.getLogger("telemetry")
 
 PICTURED_MODULES = 12
 """Convolutions whose feature maps are drawn; more are thinned evenly over the depth."""
@@ -43,7 +53,7 @@ class WatchedModules:
         model = self._watch.model()
         if model is None:
             return
-        self._end_scripting = self._end_scripting or leave_modules_that_are_scripted()
+        self._end_scripting = self._end_scripting or before_scripting(_leave)
         self._input_hook = self._input_hook or InputHook(self._watch, receiver, model)
         self._input_hook.install()
         watched = cleaned(self._watch.selection.apply(model).items())
@@ -121,3 +131,22 @@ class WatchedModules:
     def _on_modules(self) -> dict[str, ForwardHook]:
         """The hooks that are on a module, by its name."""
         return {name: hook for name, hook in self._forward_hooks.items() if hook.installed}
+
+
+def _leave(module: nn.Module) -> None:
+    """Take our hooks off a module that is about to be scripted, which would compile them, too.
+
+    They are back at the next step that is measured.
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, ModuleHook):
+                hook.remove()
+            elif is_inert_copy(hook):
+                del hooks[key]
+            if isinstance(hook, ForwardHook):
+                log.info(
+                    "telemetry: %s is being scripted, which would compile hooks, too; it is "
+                    "watched again from the next step that is measured",
+                    hook.called,
+                )

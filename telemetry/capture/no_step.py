@@ -37,7 +37,11 @@ class NoStepWatch:
         if self._passes != (PASSES_WITHOUT_STEP if evidence >= few else PASSES_WITHOUT_EVIDENCE):
             return None
         self._told = True
-        return self._message()
+        return (
+            f"{self._passes} backward passes have reached this model without a step of an "
+            "optimizer that holds its parameters, and nothing is logged until there is one. "
+            f"{self._cause()}"
+        )
 
     def at_the_end(self, ran: str) -> str | None:
         """What to tell the user if the run ends before its first step; None if that was told.
@@ -62,13 +66,6 @@ class NoStepWatch:
         if self._version is not None:
             self._changed += parameter._version != self._version
         self._version = parameter._version
-
-    def _message(self) -> str:
-        return (
-            f"{self._passes} backward passes have reached this model without a step of an "
-            f"optimizer that holds its parameters, and nothing is logged until there is one. "
-            f"{self._cause()}"
-        )
 
     def _cause(self) -> str:
         few = PASSES_WITHOUT_STEP // 2

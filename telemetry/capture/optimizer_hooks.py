@@ -6,14 +6,12 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optimizers
 
 from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task, not_compiled
 
@@ -70,8 +68,8 @@ class OptimizerHooks:
         """Have PyTorch call the hooks."""
         self.clock = StepClock(self._primary() if self._primary is not None else None)
         self._handles += [
-            register_optimizer_step_pre_hook(_weakly(weakref.WeakMethod(self._before))),
-            register_optimizer_step_post_hook(_weakly(weakref.WeakMethod(self._after))),
+            optimizers.register_optimizer_step_pre_hook(_weakly(weakref.WeakMethod(self._before))),
+            optimizers.register_optimizer_step_post_hook(_weakly(weakref.WeakMethod(self._after))),
         ]
 
     def remove(self) -> None:
@@ -85,7 +83,7 @@ class OptimizerHooks:
         receiver = self._receiver()
         if receiver is None or not receiver.steps_parameters(optimizer):
             return None
-        if self.clock.is_waiting(optimizer) and self.clock.pass_begins():
+        if self.clock.step_begins(optimizer):
             receiver.step_completed()
         # With a closure the gradients are stale until it has run: Lightning, LBFGS.
         if callable(kwargs.get("closure")):
@@ -114,22 +112,20 @@ class OptimizerHooks:
             self._safe_point()
 
 
+@dataclass(eq=False)
 class _FirstCall:
     """A closure that calls the receiver after its first evaluation."""
 
-    def __init__(
-        self, closure: Callable[[], Any], receiver: StepReceiver, optimizer: Optimizer
-    ) -> None:
-        self._closure = closure
-        self._receiver: StepReceiver | None = receiver
-        self._optimizer = optimizer
+    closure: Callable[[], Any]
+    receiver: StepReceiver | None
+    optimizer: Optimizer
 
     def __call__(self) -> Any:
-        loss = self._closure()
-        if self._receiver is not None:
-            self._receiver.before_step(self._optimizer)
-            self._receiver.evaluated()
-            self._receiver = None
+        loss = self.closure()
+        if self.receiver is not None:
+            self.receiver.before_step(self.optimizer)
+            self.receiver.evaluated()
+            self.receiver = None
         return loss
 
 
@@ -174,9 +170,9 @@ class StepClock:
         self._steps_without: weakref.WeakKeyDictionary[Optimizer, int]
         self._steps_without = weakref.WeakKeyDictionary()
 
-    def is_waiting(self, optimizer: Optimizer) -> bool:
-        """Whether the step in progress would be over if no other optimizer took part in it."""
-        return self._waiting is not None and self._waiting() is optimizer
+    def step_begins(self, optimizer: Optimizer) -> bool:
+        """Whether that ends the step before: it waited, and the same optimizer took it."""
+        return self._waiting is not None and self._waiting() is optimizer and self.pass_begins()
 
     def pass_begins(self) -> bool:
         """Whether that ends a step: no other optimizer will use the gradients at hand."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from telemetry import images
 from telemetry.capture.backward import BackwardPasses, GradHook
-from telemetry.capture.hooks import ForwardHook, InputHook
+from telemetry.capture.hooks import ForwardHook, ModuleHook
 from telemetry.capture.outputs import tensors_in
 from telemetry.capture.parameters import described, local
 from telemetry.capture.reader import StepReader
@@ -24,7 +24,6 @@ from telemetry.torch_private import (
     backward_is_compiled,
     backward_task,
     is_being_traced,
-    undisturbed,
 )
 
 
@@ -33,10 +32,6 @@ class Passes:
 
     Training is what runs with gradients enabled while the model or the module itself is in training
     mode, on one thread. In a :meth:`phase` every forward pass of its thread is observed.
-
-    Args:
-        watch: What is watched.
-        reader: Reads the gradients at the end of a backward pass.
 
     Attributes:
         forward: Those of the step in progress; None if that is not measured in full.
@@ -53,17 +48,16 @@ class Passes:
     def begin(self, window: Window, pictured: frozenset[str]) -> None:
         """Observe training; what is seen goes to ``window``."""
         watch, model = self._watch, self._watch.model()
-        self.backward = backward = BackwardPasses(window, watch, self._reader)
-        watch.switch.output_grads = watch.content.activation_gradients
-        if backward_is_compiled():
-            watch.switch.output_grads = False
+        compiled = backward_is_compiled()
+        watch.switch.output_grads = watch.content.activation_gradients and not compiled
+        if compiled:
             watch.faults.tell(
                 "activation gradients are not measured: compiled autograd is on, which does not "
                 "work with hooks on them"
             )
-        elif model is not None:
-            backward.follow(model.parameters())
-        takes_grads = backward if watch.switch.output_grads else None
+        parameters = () if compiled or model is None else model.parameters()
+        self.backward = BackwardPasses(window, watch, self._reader, parameters)
+        takes_grads = self.backward if watch.switch.output_grads else None
         self.forward = ForwardPasses(window, watch, pictured, takes_grads)
         watch.switch.turn(training=True)
 
@@ -86,7 +80,7 @@ class Passes:
             self._phase = outer
             self._watch.switch.turn(in_phase=outer is not None)
 
-    def of_call(self, hook: ForwardHook | InputHook, *, grad_enabled: bool) -> ForwardPasses | None:
+    def of_call(self, hook: ModuleHook, *, grad_enabled: bool) -> ForwardPasses | None:
         """Where a module's call belongs; None if it is neither training nor in a phase."""
         thread = threading.get_ident()
         if self._phase is not None and self._phase.window.thread == thread:
@@ -113,9 +107,9 @@ class ForwardPasses:
     afterwards. A hook on the output tensor itself does neither, and sees the gradient of the value
     that the module returned.
 
+    Its methods are to be called where nothing of the caller's is disturbed.
+
     Args:
-        window: Takes what is observed.
-        watch: What is watched.
         pictured: Names of the modules whose feature maps are drawn.
         backward: Takes the gradients of the outputs; None if they are not measured.
 
@@ -144,44 +138,36 @@ class ForwardPasses:
 
     def on_input(self, given: Any) -> None:
         """The model is called with ``given``."""
-        with undisturbed() as alone:
-            if alone:
-                self._awaits_input = True
-                self._given.clear()
-                self._observe_inputs("", given)
+        self._awaits_input = True
+        self._given.clear()
+        self._observe_inputs("", given)
 
     def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
         """A module was called with ``args`` and returned ``output``."""
-        with undisturbed() as alone:
-            if not alone:
+        given = args if self._awaits_input else ()
+        self._awaits_input = False
+        self._observe_inputs(hook.name, given)
+        if not self._takes(hook):
+            return
+        for place, tensor in enumerate(tensors_in(output)):
+            if is_being_traced(tensor):
+                self._faults.tell(
+                    "passes in which the model is traced or transformed, or is on the meta "
+                    "device, have no values to measure"
+                )
                 return
-            given = args if self._awaits_input else ()
-            self._awaits_input = False
-            self._observe_inputs(hook.name, given)
-            if not self._takes(hook):
-                return
-            for place, tensor in enumerate(tensors_in(output)):
-                if is_being_traced(tensor):
-                    self._faults.tell(
-                        "passes in which the model is traced or transformed, or is on the meta "
-                        "device, have no values to measure"
-                    )
-                    return
-                self._observe_output(hook, tensor, place)
-                # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
-                if self._backward is not None and tensor.grad_fn is not None:
-                    tensor.register_hook(GradHook(self._backward, hook, place))
-            self._take_images(hook.name, given, output)
+            self._observe_output(hook, tensor, place)
+            # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
+            if self._backward is not None and tensor.grad_fn is not None:
+                tensor.register_hook(GradHook(self._backward, hook, place))
+        self._take_images(hook.name, given, output)
 
     def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         """A compiled graph shows one of the tensors that a module returned."""
-        with undisturbed() as alone:
-            if not alone:
-                return
-            self._awaits_input = False
-            if self._takes(hook):
-                self._observe_output(hook, tensor, place)
-                self._take_images(hook.name, (), tensor if place == 0 else ())
+        self._awaits_input = False
+        if self._takes(hook):
+            self._observe_output(hook, tensor, place)
+            self._take_images(hook.name, (), tensor if place == 0 else ())
 
     def _takes(self, hook: ForwardHook) -> bool:
         """Note that a module ran; whether it is its turn to be measured."""

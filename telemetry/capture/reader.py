@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -40,7 +41,9 @@ class StepReader:
         self._probes: dict[int, UpdateProbe] = {}
 
     def begin(self, window: Window) -> None:
-        """Look at the parameters now if no optimizer will say when it is about to change them."""
+        """Read the random states, and what no optimizer will say when it is about to change."""
+        self._table.refresh()
+        window.random_states = _random_states()
         if self.by_hand and self._content.weights:
             self._probes[_BY_HAND] = UpdateProbe(self._in_turn(window, self._table.all()))
 
@@ -171,3 +174,20 @@ class StepReader:
                 if sample is not None:
                     window.filters[name] = HostCopy(sample)
                 return
+
+
+def _random_states() -> dict[str, bytes]:
+    """States of torch's default generators: the CPU's and that of each GPU that is in use.
+
+    5 kB for the CPU and 16 bytes for a GPU, which need not be waited for: its generator counts on
+    the host. ``torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))`` puts
+    one back.
+    """
+    states = {"cpu": torch.get_rng_state()}
+    # While a CUDA graph is recorded, its generator's state is not known.
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        states |= {
+            f"cuda:{index}": torch.cuda.get_rng_state(index)
+            for index in range(torch.cuda.device_count())
+        }
+    return {device: state.numpy().tobytes() for device, state in states.items()}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from telemetry.capture.parameters import ParameterTable
 from telemetry.faults import Faults
 from telemetry.selection import Selection
+from telemetry.torch_private import undisturbed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class Switch:
         self.armed = self.training or self.in_phase
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Watch:
     """One model that is watched.
 
@@ -61,19 +65,28 @@ class Watch:
         own_time: Entered while anything is done on the training thread.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        selection: Selection,
-        content: Content,
-        faults: Faults,
-        own_time: AbstractContextManager[None],
-    ) -> None:
-        self.model = weakref.ref(model)
-        self.table = ParameterTable(model)
-        self.selection = selection
-        self.content = content
-        self.switch = Switch(output_grads=content.activation_gradients)
-        self.faults = faults
-        self.own_time = own_time
+    model: weakref.ref[nn.Module]
+    table: ParameterTable
+    selection: Selection
+    content: Content
+    switch: Switch
+    faults: Faults
+    own_time: AbstractContextManager[None]
+
+    def contain(self, doing: str, act: Callable[..., None], *args: Any) -> None:
+        """Act from inside of a hook; an exception is reported and not raised."""
+        with self.own_time:
+            try:
+                act(*args)
+            except Exception:
+                self.faults.report(doing)
+
+    def contain_alone(self, doing: str, act: Callable[..., None], *args: Any) -> None:
+        """The same where none of the caller's modes sees it; not at all where that cannot be."""
+        with self.own_time:
+            try:
+                with undisturbed() as alone:
+                    if alone:
+                        act(*args)
+            except Exception:
+                self.faults.report(doing)
