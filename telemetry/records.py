@@ -266,8 +266,8 @@ class StepRecord:
         output_grads: Gradients with respect to those outputs.
         grads: Gradients by parameter name, accumulated and unscaled.
         weights: Parameters before the step, by parameter name.
-        second_moments: Adam's ``exp_avg_sq`` after the step, by parameter name, of optimizers that
-            have it.
+        second_moments: Running means of squared gradients after the step, by parameter name:
+            ``exp_avg_sq`` of Adam and of other optimizers that have it. Measured with the weights.
         update_ratios: ``||after - before|| / ||before||`` by parameter name.
         feature_maps: Pictures of convolutions' outputs, uint8 ``[height, width, 3]``, by module
             name.

@@ -2,6 +2,6 @@
 
 from telemetry.capture.capture import Capture
 from telemetry.capture.captured import CapturedStep
-from telemetry.capture.reader import Content
+from telemetry.capture.watch import Content
 
 __all__ = ["Capture", "CapturedStep", "Content"]

@@ -1,40 +1,33 @@
-"""Watches one model: arms hooks for the steps that are due, hands over what each step gave."""
+"""The way of one step, from its begin to the hand-over."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from telemetry.budget import Budget
-from telemetry.capture.captured import CapturedStep, RunTotals
+from telemetry.capture.captured import CapturedStep
 from telemetry.capture.costs import StepCosts
-from telemetry.capture.hooks import CONVOLUTIONS
-from telemetry.capture.layout import LayoutKeeper
-from telemetry.capture.module_hooks import ModuleHooks
-from telemetry.capture.no_step import NoStepWatch, Ran
+from telemetry.capture.hand_over import HandOver
+from telemetry.capture.hooks import ForwardHook, InputHook, ModuleHook
+from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizer_hooks import OptimizerHooks
 from telemetry.capture.parameters import ParameterTable
-from telemetry.capture.random_state import read_random_states
-from telemetry.capture.reader import Content, StepReader
-from telemetry.capture.scripting import leave_modules_that_are_scripted
-from telemetry.capture.silence import explain_silence
-from telemetry.capture.tally import Tally
+from telemetry.capture.passes import ForwardPasses, Passes
+from telemetry.capture.reader import StepReader
+from telemetry.capture.watch import Content, Switch, Watch
 from telemetry.capture.window import Window
 from telemetry.faults import Faults
 from telemetry.measure import Measurer
 from telemetry.schedule import Schedule
-from telemetry.selection import Selection, cleaned, spread
+from telemetry.selection import Selection
 from telemetry.torch_private import NO_TASK, backward_task, undisturbed
-
-PICTURED_MODULES = 12
-"""Convolutions whose feature maps are drawn; more are thinned evenly over the depth."""
 
 
 class Capture:
@@ -42,6 +35,9 @@ class Capture:
 
     The model is held weakly. Hooks are on its modules only during steps that ``is_due`` names; on
     all other steps the norms of the gradients are taken and nothing else is done.
+
+    PyTorch calls our hooks, these call the methods here, and the methods here call the pieces in
+    turn, each with the window of the step in progress. None of the pieces calls back.
 
     Args:
         model: The model in training.
@@ -51,7 +47,7 @@ class Capture:
         deliver: Called on the training thread with each finished step; must not wait.
         safe_point: Called between steps; may raise into the training loop.
         primary: Whose steps count; None: the first optimizer that steps the model's parameters.
-        faults: Where hooks tell what failed.
+        faults: Where to report what failed.
         first_step: Number of the first step.
         budget: What this may cost, and takes note of it; None: whatever is due is done.
     """
@@ -70,334 +66,220 @@ class Capture:
         first_step: int = 0,
         budget: Budget | None = None,
     ) -> None:
-        self._model = weakref.ref(model)
-        self._selection = selection
         self._is_due = is_due
-        self._content = content
-        self._deliver = deliver
-        self._safe_point = safe_point
-        self._primary = weakref.ref(primary) if primary is not None else None
-        self._faults = faults
-        self._budget = budget
         self._costs = StepCosts(budget)
-        self._table = ParameterTable(model)
-        # Optimizers without parameters of the model, and how many parameters they had.
-        self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._layout = LayoutKeeper(model, selection, self._table)
-        self._totals = RunTotals()
         self._measurer = Measurer()
-        self._reader = StepReader(model, self._table, content, faults)
-        self._hooks = ModuleHooks(
-            model,
-            faults,
+        self._watch = Watch(
+            model=weakref.ref(model),
+            table=ParameterTable(model),
+            selection=selection,
+            content=content,
+            switch=Switch(output_grads=content.activation_gradients),
+            faults=faults,
             own_time=self._costs.own,
-            activations=content.activations,
-            activation_grads=content.activation_gradients,
-            pass_begins=self._pass_begins,
-            pass_ended=self._pass_ended,
         )
+        self._modules = WatchedModules(self._watch)
+        self._reader = StepReader(self._watch)
+        self._passes = Passes(self._watch, self._reader)
+        self._optimizers = OptimizerHooks(self, primary, safe_point)
+        self._hand_over = HandOver(model, self._watch, deliver)
         self._window = Window(step=first_step, measurer=None)
-        self._no_step = NoStepWatch()
-        self._clock: OptimizerHooks | None = None
-        self._end_scripting: Callable[[], None] | None = None
-        self._thread: int | None = None
-        self._by_hand = False
-        self._had_phase = False
-        self._first_step = first_step
-        self._silence_explained = False
-        self.step = first_step
 
-    # --- attaching ---------------------------------------------------------------------------
+    @property
+    def step(self) -> int:
+        """Number of the step in progress."""
+        return self._window.step
+
+    # --- on and off ----------------------------------------------------------------------------
 
     @property
     def attached(self) -> bool:
         """Whether hooks are in place."""
-        return self._clock is not None
+        return self._optimizers.installed
 
     def attach(self) -> None:
-        """Begin to watch, from the current step on."""
-        if self._clock is not None:
+        """Begin to watch: the step in progress begins anew."""
+        if self.attached:
             return
-        primary = self._primary() if self._primary is not None else None
-        self._clock = OptimizerHooks(self, primary)
-        self._end_scripting = leave_modules_that_are_scripted()
-        self._thread = None
-        self._foreign.clear()
+        self._optimizers.install()
+        self._watch.table.forget_optimizers()
         self._costs.restart()
-        with self._costs.own:
-            self._open_window(attaching=True)
-
-    def end(self) -> None:
-        """Take every hook off for good; say what was seen if that was not a single step."""
-        if self._clock is not None:
-            self._clock.pass_begins()  # a step may still be waiting for other optimizers
-            if self.step == self._first_step and not self._had_phase:
-                message, level = self._no_step.at_the_end(self._ran())
-                if message is not None:
-                    self._faults.tell(message, level=level)
-        self.detach()
+        with self._watch.own_time:
+            self._begin(self.step, attaching=True)
 
     def detach(self) -> None:
         """Take every hook off; harmless when done twice."""
-        if self._clock is not None:
-            self._clock.pass_begins()  # a step may still be waiting for other optimizers
-            self._clock.remove()
-            self._clock = None
-        if self._end_scripting is not None:
-            self._end_scripting()
-            self._end_scripting = None
-        self._hooks.remove()
+        self._end_waiting()
+        self._optimizers.remove()
+        self._remove_hooks()
         self._reader.forget()
 
-    def _ran(self) -> Ran:
-        """What is known of the forward passes of the step in progress."""
-        if self._window.order:
-            return "in training"
-        if self._model() is None:
-            return "gone"
-        if not self._window.full:
-            return "unknown"
-        called = any(hook.ran_eagerly for hook in self._hooks.watched.values())
-        return "elsewhere" if called else "never"
+    def end(self) -> None:
+        """Take every hook off for good; log what was seen if nothing was handed over."""
+        self._end_waiting()
+        if self.attached and not self._hand_over.happened:
+            ran = self._modules.how_they_ran(self._window)
+            message, level = self._window.no_step.at_the_end(ran)
+            if message is not None:
+                self._watch.faults.tell(message, level=level)
+        self.detach()
 
-    # --- resuming ----------------------------------------------------------------------------
+    def _remove_hooks(self) -> None:
+        self._passes.end()
+        self._modules.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands, in numbers, strings, lists and dicts; call it between steps."""
-        if self._clock is not None:
-            self._clock.pass_begins()  # as in detach()
-        order = list(self._layout.forward_order)
-        return {"step": self.step, "full": self._window.full, "forward_order": order}
+        self._end_waiting()
+        order = self._hand_over.forward_order
+        return {"step": self.step, "full": self._window.full, "forward_order": list(order)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, as far as it says; hooks must be off."""
-        self.step = self._first_step = state.get("step", self.step)
-        model = self._model()
-        if model is not None:
-            self._layout.set_forward_order(model, state.get("forward_order", ()))
+        self._window = Window(step=state.get("step", self.step), measurer=None)
+        self._hand_over.load_forward_order(state.get("forward_order", ()))
 
-    # --- the listener of the optimizers' hooks ----------------------------------------------
+    # --- a step begins -------------------------------------------------------------------------
 
-    def steps_parameters(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` holds parameters of the model."""
-        if self._table.holds(optimizer):
-            return True
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._foreign.get(optimizer) == count:
-            return False
-        model = self._model()  # perhaps its parameters were replaced since
-        if model is not None and self._table.refresh(model) and self._table.holds(optimizer):
-            return True
-        self._foreign[optimizer] = count
-        return False
-
-    def other_step(self) -> None:
-        """An optimizer that holds none of the parameters has stepped."""
-        self._no_step.other_step()
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Read the gradients, which are final, and what the step is about to change."""
-        if not self._window.norms:
-            return
-        with (
-            self._costs.own,
-            self._faults.contained("to read the gradients"),
-            undisturbed() as alone,
-        ):
-            if alone:
-                self._refresh()
-                self._reader.before_step(self._window, optimizer)
-
-    def evaluated(self) -> None:
-        """Observe no more passes in this step: a closure's further evaluations."""
-        self._hooks.pause()
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """See how far the parameters have moved."""
-        if not self._window.full:
-            return
-        with (
-            self._costs.own,
-            self._faults.contained("to measure the update"),
-            undisturbed() as alone,
-        ):
-            if alone:
-                self._reader.after_step(self._window, optimizer)
-        self._hooks.resume()
-
-    def all_stepped(self) -> bool:
-        """Whether every parameter that has a gradient was stepped since the last step ended."""
-        model = self._model()
-        stepped = set(self._window.indices())
-        with undisturbed():
-            return model is None or all(
-                index in stepped
-                for index, parameter in enumerate(model.parameters())
-                if parameter.grad is not None
-            )
-
-    def step_completed(self) -> None:
-        """Hand the step over and prepare for the next."""
-        if backward_task() == NO_TASK:
-            self._thread = threading.get_ident()
-        window = self._window
-        with self._costs.own:
-            with self._faults.contained("to hand over a step"):
-                self._hooks.end()
-                if window.norms:
-                    self._hand_over(window)
-                if window.full:
-                    self._tell_silent_modules(window)
-                self._hooks.uninstall()
-                self._note_costs(window)
-            self.step += 1
-            self._open_window()
-
-    def safe_point(self) -> None:
-        """Let the logger raise between steps, if it was asked to."""
-        self._safe_point()
-
-    # --- without an optimizer, and apart from training ----------------------------------------
-
-    def manual_step(self) -> None:
-        """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
-        self._by_hand = True
-        with (
-            self._costs.own,
-            self._faults.contained("to read the gradients"),
-            undisturbed() as alone,
-        ):
-            if alone and self._window.norms:
-                self._refresh()
-                self._reader.step_by_hand(self._window)
-        self.step_completed()
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measure every forward pass inside, as a phase of its own; none of them is training."""
-        model = self._model()
-        if model is None or not self.attached:
-            yield
-            return
-        self._had_phase = True
-        window = Window(step=self.step, measurer=Measurer(), phase=name)
-        with self._faults.contained("to attach its hooks"):
-            self._install_hooks(model)
-        try:
-            with self._hooks.phase(window):
-                yield
-        finally:
-            with self._faults.contained("to hand over a phase"):
-                if not self._window.full:
-                    self._hooks.uninstall()
-                self._hand_over(window)
-
-    # --- one step ------------------------------------------------------------------------------
-
-    def _open_window(self, *, attaching: bool = False) -> None:
-        model = self._model()
-        affordable = self._budget is None or self._budget.affords_full()
-        full = affordable and self._is_due(self.step)
+    def _begin(self, step: int, *, attaching: bool = False) -> None:
         self._reader.forget()
-        self._no_step = NoStepWatch()
+        full, norms = self._costs.affords(full=self._is_due(step))
         self._window = Window(
-            step=self.step,
+            step=step,
             measurer=self._measurer if full else None,
-            norms=full or self._budget is None or self._budget.affords_norms(),
-            thread=self._thread,
+            norms=norms,
+            thread=self._optimizers.clock.thread,
         )
-        if model is None:
-            return
         try:
             # Hooks are there when training begins even if nothing is due: a model that is compiled
             # without them would never show anything.
             if full or attaching:
-                self._install_hooks(model)
+                self._modules.install(self)
             if full:
-                self._begin_window()
+                self._begin_full(self._window)
         except Exception:
-            self._faults.report("to attach its hooks")
-            self._hooks.remove()
+            self._watch.faults.report("to attach its hooks")
+            self._remove_hooks()
 
-    def _begin_window(self) -> None:
-        """Begin to measure a step in full."""
-        if self._budget is not None:
-            modules = self._layout.current(self._model(), ()).modules
-            turn = self._budget.begin_full(len(modules))
-            self._window.left_out = frozenset(
-                module.name for i, module in enumerate(modules) if not turn.takes(i)
-            )
+    def _begin_full(self, window: Window) -> None:
+        window.left_out = self._costs.left_out(self._hand_over.layout().modules)
         with undisturbed() as alone:
             if alone:
-                self._refresh()
-                self._window.random_states = read_random_states()
-                if self._by_hand:
-                    self._reader.expect_step_by_hand(self._window)
-            self._hooks.begin(self._window)
+                self._reader.begin(window)
+            self._passes.begin(window, self._modules.pictured)
 
-    def _refresh(self) -> None:
-        """Look again whether parameters were replaced, on steps where that is cheap."""
-        model = self._model()
-        if model is not None and self._window.full and self._table.refresh(model):
-            self._foreign.clear()
+    # --- its passes: called by the hooks on modules ----------------------------------------------
 
-    def _install_hooks(self, model: nn.Module) -> None:
-        watched = cleaned(self._selection.apply(model).items())
-        convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
-        drawn = spread(convolutions, PICTURED_MODULES) if self._content.images else []
-        self._hooks.install(watched, pictured=frozenset(drawn), input_picture=self._content.images)
+    def on_input(self, hook: InputHook, given: Any) -> None:
+        """The model is called with ``given``."""
+        self._show(hook, ForwardPasses.on_input, given)
 
-    def _note_costs(self, window: Window) -> None:
-        model = self._model() if self._budget is not None else None
-        if model is not None:
-            with undisturbed():
-                device = next(model.parameters()).device
-            self._costs.step_ended(window.step, full=window.full, norms=window.norms, device=device)
+    def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
+        """A module was called with ``args`` and returned ``output``."""
+        self._show(hook, ForwardPasses.on_output, hook, args, output)
 
-    def _hand_over(self, window: Window) -> None:
-        layout = self._layout.current(self._model(), window.order)
-        with undisturbed() if window.full else contextlib.nullcontext():
-            captured = CapturedStep.of(
-                window,
-                wall_time=time.time(),
-                layout=layout,
-                totals=self._totals,
-                faults=self._faults,
-            )
-        self._deliver(captured)
+    def on_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:
+        """A compiled graph shows an output of a module, or the gradient of one."""
+        if not backward:
+            # Without gradients only the graphs of a phase show anything.
+            show = ForwardPasses.on_graph_output
+            self._show(hook, show, hook, tensor, place, grad_enabled=True)
+        elif self._passes.backward is not None:
+            self._passes.backward.on_output_grad(hook, place, tensor)
 
-    def _pass_begins(self) -> None:
-        """A training pass begins after an optimizer has stepped in this window."""
-        if self._clock is not None:
-            self._clock.pass_begins()
+    def _show(
+        self, hook: ModuleHook, show: Callable[..., None], *args: Any, grad_enabled: bool = False
+    ) -> None:
+        """Show a call to the passes that it belongs to; it may be the first of the next step."""
+        grad_enabled = grad_enabled or torch.is_grad_enabled()
+        forward = self._passes.of_call(hook, grad_enabled=grad_enabled)
+        in_training = forward is not None and forward is self._passes.forward
+        # What checkpointing runs again, in a backward pass, begins no other pass.
+        if self._window.optimizers and in_training and backward_task() == NO_TASK:
+            self._end_waiting()
+            forward = self._passes.of_call(hook, grad_enabled=grad_enabled)
+        if forward is not None:
+            with undisturbed() as alone:
+                if alone:
+                    show(forward, *args)
 
-    def _pass_ended(self, window: Window, tally: Tally, parameters: Iterable[Tensor]) -> None:
-        """A backward pass has reached parameters."""
-        with (
-            self._costs.own,
-            self._faults.contained("to end a backward pass"),
-            undisturbed() as alone,
-        ):
-            if alone:
-                self._reader.end_pass(window, tally, parameters)
-            message = self._no_step.backward_ended(parameters)
-            if message is not None:
-                self._faults.tell(message)
-                self._hooks.pause()
+    # --- its optimizer steps: called by the hooks on optimizers -----------------------------------
 
-    def _tell_silent_modules(self, window: Window) -> None:
-        """Name, once, the watched modules that did not run in the first full step."""
-        model = self._model()
-        if self._silence_explained or model is None or not self._content.activations:
+    def steps_parameters(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer holds parameters of the model."""
+        return self._watch.table.are_stepped_by(optimizer)
+
+    def other_step(self) -> None:
+        """An optimizer that holds none of them has stepped."""
+        self._window.no_step.other_step()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The gradients are final and the parameters not yet changed."""
+        if self._window.norms:
+            read = self._reader.before_step
+            self._watch.contain_alone("to read the gradients", read, self._window, optimizer)
+
+    def evaluated(self) -> None:
+        """A closure has run for the first time: until the step ends, it is only repeated."""
+        self._watch.switch.turn(training=False)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The parameters have changed."""
+        if self._window.full:
+            read = self._reader.after_step
+            self._watch.contain_alone("to measure the update", read, self._window, optimizer)
+            self._watch.switch.turn(training=self._passes.forward is not None)
+
+    def all_stepped(self) -> bool:
+        """Whether every parameter that has a gradient was stepped since the last step ended."""
+        return self._watch.table.all_among(set(self._window.indices()))
+
+    def manual_step(self) -> None:
+        """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
+        self._reader.by_hand = True
+        if self._window.norms:
+            read = self._reader.step_by_hand
+            self._watch.contain_alone("to read the gradients", read, self._window)
+        self.step_completed()
+
+    # --- its end -------------------------------------------------------------------------------
+
+    def _end_waiting(self) -> None:
+        """End the step in progress if it only waits for other optimizers."""
+        if self._optimizers.clock.pass_begins():
+            self.step_completed()
+
+    def step_completed(self) -> None:
+        """A step is over, and its last backward pass, too."""
+        self._optimizers.clock.note_thread()
+        window = self._window
+        with self._watch.own_time:
+            with self._watch.faults.contained("to hand over a step"):
+                self._passes.end()
+                if window.norms:
+                    self._hand_over(window)
+                if window.full:
+                    self._modules.explain_silence(window)
+                self._modules.uninstall()
+                self._costs.enter(window, self._watch.model())
+            self._begin(window.step + 1)
+
+    # --- apart from steps ----------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure every forward pass inside, as a phase of its own; none of them is training."""
+        if self._watch.model() is None or not self.attached:
+            yield
             return
-        self._silence_explained = True
-        explained = explain_silence(
-            model,
-            self._hooks.watched,
-            ran=window.order,
-            trained={self._table.parameters[i].module_name for i in window.indices()},
-            step=window.step,
-        )
-        if explained is not None:
-            level, message = explained
-            self._faults.tell(message, level=level)
+        window = Window(step=self.step, measurer=Measurer(), phase=name)
+        with self._watch.faults.contained("to attach its hooks"):
+            self._modules.install(self)
+        try:
+            with self._passes.phase(window, self._modules.pictured):
+                yield
+        finally:
+            with self._watch.faults.contained("to hand over a phase"):
+                if not self._window.full:
+                    self._modules.uninstall()
+                self._hand_over(window)

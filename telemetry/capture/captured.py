@@ -15,8 +15,7 @@ from torch import Tensor
 
 from telemetry import images
 from telemetry.capture.scaler import SkippedSteps
-from telemetry.capture.tally import Kind, Name, Observation, Tally
-from telemetry.capture.window import Window
+from telemetry.capture.window import Kind, Name, Observation, Tally, Window
 from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurements
@@ -43,8 +42,13 @@ class RunTotals:
         self._full = 0
         self._clipped = 0
 
-    def clipped_fraction(self, before: float, after: float) -> float:
-        """Share of the steps told so far whose gradient norm was clipped, this one included."""
+    def clipped_fraction(self, before: float | None, after: float) -> float | None:
+        """Share of the steps so far whose gradient norm was clipped, this one included.
+
+        None where the norm before clipping is unknown; that step does not count.
+        """
+        if before is None:
+            return None
         self._full += 1
         self._clipped += after < before * _CLIPPED
         return self._clipped / self._full
@@ -126,12 +130,12 @@ class CapturedStep:
         Args:
             scalars: What the user logged for this step.
         """
-        window, scaler = self.window, self.window.scaler
+        window = self.window
         norms, present, finite = self._grad_norms()
         before = self._total_before_clipping(norms, present)
         overflown = self._overflown(bool(finite.all()))
         tensors = self._tensors(overflown)
-        return StepRecord(
+        record = StepRecord(
             step=window.step,
             wall_time=self.wall_time,
             layout=self.layout,
@@ -141,36 +145,35 @@ class CapturedStep:
             phase=window.phase,
             learning_rates=self._learning_rates(),
             scalars=scalars,
-            loss_scale=scaler.factor if scaler is not None else None,
-            skipped_steps=(
-                self.totals.count_skipped(
-                    scaler, overflown_passes=window.passes - 1 if overflown else 0
-                )
-                if scaler is not None
-                else 0
-            ),
-            skipped=scaler is not None and scaler.skipped,
             full=window.full,
             left_out=window.left_out,
             total_grad_norm_before_clipping=before,
-            clipped_fraction=(
-                self.totals.clipped_fraction(before, float(np.linalg.norm(norms)))
-                if before is not None
-                else None
-            ),
+            clipped_fraction=self.totals.clipped_fraction(before, float(np.linalg.norm(norms))),
             nan_buffers=self._nan_buffers(),
             nonfinite_parameters=self._nonfinite_parameters(tensors["weights"]),
-            inputs=tensors["inputs"],
-            outputs=tensors["outputs"],
-            output_grads=tensors["output_grads"],
-            grads=tensors["grads"],
-            weights=tensors["weights"],
             update_ratios=self._update_ratios(),
-            feature_maps=self._pictures(images.feature_map_grid, window.feature_maps),
-            filters=self._pictures(images.filter_grid, window.filters),
-            input=self._pictures(images.input_grid, {"": window.input}).get(""),
             random_states=window.random_states,
         )
+        return replace(record, **tensors, **self._scaler(overflown), **self._images())
+
+    def _scaler(self, overflown: int) -> dict[str, Any]:
+        """What a ``GradScaler`` did, if there is one."""
+        scaler = self.window.scaler
+        if scaler is None:
+            return {}
+        passes = self.window.passes - 1 if overflown else 0
+        return {
+            "loss_scale": scaler.factor,
+            "skipped_steps": self.totals.count_skipped(scaler, overflown_passes=passes),
+            "skipped": scaler.skipped,
+        }
+
+    def _images(self) -> dict[str, Any]:
+        return {
+            "feature_maps": self._pictures(images.feature_map_grid, self.window.feature_maps),
+            "filters": self._pictures(images.filter_grid, self.window.filters),
+            "input": self._pictures(images.input_grid, {"": self.window.input}).get(""),
+        }
 
     def _pictures(
         self, draw: Callable[[Tensor], NDArray[np.uint8]], samples: Mapping[str, HostCopy | None]
@@ -206,7 +209,7 @@ class CapturedStep:
         self, norms: NDArray[np.float64], present: NDArray[np.bool_]
     ) -> float | None:
         """Of the gradients that were used; those that no backward pass reached were there."""
-        readings = self.window.before_clipping()
+        readings = self.window.before_clipping
         if not readings:
             return None
         before = norms.copy()
@@ -262,9 +265,13 @@ class CapturedStep:
             return 0
         return max((int(end.wait()) for end in self.overflow_ends), default=0)
 
-    def _tensors(self, overflown: int) -> dict[Kind, dict[Any, TensorRecord]]:
-        """Observations of one name merged, in the order of first calls, but for the first few."""
-        merged: dict[Kind, dict[Any, TensorRecord]] = {kind: {} for kind in get_args(Kind)}
+    def _tensors(self, overflown: int) -> dict[str, Any]:
+        """By kind the observations of one name merged, in the order of first calls.
+
+        Args:
+            overflown: So many of the first observations are left out.
+        """
+        merged: dict[str, dict[Any, TensorRecord]] = {kind: {} for kind in get_args(Kind)}
         if self.measurements is None:
             return merged
         reduced = self.measurements.reduce()

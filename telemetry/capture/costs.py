@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from telemetry.budget import Budget, Stopwatch
+from telemetry.capture.window import Window
+from telemetry.records import Module
+from telemetry.torch_private import undisturbed
 
 
 class StepCosts:
-    """Enters each step into a budget, if there is one.
+    """Asks a budget, if there is one, how much of a step to measure, and enters the step into it.
 
     On the CPU, wall time is told from CPU time that the training thread spends inside of
     :attr:`own`. On a CUDA device, where both only queue work, an event is recorded at the end of
@@ -30,14 +35,35 @@ class StepCosts:
         # Step, whether full, whether with norms; and the event at its end.
         self._queued: deque[tuple[int, bool, bool, torch.cuda.Event]] = deque()
 
+    def affords(self, *, full: bool) -> tuple[bool, bool]:
+        """Whether the next step, if it is wanted in ``full``, can be; whether its norms can."""
+        if self._budget is None:
+            return full, True
+        full = full and self._budget.affords_full()
+        return full, full or self._budget.affords_norms()
+
+    def left_out(self, modules: Sequence[Module]) -> frozenset[str]:
+        """Names of the modules whose turn it is not in a step that is measured in full."""
+        if self._budget is None:
+            return frozenset()
+        turn = self._budget.begin_full(len(modules))
+        return frozenset(module.name for i, module in enumerate(modules) if not turn.takes(i))
+
     def restart(self) -> None:
         """The next step begins now: what came before belongs to none."""
         self._last_s, self._last_event = None, None
         self._queued.clear()
         self._stopwatch.take()
 
-    def step_ended(self, step: int, *, full: bool, norms: bool, device: torch.device) -> None:
+    def enter(self, window: Window, model: nn.Module | None) -> None:
         """A step ended; work for the next one has not begun."""
+        if self._budget is not None and model is not None:
+            with undisturbed():
+                device = next(model.parameters()).device
+            self.step_ended(window.step, full=window.full, norms=window.norms, device=device)
+
+    def step_ended(self, step: int, *, full: bool, norms: bool, device: torch.device) -> None:
+        """The same of a step with this number, done on this device."""
         if self._budget is None:
             return
         if device.type == "cuda":

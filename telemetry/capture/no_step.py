@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -14,17 +13,7 @@ may be accumulated over as many."""
 
 PASSES_WITHOUT_EVIDENCE = 200
 
-
-Ran = Literal["gone", "unknown", "never", "elsewhere", "in training"]
-
-_RAN: Mapping[Ran, str] = {
-    "gone": "the model is gone, for HookLogger does not keep it",
-    "unknown": "no backward pass followed",
-    "never": "the model never ran",
-    "elsewhere": "the model ran in evaluation mode, without gradients or on another thread only",
-    "in training": "the model ran, but no backward pass has reached its parameters",
-}
-"""What is known of the model's forward passes, and how to say it."""
+NEVER_RAN = "the model never ran"
 
 
 class NoStepWatch:
@@ -51,15 +40,19 @@ class NoStepWatch:
         if self._passes != (PASSES_WITHOUT_STEP if evidence >= few else PASSES_WITHOUT_EVIDENCE):
             return None
         self._told = True
-        return self._message()
+        return (
+            f"{self._passes} backward passes have reached this model without a step of an "
+            "optimizer that holds its parameters, and nothing is logged until there is one. "
+            f"{self._cause()}"
+        )
 
-    def at_the_end(self, ran: Ran) -> tuple[str | None, int]:
+    def at_the_end(self, ran: str) -> tuple[str | None, int]:
         """What to report if the run ends before its first step, and at which level of ``logging``.
 
         Nothing is lost where nothing ran. None if it was reported before.
 
         Args:
-            ran: What is known of the model's forward passes.
+            ran: What is known of the model's forward passes, if there was no backward pass.
         """
         if self._told:
             return None, logging.NOTSET
@@ -69,8 +62,8 @@ class NoStepWatch:
             other = f"{self._other_steps} steps of optimizers with other parameters; {way_out}"
         else:
             other = "no optimizer step" + "; call logger.step()" * (self._passes > 0)
-        idle = ran == "never" and not self._passes and not self._other_steps
-        message = f"0 steps recorded, {passes if self._passes else _RAN[ran]}, {other}"
+        idle = ran == NEVER_RAN and not self._passes and not self._other_steps
+        message = f"0 steps recorded, {passes if self._passes else ran}, {other}"
         return message, logging.INFO if idle else logging.WARNING
 
     def _look_at(self, parameter: Tensor) -> None:
@@ -80,13 +73,6 @@ class NoStepWatch:
         if self._version is not None:
             self._changed += parameter._version != self._version
         self._version = parameter._version
-
-    def _message(self) -> str:
-        return (
-            f"{self._passes} backward passes have reached this model without a step of an "
-            f"optimizer that holds its parameters, and nothing is logged until there is one. "
-            f"{self._cause()}"
-        )
 
     def _cause(self) -> str:
         few = PASSES_WITHOUT_STEP // 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,25 +12,32 @@ from torch.optim import Optimizer
 
 from telemetry.records import Parameter
 from telemetry.selection import clean_name, cleaned
+from telemetry.torch_private import undisturbed
 
 
 class ParameterTable:
     """The model's parameters in the order of ``named_parameters()``.
 
-    They are known by identity and neither held nor weakly referred to: PyTorch refuses to swap the
-    contents of a tensor that has weak references. So :meth:`refresh` has to be called whenever they
-    may have been replaced, as ``fully_shard`` does.
+    The model is held weakly. Its parameters are known by identity and neither held nor weakly
+    referred to: PyTorch refuses to swap the contents of a tensor that has weak references. So
+    :meth:`refresh` has to be called whenever they may have been replaced, as ``fully_shard`` does.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
         self._index_of: dict[int, int] = {}
         self._names: list[str] = []
         self._any_lazy = False
+        # Optimizers without parameters of the model, and how many parameters they had.
+        self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.parameters: tuple[Parameter, ...] = ()
-        self.refresh(model)
+        self.refresh()
 
-    def refresh(self, model: nn.Module) -> bool:
+    def refresh(self) -> bool:
         """Read the model's parameters again; whether they are others than before."""
+        model = self._model()
+        if model is None:
+            return False
         named = dict(model.named_parameters())
         index_of = {id(parameter): index for index, parameter in enumerate(named.values())}
         names = list(named)
@@ -38,20 +46,57 @@ class ParameterTable:
         self._index_of, self._names = index_of, names
         self._any_lazy = any(map(is_lazy, named.values()))
         self.parameters = tuple(_described(model, named))
+        self.forget_optimizers()
         return True
 
-    def holds(self, optimizer: Optimizer) -> bool:
+    def forget_optimizers(self) -> None:
+        """Look at every optimizer's parameters again."""
+        self._foreign.clear()
+
+    def are_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether any of the optimizer's parameters is the model's."""
-        return any(id(p) in self._index_of for p in parameters_of(optimizer))
+        if self._any_of(optimizer):
+            return True
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._foreign.get(optimizer) == count:
+            return False
+        # Perhaps the model's were replaced since.
+        if self.refresh() and self._any_of(optimizer):
+            return True
+        self._foreign[optimizer] = count
+        return False
+
+    def all_among(self, stepped: Collection[int]) -> bool:
+        """Whether every parameter that has a gradient is among those with these indices."""
+        model = self._model()
+        with undisturbed():
+            return model is None or all(
+                index in stepped
+                for index, parameter in enumerate(model.parameters())
+                if parameter.grad is not None
+            )
+
+    def all(self) -> list[tuple[int, Tensor]]:
+        """The model's parameters, each with its index."""
+        model = self._model()
+        return list(enumerate(model.parameters())) if model is not None else []
 
     def of(self, optimizer: Optimizer) -> list[tuple[int, Tensor]]:
         """The optimizer's parameters that are the model's, each with its index."""
         index_of = self._index_of
         return [(index_of[id(p)], p) for p in parameters_of(optimizer) if id(p) in index_of]
 
-    def index_of(self, parameter: Tensor) -> int | None:
-        """Its place among the model's parameters."""
-        return self._index_of.get(id(parameter))
+    def owners(self, indices: Iterable[int]) -> set[str]:
+        """Names of the modules that own the parameters with these indices."""
+        return {self.parameters[index].module_name for index in indices}
+
+    def grads_of(self, parameters: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
+        """Gradients of those of the parameters that are the model's, each with its index."""
+        indexed = [(self._index_of.get(id(p)), p.grad) for p in parameters]
+        return [(i, grad) for i, grad in indexed if i is not None and grad is not None]
+
+    def _any_of(self, optimizer: Optimizer) -> bool:
+        return any(id(p) in self._index_of for p in parameters_of(optimizer))
 
 
 def _described(model: nn.Module, named: dict[str, nn.Parameter]) -> Iterator[Parameter]:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from numbers import Real
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from telemetry import images
 from telemetry.capture.hooks import CONVOLUTIONS
 from telemetry.capture.norms import UpdateProbe, take_norms
-from telemetry.capture.parameters import ParameterTable, described, local
+from telemetry.capture.parameters import described, local
 from telemetry.capture.scaler import read_scaler
-from telemetry.capture.tally import Kind, Tally
-from telemetry.capture.window import OptimizerReading, Window
-from telemetry.faults import Faults
+from telemetry.capture.watch import Watch
+from telemetry.capture.window import Kind, OptimizerReading, Tally, Window
 from telemetry.host_copy import HostCopy
 from telemetry.selection import cleaned
 from telemetry.torch_private import calling_scaler
@@ -27,43 +26,39 @@ _BY_HAND = 0
 """Stands for the optimizer in a loop that has none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Content:
-    """What a full measurement holds."""
-
-    activations: bool = True
-    activation_gradients: bool = True
-    gradients: bool = True
-    weights: bool = True
-    images: bool = True
-
-
 class StepReader:
     """Fills windows with what the optimizers are given and what they do to the parameters.
 
-    Its methods are to be called where nothing of the caller's is disturbed. The model is held
-    weakly.
+    Its methods are to be called where nothing of the caller's is disturbed.
 
-    Args:
-        model: The model in training.
-        table: Its parameters.
-        content: What a full measurement holds.
-        faults: Where to tell what cannot be measured.
+    Attributes:
+        by_hand: Whether the loop has no optimizer.
     """
 
-    def __init__(
-        self, model: nn.Module, table: ParameterTable, content: Content, faults: Faults
-    ) -> None:
-        self._model = weakref.ref(model)
-        self._table = table
-        self._content = content
-        self._faults = faults
+    def __init__(self, watch: Watch) -> None:
+        self.by_hand = False
+        self._watch = watch
+        self._table = watch.table
+        self._content = watch.content
         self._probes: dict[int, UpdateProbe] = {}
         # Those that have stepped, in the order of their first steps.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
 
+    def begin(self, window: Window) -> None:
+        """Read the random states, and what no optimizer will say when it is about to change."""
+        self._table.refresh()
+        window.random_states = _random_states()
+        if self.by_hand and self._content.weights:
+            self._probes[_BY_HAND] = UpdateProbe(self._in_turn(window, self._table.all()))
+
+    def end_pass(self, window: Window, tally: Tally, parameters: Iterable[Tensor]) -> None:
+        """A backward pass is over: gradients are reduced over ranks and not clipped yet."""
+        window.end_pass(tally, take_norms(self._table.grads_of(parameters)))
+
     def before_step(self, window: Window, optimizer: Optimizer) -> None:
         """Read what an optimizer is about to use and to change, at its first step in a window."""
+        if window.full:
+            self._table.refresh()  # parameters may have been replaced
         if id(optimizer) in window.optimizers:
             return
         scaler = calling_scaler()
@@ -82,32 +77,23 @@ class StepReader:
             self._probes[id(optimizer)] = UpdateProbe(self._in_turn(window, parameters))
 
     def after_step(self, window: Window, optimizer: Optimizer) -> None:
-        """See how far the optimizer has moved the parameters."""
-        self._read_probe(window, id(optimizer))
-
-    def expect_step_by_hand(self, window: Window) -> None:
-        """Look at the parameters now: nothing will tell when the loop is about to change them."""
-        if self._content.weights:
-            self._probes[_BY_HAND] = UpdateProbe(self._in_turn(window, self._all_parameters()))
+        """Read what an optimizer's first step in a window has changed."""
+        if self._read_update(window, id(optimizer)):
+            # Not by its brackets: the optimizer's state is a defaultdict.
+            states = [(i, optimizer.state.get(p, {})) for i, p in self._table.of(optimizer)]
+            moments = [(i, s["exp_avg_sq"]) for i, s in states if "exp_avg_sq" in s]
+            self._observe(window, "second_moments", self._in_turn(window, moments))
 
     def step_by_hand(self, window: Window) -> None:
         """Read everything after a step that no optimizer took."""
-        self._read(window, _BY_HAND, self._all_parameters(), scaled=False)
-        self._read_probe(window, _BY_HAND)
-
-    def end_pass(self, window: Window, tally: Tally, parameters: Iterable[Tensor]) -> None:
-        """A backward pass is over: gradients are reduced over ranks and not clipped yet."""
-        indexed = [(self._table.index_of(p), p.grad) for p in parameters]
-        grads = [(i, grad) for i, grad in indexed if i is not None and grad is not None]
-        window.end_pass(tally, take_norms(grads))
+        if window.full:
+            self._table.refresh()
+        self._read(window, _BY_HAND, self._table.all(), scaled=False)
+        self._read_update(window, _BY_HAND)
 
     def forget(self) -> None:
         """Keep no parameter beyond the end of a step."""
         self._probes.clear()
-
-    def _all_parameters(self) -> list[tuple[int, Tensor]]:
-        model = self._model()
-        return list(enumerate(model.parameters())) if model is not None else []
 
     def _read(
         self,
@@ -157,9 +143,11 @@ class StepReader:
         for index, tensor in tensors:
             name = self._table.parameters[index].name
             values = local(tensor.detach())
-            if not window.observe(window.tally, kind, name, values, scaled=scaled):
+            if not window.observe(kind, name, values, scaled=scaled):
                 what = described(values)
-                self._faults.tell(f"{name} is not measured: {what} cannot be", kind=what)
+                self._watch.faults.tell(
+                    f"{kind} of {name} are not measured: {what} cannot be", kind=what
+                )
 
     def _read_learning_rates(self, window: Window, optimizer: Optimizer) -> None:
         """Of all optimizers, so that each keeps its place where one steps more rarely.
@@ -173,13 +161,15 @@ class StepReader:
                 rates = [group.get("lr") for group in known.param_groups]
                 window.learning_rates[id(known)] = [_rate(rate) for rate in rates]
 
-    def _read_probe(self, window: Window, optimizer: int) -> None:
+    def _read_update(self, window: Window, optimizer: int) -> bool:
+        """How far the parameters have moved; whether that was waited for."""
         probe = self._probes.pop(optimizer, None)
         if probe is not None:
             window.updates += probe.read()
+        return probe is not None
 
     def _read_buffers(self, window: Window) -> None:
-        model = self._model()
+        model = self._watch.model()
         if model is not None and not window.buffer_names:
             buffers = cleaned(model.named_buffers())
             window.buffer_names = tuple(buffers)
@@ -187,7 +177,7 @@ class StepReader:
 
     def _take_filters(self, window: Window) -> None:
         """The weights of the convolution that ran first."""
-        model = self._model()
+        model = self._watch.model()
         if window.filters or model is None:
             return
         modules = cleaned(model.named_modules())
@@ -205,3 +195,20 @@ def _rate(value: object) -> float | HostCopy:
     if isinstance(value, Tensor):
         return HostCopy(value)
     return float(value) if isinstance(value, Real) else math.nan
+
+
+def _random_states() -> dict[str, bytes]:
+    """States of torch's default generators: the CPU's and that of each GPU that is in use.
+
+    5 kB for the CPU and 16 bytes for a GPU, which need not be waited for: its generator counts on
+    the host. ``torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))`` puts
+    one back.
+    """
+    states = {"cpu": torch.get_rng_state()}
+    # While a CUDA graph is recorded, its generator's state is not known.
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        states |= {
+            f"cuda:{index}": torch.cuda.get_rng_state(index)
+            for index in range(torch.cuda.device_count())
+        }
+    return {device: state.numpy().tobytes() for device, state in states.items()}

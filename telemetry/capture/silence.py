@@ -9,6 +9,7 @@ from itertools import accumulate
 from torch import nn
 
 from telemetry.capture.hooks import ForwardHook
+from telemetry.capture.window import Window
 from telemetry.selection import clean_name
 from telemetry.torch_private import graphs_compiled, is_compiled
 
@@ -22,27 +23,22 @@ _WAYS_OUT = (
 
 
 def explain_silence(
-    model: nn.Module,
-    watched: Mapping[str, ForwardHook],
-    *,
-    ran: Collection[str],
-    trained: Collection[str],
-    step: int,
-) -> tuple[int, str] | None:
-    """What to tell the user about watched modules that did not run in a fully measured step.
+    model: nn.Module, watched: Mapping[str, ForwardHook], window: Window, trained: Collection[str]
+) -> tuple[int, str]:
+    """The level and the message to log about watched modules that did not run in a full step.
 
     Modules without parameters are left out: many only run at random, or where they do something.
 
     Args:
         model: Whose modules.
         watched: The hooks, by the names of their modules.
-        ran: Names of those that ran.
-        trained: Names of all modules with a parameter that got a gradient in that step.
-        step: Its number.
+        window: What the step has shown.
+        trained: Names of all modules with a parameter that got a gradient in it.
 
     Returns:
-        The level and the message; None if there is nothing to tell.
+        An empty message if there is nothing to say.
     """
+    ran, step = window.order, window.step
     silent = {name: hook for name, hook in watched.items() if name not in ran}
     took_part = {part for name in trained for part in accumulate(f".{name}".split("."), _join)}
     # Neither Python nor a compiled graph has called their hooks.
@@ -60,7 +56,7 @@ def explain_silence(
     with_parameters = [n for n, h in silent.items() if _has_parameters(h)]
     if with_parameters:
         return logging.INFO, _did_not_run(with_parameters, len(watched), step)
-    return None
+    return logging.INFO, ""
 
 
 def _join(outer: str, inner: str) -> str:

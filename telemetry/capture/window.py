@@ -5,20 +5,52 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from telemetry.capture.no_step import NoStepWatch
 from telemetry.capture.norms import NormReading, Norms, UpdateReading
 from telemetry.capture.scaler import ScalerReading
-from telemetry.capture.tally import Kind, Name, Observation, Tally
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
+from telemetry.records import Output
 
 MANY_OBSERVATIONS = 8192
 FEW_CALLS = 4
 """Bounds of one step: after so many observations only the first calls of each tensor are measured,
 the others counted."""
+
+Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights", "second_moments"]
+"""Named like the field of the :class:`StepRecord` that it becomes."""
+Name: TypeAlias = str | Output
+"""A parameter's or module's name, or which output."""
+
+
+class Observation(NamedTuple):
+    """One measured tensor: what and whose it is, and its number in the measurer.
+
+    ``scaled``: it has the factor of a ``GradScaler`` on it, if there is one.
+    """
+
+    kind: Kind
+    name: Name
+    measurement: int
+    scaled: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class Tally:
+    """What was observed, and how often each tensor came by, measured or only counted."""
+
+    observations: list[Observation] = field(default_factory=list)
+    calls: Counter[tuple[Kind, Name]] = field(default_factory=Counter)
+
+    def absorb(self, other: Tally) -> None:
+        """Add what ``other`` holds."""
+        self.observations += other.observations
+        self.calls.update(other.calls)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,13 +73,13 @@ class Window:
         phase: Name of a part of the run that is not training; empty for a step.
         thread: Whose forward passes are observed; None until one runs a watched module.
         order: Watched modules in the order of their first call.
-        ran_forward: Hooks that were called outside of a backward pass.
-        awaits_input: Whether what the next watched module is given comes from outside.
-        given: Identities of the tensors that the model was given in the pass in progress.
         tally: Observations in their order, of backward passes those of training.
         passes: How many such passes have ended.
+        no_step: Notices training that no optimizer of the model ever ends.
         optimizers: What each optimizer was given at its first step in this window.
         learning_rates: Of every optimizer known by then, of each parameter group.
+        before_clipping: Of each parameter that a backward pass has reached, the norms that were
+            taken at the end of the last one, and its place among them.
     """
 
     step: int
@@ -57,13 +89,12 @@ class Window:
     phase: str = ""
     thread: int | None = None
     order: dict[str, None] = field(default_factory=dict)
-    ran_forward: set[object] = field(default_factory=set)
-    awaits_input: bool = True
-    given: set[int] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
     passes: int = 0
+    no_step: NoStepWatch = field(default_factory=NoStepWatch)
     optimizers: dict[int, OptimizerReading] = field(default_factory=dict)
     learning_rates: dict[int, Sequence[float | HostCopy]] = field(default_factory=dict)
+    before_clipping: dict[int, tuple[NormReading, int]] = field(default_factory=dict)
     updates: list[UpdateReading] = field(default_factory=list)
     parameter_norms: list[NormReading] = field(default_factory=list)
     buffer_names: Sequence[str] = ()
@@ -77,7 +108,6 @@ class Window:
     def __post_init__(self) -> None:
         self._seen: Counter[tuple[Kind, Name]] = Counter()
         self._measured = 0
-        self._before_clipping: dict[int, tuple[NormReading, int]] = {}
         self._overflow_ends: dict[torch.device, Tensor] = {}
 
     @property
@@ -93,26 +123,27 @@ class Window:
 
     def observe(
         self,
-        tally: Tally,
         kind: Kind,
         name: Name,
         tensor: Tensor,
         *,
         unit_axis: int | None = None,
         scaled: bool = False,
+        tally: Tally | None = None,
     ) -> bool:
         """Measure ``tensor`` as it is now; False if that is not possible.
 
         Args:
-            tally: Where it goes: this window's own, or that of a running backward pass.
             kind: What it is.
             name: Whose it is.
             tensor: Not kept.
             unit_axis: See :meth:`Measurer.add`.
             scaled: Whether it still has the factor of a ``GradScaler`` on it, if there is one.
+            tally: Where it goes: that of a running backward pass; None: this window's own.
         """
         if self.measurer is None:
             return True
+        tally = self.tally if tally is None else tally
         if self._measured >= MANY_OBSERVATIONS and self._seen[kind, name] >= FEW_CALLS:
             tally.calls[kind, name] += 1
             return True
@@ -137,7 +168,7 @@ class Window:
         for group in norms:
             reading = group.sent()
             for place, index in enumerate(group.indices):
-                self._before_clipping[index] = reading, place
+                self.before_clipping[index] = reading, place
             self._mark_overflow(group)
 
     def _mark_overflow(self, norms: Norms) -> None:
@@ -145,11 +176,6 @@ class Window:
         end = norms.nonfinite.to(torch.int64) * len(self.tally.observations)
         known = self._overflow_ends.get(end.device)
         self._overflow_ends[end.device] = end if known is None else torch.maximum(known, end)
-
-    def before_clipping(self) -> Mapping[int, tuple[NormReading, int]]:
-        """For each parameter that a backward pass reached, the reading after the last one, and
-        its place in that."""
-        return self._before_clipping
 
     def overflow_ends(self) -> Sequence[HostCopy]:
         """Of each device, how many observations there were when a gradient last was not finite."""

@@ -61,9 +61,9 @@ def train(name: str, log_dir: Path | None, *, watch: str) -> dict[str, Any]:
     wrapped = WRAPPERS[name](model)
     if log_dir is not None and watch == "after":
         logger = HookLogger(wrapped, log_dir, alerts=[recorder], every_n_steps=2)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.1)
     seed(dist.get_rank() + 1)
-    norms, grads = [], []
+    norms, grads, second_moments = [], [], []
     for _ in range(3):
         optimizer.zero_grad()
         if name == "ddp_with_accumulation":
@@ -74,12 +74,15 @@ def train(name: str, log_dir: Path | None, *, watch: str) -> dict[str, Any]:
         grads.append(float(torch.cat([own(p.grad).flatten() for p in model.parameters()]).norm()))
         torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
         optimizer.step()
+        states = [optimizer.state[p] for p in wrapped.parameters()]
+        second_moments.append([float(own(s["exp_avg_sq"]).double().sum()) for s in states])
     if logger is not None:
         logger.close()
     return {
         "parameters": [own(p).detach().flatten().tolist() for p in model.parameters()],
         "random": draw(),
         "norms_before_clipping": grads,
+        "second_moments": second_moments,
         "records": [summary(record) for record in recorder.records],
     }
 
@@ -98,6 +101,7 @@ def summary(record: StepRecord) -> dict[str, Any]:
         "activation_counts": {name: t.sketch.count for name, t in record.activations.items()},
         "activation_grads": {name: t.calls for name, t in record.activation_grads.items()},
         "weights": {name: t.sketch.count for name, t in record.weights.items()},
+        "second_moments": {name: t.sketch.sum for name, t in record.second_moments.items()},
         "update_ratios": {n: bool(np.isfinite(r)) for n, r in record.update_ratios.items()},
     }
 

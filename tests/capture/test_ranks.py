@@ -50,7 +50,7 @@ def test_ranks_are_left_alone_and_log_what_they_hold(
     calls = 2 if "accumulation" in case else 1
     for rank, results in enumerate(ranks):
         bare, watched = results[case]["bare"], results[case]["watched"]
-        for key in ("parameters", "random", "norms_before_clipping"):
+        for key in ("parameters", "random", "norms_before_clipping", "second_moments"):
             assert bare[key] == watched[key]
         if case.endswith("rank 0") and rank == 1:
             continue
@@ -63,6 +63,8 @@ def test_ranks_are_left_alone_and_log_what_they_hold(
             assert record["activation_grads"] == dict.fromkeys("012", calls)
             assert list(record["weights"].values()) == list(map(len, watched["parameters"]))
             assert all(record["update_ratios"].values())
+            moments = watched["second_moments"][record["step"]]
+            assert list(record["second_moments"].values()) == pytest.approx(moments, rel=1e-5)
             if case in ("fsdp/before", "fsdp/rank 0") and record["step"] == 0:
                 continue  # the parameters were replaced after the step had begun
             expected = watched["norms_before_clipping"][record["step"]]

@@ -118,7 +118,7 @@ def test_a_step_of_very_many_micro_batches_is_bounded(
     assert observed == [60 + 2 * 2]  # and a gradient and a weight of each parameter
     for tensors in (step.activations, step.activation_grads):
         assert {tensor.calls for tensor in tensors.values()} == {100}
-    assert step.activations["0"].sketch.count == 12 * 4  # the input counts, too
+    assert step.activations["0"].sketch.count == 12 * 4  # beside an input, for each of 12 passes
     assert step.grads["0.weight"].calls == 1
 
 

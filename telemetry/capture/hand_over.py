@@ -1,0 +1,93 @@
+"""Who hands a finished step over to the background thread, with the layout of the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+
+from torch import nn
+
+from telemetry.capture.captured import CapturedStep, RunTotals
+from telemetry.capture.watch import Watch
+from telemetry.capture.window import Window
+from telemetry.records import Layout, Module
+from telemetry.selection import cleaned
+from telemetry.torch_private import undisturbed
+
+
+class HandOver:
+    """Makes a :class:`CapturedStep` of each window that is complete, and delivers it.
+
+    Attributes:
+        happened: Whether anything was handed over so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, watch: Watch, deliver: Callable[[CapturedStep], None]
+    ) -> None:
+        self.happened = False
+        self._watch = watch
+        self._deliver = deliver
+        self._totals = RunTotals()
+        self._forward_order: dict[str, None] = {}
+        self._layout = self._make_layout(model)
+
+    def __call__(self, window: Window) -> None:
+        """Nothing is added to the window any more."""
+        layout, faults = self.layout(window.order), self._watch.faults
+        with undisturbed() if window.full else nullcontext():
+            captured = CapturedStep.of(
+                window, wall_time=time.time(), layout=layout, totals=self._totals, faults=faults
+            )
+        self._deliver(captured)
+        self.happened = True
+
+    def layout(self, ran: Iterable[str] = ()) -> Layout:
+        """The same one until parameters are replaced or a module runs for the first time.
+
+        The forward order is that of first calls. A module that never ran follows the module before
+        it in ``named_modules()``.
+
+        Args:
+            ran: Modules that have run, in that order.
+        """
+        new = [name for name in ran if name not in self._forward_order]
+        if new or self._layout.parameters is not self._watch.table.parameters:
+            model = self._watch.model()
+            if model is not None:
+                self._forward_order.update(dict.fromkeys(new))
+                self._layout = self._make_layout(model)
+        return self._layout
+
+    @property
+    def forward_order(self) -> Sequence[str]:
+        """The modules that have run, by name."""
+        return tuple(self._forward_order)
+
+    def load_forward_order(self, order: Iterable[str]) -> None:
+        """Take the order from an earlier part of the run."""
+        model = self._watch.model()
+        if model is not None:
+            known = cleaned(model.named_modules())
+            self._forward_order = dict.fromkeys(name for name in order if name in known)
+            self._layout = self._make_layout(model)
+
+    def _make_layout(self, model: nn.Module) -> Layout:
+        modules, parameters = cleaned(model.named_modules()), self._watch.table.parameters
+        shown = set(cleaned(self._watch.selection.apply(model).items()))
+        shown |= {parameter.module_name for parameter in parameters}
+        rank = {name: index for index, name in enumerate(self._forward_order)}
+        ranked: list[tuple[int, str]] = []
+        last = -1
+        for name in modules:
+            last = rank.get(name, last)
+            if name in shown:
+                ranked.append((last, name))
+        ranked.sort(key=lambda pair: pair[0])
+        return Layout(
+            modules=tuple(
+                Module(name=name, type_name=type(modules[name]).__name__) for _, name in ranked
+            ),
+            parameters=parameters,
+        )

@@ -1,0 +1,92 @@
+"""What is watched: one model, and what every piece of capture needs to know of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from telemetry.capture.parameters import ParameterTable
+from telemetry.faults import Faults
+from telemetry.selection import Selection
+from telemetry.torch_private import undisturbed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a full measurement holds."""
+
+    activations: bool = True
+    activation_gradients: bool = True
+    gradients: bool = True
+    weights: bool = True
+    images: bool = True
+
+
+class Switch:
+    """Whether the hooks on modules do anything.
+
+    Compiled graphs are guarded by these attributes: there is one graph with observers and one
+    without.
+
+    Attributes:
+        training: Whether passes of training are observed.
+        in_phase: Whether those of a phase are.
+        armed: Whether any are.
+        output_grads: Whether gradients with respect to outputs are observed, too.
+    """
+
+    def __init__(self, *, output_grads: bool) -> None:
+        self.training = self.in_phase = self.armed = False
+        self.output_grads = output_grads
+
+    def turn(self, *, training: bool | None = None, in_phase: bool | None = None) -> None:
+        """Observe these passes, or no longer; None: as before."""
+        self.training = self.training if training is None else training
+        self.in_phase = self.in_phase if in_phase is None else in_phase
+        self.armed = self.training or self.in_phase
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Watch:
+    """One model that is watched.
+
+    Attributes:
+        model: Held weakly.
+        table: Its parameters.
+        selection: Which of its modules are watched.
+        content: What a full measurement holds.
+        switch: What the hooks on its modules look at.
+        faults: Where to report what failed.
+        own_time: Entered while anything is done on the training thread.
+    """
+
+    model: weakref.ref[nn.Module]
+    table: ParameterTable
+    selection: Selection
+    content: Content
+    switch: Switch
+    faults: Faults
+    own_time: AbstractContextManager[None]
+
+    def contain(self, doing: str, act: Callable[..., None], *args: Any) -> None:
+        """Act from inside of a hook; an exception is reported and not raised."""
+        with self.own_time:
+            try:
+                act(*args)
+            except Exception:
+                self.faults.report(doing)
+
+    def contain_alone(self, doing: str, act: Callable[..., None], *args: Any) -> None:
+        """The same where none of the caller's modes sees it; not at all where that cannot be."""
+        with self.own_time:
+            try:
+                with undisturbed() as alone:
+                    if alone:
+                        act(*args)
+            except Exception:
+                self.faults.report(doing)
