@@ -26,12 +26,12 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from telemetry import untrusted
 from telemetry.layers import MISSING, Statistic
-from telemetry.records import Alert, Layout, Module, Parameter, parse_alert
+from telemetry.records import Alert, Layout, Module, Parameter, alert_fields, parse_alert
 
 PLUGIN_NAME = "telemetry"
 FORMAT_VERSION = 1
@@ -150,13 +150,8 @@ _LAYOUT_FIELDS = untrusted.fields(
 
 
 def encode_alert(alert: Alert, origin: Mapping[str, str | float] | None = None) -> bytes:
-    """The JSON text of an alert, in one line; ``origin`` are further fields, which say whose."""
-    content = asdict(alert) | {
-        "format": FORMAT_VERSION,
-        "value": json_number(alert.value),
-        "threshold": json_number(alert.threshold),
-        **(origin or {}),
-    }
+    """The JSON text of an alert, in one line; ``origin`` adds fields that say where it is from."""
+    content = {**alert_fields(alert), "format": FORMAT_VERSION, **(origin or {})}
     return json.dumps(content, separators=(",", ":")).encode()
 
 
@@ -168,11 +163,6 @@ def decode_alert(text: bytes) -> Alert:
         ValueError: It is no alert.
     """
     return parse_alert(_parse(text, "alert"))
-
-
-def json_number(value: float) -> float | str:
-    """The number, or its name: JSON has neither NaN nor infinity."""
-    return value if math.isfinite(value) else str(float(value))
 
 
 def _parse(text: bytes, what: str) -> Any:

@@ -17,9 +17,9 @@ from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
 from telemetry.reading.builtin_tags import histogram_tags
 from telemetry.reading.files import FileSource
+from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
-from telemetry.reading.windows import thin
 from telemetry.tensorboard_plugin.static_files import read_static_files
 
 MAX_ROWS = 1000

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers import MISSING
+from telemetry.reading.matrix import in_order
 from telemetry.reading.sessions import Segment
-from telemetry.reading.windows import in_order
 
 Series = tuple[NDArray[np.int64], NDArray[np.float32]]
 

@@ -12,10 +12,11 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from telemetry.events.tail import records_from_end
 from telemetry.page_format import parse_chunk
+from telemetry.tag_names import TOTAL_GRAD_NORM
 
-_TOTAL_NORM = "grad_norm/total"
-_MARKS = (_TOTAL_NORM.encode(), b"telemetry/n/", b"telemetry/m/")
-"""Tags that each step has, and that nobody else writes; a user's own may count something else."""
+_MARKS = (TOTAL_GRAD_NORM.encode(), b"telemetry/n/", b"telemetry/m/")
+"""Tags that every step of a logger has and that nobody else writes: the steps of a user's own tags
+may count something else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,6 @@ def _step_of(data: bytes) -> int | None:
     except DecodeError:
         return None
     tags = (value.tag for value in event.summary.value)
-    if any(tag == _TOTAL_NORM or parse_chunk(tag) is not None for tag in tags):
+    if any(tag == TOTAL_GRAD_NORM or parse_chunk(tag) is not None for tag in tags):
         return int(event.step)
     return None

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers import PAGE_STATISTICS
-from telemetry.page_format import FORMAT_VERSION, json_number
+from telemetry.page_format import FORMAT_VERSION
 from telemetry.reading import builtin_tags
 from telemetry.reading.distributions import distribution, histogram_table
+from telemetry.reading.matrix import Matrix
 from telemetry.reading.run_data import LayerSeries, Overview
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import Point, Problems, RunSource
-from telemetry.reading.windows import Matrix
-from telemetry.records import Alert
+from telemetry.records import alert_fields
 
 MAX_PICTURE_PIXELS = 1 << 22
 """Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws."""
@@ -57,7 +56,7 @@ def overview(run: Overview) -> dict[str, Any]:
         "firstStep": run.first_step,
         "lastStep": run.last_step,
         "sessions": run.session_count,
-        "alerts": [_alert(alert) for alert in run.alerts],
+        "alerts": [alert_fields(alert) for alert in run.alerts],
     }
 
 
@@ -187,10 +186,3 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes
 
 def _steps(steps: NDArray[np.int64]) -> NDArray[np.float64]:
     return steps.astype(np.float64)
-
-
-def _alert(alert: Alert) -> dict[str, Any]:
-    return asdict(alert) | {
-        "value": json_number(alert.value),
-        "threshold": json_number(alert.threshold),
-    }

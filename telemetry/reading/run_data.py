@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.page_format import ALERT_PREFIX, PLUGIN_NAME, ChunkKind, NewerFormatError
 from telemetry.reading import derived
+from telemetry.reading.matrix import Matrix, Region, in_order
 from telemetry.reading.numbers import CALL_TAGS, NumberCache, Numbers, Wanted
 from telemetry.reading.sessions import (
     Layer,
@@ -25,7 +26,6 @@ from telemetry.reading.sessions import (
     is_layout,
 )
 from telemetry.reading.sources import Point, RunSource
-from telemetry.reading.windows import Matrix, Window, in_order
 from telemetry.records import Alert
 
 MAX_ALERTS = 10_000
@@ -108,7 +108,7 @@ class RunData:
                 session_count=len(structure.sessions.begins),
             )
 
-    def matrix(self, statistic: str, window: Window | None = None) -> Matrix:
+    def matrix(self, statistic: str, region: Region | None = None) -> Matrix:
         """One statistic of all layers at all steps, or of a part of both.
 
         Raises:
@@ -116,19 +116,19 @@ class RunData:
         """
         if statistic not in {known.name for known in PAGE_STATISTICS}:
             raise KeyError(statistic)
-        window = window or Window()
+        region = region or Region()
         with self._lock:
             self._refresh()
             count = len(self._structure.layers)
-            rows = window.layers(count)
+            rows = region.layers(count)
             kind: ChunkKind = "n" if statistic in _EVERY_STEP else "m"
-            sampled, parts = self._read(kind, window)
+            sampled, parts = self._read(kind, region)
             steps, values = [np.empty(0, np.int64)], [np.empty((0, count), np.float32)[:, rows]]
             for segment, numbers in parts:
                 of_modules = _statistic(segment, numbers.values, statistic)
                 if of_modules is None:
                     continue
-                inside = window.holds(numbers.steps) & (numbers.steps < segment.end)
+                inside = region.holds(numbers.steps) & (numbers.steps < segment.end)
                 steps.append(numbers.steps[inside])
                 values.append(_spread(of_modules[inside], segment.rows, count)[:, rows])
         all_steps, all_values = in_order(np.concatenate(steps), np.concatenate(values))
@@ -145,7 +145,7 @@ class RunData:
             name = self._structure.layers[layer].name
             series = derived.SeriesBuilder()
             for kind in ("m", "n"):
-                for segment, numbers in self._read(kind, Window())[1]:
+                for segment, numbers in self._read(kind, Region())[1]:
                     place = segment.layout.position.get(name)
                     if place is None:
                         continue
@@ -221,25 +221,25 @@ class RunData:
                     yield tag, points[-1]
 
     def _read(
-        self, kind: ChunkKind, window: Window
+        self, kind: ChunkKind, region: Region
     ) -> tuple[bool, Iterator[tuple[Segment, Numbers]]]:
-        """Whether steps are left out, and what the tags that reach into the window hold."""
+        """Whether steps are left out, and what the tags that reach into the region hold."""
         structure = self._structure
         wanted = [
             Wanted(kind=kind, segment=segment, tag=tag, layer_count=len(structure.layers))
             for segment in structure.segments
             for tag in segment.tags[kind]
-            if _reaches(tag, segment, window)
+            if _reaches(tag, segment, region)
         ]
         return self._numbers.read(self.source, wanted)
 
 
-def _reaches(tag: TagRange, segment: Segment, window: Window) -> bool:
+def _reaches(tag: TagRange, segment: Segment, region: Region) -> bool:
     if tag.after + 1 >= segment.end:
         return False
-    if window.first_step is not None and tag.last < window.first_step:
+    if region.first_step is not None and tag.last < region.first_step:
         return False
-    return window.last_step is None or tag.after < window.last_step
+    return region.last_step is None or tag.after < region.last_step
 
 
 def _statistic(

@@ -11,12 +11,12 @@ from tensorboard import plugin_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from telemetry.layers import STATISTICS
+from telemetry.layers import PAGE_STATISTICS
 from telemetry.page_format import PLUGIN_NAME, NewerFormatError
 from telemetry.reading import payloads
+from telemetry.reading.matrix import Region, thin
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
-from telemetry.reading.windows import Window, thin
 from telemetry.tensorboard_plugin.provider_source import ProviderSource, list_runs
 from telemetry.tensorboard_plugin.requests import (
     BadRequestError,
@@ -90,16 +90,17 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             return _json(request, {"newerFormat": str(error)})
 
     def _serve_matrix(self, request: wrappers.Request) -> wrappers.Response:
-        window = Window(
+        region = Region(
             first_step=number(request, "first_step"),
             last_step=number(request, "last_step"),
             first_layer=number(request, "first_layer") or 0,
             last_layer=number(request, "last_layer"),
         )
         statistic = text(request, "statistic")
-        if statistic not in {known.name for known in STATISTICS}:
-            raise BadRequestError("statistic is not one of those that there are")
-        matrix = self._run(request).matrix(statistic, window)
+        names = [known.name for known in PAGE_STATISTICS]
+        if statistic not in names:
+            raise BadRequestError(f"statistic must be one of {', '.join(names)}")
+        matrix = self._run(request).matrix(statistic, region)
         return _bytes(
             request, payloads.matrix(thin(matrix, max_layers=MAX_ROWS, max_cells=MAX_CELLS))
         )

@@ -14,7 +14,7 @@ from telemetry.records import Alert, StepRecord
 from telemetry.writing import custom_scalars, spread, tags
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.learning_rates import LearningRates
-from telemetry.writing.page import Recorder
+from telemetry.writing.page import PageWriter
 
 _SETTINGS = frozenset({charts_metadata.PLUGIN_NAME, hparams_metadata.PLUGIN_NAME})
 
@@ -34,11 +34,11 @@ class Board:
 
     Args:
         pictures: Whether to draw the layers × steps picture now and then.
-        session_id: Names the page's data, as in :class:`~telemetry.writing.page.Recorder`.
+        session_id: Names the page's data, as in :class:`~telemetry.writing.page.PageWriter`.
     """
 
     def __init__(self, *, pictures: bool = True, session_id: str | None = None) -> None:
-        self._page = Recorder(session_id)
+        self._page = PageWriter(session_id)
         self._rates = LearningRates()
         self._picture = HeatmapPicture() if pictures else None
         self._alert_count = 0

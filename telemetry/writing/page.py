@@ -30,7 +30,7 @@ _BLOCK_S = 0.75
 """With the second after which a writer writes, a step is in the file two seconds later at most."""
 
 
-class Recorder:
+class PageWriter:
     """Turns the records of one run, in the order of their steps, into values of events.
 
     The gradient norms of steps that are not measured in full are collected and given out as one

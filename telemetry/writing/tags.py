@@ -14,6 +14,7 @@ from telemetry.layers import PARAMETER_STATISTICS, table
 from telemetry.plain_text import printable
 from telemetry.records import Alert, Layout, Output, Parameter, StepRecord, TensorRecord
 from telemetry.selection import spread
+from telemetry.tag_names import TOTAL_GRAD_NORM, numbered
 from telemetry.writing.magnitudes import log10_histogram
 
 MANY_PARAMETERS = 64
@@ -32,7 +33,7 @@ def values_of(record: StepRecord) -> Iterator[Summary.Value]:
             value.tag = f"{record.phase}/{value.tag}"
             yield value
         return
-    yield summaries.scalar("grad_norm/total", record.total_grad_norm)
+    yield summaries.scalar(TOTAL_GRAD_NORM, record.total_grad_norm)
     if not record.full:
         return
     if record.loss_scale is not None:
@@ -125,24 +126,25 @@ def _magnitudes(tag: str, tensor: TensorRecord) -> Iterator[Summary.Value]:
 
 def _images(record: StepRecord) -> Iterator[Summary.Value]:
     for name, pixels in record.feature_maps.items():
-        yield _image(f"feature_maps/{_output_tag(record.layout, Output(name))}", pixels)
+        yield image(f"feature_maps/{_output_tag(record.layout, Output(name))}", pixels)
     for name, pixels in record.filters.items():
-        yield _image(f"filters/{_output_tag(record.layout, Output(name))}", pixels)
+        yield image(f"filters/{_output_tag(record.layout, Output(name))}", pixels)
     if record.input is not None:
-        yield _image("input", record.input)
+        yield image("input", record.input)
 
 
-def _image(tag: str, pixels: NDArray[np.uint8]) -> Summary.Value:
+def image(tag: str, pixels: NDArray[np.uint8]) -> Summary.Value:
+    """A picture of ``[height, width, 3]`` pixels."""
     height, width, _ = pixels.shape
     return summaries.image(tag, [encode_png(pixels)], width, height)
 
 
 def _parameter_tag(layout: Layout, parameter: Parameter) -> str:
-    return f"{layout.position[parameter.module_name]:04d}.{printable(parameter.name)}"
+    return numbered(layout.position[parameter.module_name], parameter.name)
 
 
 def _output_tag(layout: Layout, output: Output) -> str:
-    """``NNNN.name`` of a module's output; the model itself goes by the name of its class."""
-    position = layout.position[output.module_name]
-    name = output.module_name or layout.modules[position].type_name
-    return f"{position:04d}.{printable(str(Output(name, output.place)))}"
+    """``NNNN.name`` of a module's output; the model itself has the name of its class."""
+    place = layout.position[output.module_name]
+    name = output.module_name or layout.modules[place].type_name
+    return numbered(place, str(Output(name, output.place)))

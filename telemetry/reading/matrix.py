@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class Region:
     """A part of a matrix, both ends included; None: from the beginning, to the end."""
 
     first_step: int | None = None
