@@ -23,11 +23,11 @@ _RATE = re.compile(r"learning_rate/\d+|lr", re.IGNORECASE)
 _MAX_RATES = 4
 
 NamedTag = tuple[str, str, str]
-"""What it shows, of which output or parameter, the tag."""
+"""The kind of data, the name of the output or parameter, and the tag."""
 
 
 def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
-    """Those of a layer's outputs, parameters and their gradients."""
+    """The tags of a layer's outputs and parameters, and of their gradients."""
     outputs, parameters = [], []
     parameter_names = {printable(parameter.name) for parameter in layer.parameters}
     for tag in tags:
@@ -40,7 +40,7 @@ def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
 
 
 def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
-    """Those of a layer's feature maps and filters."""
+    """The tags of a layer's feature maps and filters."""
     found = []
     for tag in tags:
         kind, place, name = parse_numbered(tag) or _OTHER

@@ -1,4 +1,4 @@
-"""Reads what the Telemetry page shows of one run; remembers it, and reads only what is new."""
+"""Reads and caches what the Telemetry page shows of one run."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from telemetry.reading.sources import Point, RunSource
 from telemetry.records import Alert
 
 MAX_ALERTS = 10_000
-"""Of one run; the page lists every one."""
+"""Alerts of one run; the page lists every one."""
 _EVERY_STEP = {statistic.name for statistic in PAGE_STATISTICS if statistic.every_step}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Overview:
-    """What there is of a run.
+    """Layers, steps and alerts of a run.
 
     Attributes:
-        version: Another one if what was read before no longer counts: new layers, new sessions.
+        version: Changes when earlier answers no longer fit, because of new layers or sessions.
         layers: All rows, in forward order.
         first_step: The first step with data.
-        last_step: The last.
-        alerts: By step.
-        session_count: How often the run was begun or resumed.
+        last_step: The last step with data.
+        alerts: In the order of their steps.
+        session_count: How often the run was started or resumed.
     """
 
     version: str
@@ -59,8 +59,8 @@ class LayerSeries:
     """Everything about one layer over time.
 
     Attributes:
-        statistics: Steps ``[k]`` and values ``[k]`` by the name of the statistic.
-        parameters: Likewise the gradient norm of each of its parameters, by the parameter's name.
+        statistics: Steps ``[k]`` and values ``[k]``, by the statistic's name.
+        parameters: The same for the gradient norm of each parameter, by the parameter's name.
     """
 
     statistics: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]
@@ -68,7 +68,7 @@ class LayerSeries:
 
 
 class RunData:
-    """One run, as often as it is asked for; from any thread.
+    """One run. Each call looks for new data; calls may come from any thread.
 
     Args:
         source: Where to read from.
@@ -82,10 +82,10 @@ class RunData:
         self._forget()
 
     def overview(self) -> Overview:
-        """What there is now; looks for new data.
+        """What the run holds now.
 
         Raises:
-            NewerFormatError: It has a later format, and nothing in it can be read.
+            NewerFormatError: The run has a later format, and nothing in it can be read.
         """
         with self._lock:
             self._refresh()
@@ -109,10 +109,10 @@ class RunData:
             )
 
     def matrix(self, statistic: str, region: Region | None = None) -> Matrix:
-        """One statistic of all layers at all steps, or of a part of both.
+        """One statistic of all layers at all steps, or of a region of both.
 
         Raises:
-            KeyError: There is no such statistic.
+            KeyError: The page has no statistic of this name.
         """
         if statistic not in {known.name for known in PAGE_STATISTICS}:
             raise KeyError(statistic)
@@ -137,8 +137,11 @@ class RunData:
     def layer_series(self, layer: int) -> LayerSeries:
         """All statistics of one layer at all steps.
 
+        Args:
+            layer: Its index in ``overview().layers``.
+
         Raises:
-            IndexError: There is no such layer.
+            IndexError: The run has fewer layers.
         """
         with self._lock:
             self._refresh()
@@ -158,7 +161,7 @@ class RunData:
         return LayerSeries(statistics=series.statistics(), parameters=series.parameters())
 
     def _version(self) -> str:
-        """Tells structures apart that columns already read cannot be put together with."""
+        """A hash that changes when columns read earlier no longer fit new ones."""
         parts = [
             f"{segment.begin},{len(segment.layout.modules)}" for segment in self._structure.segments
         ]
@@ -223,7 +226,7 @@ class RunData:
     def _read(
         self, kind: ChunkKind, region: Region
     ) -> tuple[bool, Iterator[tuple[Segment, Numbers]]]:
-        """Whether steps are left out, and what the tags that reach into the region hold."""
+        """Whether steps are left out, and the content of the tags that reach into the region."""
         structure = self._structure
         wanted = [
             Wanted(kind=kind, segment=segment, tag=tag, layer_count=len(structure.layers))
@@ -245,7 +248,7 @@ def _reaches(tag: TagRange, segment: Segment, region: Region) -> bool:
 def _statistic(
     segment: Segment, values: NDArray[np.float32], name: str
 ) -> NDArray[np.float32] | None:
-    """One statistic of the segment's modules, ``[k, modules]``; None if it does not have it."""
+    """One statistic of the segment's modules, ``[k, modules]``; None if the segment lacks it."""
     if name in _EVERY_STEP:
         return derived.gradient_statistic(segment, values, name)
     if name not in segment.statistic_names:
@@ -254,7 +257,7 @@ def _statistic(
 
 
 def _spread(values: NDArray[np.float32], rows: NDArray[np.intp], count: int) -> NDArray[np.float32]:
-    """Columns of a segment's modules in their places among all layers."""
+    """Moves the columns of a segment's modules to their places among all layers."""
     if len(rows) == count and (rows == np.arange(count)).all():
         return values
     spread = np.full((len(values), count), MISSING, np.float32)

@@ -38,7 +38,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     """Serves the page, and the data of a run in the pieces that the page asks for.
 
     Args:
-        context: TensorBoard's; its data provider is what is read.
+        context: TensorBoard's context; runs are read through its data provider.
     """
 
     plugin_name = PLUGIN_NAME
@@ -50,7 +50,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._lock = threading.Lock()
 
     def is_active(self) -> bool:
-        # TensorBoard itself lists the plugins that have data.
+        # TensorBoard also lists plugins that have data.
         return False
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
@@ -75,7 +75,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         name = request.path.rpartition("/static/")[2]
         content, kind = self._static.get(name), content_type(name)
         if content is None or kind is None:
-            raise NotFoundError("there is no such file")
+            raise NotFoundError(f"no such file: {name}")
         return send(request, content, kind)
 
     def _serve_runs(self, request: wrappers.Request) -> wrappers.Response:
@@ -125,7 +125,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         run, tag, step = self._run(request), text(request, "tag"), required_number(request, "step")
         png = payloads.picture(run.source, tag, step)
         if png is None:
-            raise NotFoundError("there is no such picture")
+            raise NotFoundError(f"no picture of {tag} at step {step}")
         return send(request, png, "image/png", expires=3600)
 
     def _run(self, request: wrappers.Request) -> RunData:
@@ -135,7 +135,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             if known is None:
                 source = ProviderSource(self._provider, experiment, name)
                 if not source.tensor_tags(PLUGIN_NAME):
-                    raise NotFoundError("there is no such run, or it has no telemetry data")
+                    raise NotFoundError(f"no such run, or it has no telemetry data: {name}")
                 known = self._runs[experiment, name] = RunData(source)
             self._runs.move_to_end((experiment, name))
             if len(self._runs) > _MAX_RUNS_KEPT:
@@ -152,7 +152,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         for index, layer in enumerate(overview.layers):
             if layer.name == name:
                 return index
-        raise NotFoundError("the run has no such layer")
+        raise NotFoundError(f"the run has no such layer: {name}")
 
 
 def _json(request: wrappers.Request, content: Any) -> wrappers.Response:

@@ -109,7 +109,7 @@ def test_nan_and_infinity_survive(tmp_path: Path, open_run: OpenRun) -> None:
     np.testing.assert_array_equal(open_run(tmp_path).matrix("grad_norm").values, [values])
 
 
-def test_a_newer_format_is_told(tmp_path: Path, open_run: OpenRun) -> None:
+def test_a_newer_format_is_reported(tmp_path: Path, open_run: OpenRun) -> None:
     with_format(tmp_path, b'{"format": 99, "strange": true}')
     with pytest.raises(NewerFormatError, match="format 99"):
         open_run(tmp_path).overview()
