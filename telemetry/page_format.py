@@ -1,21 +1,20 @@
-"""Tags and JSON texts of the Telemetry page's data; writing and reading share them.
+"""The format of the Telemetry page's data: its tags and JSON texts.
 
-All of it lies under the plugin name ``telemetry``, in string and float32 tensors. ``<session>`` is
-one logger's life, ``<layout>`` counts the layouts seen in it, and ``<chunk>`` counts tags of at
-most :data:`EVENTS_PER_TAG` events, so that TensorBoard's sampling keeps every step.
+The data has the plugin name ``telemetry`` and is in string and float32 tensors. ``<session>`` is
+the id of one logger, ``<layout>`` counts its layouts, and ``<chunk>`` counts its tags, which have
+at most :data:`EVENTS_PER_TAG` events each, so that TensorBoard's sampling keeps every step.
 
 ================================================  ==================================================
 ``telemetry/layout/<session>/<layout>``           JSON: modules, parameters, statistics
 ``telemetry/m/<session>/<layout>/<chunk>``        float32 ``[modules, statistics]`` of a full step
 ``telemetry/n/<session>/<layout>/<chunk>``        float32 ``[steps, 1 + parameters]``: gradient
                                                   norms of every step; the first column is the
-                                                  step, counted from that of the event (0 or less)
+                                                  step relative to the event's (0 or less)
 ``telemetry/a/<session>/<number>``                JSON: one alert
 ================================================  ==================================================
 
-All numbers are 0 or more; :data:`~telemetry.layers.MISSING` stands for what was not measured, NaN
-and infinity for themselves. Sessions sort by age. Where a later one begins, what earlier ones say
-of that step and the following no longer counts.
+Numbers are 0 or more, NaN or infinite; :data:`~telemetry.layers.MISSING` stands for what was not
+measured. Sessions sort by age. From its first step on, a session replaces all earlier ones.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from telemetry import untrusted
 from telemetry.layers import MISSING, Statistic
-from telemetry.records import Alert, Layout, Module, Parameter, parse_alert
+from telemetry.records import Alert, Layout, Module, Parameter, alert_fields, parse_alert
 
 PLUGIN_NAME = "telemetry"
 FORMAT_VERSION = 1
 EVENTS_PER_TAG = 10
 NORM_BLOCK_BYTES = 1 << 18
-"""From this size on a block of norms is written; it may be larger by one step."""
+"""A block of norms is written when it reaches this size; it may be larger by one step."""
 
 LAYOUT_PREFIX = "telemetry/layout/"
 ALERT_PREFIX = "telemetry/a/"
@@ -50,12 +49,12 @@ ChunkKind = Literal["m", "n"]
 
 
 class NewerFormatError(ValueError):
-    """The data was written by a later version of telemetry, which this one cannot read."""
+    """The data was written by a later version of telemetry, and this one cannot read it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """One tag of numbers, taken apart."""
+    """The parts of one tag of numbers."""
 
     kind: ChunkKind
     session: str
@@ -68,7 +67,7 @@ class Chunk:
 
 
 def parse_chunk(tag: str) -> Chunk | None:
-    """What a tag of numbers says; None for any other tag."""
+    """The parts of a tag of numbers; None for any other tag."""
     found = _CHUNK.fullmatch(tag)
     if found is None:
         return None
@@ -77,10 +76,10 @@ def parse_chunk(tag: str) -> Chunk | None:
 
 
 def new_session_id() -> str:
-    """Sorts behind those made before; other processes make other ones."""
+    """An id that sorts behind all earlier ones and differs between processes."""
     seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
-    # Not the random module: training goes on with the numbers it would have had.
+    # os.urandom leaves the random numbers of the training alone.
     return f"{stamp}.{nanoseconds // 1000:06d}-{os.urandom(2).hex()}"
 
 
@@ -96,7 +95,7 @@ def parse_layout_tag(tag: str) -> tuple[str, int]:
     """Session and number.
 
     Raises:
-        ValueError: The tag holds none.
+        ValueError: The tag does not end in a number.
     """
     session, _, number = tag.removeprefix(LAYOUT_PREFIX).rpartition("/")
     if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
@@ -105,7 +104,7 @@ def parse_layout_tag(tag: str) -> tuple[str, int]:
 
 
 def encode_layout(layout: Layout, statistics: Sequence[Statistic]) -> bytes:
-    """The JSON text of a layout; ``statistics`` name the columns of its ``m`` tags."""
+    """The JSON text of a layout; ``statistics`` are the columns of its ``m`` tags."""
     content = {
         "format": FORMAT_VERSION,
         "modules": [[module.name, module.type_name] for module in layout.modules],
@@ -123,16 +122,16 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
 
     Raises:
         NewerFormatError: It has a later format.
-        ValueError: It is no layout.
+        ValueError: The text is not a layout.
     """
     content = _LAYOUT_FIELDS(_parse(text, "layout"))
     names = [name for name, _ in content["modules"]]
     if len(set(names)) < len(names):
-        raise ValueError("modules: two have the same name")
+        raise ValueError("modules: two of them have the same name")
     parameters = []
     for name, owner, shape in content["parameters"]:
         if owner >= len(names) or math.prod(shape) > untrusted.MAX_WHOLE:
-            raise ValueError("parameters: one has no owner, or more elements than there can be")
+            raise ValueError("parameters: the module or the shape of one is out of range")
         parameters.append(Parameter(name=name, module_name=names[owner], shape=tuple(shape)))
     layout = Layout(
         modules=tuple(Module(name=name, type_name=kind) for name, kind in content["modules"]),
@@ -150,13 +149,8 @@ _LAYOUT_FIELDS = untrusted.fields(
 
 
 def encode_alert(alert: Alert, origin: Mapping[str, str | float] | None = None) -> bytes:
-    """The JSON text of an alert, in one line; ``origin`` are further fields, which say whose."""
-    content = asdict(alert) | {
-        "format": FORMAT_VERSION,
-        "value": json_number(alert.value),
-        "threshold": json_number(alert.threshold),
-        **(origin or {}),
-    }
+    """The JSON text of an alert, in one line; ``origin`` adds fields that say where it is from."""
+    content = {**alert_fields(alert), "format": FORMAT_VERSION, **(origin or {})}
     return json.dumps(content, separators=(",", ":")).encode()
 
 
@@ -165,14 +159,9 @@ def decode_alert(text: bytes) -> Alert:
 
     Raises:
         NewerFormatError: It has a later format.
-        ValueError: It is no alert.
+        ValueError: The text is not an alert.
     """
     return parse_alert(_parse(text, "alert"))
-
-
-def json_number(value: float) -> float | str:
-    """The number, or its name: JSON has neither NaN nor infinity."""
-    return value if math.isfinite(value) else str(float(value))
 
 
 def _parse(text: bytes, what: str) -> Any:
@@ -181,6 +170,6 @@ def _parse(text: bytes, what: str) -> Any:
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"the {what} has format {version}, this version of telemetry reads {FORMAT_VERSION}; "
-            "update it where you look at the run"
+            "update telemetry on this machine"
         )
     return content

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -72,6 +72,16 @@ def parse_alert(content: Any) -> Alert:
     known["severity"] = severity if severity in _SEVERITIES else "warning"
     known["stage"] = stage if stage in _STAGES else "begin"
     return Alert(**known)
+
+
+def alert_fields(alert: Alert) -> dict[str, Any]:
+    """The alert as a JSON object, which :func:`parse_alert` reads.
+
+    ``value`` and ``threshold`` are ``"nan"``, ``"inf"`` or ``"-inf"`` where JSON has no number.
+    """
+    numbers = {"value": alert.value, "threshold": alert.threshold}
+    plain = {name: n if math.isfinite(n) else str(float(n)) for name, n in numbers.items()}
+    return asdict(alert) | plain
 
 
 _SEVERITIES, _STAGES = get_args(Severity), get_args(Stage)

@@ -13,8 +13,9 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"_native", "moments", "budget", "plain_text", "directory_claim", "untrusted"},
-    {"kernel", "sketch"},
+    {"_native", "moments", "budget", "directory_claim", "palette", "plain_text", "sparkline"}
+    | {"untrusted"},
+    {"kernel", "sketch", "tag_names"},
     {"records", "schedule", "faults", "host_copy", "torch_private", "ranks"},
     {"layers", "selection", "measure", "images", "events"},
     {"page_format"},
@@ -33,7 +34,10 @@ TORCH_FREE = {
     "kernel",
     "moments",
     "sketch",
+    "palette",
     "plain_text",
+    "sparkline",
+    "tag_names",
     "untrusted",
     "records",
     "schedule",

@@ -1,4 +1,4 @@
-"""The command ``telemetry``: reports, tables and alerts of a run, straight from its files."""
+"""The command ``telemetry``: report, summary, alerts and faults of a run, from its files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from telemetry.reading.run_summary import LayerSummary, summarize
 from telemetry.records import Alert
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
-_STEADY = 1.25  # a change by less is none
+_STEADY = 1.25  # a trend by a smaller factor counts as steady
 _MAX_ROWS = 1000  # rich takes a millisecond for each
 _MAX_NAME = 200  # characters
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 0, 1 for alerts to fail on, 2 for an error."""
+    """Runs the command and returns its exit status: 0, 1 for ``--fail-on``, 2 for an error."""
     args = _parser().parse_args(arguments)
     console = Console(highlight=False, emoji=False)
     try:
@@ -56,15 +56,15 @@ def _parser() -> argparse.ArgumentParser:
     summary.add_argument("--statistic", choices=names, default=names[0], help="%(default)s")
     summary.set_defaults(command=_summary)
 
-    alerts = commands.add_parser("alerts", help="print what was found wrong")
+    alerts = commands.add_parser("alerts", help="print the alerts")
     alerts.add_argument(
         "--fail-on",
         choices=["warning", "error"],
-        help="exit with 1 if there is an alert of this severity or a worse one",
+        help="exit with 1 if an alert has this severity or a worse one",
     )
     alerts.set_defaults(command=_alerts)
 
-    explanation = commands.add_parser("explain", help="tell what was recorded around a fault")
+    explanation = commands.add_parser("explain", help="print what was recorded around a fault")
     explanation.set_defaults(command=_explain)
 
     for command in (report, summary, alerts, explanation):
@@ -95,7 +95,9 @@ def _summary(args: argparse.Namespace, console: Console) -> int:
         return 0
     console.print(_table(layers, statistic))
     if len(layers) == _MAX_ROWS < len(overview.layers):
-        console.print(Text("those with alerts and the first ones; telemetry report shows all"))
+        console.print(
+            Text("only layers with alerts and the first ones; telemetry report shows all")
+        )
     return 0
 
 
@@ -154,21 +156,21 @@ def _explain(args: argparse.Namespace, console: Console) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[RunData]:
-    """The run; at the end it is told what was skipped."""
+    """The run; at the end, what was skipped is printed."""
     log_dir = _log_dir(path)
     run = RunData(FileSource(log_dir))
     try:
         if not run.overview().layers:
-            raise ValueError(f"{log_dir}: holds event files, but nothing that telemetry wrote")
+            raise ValueError(f"{log_dir}: has event files, but no telemetry data")
         yield run
     finally:
         _tell_problems(run.source.problems)
 
 
 def _log_dir(path: Path) -> Path:
-    """The run's directory, also where the directory above it was named and there is one run."""
+    """The run's directory: ``path``, or the only run inside of it."""
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: is no directory")
+        raise FileNotFoundError(f"no such directory: {path}")
     if list_event_files(path):
         return path
     runs = [child for child in sorted(path.iterdir()) if _is_run(child)]
@@ -176,8 +178,8 @@ def _log_dir(path: Path) -> Path:
         return runs[0]
     if runs:
         names = ", ".join(run.name for run in runs[:10])
-        raise ValueError(f"{path}: holds {len(runs)} runs; name one of them: {names}")
-    raise FileNotFoundError(f"{path}: holds no event files")
+        raise ValueError(f"{path} holds {len(runs)} runs; choose one of them: {names}")
+    raise FileNotFoundError(f"no event files in {path}")
 
 
 def _is_run(path: Path) -> bool:

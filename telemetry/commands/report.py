@@ -1,4 +1,4 @@
-"""A run as one HTML file: the Telemetry page with its data inside."""
+"""Writes a run as one HTML file: the Telemetry page with its data inside."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
 from telemetry.reading.builtin_tags import histogram_tags
 from telemetry.reading.files import FileSource
+from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
-from telemetry.reading.windows import thin
 from telemetry.tensorboard_plugin.static_files import read_static_files
 
 MAX_ROWS = 1000
 MAX_CELLS = 250_000
 MAX_LAYERS_IN_DETAIL = 100
-"""Of more layers, those with alerts and some others have histograms and pictures."""
+"""Of more layers, only those with alerts and some others keep histograms and pictures."""
 MAX_PICTURES_BYTES = 128 << 20
-"""Of all pictures in a report; a browser still opens it."""
+"""All pictures of a report together; browsers still open a report of this size."""
 _PICTURES_PER_TAG = 3
 _IMPORT = re.compile(r'from "\./(\w+\.js)"')
 
@@ -56,30 +56,28 @@ script-src 'unsafe-inline' data:; style-src 'unsafe-inline'">
 def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> list[str]:
     """Writes the report of a run.
 
-    Large runs are thinned out: a cell is then the largest of those behind it.
+    Large runs are thinned out: each cell is then the largest of several.
 
     Args:
         log_dir: The run's directory.
-        path: The HTML file, overwritten if it is there.
+        path: The HTML file, overwritten if it exists.
 
     Returns:
-        What was skipped, a line for each thing.
+        One line for each thing that was skipped.
 
     Raises:
-        FileNotFoundError: There are no event files in ``log_dir``.
-        ValueError: They hold nothing of telemetry, or something of a later version.
+        FileNotFoundError: ``log_dir`` holds no event files.
+        ValueError: They hold no telemetry data, or data of a later version.
         OSError: The file cannot be written.
     """
     source = FileSource(log_dir)
     run = RunData(source)
     overview = run.overview()
     if not overview.layers:
-        raise ValueError(
-            f"{os.fspath(log_dir)}: holds event files, but nothing that telemetry wrote"
-        )
+        raise ValueError(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
     name = Path(log_dir).resolve().name
     page = _page(name, overview, _data(name, run, overview), _faults(log_dir))
-    # The directory's name may hold bytes that are no UTF-8.
+    # The directory's name may not be valid UTF-8.
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
     return list(source.problems)
 
@@ -103,7 +101,7 @@ def _page(name: str, overview: Overview, data: dict[str, Any], faults: str) -> s
 
 
 def _faults(log_dir: str | os.PathLike[str]) -> str:
-    """What the flight recorder kept around faults, as a section; empty if it kept nothing."""
+    """A section with what the flight recorder kept around faults; empty without flight files."""
     if not flight_files(log_dir):
         return ""
     try:
@@ -117,7 +115,7 @@ def _faults(log_dir: str | os.PathLike[str]) -> str:
 
 
 def _modules(files: dict[str, bytes]) -> Iterator[tuple[str, str]]:
-    """Each module under a bare name: from a ``data:`` URL, relative imports lead nowhere."""
+    """Each module under a bare name, because relative imports fail inside a ``data:`` URL."""
     for name, content in files.items():
         if name.endswith(".js"):
             code = _IMPORT.sub(r'from "telemetry/\1"', content.decode())
@@ -147,7 +145,7 @@ def _data(name: str, run: RunData, overview: Overview) -> dict[str, Any]:
 
 
 def _layers_in_detail(overview: Overview) -> list[Layer]:
-    """Some evenly spread, and as many of those with alerts, in forward order."""
+    """Evenly spread layers and as many with alerts, in forward order."""
     layers = overview.layers
     faulty = {alert.module_name for alert in overview.alerts}
     places = [place for place, layer in enumerate(layers) if layer.name in faulty]
@@ -180,7 +178,7 @@ def _pictures(run: RunData, images: Iterable[dict[str, Any]]) -> Iterator[tuple[
             png = payloads.picture(run.source, item["tag"], step)
             if png is not None and len(png) > room:
                 limit = MAX_PICTURES_BYTES >> 20
-                run.source.problems.add("pictures", f"there are more than {limit} MiB of them")
+                run.source.problems.add("pictures", f"they take more than {limit} MiB")
             elif png is not None:
                 room -= len(png)
                 yield f"{item['tag']} {step}", _base64(png)
@@ -195,5 +193,5 @@ def _base64(content: bytes) -> str:
 
 
 def _script_json(content: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot end the script element around it."""
     return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Event files: building, writing and reading what TensorBoard shows."""
+"""Builds, writes and reads event files, which TensorBoard shows."""
 
 from telemetry.events.file_writer import FileWriter
 from telemetry.events.local_files import list_event_files

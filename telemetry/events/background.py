@@ -1,4 +1,4 @@
-"""Hands records to one background thread, which writes them; the caller never waits."""
+"""A background thread that writes what others put into its queue; they never wait for it."""
 
 from __future__ import annotations
 
@@ -10,48 +10,47 @@ from typing import Generic, Protocol, TypeVar
 
 _logger = logging.getLogger(__name__)
 
-_RECORD_OVERHEAD_BYTES = 64  # what a waiting record costs beside its bytes
+_ITEM_OVERHEAD_BYTES = 64  # memory of a waiting item besides its bytes
 _WAKE_BYTES = 1 << 20
-# Measurements make way at the limit. The others must not be lost, but nor may a disk that stays
-# away for a day eat the memory that training needs.
+# Droppable items are dropped at the limit, others at four times the limit: a disk that fails for a
+# day must not take the memory that training needs.
 _HARD_LIMIT_FACTOR = 4
 _MIN_FLUSH_S = 0.01  # torch's writer takes flush_secs=0, too
 PATIENCE_S = 30.0
 
-Record = TypeVar("Record", bound=Sized)
+Item = TypeVar("Item", bound=Sized)
 
 
-class Files(Protocol[Record]):
-    """Where records go: local or remote files. Only the background thread uses them."""
+class Files(Protocol[Item]):
+    """Where items go, such as event files. Only the background thread uses it."""
 
-    def write(self, records: deque[Record], *, urgent: bool) -> None:
-        """Takes away what it has written, leaves the rest in its order; raises what stopped it."""
+    def write(self, items: deque[Item], *, urgent: bool) -> None:
+        """Removes what it has written, keeps the rest in order, and raises what stopped it."""
 
     def close(self) -> None: ...
 
 
-class BackgroundWriter(Generic[Record]):
-    """A bounded queue of records, and the thread that empties it.
+class BackgroundWriter(Generic[Item]):
+    """A bounded queue of items, and the thread that empties it.
 
-    What cannot be written waits in the queue, and is tried again every ``flush_s``.
+    Items that cannot be written stay in the queue and are tried again every ``flush_s``.
 
     Args:
-        files: Where the records go.
-        name: What log messages call this writer.
-        what: What they call the records.
-        flush_s: The longest time in seconds that a record waits before it is written.
-        max_pending_bytes: A droppable record is dropped if there would be more waiting with it,
-            any other if there would be four times as much. One that finds nothing waiting is taken,
-            however large.
+        files: Where the items go.
+        name: The name of this writer in log messages.
+        what: The name of the items there.
+        flush_s: The longest time in seconds that an item waits before it is written.
+        max_pending_bytes: A droppable item is dropped if more bytes than this would wait with it,
+            any other item if four times as many would. An empty queue takes an item of any size.
 
     Attributes:
-        dropped_count: Droppable records that found the queue full.
+        dropped_count: Droppable items that found the queue full.
         failure: What stopped the latest write; None if it succeeded.
     """
 
     def __init__(
         self,
-        files: Files[Record],
+        files: Files[Item],
         *,
         name: str,
         what: str = "events",
@@ -66,11 +65,11 @@ class BackgroundWriter(Generic[Record]):
         self._flush_s = max(flush_s, _MIN_FLUSH_S)
         self._droppable_limit = max_pending_bytes
         self._hard_limit = max_pending_bytes * _HARD_LIMIT_FACTOR
-        # Re-entrant: a signal handler may add a record while its thread is adding one.
+        # Re-entrant: a signal handler may add an item while its thread is adding one.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._pending: deque[Record] = deque()
-        self._writing: deque[Record] = deque()  # what the thread has taken up
+        self._pending: deque[Item] = deque()
+        self._writing: deque[Item] = deque()  # taken by the thread
         self._pending_bytes = 0  # of both
         self._refused_count = 0
         self._flush_wanted = True  # the first round begins the file
@@ -84,21 +83,21 @@ class BackgroundWriter(Generic[Record]):
 
     @property
     def lost_count(self) -> int:
-        """Records that are not droppable and found the queue full; once closed, also all that wait.
+        """Other items that found the queue full; after closing, also those that still wait.
 
-        It falls again if a disk that did not answer in time takes them after all.
+        It falls again if a disk that did not answer in time takes them later.
         """
         with self._lock:
             waiting = len(self._pending) + len(self._writing) if self._closed else 0
             return self._refused_count + waiting
 
-    def put(self, record: Record, *, droppable: bool, flush: bool) -> None:
-        """Adds a record to the queue; drops it if the queue is full. Never waits for the disk.
+    def put(self, item: Item, *, droppable: bool, flush: bool) -> None:
+        """Adds an item to the queue, or drops it if the queue is full. Never waits for the disk.
 
         Raises:
             OSError: The writer is closed.
         """
-        size = len(record) + _RECORD_OVERHEAD_BYTES
+        size = len(item) + _ITEM_OVERHEAD_BYTES
         with self._lock:
             if self._closing:
                 raise OSError(f"{self._name}: the writer is closed")
@@ -106,7 +105,7 @@ class BackgroundWriter(Generic[Record]):
             if self._pending_bytes and self._pending_bytes + size > limit:
                 self._count_drop(droppable)
                 return
-            self._pending.append(record)
+            self._pending.append(item)
             self._pending_bytes += size
             if flush:
                 self._flush_wanted = True
@@ -114,10 +113,10 @@ class BackgroundWriter(Generic[Record]):
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float = PATIENCE_S) -> bool:
-        """Waits until everything added so far has been written, or has failed to be.
+        """Waits until everything added so far has been written, or writing it has failed.
 
         Returns:
-            Whether that was so within the time; if not, the disk has not answered.
+            False if the disk has not answered within the time.
         """
         with self._changed:
             self._flush_wanted = True
@@ -128,20 +127,20 @@ class BackgroundWriter(Generic[Record]):
             )
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
-        """Writes what waits, ends the thread, and says what was lost; within this time in all."""
+        """Writes what waits, ends the thread, and logs what was lost; takes at most this time."""
         with self._changed:
             if self._closed:
                 return
             self._closing = True
             self._changed.notify_all()
             # Not Thread.join(): a signal handler that closes the writer may have interrupted
-            # this very thread in put(), and only a wait here gives its lock away.
+            # this very thread in put(), and only this wait releases its lock.
             self._changed.wait_for(lambda: self._finished, timeout_s)
             self._closed = True
         self._report_losses(timeout_s)
 
     def _is_due(self) -> bool:
-        # After a failure only the clock or a wish to flush makes for another attempt.
+        # After a failure, only the clock or flush() starts another attempt.
         if self._pending_bytes >= _WAKE_BYTES and self.failure is None:
             return True
         return self._flush_wanted or self._closing
@@ -149,7 +148,7 @@ class BackgroundWriter(Generic[Record]):
     def _count_drop(self, droppable: bool) -> None:
         if self.failure is None and not self.dropped_count + self._refused_count:
             _logger.warning(
-                "%s: %s come faster than they can be written; measurements are dropped",
+                "%s: %s arrive faster than they can be written; measurements are dropped",
                 self._name,
                 self._what,
             )
@@ -182,29 +181,29 @@ class BackgroundWriter(Generic[Record]):
                 self._changed.notify_all()
 
     def _write_round(self) -> bool:
-        """Waits until it is time to, then writes what there is; tells whether that was the last."""
+        """Waits until a write is due and writes what there is; returns whether it was the last."""
         with self._changed:
             self._changed.wait_for(self._is_due, self._flush_s)
-            records, self._pending = self._pending, deque()
-            self._writing = records
+            items, self._pending = self._pending, deque()
+            self._writing = items
             taken_bytes = self._pending_bytes
             urgent = self._flush_wanted or self._closing
             self._flush_wanted = False
             last = self._closing
             self._rounds_begun += 1
-        self._write(records, urgent)
+        self._write(items, urgent)
         with self._changed:
             self._writing = deque()
-            self._pending.extendleft(reversed(records))
-            self._pending_bytes -= taken_bytes - _total_bytes(records)
+            self._pending.extendleft(reversed(items))
+            self._pending_bytes -= taken_bytes - _total_bytes(items)
             self._rounds_done += 1
             self._changed.notify_all()
         return last
 
-    def _write(self, records: deque[Record], urgent: bool) -> None:
+    def _write(self, items: deque[Item], urgent: bool) -> None:
         try:
-            self._files.write(records, urgent=urgent)
-        except Exception as error:  # nothing that goes wrong with a file may end this thread
+            self._files.write(items, urgent=urgent)
+        except Exception as error:  # no failure of a file may end this thread
             if self.failure is None:
                 _logger.warning(
                     "%s: %s cannot be written for now: %s", self._name, self._what, error
@@ -216,5 +215,5 @@ class BackgroundWriter(Generic[Record]):
             self.failure = None
 
 
-def _total_bytes(records: Iterable[Sized]) -> int:
-    return sum(len(record) + _RECORD_OVERHEAD_BYTES for record in records)
+def _total_bytes(items: Iterable[Sized]) -> int:
+    return sum(len(item) + _ITEM_OVERHEAD_BYTES for item in items)

@@ -20,24 +20,24 @@ _logger = logging.getLogger(__name__)
 
 
 class FileWriter:
-    """Writes events to a new file in a log directory; does what torch's ``FileWriter`` does.
+    """Writes events to a new file in a log directory, with the methods of torch's ``FileWriter``.
 
-    Adding an event never waits for the disk and never fails because of it: what cannot be
-    written is kept in memory, tried again every ``flush_s``, and counted if it has to be given
-    up. What is added is in the file within ``flush_s``, also if the process is killed then; an
-    interpreter that exits without ``close()`` writes the rest.
+    Adding an event never waits for the disk and never fails because of it: an event that cannot be
+    written stays in memory, is tried again every ``flush_s``, and is counted if it is lost. An
+    event is in the file within ``flush_s``, even if the process is killed then. An interpreter that
+    exits without ``close()`` writes the rest.
 
-    In a forked child, and as an unpickled or deep copy, a writer is inert: it says so once and
-    writes nothing. A file has one writer, and that one goes on.
+    In a forked child, and as an unpickled or deep copy, a writer is inert: it logs that once and
+    writes nothing. The original goes on writing.
 
     Args:
-        log_dir: The run's directory, made if it is missing; or a URL that fsspec understands.
+        log_dir: The run's directory, created if it is missing; or a URL that fsspec understands.
         flush_s: The longest time in seconds that an event waits before it is written.
         filename_suffix: Appended to the file's name.
-        max_pending_bytes: Droppable events are dropped when so many bytes wait to be written.
+        max_pending_bytes: Droppable events are dropped when this many bytes wait to be written.
 
     Raises:
-        ValueError: The directory's name is none, or the URL's protocol is unknown.
+        ValueError: The path holds a NUL character, or the URL's protocol is unknown.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class FileWriter:
             max_pending_bytes=max_pending_bytes,
         )
         self._process_id = os.getpid()
-        self._told_inert = False
+        self._reported_inert = False
         # Unlike atexit, this also runs at the end of a process that multiprocessing forked.
         self._at_exit = Finalize(None, self._background.close, exitpriority=0)
 
@@ -73,12 +73,12 @@ class FileWriter:
 
     @property
     def dropped_count(self) -> int:
-        """Droppable events that were dropped because too many waited."""
+        """Droppable events that were dropped because the queue was full."""
         return self._background.dropped_count if self._background else 0
 
     @property
     def lost_count(self) -> int:
-        """Other events that were given up; complete after ``close()``."""
+        """Other events that were lost; final after ``close()``."""
         return self._background.lost_count if self._background else 0
 
     @property
@@ -98,12 +98,12 @@ class FileWriter:
         """Adds an event.
 
         Args:
-            event: What to write; a copy is taken.
+            event: The event; it is copied.
             step: Overrides the event's step if given.
             walltime: Seconds since the epoch; now if omitted.
-            droppable: Drop this event, and count it, when too many are waiting. For what a
-                program measures; not for what its user asked to keep.
-            flush: Write at once, and do not wait for it.
+            droppable: Whether to drop and count this event when the queue is full: for
+                measurements, not for values that the user asked to keep.
+            flush: Whether to write at once, without waiting for it.
 
         Raises:
             OSError: The writer is closed.
@@ -126,14 +126,14 @@ class FileWriter:
         """Adds one event with many values, which costs far less than one event for each.
 
         Args:
-            values: What to write.
+            values: The values.
             step: 0 if omitted.
-            walltime: As in :meth:`add_event`, like the following two.
-            droppable: For measurements.
-            flush: Write at once.
-            repeat: Those of the values that every file must hold so that readers understand the
-                others. The latest of each tag is written again, with its step and time, wherever
-                a later file is begun, as after the directory was removed.
+            walltime: As in :meth:`add_event`.
+            droppable: As in :meth:`add_event`.
+            flush: As in :meth:`add_event`.
+            repeat: Those of the values that readers need in every file to understand the others.
+                Each later file, such as one after the directory was removed, begins with the
+                latest value of each such tag, with its step and time.
         """
         event = Event(
             wall_time=time.time() if walltime is None else walltime,
@@ -153,7 +153,7 @@ class FileWriter:
         self.add_event(Event(summary=summary), global_step, walltime)
 
     def purge(self, step: int) -> None:
-        """Hides in TensorBoard what was logged so far for this step and later ones."""
+        """Makes TensorBoard hide what was logged so far for this step and later ones."""
         self.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
     def add_graph(self, graph_profile: tuple[Any, Any], walltime: float | None = None) -> None:
@@ -168,18 +168,18 @@ class FileWriter:
         self.add_event(Event(graph_def=graph.SerializeToString()), None, walltime)
 
     def flush(self, timeout_s: float = PATIENCE_S) -> bool:
-        """Waits until all events so far are in the file, or could not be written.
+        """Waits until all events so far are in the file, or writing them has failed.
 
         Returns:
-            Whether that was so within the time; if not, the disk has not answered.
+            False if the disk has not answered within the time.
         """
         background = self._background_here()
         return background is None or background.flush(timeout_s)
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
-        """Writes what waits, within this time in all, and logs how many events were lost, if any.
+        """Writes what waits, in at most this time, and logs how many events were lost, if any.
 
-        If the disk has not answered by then, what is left counts as lost.
+        If the disk has not answered by then, the rest counts as lost.
         """
         if background := self._background_here():
             background.close(timeout_s)
@@ -188,8 +188,8 @@ class FileWriter:
     def _put(self, event: Event, droppable: bool, flush: bool) -> None:
         if background := self._background_here():
             background.put(event.SerializeToString(), droppable=droppable, flush=flush)
-        elif not self._told_inert:
-            self._told_inert = True
+        elif not self._reported_inert:
+            self._reported_inert = True
             _logger.warning(
                 "%s: this writer is a copy in another process or of another writer, and writes "
                 "nothing; open one here to write from here",
@@ -206,8 +206,8 @@ class FileWriter:
         self._log_dir = state["_log_dir"]
         self._repeated = Repeated()
         self._background = None
-        self._process_id = -1  # of none
-        self._told_inert = False
+        self._process_id = -1  # no process has this id
+        self._reported_inert = False
 
 
 def _files_in(log_dir: str, filename_suffix: str, repeated: Iterable[bytes]) -> Files[bytes]:

@@ -1,4 +1,4 @@
-"""The record format of event files (TFRecord): a length, the data, and a checksum of each."""
+"""Frames of event files (TFRecord format): a length, the data of one event, a checksum of each."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _CHECKSUM = struct.Struct("<I")
 
 
 def frame(data: bytes) -> bytes:
-    """One record as it stands in a file."""
+    """The data of one event, framed as it stands in a file."""
     return b"".join((_header(len(data)), data, _checksum(data)))
 
 
 def data_length(header: bytes) -> int | None:
-    """How many bytes of data follow these 12; None if the header is damaged."""
+    """How many bytes of data follow a header of 12 bytes; None if the header is damaged."""
     (length,) = _LENGTH.unpack_from(header)
     return length if header == _header(length) else None
 
 
 def is_intact(data: bytes, footer: bytes) -> bool:
-    """Whether the data is what was written."""
+    """Whether the data has the checksum in its footer."""
     return footer == _checksum(data)
 
 
-@lru_cache(maxsize=1024)  # a run writes records of few different lengths
+@lru_cache(maxsize=1024)  # the events of a run have few different lengths
 def _header(length: int) -> bytes:
     packed = _LENGTH.pack(length)
     return packed + _checksum(packed)
 
 
 def _checksum(data: bytes) -> bytes:
-    # Masked, so that the checksum of data that holds checksums stays a good one
+    # Masked, because the CRC of data that itself holds CRCs is weak
     # (tensorflow/tsl/lib/hash/crc32c.h).
     crc = google_crc32c.value(data)
     return _CHECKSUM.pack(((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

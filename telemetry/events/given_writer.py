@@ -1,4 +1,4 @@
-"""Writes through a user's ``SummaryWriter``, which others flush, close and open meanwhile."""
+"""Writes through a user's ``SummaryWriter``, which others may flush, close and reopen meanwhile."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _MAX_PENDING_BYTES = 64 << 20
 
 
 class GivenWriter:
-    """Adds to the file of a writer that its user goes on using; does what ``FileWriter`` does.
+    """Adds to the file of a writer that its user goes on using, like :class:`FileWriter`.
 
-    A framework flushes and closes its writer when the training ends, and so before its user says
-    that we are done. Whoever does so, what waits here is written first. A writer that was closed is
-    opened again by the next event, as it is by its own methods, and goes on in a new file.
+    Frameworks flush and close their writer when the training ends, before the logger is closed.
+    Whoever does so, what waits here is written first. The next event reopens a closed writer, as
+    the writer's own methods do, and goes to a new file.
 
-    Torch's writer makes its callers wait for the disk, so events go to it from a thread of their
-    own. What ``FileWriter`` promises holds until torch has them.
+    Torch's writer makes its callers wait for the disk, so a thread of our own hands events to it.
+    Until then they are as safe as with ``FileWriter``.
 
     Args:
         writer: Torch's or ours, open or closed. It is left open.
@@ -55,7 +55,7 @@ class GivenWriter:
         return str(self._writer.log_dir)
 
     def call_before_flush(self, function: Callable[[], None]) -> None:
-        """Has ``function`` called whenever someone flushes or closes the writer, before that."""
+        """Calls ``function`` each time before someone flushes or closes the writer."""
         self._before_flush = function
 
     def write_values(
@@ -68,7 +68,10 @@ class GivenWriter:
         flush: bool = False,
         repeat: Sequence[Summary.Value] = (),
     ) -> None:
-        """Adds one event with many values; never waits for the disk. Torch's repeats nothing."""
+        """Adds one event with many values; never waits for the disk.
+
+        Arguments are as for ``FileWriter``; torch's writer ignores ``repeat``.
+        """
         if self._background is not None:
             event = Event(wall_time=walltime, step=step, summary=Summary(value=values))
             self._background.put(event.SerializeToString(), droppable=droppable, flush=flush)
@@ -80,15 +83,15 @@ class GivenWriter:
                     values, step, walltime, droppable=droppable, flush=flush, repeat=repeat
                 )
                 return
-            except OSError:  # it is closed: just now, then there will be another
+            except OSError:  # closed; if that was just now, there will be another file writer
                 if self._writer.file_writer is file_writer:
                     raise
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Waits until all events so far are in the file, or could not be written.
+        """Waits until all events so far are in the file, or writing them has failed.
 
         Returns:
-            Whether that was so within ``timeout_s``.
+            False if that took longer than ``timeout_s``.
         """
         if self._background is not None:
             return self._background.flush(timeout_s)
@@ -96,7 +99,7 @@ class GivenWriter:
         return file_writer is None or bool(file_writer.flush(timeout_s))
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Flushes the writer and leaves it to its user; tells how many events were lost, if any."""
+        """Flushes the writer, leaves it to its user, and logs how many events were lost, if any."""
         if os.getpid() != self._process_id:
             return
         self._calls.end(self._drain)
@@ -112,26 +115,26 @@ class GivenWriter:
 
 
 class _TorchFiles:
-    """Hands events on to torch's writer."""
+    """Hands events to torch's writer."""
 
     def __init__(self, calls: _Calls) -> None:
         self._calls = calls
 
-    def write(self, records: deque[bytes], *, urgent: bool) -> None:
-        """What comes while another thread opens or closes the writer is left for the next call.
+    def write(self, events: deque[bytes], *, urgent: bool) -> None:
+        """Writes the events, unless another thread opens or closes the writer just now.
 
         Raises:
             OSError: Torch's writer could not write.
         """
         file_writer = None
         try:
-            while records:
+            while events:
                 file_writer = self._calls.file_writer()
                 if file_writer is None:
                     return
-                event = Event.FromString(records[0])
+                event = Event.FromString(events[0])
                 file_writer.add_event(event, None, event.wall_time)
-                records.popleft()
+                events.popleft()
             if urgent and (file_writer := self._calls.writer.file_writer):
                 file_writer.flush()
         except OSError:
@@ -142,9 +145,9 @@ class _TorchFiles:
 
 
 class _Calls:
-    """Stands in for methods of a writer, from the first logger that writes through it to the last.
+    """Replaces methods of a writer as long as any logger writes through it.
 
-    They are attributes of that writer: nothing else hears of a call before it is done.
+    The replacements are attributes of that one writer, so they see a call before it is made.
     """
 
     _NAMES = ("flush", "close", "_get_file_writer")
@@ -154,8 +157,8 @@ class _Calls:
         self.writer = writer
         self._process_id = os.getpid()
         self._drains: list[Callable[[], None]] = []
-        self._closing: list[None] = []  # an entry for each call: a count would need a lock
-        # Two threads that find the writer closed are not to open two files.
+        self._closing: list[None] = []  # an entry per call; a count would need a lock
+        # Two threads that find the writer closed must not open two files.
         self._opening = threading.RLock()
         self._methods = {name: getattr(writer, name) for name in self._NAMES}
         self._attributes = {
@@ -166,7 +169,7 @@ class _Calls:
 
     @classmethod
     def begin(cls, writer: Any, drain: Callable[[], None]) -> _Calls:
-        """Have ``drain`` called before the writer is flushed or closed, in this process."""
+        """Call ``drain`` before the writer is flushed or closed, in this process."""
         with cls._registry:
             calls = getattr(vars(writer).get("close"), "calls", None)
             if not isinstance(calls, cls) or calls._process_id != os.getpid():
@@ -175,7 +178,7 @@ class _Calls:
             return calls
 
     def end(self, drain: Callable[[], None]) -> None:
-        """No longer; the last one leaves the writer as the first one found it."""
+        """Stop calling ``drain``. The last call of this restores the writer's methods."""
         with self._registry:
             if drain not in self._drains:
                 return
@@ -184,7 +187,7 @@ class _Calls:
                 return
             for name in self._NAMES:
                 if getattr(vars(self.writer).get(name), "calls", None) is not self:
-                    continue  # someone else stands in for it by now, and calls us
+                    continue  # someone else has replaced it since, and calls us
                 if name in self._attributes:
                     setattr(self.writer, name, self._attributes[name])
                 else:
@@ -196,9 +199,9 @@ class _Calls:
         return bool(self._closing)
 
     def file_writer(self) -> Any:
-        """The file writer, opened if need be; None while another thread opens it.
+        """The file writer, opened if necessary; None while another thread opens it.
 
-        That thread may run a signal handler, which may wait for this one.
+        Waiting for that thread could deadlock: its signal handler may wait for this one.
         """
         if not self._opening.acquire(blocking=False):
             return None
@@ -238,7 +241,7 @@ class _Calls:
 
 
 class _Call:
-    """A method of a writer; a copy of the writer gets that of its class again."""
+    """A replaced method of a writer; a copy of the writer has its class's method again."""
 
     def __init__(self, calls: _Calls, name: str) -> None:
         self.calls = calls

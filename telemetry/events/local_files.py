@@ -1,4 +1,4 @@
-"""Writes records to event files in a local directory, one file after another."""
+"""Writes serialized events to event files in a local directory, one file after another."""
 
 from __future__ import annotations
 
@@ -25,36 +25,35 @@ from telemetry.events.room import NO_ROOM, curves_apart, has_room, tags_of
 _logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 4 << 20
-_HEADER_BYTES = 256  # more than a file begins with, and a record's frame
+_HEADER_BYTES = 256  # more than the first events of a file, plus a frame
 _NAME = re.compile(r"tfevents\.(\d{10})\.")  # as in events.out.tfevents.1700000000.host.123.0
 _file_numbers = itertools.count()
 
-# Readers drop what earlier files say of this and later steps when a session starts. A file that
-# continues a run drops nothing, so its session starts after the last step there is.
+# Where a session starts, readers drop its step and later ones from earlier files. A file that
+# continues a run must drop nothing, so its session starts after the last possible step.
 _NO_STEP = 2**63 - 1
 
 
 def list_event_files(log_dir: str | os.PathLike[str]) -> list[Path]:
-    """The event files of one run, in the order in which TensorBoard reads them: by name."""
+    """The event files of one run by name, which is the order in which TensorBoard reads them."""
     return sorted(path for path in Path(log_dir).iterdir() if "tfevents" in path.name)
 
 
 class LocalFiles:
-    """The event files that one writer makes in a directory.
+    """The event files that one writer creates in a directory.
 
-    Always a new file, never an append to an old one: a reader that has met a torn record sees
-    nothing behind it. After a failed write, or when the file has been removed, the next write
-    goes to another new file.
+    It always begins a new file and never appends to an old one, because readers stop at a torn
+    event. After a failed write, or when the file has been removed, it begins another.
 
-    While a large record finds no room, smaller ones go on without it, unless they have a tag in
-    common: of each tag, readers want the steps in order.
+    If the disk has no room for a large event, smaller ones are still written, unless they share a
+    tag with it: readers expect the steps of a tag in order.
 
     Args:
-        directory: Made if it is missing.
+        directory: Created if it is missing.
         filename_suffix: Appended to every file's name.
-        repeated: What readers need again in every file after the first.
-        max_file_bytes: A file that has grown larger is followed by another.
-        names_elsewhere: Names of further files that the new ones must sort behind.
+        repeated: Events that readers need in every file after the first.
+        max_file_bytes: When a file is larger than this, another follows.
+        names_elsewhere: Names of further files that new ones must sort behind.
     """
 
     def __init__(
@@ -72,24 +71,24 @@ class LocalFiles:
         self._max_file_bytes = max_file_bytes
         self._names_elsewhere = names_elsewhere
         self._file: FileIO | None = None
-        self._size = 0  # of the current file's whole records, bytes
-        self._least_size = 0  # with less it says nothing; the first may hold its header alone
+        self._size = 0  # bytes of the current file's complete events
+        self._least_size = 0  # a smaller file is removed; the first may hold its header alone
         self._full_size = max_file_bytes
-        self._stamp = 0  # of the latest file's name
+        self._stamp = 0  # in the latest file's name
         self._is_begun = False
         self._to_repeat: deque[bytes] = deque()
-        self._limit = math.inf  # bytes; records from here on find no room
-        self._errno = errno.ENOSPC  # why
+        self._limit = math.inf  # bytes; the disk has no room for events of this size
+        self._errno = errno.ENOSPC  # the reason
 
-    def write(self, records: deque[bytes], *, urgent: bool = False) -> None:
-        """Writes records in order, and removes each once the system has it.
+    def write(self, events: deque[bytes], *, urgent: bool = False) -> None:
+        """Writes events in order, and removes each when the operating system has it.
 
-        The first call makes a file even if there are no records.
+        The first call creates a file even without events.
 
         Raises:
-            OSError: Those that remain could not be written.
+            OSError: The remaining events could not be written.
         """
-        if self._is_begun and not records and not self._to_repeat:
+        if self._is_begun and not events and not self._to_repeat:
             return
         try:
             if self._file is not None and self._is_finished(self._file):
@@ -98,12 +97,12 @@ class LocalFiles:
                 self._open(0)
             if self._limit < math.inf and has_room(self._directory, int(self._limit)):
                 self._limit = math.inf
-            while not self._write_below_limit(records):
+            while not self._write_below_limit(events):
                 pass
         except OSError:
             self._leave()
             raise
-        if records or self._to_repeat:
+        if events or self._to_repeat:
             raise self._no_room()
 
     def close(self) -> None:
@@ -111,16 +110,16 @@ class LocalFiles:
 
     @property
     def path(self) -> str | None:
-        """The file that is written at present."""
+        """The current file."""
         return None if self._file is None else str(self._file.name)
 
-    def _write_below_limit(self, records: deque[bytes]) -> bool:
-        """Writes what is below the limit; false if some of that finds no room: the limit fell."""
+    def _write_below_limit(self, events: deque[bytes]) -> bool:
+        """Writes events below the limit; False if one of them found no room and lowered it."""
         try:
             if self._limit < math.inf:
-                self._write_around_large(records)
+                self._write_around_large(events)
             else:
-                for queue in (self._to_repeat, records):
+                for queue in (self._to_repeat, events):
                     while queue:
                         self._append(queue)
         except OSError as error:
@@ -130,20 +129,20 @@ class LocalFiles:
             return False
         return True
 
-    def _write_around_large(self, records: deque[bytes]) -> None:
-        """Writes what is below the limit one by one, and of large events the points of curves."""
+    def _write_around_large(self, events: deque[bytes]) -> None:
+        """Writes events below the limit one by one, and from larger ones the points of curves."""
         parts: list[bytes] = []
-        for record in records:
-            if len(record) < self._limit:
-                parts.append(record)
+        for event in events:
+            if len(event) < self._limit:
+                parts.append(event)
             else:
-                of_one = curves_apart(record)
+                of_one = curves_apart(event)
                 self._limit = min(self._limit, max(map(len, of_one)))
                 parts += of_one
-        records.clear()
-        records.extend(parts)
+        events.clear()
+        events.extend(parts)
         tags_that_wait: set[str] = set()
-        for queue in (self._to_repeat, records):
+        for queue in (self._to_repeat, events):
             waiting = 0
             try:
                 for _ in range(len(queue)):
@@ -156,15 +155,15 @@ class LocalFiles:
                         queue.rotate(-1)
                         waiting += 1
             finally:
-                queue.rotate(waiting)  # they came before those that are left
+                queue.rotate(waiting)  # the events passed over come first again
 
     def _no_room(self) -> OSError:
         return OSError(self._errno, os.strerror(self._errno), self._directory)
 
     def _open(self, first_bytes: int) -> None:
         os.makedirs(self._directory, exist_ok=True)
-        # Else each attempt would leave a file with nothing in it. And removing a file is a risk:
-        # TensorBoard's slow loader waits for ever at one that it has seen and that is gone.
+        # Otherwise each attempt would leave an empty file, and removing it is risky: TensorBoard's
+        # slow loader waits forever at a file that it has seen and that is gone.
         if self._is_begun and not has_room(self._directory, _HEADER_BYTES + first_bytes):
             raise self._no_room()
         self._file = self._create()
@@ -179,10 +178,10 @@ class LocalFiles:
             try:
                 return FileIO(os.path.join(self._directory, self._new_name()), "xb")
             except FileExistsError:
-                continue  # another container with our host name and process id was quicker
+                continue  # another container with our host name and process id was faster
 
     def _new_name(self) -> str:
-        # Readers go by the names' order. The clock may have gone back since the last file.
+        # Readers go by the order of names, and the clock may have gone back since the last file.
         names = [*os.listdir(self._directory), *self._names_elsewhere()]
         stamp = max(int(time.time()), _newest_stamp(names) + 1, self._stamp + 1)
         self._stamp = stamp
@@ -197,21 +196,21 @@ class LocalFiles:
             return True
         return False
 
-    def _append(self, records: deque[bytes]) -> None:
-        """Writes some of the records; lowers the limit if the first of the others finds no room."""
+    def _append(self, events: deque[bytes]) -> None:
+        """Writes some of the events; lowers the limit if the next one finds no room."""
         try:
             if self._file is None:
-                self._open(len(records[0]))
+                self._open(len(events[0]))
             assert self._file is not None
-            self._append_some(self._file, records)
+            self._append_some(self._file, events)
         except OSError as error:
             if error.errno in NO_ROOM:
-                self._limit, self._errno = len(records[0]), error.errno
+                self._limit, self._errno = len(events[0]), error.errno
             raise
 
-    def _append_some(self, file: FileIO, records: deque[bytes]) -> None:
-        """Writes records with one call, which lets go of the interpreter lock."""
-        frames = _first_frames(records)
+    def _append_some(self, file: FileIO, events: deque[bytes]) -> None:
+        """Writes events with one call, which releases the interpreter lock."""
+        frames = _first_frames(events)
         ends = list(itertools.accumulate(map(len, frames)))
         data = memoryview(b"".join(frames))
         written = 0
@@ -222,17 +221,17 @@ class LocalFiles:
             whole = bisect_right(ends, written)
             self._size += ends[whole - 1] if whole else 0
             for _ in range(whole):
-                records.popleft()
+                events.popleft()
 
     def _leave(self) -> None:
         if self._file is None:
             return
         self._to_repeat = deque(self._repeated)
-        with suppress(OSError):  # readers bear a torn record; without it the file is clean
+        with suppress(OSError):  # readers tolerate a torn event; without it the file is clean
             self._file.truncate(self._size)
         try:
             self._file.close()
-        except OSError as error:  # a network file system may tell late that it had no room
+        except OSError as error:  # a network file system may report late that it had no room
             _logger.warning("%s may lack its end: %s", self._file.name, error)
         if self._size < self._least_size:
             with suppress(OSError):
@@ -244,12 +243,12 @@ def _newest_stamp(names: Iterable[str]) -> int:
     return max((int(found[1]) for name in names if (found := _NAME.search(name))), default=0)
 
 
-def _first_frames(records: deque[bytes]) -> list[bytes]:
+def _first_frames(events: deque[bytes]) -> list[bytes]:
     frames: list[bytes] = []
     size = 0
-    for record in records:
-        frames.append(frame(record))
-        size += len(record)
+    for event in events:
+        frames.append(frame(event))
+        size += len(event)
         if size >= _CHUNK_BYTES:
             break
     return frames
@@ -262,8 +261,8 @@ def _version() -> bytes:
 
 
 def _session_start() -> bytes:
-    # The slow loader ignores the first start that it meets. So that purge_step always has an
-    # effect, every file begins with a start that has none.
+    # The slow loader ignores the first session start that it reads. So that purge_step always
+    # works, every file begins with a start that has no effect.
     start = SessionLog(status=SessionLog.START)
     event = Event(wall_time=time.time(), step=_NO_STEP, session_log=start)
     return bytes(event.SerializeToString())

@@ -1,4 +1,4 @@
-"""Small files beside the event files: lines that are appended, files that are written whole."""
+"""Small files beside the event files: appends lines and replaces whole files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MAX_PENDING_BYTES = 16 << 20
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line in one call, so that the lines of several writers do not mix.
+    """Append a line in one call, so that lines of several writers do not mix.
 
-    A line that somebody else left unfinished is ended first.
+    An unfinished last line of another writer is ended first.
 
     Raises:
-        OSError: It cannot be written. Nothing of it is in the file.
+        OSError: The line cannot be written; no part of it is in the file.
     """
     with path.open("ab+", buffering=0) as file:
         if file.tell() > 0:
@@ -32,16 +32,16 @@ def append_line(path: Path, line: bytes) -> None:
         line += b"\n"
         written = file.write(line)
         if written < len(line):
-            if file.tell() == os.fstat(file.fileno()).st_size:  # nobody has gone on behind it
+            if file.tell() == os.fstat(file.fileno()).st_size:  # nobody has appended since
                 file.truncate(file.tell() - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file; one that is there is replaced in one go.
+    """Write a file; an existing one is replaced atomically.
 
     Raises:
-        OSError: It cannot be written. What was there is still there.
+        OSError: It cannot be written; an existing file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -54,27 +54,27 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 class PlainFiles:
-    """Does what these functions do, on a background thread that begins when there is something.
+    """Calls these functions on a background thread, which starts with the first call.
 
-    The caller neither waits for the disk nor hears of its faults: what cannot be written is tried
-    again every second until :meth:`close`, and a missing directory is made. In a forked child
-    everything is ignored.
+    The caller never waits for the disk and gets no errors from it: what cannot be written is tried
+    again every second until :meth:`close`. Missing directories are created. A forked child
+    ignores all calls.
 
     Args:
-        name: What log messages call the place.
+        name: The directory's name in log messages.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._process_id = os.getpid()
-        self._lock = threading.RLock()  # a signal handler may come in between
+        self._lock = threading.RLock()  # a signal handler may interrupt
         self._background: BackgroundWriter[_Change] | None = None
 
     def append_line(self, path: Path, line: bytes) -> None:
         """Append a line soon.
 
         Raises:
-            OSError: This is closed.
+            OSError: :meth:`close` was called.
         """
         self._put(_Change(path=path, content=line, make=append_line))
 
@@ -82,16 +82,16 @@ class PlainFiles:
         """Write or replace a file soon.
 
         Raises:
-            OSError: This is closed.
+            OSError: :meth:`close` was called.
         """
         self._put(_Change(path=path, content=content, make=write_whole))
 
     def flush(self, timeout_s: float = PATIENCE_S) -> bool:
-        """Wait until all was tried; whether that was so within the time."""
+        """Wait until everything was tried; False if that took longer."""
         return self._background is None or not self._is_here() or self._background.flush(timeout_s)
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
-        """Write what waits, within this time in all, and log how much was lost, if anything."""
+        """Write what waits, in at most this time, and log how much was lost, if anything."""
         if self._background is not None and self._is_here():
             self._background.close(timeout_s)
 
@@ -115,7 +115,7 @@ class PlainFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class _Change:
-    """A file that is to be changed, and how."""
+    """A change of a file that is still to be made."""
 
     path: Path
     content: bytes
@@ -126,7 +126,7 @@ class _Change:
 
 
 class _Changes:
-    """Makes changes in their order; those of one file wait while another file's go on."""
+    """Makes changes in order; after a failure, only the other changes of that file wait."""
 
     def write(self, changes: deque[_Change], *, urgent: bool = False) -> None:
         failures: dict[Path, OSError] = {}

@@ -13,16 +13,16 @@ from tensorboard.compat.proto.event_pb2 import Event
 from telemetry.events import framing
 from telemetry.untrusted import open_file
 
-MAX_RECORD_BYTES = 256 << 20
-"""The most that TensorBoard's data server sends at once, and that our writer lets wait."""
+MAX_EVENT_BYTES = 256 << 20
+"""The most that TensorBoard's data server sends at once, and that our writer holds back."""
 
 
 class CorruptEventFileError(ValueError):
-    """An event file holds bytes that no writer wrote; a torn tail is not such a case.
+    """An event file holds bytes that no writer wrote. A torn tail does not raise this.
 
     Attributes:
         path: The file.
-        offset: Where the damaged record begins, in bytes; everything before it was read.
+        offset: Byte at which the damaged frame begins; everything before it was read.
     """
 
     def __init__(self, path: Path, offset: int, what: str) -> None:
@@ -37,11 +37,11 @@ class EventReader(Iterator[Event]):
     Attributes:
         path: The file.
         offset: End of the last event read, in bytes.
-        torn_at: Where an unfinished record at the end of the file begins, in bytes; None if
-            there is none, or before the end is reached. A crash leaves such a record, and so
-            does a look at a file that is being written.
-        oversized: Where records begin that were passed over because they hold more than
-            :data:`MAX_RECORD_BYTES`, and how many bytes each holds.
+        torn_at: Byte at which an unfinished frame at the end of the file begins; None if the file
+            ends with a whole frame, or before its end is reached. A crash leaves such a frame; a
+            file that is still being written may have one, too.
+        oversized: The first byte and the size of each event that was skipped because it is larger
+            than :data:`MAX_EVENT_BYTES`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -68,29 +68,31 @@ class EventReader(Iterator[Event]):
                     yield event
 
     def _read_length(self, file: BinaryIO, left: int) -> int | None:
-        """Size of the next record's data, None if fewer than all of its bytes are left."""
+        """Size of the next frame's data; None if the frame is not complete."""
         header = file.read(framing.HEADER_BYTES)
-        # A file system that grew the file before a power cut leaves zeros.
+        # After a power cut, a file that had grown may end in zeros.
         if len(header) < framing.HEADER_BYTES or not any(header):
             return None
         length = framing.data_length(header)
         if length is None:
             raise CorruptEventFileError(
-                self.path, self.offset, "the length is not what was written"
+                self.path, self.offset, "the length does not match its checksum"
             )
         if framing.HEADER_BYTES + length + framing.FOOTER_BYTES > left:
             return None
         return length
 
     def _read_event(self, file: BinaryIO, length: int) -> Event | None:
-        """The event of the next record; None if it is passed over."""
-        if length > MAX_RECORD_BYTES:
+        """The event of the next frame; None if it is skipped."""
+        if length > MAX_EVENT_BYTES:
             self.oversized.append((self.offset, length))
             file.seek(length + framing.FOOTER_BYTES, os.SEEK_CUR)
             return None
         data = file.read(length)
         if not framing.is_intact(data, file.read(framing.FOOTER_BYTES)):
-            raise CorruptEventFileError(self.path, self.offset, "the data is not what was written")
+            raise CorruptEventFileError(
+                self.path, self.offset, "the data does not match its checksum"
+            )
         try:
             return Event.FromString(data)
         except DecodeError as error:
@@ -104,11 +106,11 @@ def read_events(path: str | os.PathLike[str]) -> EventReader:
         path: The file; ``list_event_files`` finds those of a run.
 
     Returns:
-        An iterator that stops without an error where a crash cut the file off, and says where:
-        ``torn_at``. Events of a file that is still being written may be seen by reading again.
+        An iterator over the events. Where a crash cut the file off, it stops without an error and
+        sets ``torn_at``. To see new events of a file that is still being written, read it again.
 
     Raises:
-        OSError: The file cannot be read, or is no regular file (at the first ``next``).
-        CorruptEventFileError: A record is damaged; the events before it have been given out.
+        OSError: The file cannot be read, or is not a regular file (at the first ``next``).
+        CorruptEventFileError: A frame is damaged; the events before it have been returned.
     """
     return EventReader(path)

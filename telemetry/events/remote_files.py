@@ -1,4 +1,4 @@
-"""Writes records to event files in a remote directory, through local copies of them."""
+"""Writes serialized events to event files in a remote directory, through local copies."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _MAX_FILE_BYTES = 8 << 20
 
 
 class RemoteFiles:
-    """The event files that one writer makes in a store that fsspec can reach.
+    """The event files that one writer creates in a store that fsspec can reach.
 
-    Such stores cannot append, so records go to a file in a local temporary directory, which is
-    uploaded every few seconds if it has grown. A file that has reached 8 MiB is followed by
-    another, so that one upload stays small. While the store is away the local files grow; what
-    it has not got when the writer is closed stays there, and a warning says where.
+    Such stores cannot append, so events go to a file in a local temporary directory, which is
+    uploaded every few seconds if it has grown. After 8 MiB another file follows, so that uploads
+    stay small. While the store is unreachable the local files grow. If it is still unreachable
+    when the writer is closed, they stay, and a warning names their directory.
 
     Args:
-        url: The directory; made if it is missing.
+        url: The directory; created if it is missing.
         filename_suffix: Appended to every file's name.
-        repeated: What readers need again in every file after the first.
+        repeated: Events that readers need in every file after the first.
 
     Raises:
-        ValueError: fsspec knows no such protocol.
+        ValueError: fsspec does not know the protocol.
         ImportError: The package that handles this protocol is not installed.
     """
 
@@ -57,25 +57,25 @@ class RemoteFiles:
         self._uploaded_bytes: dict[str, int] = {}
         self._next_sync_s = 0.0
 
-    def write(self, records: deque[bytes], *, urgent: bool = False) -> None:
-        """Writes records to the local file; uploads it every few seconds, or now if urgent.
+    def write(self, events: deque[bytes], *, urgent: bool = False) -> None:
+        """Writes events to the local file; uploads it every few seconds, or now if urgent.
 
         Raises:
             OSError: The local file could not be written.
-            Exception: The store could not be reached; every store has errors of its own. No
-                record remains in the queue then: the next call tries the upload again.
+            Exception: The store could not be reached; every store has its own errors. The queue
+                is empty then, and the next call tries the upload again.
         """
-        self._local.write(records)
+        self._local.write(events)
         if urgent or time.monotonic() >= self._next_sync_s:
             self._upload()
 
     def close(self) -> None:
-        """Leaves nothing on the local disk, unless the store still lacks it."""
+        """Uploads the rest and removes the local files; keeps those that cannot be uploaded."""
         self._local.close()
         try:
             self._upload()
             os.rmdir(self._spool)
-        except Exception as error:  # of any store
+        except Exception as error:  # every store has its own errors
             _logger.warning(
                 "%s could not be reached (%s). What it lacks is in %s: copy these files there",
                 self._url,
@@ -86,7 +86,7 @@ class RemoteFiles:
     def _uploaded_names(self) -> list[str]:
         try:
             return list(self._store.ls(self._root, detail=False))
-        except Exception:  # of any store: there is no such directory yet, or it is away
+        except Exception:  # the directory is missing, or the store cannot be reached
             return []
 
     def _upload(self) -> None:

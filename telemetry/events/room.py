@@ -1,4 +1,4 @@
-"""What can still be written where there is no room for everything."""
+"""Finds out what still fits on a nearly full disk."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def has_room(directory: str, size: int) -> bool:
-    """Whether so many bytes find room: as far as is known, and if so by trying it.
+    """Whether the directory's disk has room for ``size`` bytes, without and then with a trial.
 
-    File systems do not tell of quotas, but nobody else should find a disk full for a moment only.
+    A trial is needed because file systems do not report quotas. The free space is checked first,
+    so that the trial does not fill the disk for everybody else.
     """
     try:
         disk = shutil.disk_usage(directory)
-        if disk.total and disk.free < size:  # some network drives say 0 of both
+        if disk.total and disk.free < size:  # some network drives report 0 for both
             return False
         with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:
             return probe.write(bytes(size)) == size
     except OSError as error:
-        return error.errno not in NO_ROOM  # anything else is for the real write to find out
+        return error.errno not in NO_ROOM  # the real write will report anything else
 
 
-def tags_of(record: bytes) -> set[str]:
-    return {value.tag for value in Event.FromString(record).summary.value}
+def tags_of(data: bytes) -> set[str]:
+    return {value.tag for value in Event.FromString(data).summary.value}
 
 
-def curves_apart(record: bytes) -> list[bytes]:
-    """An event as two, if it holds points of curves and other values: the points come first.
+def curves_apart(data: bytes) -> list[bytes]:
+    """An event split into points of curves and other values; unsplit if it has only one kind.
 
-    To readers it is the same: they know values by tag and step.
+    Readers do not notice, because they identify values by tag and step.
     """
-    event = Event.FromString(record)
+    event = Event.FromString(data)
     points: list[Summary.Value] = []
     others: list[Summary.Value] = []
     for value in event.summary.value:
         (points if value.HasField("simple_value") else others).append(value)
     if not points or not others:
-        return [record]
+        return [data]
     return [_with_values(event, values) for values in (points, others)]
 
 

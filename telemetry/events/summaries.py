@@ -33,10 +33,10 @@ _DTYPES = {
 
 
 def scalar(tag: str, value: float) -> Summary.Value:
-    """One point of a curve; kept in float32, as ``SummaryWriter.add_scalar`` does.
+    """One point of a curve, in float32 as from ``SummaryWriter.add_scalar``.
 
-    Without metadata, because readers take a bare ``simple_value`` for a scalar: it is a third
-    of the size, and ``EventAccumulator.Scalars`` finds it.
+    It has no metadata: readers take a bare ``simple_value`` for a scalar, which has a third of the
+    size and is found by ``EventAccumulator.Scalars``.
     """
     return Summary.Value(tag=tag, simple_value=value)
 
@@ -63,7 +63,7 @@ def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) ->
 
 
 def image(tag: str, png: Sequence[bytes], width: int, height: int) -> Summary.Value:
-    """One or more pictures of the same size, each an encoded PNG; TensorBoard shows them all.
+    """One or more PNGs of the same size; TensorBoard shows them all.
 
     Args:
         tag: Name of the card.
@@ -77,7 +77,7 @@ def image(tag: str, png: Sequence[bytes], width: int, height: int) -> Summary.Va
 
 
 def text(tag: str, markdown: str) -> Summary.Value:
-    """A text, shown as Markdown. Of two texts with one tag and step only the last is shown."""
+    """A text, shown as Markdown. Of two texts with the same tag and step only the last is shown."""
     return tensor(tag, markdown.encode(), "text")
 
 
@@ -91,10 +91,10 @@ def tensor(
         array: float32, float64, int32, int64 or uint8, any shape; or ``bytes``, which becomes
             a string tensor of shape ``[1]``.
         plugin_name: The plugin that reads it.
-        content: That plugin's own metadata; readers keep only that of a tag's first value.
+        content: The plugin's own metadata; readers keep only that of a tag's first value.
 
     Raises:
-        KeyError: The array has another dtype.
+        KeyError: The array's dtype is not one of these.
     """
     value = Summary.Value(tag=tag, metadata=_metadata(plugin_name, content))
     if isinstance(array, bytes):
@@ -106,7 +106,7 @@ def tensor(
     return value
 
 
-# Building these takes longer than the rest of a value; the value they are put into copies them.
+# Cached: building these takes longer than the rest of a value, which then copies them.
 @lru_cache(maxsize=256)
 def _metadata(
     plugin_name: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR

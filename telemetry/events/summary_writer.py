@@ -1,4 +1,4 @@
-"""The drop-in for torch's ``SummaryWriter``: the same calls, another file writer."""
+"""A drop-in for torch's ``SummaryWriter``: the same methods, a different file writer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from telemetry.events.file_writer import FileWriter
 class SummaryWriter(tensorboard.SummaryWriter):
     """Writes to TensorBoard like ``torch.utils.tensorboard.SummaryWriter``, and never fails.
 
-    Every ``add_*`` method takes the same arguments and writes the same tags. Adding does not
-    wait, and raises for wrong arguments alone: of a full disk, a removed directory or a store
-    that is away the training loop hears nothing; ``FileWriter`` says what happens then. What is
-    added after ``close()`` goes to another new file, as with torch.
+    Every ``add_*`` method takes the same arguments and writes the same tags. Adding does not wait
+    and raises only for wrong arguments. A full disk, a removed directory or an unreachable store
+    does not disturb the training loop; ``FileWriter`` documents what happens then. What is added
+    after ``close()`` goes to another new file, as with torch.
 
-    In a forked child, and as an unpickled or deep copy, a writer writes nothing, and logs that
-    once; a process that wants to write opens a writer of its own.
+    In a forked child, and as an unpickled or deep copy, a writer writes nothing and logs that
+    once. A process that wants to write must open its own writer.
 
     Args:
         log_dir: The run's directory, or a URL that fsspec understands such as
@@ -33,16 +33,16 @@ class SummaryWriter(tensorboard.SummaryWriter):
         comment: Appended to the default ``log_dir``.
         purge_step: A run resumes at this step: TensorBoard hides what was logged earlier for
             this step and later ones.
-        max_queue: Accepted and not used: the queue is bounded in bytes, and adding never waits.
+        max_queue: Accepted but unused: the queue is bounded in bytes, and adding never waits.
         flush_secs: The longest time in seconds that an event waits before it is written.
         filename_suffix: Appended to the name of every event file.
 
     Raises:
-        OSError: The directory or the first file cannot be made.
-        ValueError: The directory's name is none, or the URL's protocol is unknown.
+        OSError: The directory or the first file cannot be created.
+        ValueError: The path holds a NUL character, or the URL's protocol is unknown.
     """
 
-    # For torch these are None, and what it puts there later has no type.
+    # In torch they are annotated as None only.
     file_writer: FileWriter | None  # type: ignore[assignment]
     all_writers: dict[str, FileWriter] | None  # type: ignore[assignment]
 
@@ -56,7 +56,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
         filename_suffix: str = "",
     ) -> None:
         super().__init__(log_dir, comment, purge_step, max_queue, flush_secs, filename_suffix)
-        # Whoever cannot write at all should hear it before the training, not after it.
+        # A directory that cannot be written must raise before the training, not after it.
         file_writer = self._get_file_writer()
         file_writer.flush()
         if isinstance(failure := file_writer.failure, OSError):
@@ -80,18 +80,18 @@ class SummaryWriter(tensorboard.SummaryWriter):
         return own if own.is_inert else self._open(run_dir)
 
     def flush(self) -> None:
-        """Waits until everything so far is in the files, 30 s at most."""
+        """Waits until everything so far is in the files, at most 30 s."""
         _within(PATIENCE_S, (self.all_writers or {}).values(), FileWriter.flush)
 
     def close(self) -> None:
-        """Writes what waits, 30 s at most, and logs what was lost; what is added later begins anew.
+        """Writes what waits, in at most 30 s, and logs what was lost. Later calls open a new file.
 
         A copy stays inert.
         """
         if self.file_writer is None or self.all_writers is None or self.file_writer.is_inert:
             return
         writers = self.all_writers
-        # First: while the disk makes this wait, other threads go on in a new file.
+        # First, so that other threads write to a new file while this waits for the disk.
         self.file_writer = self.all_writers = None
         _within(PATIENCE_S, writers.values(), FileWriter.close)
 
@@ -153,7 +153,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
 def _within(
     timeout_s: float, writers: Iterable[FileWriter], act: Callable[[FileWriter, float], object]
 ) -> None:
-    """Do this with each writer, all together in this time."""
+    """Call ``act`` with each writer and the time that is left of ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     for writer in writers:
         act(writer, max(0.0, deadline - time.monotonic()))
@@ -161,6 +161,6 @@ def _within(
 
 def _scalar(tag: str, value: Any) -> Summary.Value:
     """A scalar from anything that torch's ``add_scalar`` takes: numbers, arrays, tensors."""
-    if type(value) is float:  # what torch does for the others costs five times as much
+    if type(value) is float:  # torch's conversion of other types takes five times as long
         return summaries.scalar(tag, value)
     return scalar(tag, value).value[0]

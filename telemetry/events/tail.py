@@ -1,4 +1,4 @@
-"""Reads an event file from its end, for those who only want to know how it ends."""
+"""Reads the last events of an event file without reading the whole file."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from telemetry.events import framing
 
 _WINDOW_BYTES = 1 << 18
 _LARGE_WINDOW_BYTES = 1 << 24
-_LARGEST_RECORD_BYTES = 1 << 26
-_MAX_CANDIDATES = 1 << 18  # what looks for a record in bytes that are none gives up then
-# The upper half of a record's length, which is below 4 GiB: what tells where one may begin.
+_LARGEST_EVENT_BYTES = 1 << 26
+_MAX_CANDIDATES = 1 << 18  # places tried before giving up on damaged bytes
+# The upper half of a frame's length, which is below 4 GiB: it shows where a frame may begin.
 _ZEROS = re.compile(rb"\0{4,}")
 
 
-def records_from_end(
+def events_from_end(
     file: BinaryIO, end: int, marks: Sequence[bytes], *, max_bytes: float = math.inf
 ) -> Iterator[bytes]:
-    """Data of the records before byte ``end`` that contain one of ``marks``, last one first.
+    """Serialized events before byte ``end`` that contain one of ``marks``, last one first.
 
-    A record that is torn or damaged is passed over. Where there are no such records, reading costs
-    little more than the bytes do. It stops when about ``max_bytes`` have been read.
+    Torn and damaged frames are skipped. Parts of the file without a mark are read but not parsed.
+    It stops when about ``max_bytes`` have been read.
 
     Raises:
         OSError: The file cannot be read.
@@ -37,41 +37,41 @@ def records_from_end(
         window = file.read(end - start)
         is_marked = any(mark in window for mark in marks)
         if not is_marked and start > 0 and size < _LARGE_WINDOW_BYTES:
-            size *= 2  # nothing to find here
+            size *= 2  # no mark here
             continue
-        records = _intact(window)
-        first = next(records, None)
-        if first is None and start > 0 and size < _LARGEST_RECORD_BYTES:
-            size *= 2  # a record is larger than the window
+        frames = _intact(window)
+        first = next(frames, None)
+        if first is None and start > 0 and size < _LARGEST_EVENT_BYTES:
+            size *= 2  # a frame is larger than the window
             continue
         if first is not None and is_marked:
-            for _, data in reversed([first, *records]):
+            for _, data in reversed([first, *frames]):
                 if any(mark in data for mark in marks):
                     yield data
-        # What the window has cut off belongs to the next one.
+        # The next window includes the frame that this one has cut off.
         end = start + first[0] if first is not None and start > 0 else start
         size = min(2 * size, _LARGE_WINDOW_BYTES)
 
 
 def _intact(window: bytes) -> Iterator[tuple[int, bytes]]:
-    """Where each intact record begins, and its data."""
+    """Where each intact frame begins, and its data."""
     end = 0
-    while (record := _next_record(window, end)) is not None:
-        yield record
-        begin, data = record
+    while (frame := _next_frame(window, end)) is not None:
+        yield frame
+        begin, data = frame
         end = begin + framing.HEADER_BYTES + len(data) + framing.FOOTER_BYTES
 
 
-def _next_record(window: bytes, begin: int) -> tuple[int, bytes] | None:
+def _next_frame(window: bytes, begin: int) -> tuple[int, bytes] | None:
     for candidate in islice(_candidates(window, begin), _MAX_CANDIDATES):
-        data = _record_at(window, candidate)
+        data = _data_at(window, candidate)
         if data is not None:
             return candidate, data
     return None
 
 
 def _candidates(window: bytes, begin: int) -> Iterator[int]:
-    """Where the next record may begin: here, if nothing is damaged."""
+    """Where the next frame may begin: at ``begin`` if nothing is damaged."""
     yield begin
     for zeros in _ZEROS.finditer(window, begin):
         # The lower half of a length has one to four bytes before its zeros.
@@ -79,8 +79,8 @@ def _candidates(window: bytes, begin: int) -> Iterator[int]:
         yield from range(max(begin, zeros.start() - 4), stop)
 
 
-def _record_at(window: bytes, begin: int) -> bytes | None:
-    """Data of the intact record that begins there; None if there is none."""
+def _data_at(window: bytes, begin: int) -> bytes | None:
+    """Data of the frame that begins there; None if no intact frame does."""
     data_begin = begin + framing.HEADER_BYTES
     length = int.from_bytes(window[begin : begin + 8], "little")
     if data_begin + length + framing.FOOTER_BYTES > len(window):

@@ -11,13 +11,14 @@ from typing import Any
 from telemetry.flight.checking import check
 from telemetry.flight.file import flight_files, read_flight
 from telemetry.plain_text import called, printable
+from telemetry.sparkline import sparkline
 
 MAX_FILES = 32
 """Four times what one run writes."""
 MAX_ROWS = 30
 MAX_POINTS = 60
 
-_BARS = "▁▂▃▄▅▆▇█"
+
 _NAME_WIDTH = 24
 _CELL_WIDTH = 7  # "1.2e-05"
 _MANY_DEAD = 0.5
@@ -110,25 +111,9 @@ def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
     for name, column in columns.items():
         values = [value for value in column if value is not None]
         if values:
-            yield f"  {name:14}{_sparkline(values)}  {values[0]:.3g} to {values[-1]:.3g}"
-
-
-def _sparkline(values: Sequence[float]) -> str:
-    """Logarithmic where all are positive; ``!`` where one is not finite."""
-    values = _thin(values, MAX_POINTS)
-    finite = [v for v in values if math.isfinite(v)]
-    scale = math.log if finite and min(finite) > 0 else float
-    levels = [scale(v) for v in finite]
-    low, high = (min(levels), max(levels)) if levels else (0.0, 0.0)
-    span = high / 2 - low / 2  # the whole span of the largest numbers would be infinite
-
-    def bar(value: float) -> str:
-        if not math.isfinite(value):
-            return "!"
-        share = (scale(value) / 2 - low / 2) / span if span > 0 else 0.0
-        return _BARS[round(share * (len(_BARS) - 1))]
-
-    return "".join(map(bar, values))
+            log = min(filter(math.isfinite, values), default=0) > 0
+            curve = sparkline(values, width=MAX_POINTS, log=log)
+            yield f"  {name:14}{curve}  {values[0]:.3g} to {values[-1]:.3g}"
 
 
 def _table(flight: Mapping[str, Any]) -> Iterator[str]:
@@ -181,10 +166,3 @@ def _notes(profiles: Sequence[Mapping[str, Any]], row: int) -> Iterator[str]:
 
 def _is_known(column: Sequence[object]) -> bool:
     return any(value is not None for value in column)
-
-
-def _thin(values: Sequence[float], most: int) -> list[float]:
-    """Evenly chosen, the first and the last among them."""
-    if len(values) <= most:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]

@@ -100,11 +100,11 @@ class Capturing(Intervention, Mapping[str, Captured]):
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], calls: int) -> None:
-        self._recorders = {name: _Recorder(name, calls) for name in modules}
+        self._keepers = {name: _CallKeeper(name, calls) for name in modules}
         super().__init__(
             put_on
             for name, module in modules.items()
-            for put_on in self._recorders[name].hooks(module)
+            for put_on in self._keepers[name].hooks(module)
         )
         weakref.finalize(self, _remove, self._handles).atexit = False
         drop_compiled_code()
@@ -116,22 +116,22 @@ class Capturing(Intervention, Mapping[str, Captured]):
         return kept[-1]
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, recorder in self._recorders.items() if recorder.kept)
+        return (name for name, keeper in self._keepers.items() if keeper.kept)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def calls(self, name: str) -> tuple[Captured, ...]:
         """The calls of one module that were kept, the latest one last."""
-        if name not in self._recorders:
-            raise KeyError(f"{name!r} is not captured; these are: {', '.join(self._recorders)}")
-        return tuple(call.captured for call in self._recorders[name].kept)
+        if name not in self._keepers:
+            raise KeyError(f"{name!r} is not captured; these are: {', '.join(self._keepers)}")
+        return tuple(call.captured for call in self._keepers[name].kept)
 
     def remove(self) -> None:
         """Take the hooks off, also those that wait for gradients; harmless when done twice."""
         super().remove()
-        for recorder in self._recorders.values():
-            recorder.stop()
+        for keeper in self._keepers.values():
+            keeper.stop()
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
@@ -166,7 +166,7 @@ def _add(grads: list[Tensor | None], index: int, faults: Faults, grad: Tensor) -
         faults.report("to capture a gradient")
 
 
-class _Recorder:
+class _CallKeeper:
     """Keeps the latest calls of one module."""
 
     def __init__(self, name: str, calls: int) -> None:
@@ -252,23 +252,23 @@ _uncompiled: Callable[[F], F] = torch.compiler.disable(
 
 
 class _Hook(Inert):
-    __slots__ = ("_recorder",)
+    __slots__ = ("_keeper",)
 
-    def __init__(self, recorder: _Recorder) -> None:
-        self._recorder = weakref.ref(recorder)
+    def __init__(self, keeper: _CallKeeper) -> None:
+        self._keeper = weakref.ref(keeper)
 
 
 class _Before(_Hook):
     @_uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder.before(args, kwargs)
+        keeper = self._keeper()
+        if keeper is not None:
+            keeper.before(args, kwargs)
 
 
 class _After(_Hook):
     @_uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder.after(output)
+        keeper = self._keeper()
+        if keeper is not None:
+            keeper.after(output)

@@ -1,1 +1,1 @@
-"""What a run says: sessions, windows, payloads, summaries; none of it loads torch."""
+"""Reads a run back: sources, sessions, matrices, payloads, summaries; none of it loads torch."""

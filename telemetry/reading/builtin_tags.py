@@ -1,8 +1,8 @@
 """Which tags of TensorBoard's own dashboards belong to a layer.
 
-They read ``kind/NNNN.name``, with the layer's place in the forward order, which may change while a
-run goes on, and ``kind/NNNN.name[i]`` for further outputs: another layer may be called that, but it
-has another place.
+They are ``kind/NNNN.name`` with the layer's place in the forward order, which may change during a
+run, and ``kind/NNNN.name[i]`` for further outputs. Another layer may have the name ``name[i]``, but
+not the same place.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from collections.abc import Iterable
 
 from telemetry.plain_text import printable
 from telemetry.reading.sessions import Layer
+from telemetry.tag_names import parse_numbered
 
 _OUTPUT_KINDS = {"activation": "outputs", "activation_grad": "gradients of outputs"}
 _PARAMETER_KINDS = {"weight": "parameters", "grad": "gradients"}
 _IMAGE_KINDS = {"feature_maps": "feature maps", "filters": "filters"}
-_TAG = re.compile(r"(\w+)/(\d{4,9})\.(.*)", re.DOTALL)
+_OTHER = "", -1, ""
 _LOSS = re.compile(r"(.*[/_.])?loss", re.IGNORECASE)
 _RATE = re.compile(r"learning_rate/\d+|lr", re.IGNORECASE)
 _MAX_RATES = 4
 
 NamedTag = tuple[str, str, str]
-"""What it shows, of which output or parameter, the tag."""
+"""The kind of data, the name of the output or parameter, and the tag."""
 
 
 def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
-    """Those of a layer's outputs, parameters and their gradients."""
+    """The tags of a layer's outputs and parameters, and of their gradients."""
     outputs, parameters = [], []
     parameter_names = {printable(parameter.name) for parameter in layer.parameters}
     for tag in tags:
-        kind, place, name = _split(tag)
+        kind, place, name = parse_numbered(tag) or _OTHER
         if kind in _OUTPUT_KINDS and place in layer.places and _is_output(layer, name):
             outputs.append((_OUTPUT_KINDS[kind], name, tag))
         elif kind in _PARAMETER_KINDS and name in parameter_names:
@@ -39,10 +40,10 @@ def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
 
 
 def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
-    """Those of a layer's feature maps and filters."""
+    """The tags of a layer's feature maps and filters."""
     found = []
     for tag in tags:
-        kind, place, name = _split(tag)
+        kind, place, name = parse_numbered(tag) or _OTHER
         if kind in _IMAGE_KINDS and place in layer.places and _is_output(layer, name):
             found.append((_IMAGE_KINDS[kind], name, tag))
     return sorted(found)
@@ -56,12 +57,6 @@ def scalar_curves(tags: Iterable[str]) -> list[tuple[str, str]]:
     return [("loss", tag) for tag in losses[:1]] + [
         ("learning rate", tag) for tag in rates[:_MAX_RATES]
     ]
-
-
-def _split(tag: str) -> tuple[str, int, str]:
-    """Kind, place and name; older versions wrote names as they are."""
-    found = _TAG.fullmatch(tag)
-    return (found[1], int(found[2]), printable(found[3])) if found else ("", -1, "")
 
 
 def _is_output(layer: Layer, name: str) -> bool:

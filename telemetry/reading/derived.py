@@ -1,4 +1,4 @@
-"""What is worked out of the parameters' gradient norms, and the curves of one layer."""
+"""Derives layer statistics from the parameters' gradient norms, and builds one layer's curves."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers import MISSING
+from telemetry.reading.matrix import in_order
 from telemetry.reading.sessions import Segment
-from telemetry.reading.windows import in_order
 
 Series = tuple[NDArray[np.int64], NDArray[np.float32]]
 
@@ -20,9 +20,9 @@ def gradient_statistic(
     """``grad_norm`` or ``grad_rms`` of each module.
 
     Args:
-        segment: Says which module owns which parameter.
-        norms: Of each parameter's gradient, shape ``[k, parameters]``.
-        name: Of the statistic.
+        segment: The segment that the norms are from; its layout says which module owns a parameter.
+        norms: The norm of each parameter's gradient, shape ``[k, parameters]``.
+        name: The statistic's name.
 
     Returns:
         Shape ``[k, modules]``; missing where no parameter of the module had a gradient.
@@ -39,7 +39,7 @@ def gradient_statistic(
 
 
 def _sum_by_owner(segment: Segment, values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums over the parameters of each module, ``[k, modules]``."""
+    """Sums over each module's parameters, ``[k, modules]``."""
     sums = np.zeros((len(values), len(segment.layout.modules)))
     owners = segment.owners
     if len(owners):
@@ -50,7 +50,7 @@ def _sum_by_owner(segment: Segment, values: NDArray[np.float64]) -> NDArray[np.f
 
 
 class SeriesBuilder:
-    """Collects the curves of one layer, piece by piece in the order of steps."""
+    """Collects the curves of one layer from pieces in the order of steps."""
 
     def __init__(self) -> None:
         self._statistics: dict[str, list[Series]] = defaultdict(list)
@@ -59,14 +59,14 @@ class SeriesBuilder:
     def add_matrix(
         self, segment: Segment, place: int, steps: NDArray[np.int64], values: NDArray[np.float32]
     ) -> None:
-        """Adds a piece of an ``m`` tag, ``[k, modules, statistics]``."""
+        """Adds values of an ``m`` tag, ``[k, modules, statistics]``."""
         for column, name in enumerate(segment.statistic_names):
             self._statistics[name].append((steps, values[:, place, column]))
 
     def add_norms(
         self, segment: Segment, place: int, steps: NDArray[np.int64], norms: NDArray[np.float32]
     ) -> None:
-        """Adds a piece of an ``n`` tag, ``[k, parameters]``."""
+        """Adds norms of an ``n`` tag, ``[k, parameters]``."""
         for name in ("grad_norm", "grad_rms"):
             of_modules = gradient_statistic(segment, norms, name)
             self._statistics[name].append((steps, of_modules[:, place]))
@@ -82,7 +82,7 @@ class SeriesBuilder:
 
 
 def _joined(pieces: dict[str, list[Series]]) -> dict[str, Series]:
-    """Each curve in one piece; those without a single value are left out."""
+    """Each curve in one piece, without those that have no value."""
     joined = {}
     for name, parts in pieces.items():
         steps = np.concatenate([steps for steps, _ in parts])

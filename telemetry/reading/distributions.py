@@ -1,4 +1,4 @@
-"""Histograms of many steps over one set of bins, so that they can be drawn as one picture."""
+"""Puts the histograms of many steps over the same bins, so that one picture can show them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 BINS = 80
 _COVERED = 0.999
-"""Share of the values at each step that the bins are laid out for."""
+"""Share of each step's values that the bins must cover."""
 
 _VANISHED = 1e-6
 _MAX_EDGE = 1e300  # leaves room for sums; infinite edges stand for the largest number
-_SMALLEST_UNIT = 1e-200  # also relative to the range: quotients stay finite
+_SMALLEST_UNIT = 1e-200  # also relative to the range, so that quotients stay finite
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,10 +23,10 @@ class Distribution:
 
     Attributes:
         steps: int64, shape ``[k]``.
-        edges: Of the bins, ascending, float64, shape ``[bins + 1]``. Equally wide in
-            ``asinh(x / unit)``: in the bulk of the values linear, beyond it logarithmic.
+        edges: Edges of the bins, ascending, float64, shape ``[bins + 1]``. Bins have equal width in
+            ``asinh(x / unit)``: linear in the bulk of the values, logarithmic beyond it.
         shares: float32, shape ``[k, bins]``; each row adds up to 1, or to 0 if it had no values.
-            What lies beyond the outermost edges is in the outermost bins.
+            The outermost bins include the values beyond the edges.
         unit: Where the axis turns from linear to logarithmic.
     """
 
@@ -40,32 +40,34 @@ def histogram_table(value: object) -> NDArray[np.float64]:
     """Left edges, right edges and counts of a histogram, float64, shape ``[buckets, 3]``.
 
     Raises:
-        ValueError: It is no histogram.
+        ValueError: ``value`` is not a histogram.
     """
     if not isinstance(value, np.ndarray) or value.ndim != 2 or value.shape[1] != 3:
-        raise ValueError("it holds no histogram: left edges, right edges and counts")
+        raise ValueError("not a histogram of left edges, right edges and counts")
     table = value.astype(np.float64)
     table[:, :2] = np.clip(table[:, :2], -_MAX_EDGE, _MAX_EDGE)
     left, right, counts = table.T
     ascending = (left <= right).all() and (np.diff(right) >= 0).all()
     if not (ascending and (counts >= 0).all() and np.isfinite(counts.sum())):
-        raise ValueError("the histogram's edges do not ascend, or its counts are no counts")
+        raise ValueError(
+            "the histogram's edges do not ascend, or a count is negative or not finite"
+        )
     return table
 
 
 def distribution(tables: Sequence[tuple[int, NDArray[np.float64]]]) -> Distribution | None:
-    """Puts together the tables of several steps, each as :func:`histogram_table` gives it.
+    """Combines the tables of several steps, each as :func:`histogram_table` returns it.
 
-    Within a bucket values are taken to be spread evenly. None if there is no value at all.
+    Values are taken to be evenly spread within a bucket. None if no histogram has a value.
     """
     filled = [table for _, table in tables if table[:, 2].sum() > 0]
     if not filled:
         return None
     spans = np.array([_quantiles(t, [(1 - _COVERED) / 2, (1 + _COVERED) / 2]) for t in filled])
-    # Half of the values lie within the quartiles: a unit of their size shows the bulk.
+    # Half of the values lie within the quartiles, so a unit of their size shows the bulk.
     bulk = np.array([np.abs(_quantiles(t, [0.25, 0.75])).max() for t in filled])
     low, high = float(spans[:, 0].min()), float(spans[:, 1].max())
-    # Steps at which nearly all values vanish say nothing about the size of the others.
+    # Leave out steps at which nearly all values vanish.
     typical = bulk[bulk > bulk.max() * _VANISHED]
     size = max(abs(low), abs(high))
     unit = float(np.median(typical)) if typical.size else size or 1.0
@@ -105,7 +107,7 @@ def _rebin(table: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np
         return np.zeros(BINS, np.float32)
     middle = (left + right) / 2
     wide = right > left
-    # Buckets of no width hold one value many times over: they go into a bin as a whole.
+    # A bucket without width holds a single value, so it goes into one bin as a whole.
     points = np.histogram(np.clip(middle[~wide], edges[0], edges[-1]), edges, weights=counts[~wide])
     left, right, counts = left[wide], right[wide], counts[wide]
     bounds = np.concatenate([left, right[-1:]])

@@ -1,4 +1,4 @@
-"""Reads a run straight from its event files."""
+"""Reads a run from its event files, without TensorBoard's server."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MAX_KEPT_BYTES = {
     "histograms": 512 << 20,
     "images": 512 << 20,
 }
-"""What is kept in memory of each plugin's values. Of 1000 layers, 2 GiB are 60,000 full steps."""
+"""Largest size of each plugin's values in memory: 2 GiB are 60,000 full steps of 1000 layers."""
 
-_MAX_DIMENSIONS = 4  # none of ours has more than 2
-_OVERHEAD_BYTES = 400  # what Python's objects around a value take
+_MAX_DIMENSIONS = 4  # telemetry writes at most 2
+_OVERHEAD_BYTES = 400  # of the Python objects around a value
 _DTYPES: Mapping[int, np.dtype[Any]] = {
     types_pb2.DT_FLOAT: np.dtype(np.float32),
     types_pb2.DT_DOUBLE: np.dtype(np.float64),
@@ -37,18 +37,18 @@ _DTYPES: Mapping[int, np.dtype[Any]] = {
 
 
 class FileSource:
-    """All values of one run, read at once and kept in memory.
+    """All values of one run, read once and kept in memory.
 
-    What a later session of the run overwrites (``purge_step``) is left out, as in TensorBoard.
+    Values that a later session replaces (``purge_step``) are left out, as in TensorBoard.
 
     Args:
         log_dir: The run's directory.
 
     Attributes:
-        problems: Files and tags that could not be read, or not to their end, a line for each.
+        problems: One line for each file or tag that could not be read completely.
 
     Raises:
-        FileNotFoundError: There are no event files in it.
+        FileNotFoundError: ``log_dir`` holds no event files.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
@@ -58,7 +58,7 @@ class FileSource:
         self._room = dict(MAX_KEPT_BYTES)
         paths = list_event_files(log_dir) if Path(log_dir).is_dir() else []
         if not paths:
-            raise FileNotFoundError(f"{os.fspath(log_dir)}: holds no event files")
+            raise FileNotFoundError(f"no event files in {os.fspath(log_dir)}")
         for path in paths:
             self._read(path)
         self._sort()
@@ -100,7 +100,7 @@ class FileSource:
         except OSError as error:
             self.problems.add(str(path), error.strerror or error)
         for offset, size in events.oversized:
-            self.problems.add(f"a record at byte {offset} of {path}", f"it has {size} bytes")
+            self.problems.add(f"the event at byte {offset} of {path}", f"it has {size} bytes")
 
     def _take(self, event: Event) -> None:
         if event.session_log.status == SessionLog.START:
@@ -119,7 +119,7 @@ class FileSource:
         content = decode(value.tensor)
         if plugin_name == "scalars":
             if not isinstance(content, np.ndarray) or content.size != 1:
-                raise ValueError("it is no single number")
+                raise ValueError("not a single number")
             self._take_scalar(value.tag, event.step, float(content.reshape(())))
         elif content is not None:
             nbytes = content.nbytes if isinstance(content, np.ndarray) else len(content)
@@ -144,12 +144,12 @@ class FileSource:
         for tag, series in self._scalars.items():
             self._scalars[tag] = [item for item in series if item[0] < step]
         for plugin_name, tags in self._tensors.items():
-            if plugin_name != PLUGIN_NAME:  # its sessions say themselves what they replace
+            if plugin_name != PLUGIN_NAME:  # the page's data has sessions of its own
                 for tag, points in tags.items():
                     tags[tag] = [point for point in points if point.step < step]
 
     def _sort(self) -> None:
-        """By step; of one step what was written last."""
+        """Sorts by step, and keeps what was written last for each step."""
         for tag, series in self._scalars.items():
             self._scalars[tag] = sorted(dict(series).items())
         self._scalars = {tag: series for tag, series in self._scalars.items() if series}
@@ -162,25 +162,25 @@ class FileSource:
 
 
 def decode_tensor(tensor: TensorProto) -> NDArray[Any] | bytes:
-    """The array that a tensor holds, or the first of its strings.
+    """The array in a tensor, or the first of its strings.
 
     Raises:
-        ValueError: Type, shape and content do not fit together, or the type is another one.
+        ValueError: Type, shape and content do not fit together, or the type is not supported.
     """
     if tensor.dtype == types_pb2.DT_STRING:
         if not tensor.string_val:
-            raise ValueError("it holds no text")
+            raise ValueError("it has no text")
         return bytes(tensor.string_val[0])
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise ValueError(f"its numbers are of type {tensor.dtype}, not float32 or float64")
+        raise ValueError(f"its numbers have type {tensor.dtype}, not float32 or float64")
     shape = [dim.size for dim in tensor.tensor_shape.dim]
     if len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"it has {len(shape)} dimensions")
     content = tensor.tensor_content or np.array(tensor.float_val or tensor.double_val, dtype)
     size = len(content) if isinstance(content, bytes) else content.nbytes
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
-        raise ValueError(f"{size} bytes are no {dtype} of shape {shape}")
+        raise ValueError(f"{size} bytes do not make {dtype} of shape {shape}")
     return np.frombuffer(content, dtype).reshape(shape)
 
 

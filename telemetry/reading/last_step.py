@@ -1,4 +1,4 @@
-"""How far a run went, from the ends of its event files."""
+"""Finds the last step of a run at the ends of its event files."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 
-from telemetry.events.tail import records_from_end
+from telemetry.events.tail import events_from_end
 from telemetry.page_format import parse_chunk
+from telemetry.tag_names import TOTAL_GRAD_NORM
 
-_TOTAL_NORM = "grad_norm/total"
-_MARKS = (_TOTAL_NORM.encode(), b"telemetry/n/", b"telemetry/m/")
-"""Tags that each step has, and that nobody else writes; a user's own may count something else."""
+_MARKS = (TOTAL_GRAD_NORM.encode(), b"telemetry/n/", b"telemetry/m/")
+"""Tags that every step of a logger has and that nobody else writes: the steps of a user's own tags
+may count something else."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventFile:
-    """An event file, and how long it was when it was looked at."""
+    """An event file, and its size in bytes when it was found."""
 
     path: str
     size: int
 
 
 def event_files(log_dir: str) -> Iterator[EventFile]:
-    """Regular event files of a local directory, newest first; none if there is no directory.
+    """Regular event files of a local directory, newest first; none if the directory is missing.
 
     Raises:
         OSError: The directory cannot be read.
@@ -43,21 +44,21 @@ def event_files(log_dir: str) -> Iterator[EventFile]:
 
 
 def last_step(files: Iterable[EventFile], *, max_bytes: float = math.inf) -> int | None:
-    """The last step that a logger recorded; None if none did.
+    """The last step that a logger recorded; None without any.
 
-    It is that of the newest session, which may have gone back to an earlier one. It costs little in
-    a large directory, unless none of the newest files is a logger's.
+    It is the last step of the newest session, which may have gone back to an earlier step. This
+    is cheap even in a large directory, unless none of the newest files is a logger's.
 
     Args:
-        files: Newest first; what was written to them later is not looked at.
-        max_bytes: How much of each is read at most, about.
+        files: Newest first; each is read up to its ``size``.
+        max_bytes: About how much of each file to read at most.
 
     Raises:
         OSError: A file cannot be read.
     """
     for item in files:
         with open(item.path, "rb") as file:
-            for data in records_from_end(file, item.size, _MARKS, max_bytes=max_bytes):
+            for data in events_from_end(file, item.size, _MARKS, max_bytes=max_bytes):
                 step = _step_of(data)
                 if step is not None:
                     return step
@@ -71,6 +72,6 @@ def _step_of(data: bytes) -> int | None:
     except DecodeError:
         return None
     tags = (value.tag for value in event.summary.value)
-    if any(tag == _TOTAL_NORM or parse_chunk(tag) is not None for tag in tags):
+    if any(tag == TOTAL_GRAD_NORM or parse_chunk(tag) is not None for tag in tags):
         return int(event.step)
     return None

@@ -1,4 +1,4 @@
-"""Reads tags of numbers, many at a time; remembers them, and reads only what is new."""
+"""Reads tags of numbers in batches, and caches them so that only new data is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from telemetry.reading.sources import Point, Problems, RunSource
 from telemetry.untrusted import MAX_WHOLE
 
 READ_BYTES = 256 << 20
-"""What is read for one answer; of more, steps are left out."""
+"""Most that is read for one answer; if it would be more, steps are left out."""
 CALL_TAGS = 200
 _CALL_BYTES = 64 << 20  # TensorBoard's data server sends at most 256 MiB in one message
 _CACHE_BYTES = 512 << 20
@@ -26,7 +26,7 @@ class Numbers:
     """The content of one tag.
 
     Attributes:
-        last: Last step of the tag when it was read.
+        last: The tag's last step when it was read.
         steps: int64, shape ``[k]``.
         values: float32, shape ``[k, modules, statistics]`` or ``[k, parameters]``.
     """
@@ -41,10 +41,10 @@ class Wanted:
     """A tag to read.
 
     Attributes:
-        kind: Of the tag.
-        segment: Says what shape its values have.
-        tag: Which one.
-        layer_count: Of the run: a row of values may be spread over all layers.
+        kind: The tag's kind.
+        segment: The segment that it belongs to; gives the shape of its values.
+        tag: The tag.
+        layer_count: Layers of the run: a row of values may be spread over all of them.
     """
 
     kind: ChunkKind
@@ -54,7 +54,7 @@ class Wanted:
 
     @property
     def estimated_bytes(self) -> int:
-        """What it holds at most, if it is as we write it."""
+        """The most that it holds if telemetry wrote it."""
         steps = max(0, self.tag.last - self.tag.after)
         step_bytes = 4 * max(self.segment.width(self.kind), self.layer_count)
         if self.kind == "m":
@@ -63,7 +63,7 @@ class Wanted:
 
 
 class NumberCache:
-    """The numbers of one run that were read last."""
+    """The numbers of one run that were read most recently."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -76,11 +76,11 @@ class NumberCache:
     def read(
         self, source: RunSource, wanted: Sequence[Wanted]
     ) -> tuple[bool, Iterator[tuple[Segment, Numbers]]]:
-        """Whether steps are left out, and what the tags hold."""
+        """Whether steps are left out, and the content of the tags."""
         total = sum(item.estimated_bytes for item in wanted)
         sampled = total > READ_BYTES
         if sampled:
-            # One event of each tag is read, so about a tenth of it.
+            # Only one event of each tag is read, which is about a tenth of it.
             wanted = wanted[:: max(1, -(-total // (EVENTS_PER_TAG * READ_BYTES)))]
         return sampled, self._numbers(source, wanted, sampled)
 
@@ -157,14 +157,14 @@ def _join(item: Wanted, points: Sequence[Point], problems: Problems) -> Numbers:
 def _event_numbers(
     kind: ChunkKind, point: Point, shape: tuple[int, ...]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Steps ``[k]`` and values ``[k, *shape]`` of one event; those of norms bring several steps.
+    """Steps ``[k]`` and values ``[k, *shape]`` of one event; an event of norms has several steps.
 
     Raises:
-        ValueError: They are not what the layout says.
+        ValueError: They do not fit the layout.
     """
     array = point.value
     if not isinstance(array, np.ndarray) or array.dtype != np.float32:
-        raise ValueError("it holds no numbers of type float32")
+        raise ValueError("it does not hold float32 numbers")
     if kind == "m":
         distances, values = np.zeros(1), array[None]
     elif array.ndim == 2 and array.shape[1]:
@@ -173,9 +173,9 @@ def _event_numbers(
         raise ValueError(f"it has the shape {list(array.shape)}")
     if values.shape[1:] != shape:
         raise ValueError(
-            f"it has {list(values.shape[1:])} numbers a step, its layout {list(shape)}"
+            f"it has {list(values.shape[1:])} numbers per step, its layout has {list(shape)}"
         )
     exact = point.step + distances
     if not ((exact >= 0) & (exact <= MAX_WHOLE)).all():
-        raise ValueError("it has steps that are not from 0 to 2**53")
+        raise ValueError("its steps must be from 0 to 2**53")
     return point.step + distances.astype(np.int64), values

@@ -1,30 +1,29 @@
-"""What the page is given: JSON, and arrays with a JSON header in front."""
+"""What the server sends to the page: JSON, and arrays preceded by a JSON header."""
 
 from __future__ import annotations
 
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers import PAGE_STATISTICS
-from telemetry.page_format import FORMAT_VERSION, json_number
+from telemetry.page_format import FORMAT_VERSION
 from telemetry.reading import builtin_tags
 from telemetry.reading.distributions import distribution, histogram_table
+from telemetry.reading.matrix import Matrix
 from telemetry.reading.run_data import LayerSeries, Overview
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import Point, Problems, RunSource
-from telemetry.reading.windows import Matrix
-from telemetry.records import Alert
+from telemetry.records import alert_fields
 
 MAX_PICTURE_PIXELS = 1 << 22
 """Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws."""
 MAX_PICTURE_BYTES = 4 * MAX_PICTURE_PIXELS
-"""A picture that does not get smaller by compression stays below that."""
+"""Even a picture that does not compress stays below this."""
 
 _ALIGNMENT = 8
 _TYPES = {np.dtype(np.float32): "f4", np.dtype(np.float64): "f8"}
@@ -57,7 +56,7 @@ def overview(run: Overview) -> dict[str, Any]:
         "firstStep": run.first_step,
         "lastStep": run.last_step,
         "sessions": run.session_count,
-        "alerts": [_alert(alert) for alert in run.alerts],
+        "alerts": [alert_fields(alert) for alert in run.alerts],
     }
 
 
@@ -74,7 +73,7 @@ def matrix(part: Matrix) -> bytes:
 
 
 def scalars(source: RunSource) -> bytes:
-    """Loss and learning rates, as far as there are any."""
+    """Loss and learning rates, if the run has them."""
     curves = builtin_tags.scalar_curves(source.scalar_tags())
     found = source.read_scalars([tag for _, tag in curves])
     header: list[dict[str, str]] = []
@@ -89,7 +88,7 @@ def scalars(source: RunSource) -> bytes:
 
 
 def layer_series(series: LayerSeries) -> bytes:
-    """All statistics of one layer, and the norms of its parameters' gradients."""
+    """All statistics of one layer, and the gradient norm of each of its parameters."""
     header: dict[str, list[str]] = {"statistics": [], "parameters": []}
     arrays: dict[str, NDArray[Any]] = {}
     for group, curves in (("statistics", series.statistics), ("parameters", series.parameters)):
@@ -120,7 +119,7 @@ def histograms(source: RunSource, layer: Layer) -> bytes:
 def _tables(
     tag: str, points: Sequence[Point], problems: Problems
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Step and content of those that are histograms."""
+    """Step and content of those points that are histograms."""
     for point in points:
         try:
             yield point.step, histogram_table(point.value)
@@ -129,7 +128,7 @@ def _tables(
 
 
 def images(source: RunSource, layer: Layer) -> list[dict[str, Any]]:
-    """Which pictures there are of a layer, from the tags of the Images dashboard."""
+    """The layer's pictures and their steps, from the tags of the Images dashboard."""
     return [
         {"kind": kind, "name": name, "tag": tag, "steps": list(source.image_steps(tag))}
         for kind, name, tag in builtin_tags.image_tags(layer, source.image_tags())
@@ -137,7 +136,7 @@ def images(source: RunSource, layer: Layer) -> list[dict[str, Any]]:
 
 
 def picture(source: RunSource, tag: str, step: int) -> bytes | None:
-    """A PNG file; None if there is none that a browser should be given."""
+    """A PNG file; None if the picture is missing, too large or not a PNG."""
     png = source.read_image(tag, step)
     if png is None:
         return None
@@ -154,10 +153,10 @@ def _checked_png(png: bytes) -> bytes:
     if len(png) > MAX_PICTURE_BYTES:
         raise ValueError(f"its picture has {len(png)} bytes")
     if len(png) < head.size:
-        raise ValueError("its picture is no PNG")
+        raise ValueError("its picture is not a PNG")
     signature, _, chunk, width, height = head.unpack_from(png)
     if (signature, chunk) != (b"\x89PNG\r\n\x1a\n", b"IHDR"):
-        raise ValueError("its picture is no PNG")
+        raise ValueError("its picture is not a PNG")
     if width * height > MAX_PICTURE_PIXELS:
         raise ValueError(f"its picture has {width} × {height} pixels")
     return png
@@ -166,8 +165,8 @@ def _checked_png(png: bytes) -> bytes:
 def pack(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
     """The header's length as 8 little-endian bytes, the header, then the arrays.
 
-    Header and arrays begin at multiples of 8 bytes. The header's ``arrays`` says of each its
-    ``type`` (``f4`` or ``f8``, little-endian), ``shape`` and ``offset`` from the end of the header.
+    Header and arrays begin at multiples of 8 bytes. The header's ``arrays`` gives the ``type``
+    (``f4`` or ``f8``, little-endian), ``shape`` and ``offset`` from the header's end of each array.
     """
     descriptions, blobs, offset = {}, [], 0
     for name, array in arrays.items():
@@ -187,10 +186,3 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes
 
 def _steps(steps: NDArray[np.int64]) -> NDArray[np.float64]:
     return steps.astype(np.float64)
-
-
-def _alert(alert: Alert) -> dict[str, Any]:
-    return asdict(alert) | {
-        "value": json_number(alert.value),
-        "threshold": json_number(alert.threshold),
-    }

@@ -1,4 +1,4 @@
-"""Reads what the Telemetry page shows of one run; remembers it, and reads only what is new."""
+"""Reads and caches what the Telemetry page shows of one run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.page_format import ALERT_PREFIX, PLUGIN_NAME, ChunkKind, NewerFormatError
 from telemetry.reading import derived
+from telemetry.reading.matrix import Matrix, Region, in_order
 from telemetry.reading.numbers import CALL_TAGS, NumberCache, Numbers, Wanted
 from telemetry.reading.sessions import (
     Layer,
@@ -25,25 +26,24 @@ from telemetry.reading.sessions import (
     is_layout,
 )
 from telemetry.reading.sources import Point, RunSource
-from telemetry.reading.windows import Matrix, Window, in_order
 from telemetry.records import Alert
 
 MAX_ALERTS = 10_000
-"""Of one run; the page lists every one."""
+"""Alerts of one run; the page lists every one."""
 _EVERY_STEP = {statistic.name for statistic in PAGE_STATISTICS if statistic.every_step}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Overview:
-    """What there is of a run.
+    """Layers, steps and alerts of a run.
 
     Attributes:
-        version: Another one if what was read before no longer counts: new layers, new sessions.
+        version: Changes when earlier answers no longer fit, because of new layers or sessions.
         layers: All rows, in forward order.
         first_step: The first step with data.
-        last_step: The last.
-        alerts: By step.
-        session_count: How often the run was begun or resumed.
+        last_step: The last step with data.
+        alerts: In the order of their steps.
+        session_count: How often the run was started or resumed.
     """
 
     version: str
@@ -59,8 +59,8 @@ class LayerSeries:
     """Everything about one layer over time.
 
     Attributes:
-        statistics: Steps ``[k]`` and values ``[k]`` by the name of the statistic.
-        parameters: Likewise the gradient norm of each of its parameters, by the parameter's name.
+        statistics: Steps ``[k]`` and values ``[k]``, by the statistic's name.
+        parameters: The same for the gradient norm of each parameter, by the parameter's name.
     """
 
     statistics: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]
@@ -68,7 +68,7 @@ class LayerSeries:
 
 
 class RunData:
-    """One run, as often as it is asked for; from any thread.
+    """One run. Each call looks for new data; calls may come from any thread.
 
     Args:
         source: Where to read from.
@@ -82,10 +82,10 @@ class RunData:
         self._forget()
 
     def overview(self) -> Overview:
-        """What there is now; looks for new data.
+        """What the run holds now.
 
         Raises:
-            NewerFormatError: It has a later format, and nothing in it can be read.
+            NewerFormatError: The run has a later format, and nothing in it can be read.
         """
         with self._lock:
             self._refresh()
@@ -108,27 +108,27 @@ class RunData:
                 session_count=len(structure.sessions.begins),
             )
 
-    def matrix(self, statistic: str, window: Window | None = None) -> Matrix:
-        """One statistic of all layers at all steps, or of a part of both.
+    def matrix(self, statistic: str, region: Region | None = None) -> Matrix:
+        """One statistic of all layers at all steps, or of a region of both.
 
         Raises:
-            KeyError: There is no such statistic.
+            KeyError: The page has no statistic of this name.
         """
         if statistic not in {known.name for known in PAGE_STATISTICS}:
             raise KeyError(statistic)
-        window = window or Window()
+        region = region or Region()
         with self._lock:
             self._refresh()
             count = len(self._structure.layers)
-            rows = window.layers(count)
+            rows = region.layers(count)
             kind: ChunkKind = "n" if statistic in _EVERY_STEP else "m"
-            sampled, parts = self._read(kind, window)
+            sampled, parts = self._read(kind, region)
             steps, values = [np.empty(0, np.int64)], [np.empty((0, count), np.float32)[:, rows]]
             for segment, numbers in parts:
                 of_modules = _statistic(segment, numbers.values, statistic)
                 if of_modules is None:
                     continue
-                inside = window.holds(numbers.steps) & (numbers.steps < segment.end)
+                inside = region.holds(numbers.steps) & (numbers.steps < segment.end)
                 steps.append(numbers.steps[inside])
                 values.append(_spread(of_modules[inside], segment.rows, count)[:, rows])
         all_steps, all_values = in_order(np.concatenate(steps), np.concatenate(values))
@@ -137,15 +137,18 @@ class RunData:
     def layer_series(self, layer: int) -> LayerSeries:
         """All statistics of one layer at all steps.
 
+        Args:
+            layer: Its index in ``overview().layers``.
+
         Raises:
-            IndexError: There is no such layer.
+            IndexError: The run has fewer layers.
         """
         with self._lock:
             self._refresh()
             name = self._structure.layers[layer].name
             series = derived.SeriesBuilder()
             for kind in ("m", "n"):
-                for segment, numbers in self._read(kind, Window())[1]:
+                for segment, numbers in self._read(kind, Region())[1]:
                     place = segment.layout.position.get(name)
                     if place is None:
                         continue
@@ -158,7 +161,7 @@ class RunData:
         return LayerSeries(statistics=series.statistics(), parameters=series.parameters())
 
     def _version(self) -> str:
-        """Tells structures apart that columns already read cannot be put together with."""
+        """A hash that changes when columns read earlier no longer fit new ones."""
         parts = [
             f"{segment.begin},{len(segment.layout.modules)}" for segment in self._structure.segments
         ]
@@ -221,31 +224,31 @@ class RunData:
                     yield tag, points[-1]
 
     def _read(
-        self, kind: ChunkKind, window: Window
+        self, kind: ChunkKind, region: Region
     ) -> tuple[bool, Iterator[tuple[Segment, Numbers]]]:
-        """Whether steps are left out, and what the tags that reach into the window hold."""
+        """Whether steps are left out, and the content of the tags that reach into the region."""
         structure = self._structure
         wanted = [
             Wanted(kind=kind, segment=segment, tag=tag, layer_count=len(structure.layers))
             for segment in structure.segments
             for tag in segment.tags[kind]
-            if _reaches(tag, segment, window)
+            if _reaches(tag, segment, region)
         ]
         return self._numbers.read(self.source, wanted)
 
 
-def _reaches(tag: TagRange, segment: Segment, window: Window) -> bool:
+def _reaches(tag: TagRange, segment: Segment, region: Region) -> bool:
     if tag.after + 1 >= segment.end:
         return False
-    if window.first_step is not None and tag.last < window.first_step:
+    if region.first_step is not None and tag.last < region.first_step:
         return False
-    return window.last_step is None or tag.after < window.last_step
+    return region.last_step is None or tag.after < region.last_step
 
 
 def _statistic(
     segment: Segment, values: NDArray[np.float32], name: str
 ) -> NDArray[np.float32] | None:
-    """One statistic of the segment's modules, ``[k, modules]``; None if it does not have it."""
+    """One statistic of the segment's modules, ``[k, modules]``; None if the segment lacks it."""
     if name in _EVERY_STEP:
         return derived.gradient_statistic(segment, values, name)
     if name not in segment.statistic_names:
@@ -254,7 +257,7 @@ def _statistic(
 
 
 def _spread(values: NDArray[np.float32], rows: NDArray[np.intp], count: int) -> NDArray[np.float32]:
-    """Columns of a segment's modules in their places among all layers."""
+    """Moves the columns of a segment's modules to their places among all layers."""
     if len(rows) == count and (rows == np.arange(count)).all():
         return values
     spread = np.full((len(values), count), MISSING, np.float32)

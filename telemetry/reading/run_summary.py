@@ -1,10 +1,9 @@
-"""A run in figures: per layer the last value of a statistic, its median, its trend, its alerts."""
+"""Sums up a run: last value, median, trend and curve of a statistic for each layer, and alerts."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +12,9 @@ from numpy.typing import NDArray
 from telemetry.layers import MISSING
 from telemetry.reading.run_data import RunData
 from telemetry.reading.sessions import Layer
+from telemetry.sparkline import sparkline
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_SPARK_WIDTH = 16
+_CURVE_WIDTH = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +23,12 @@ class LayerSummary:
 
     Attributes:
         name: In ``named_modules()``.
-        type_name: Of its class.
+        type_name: The name of its class.
         last: The latest value; may be NaN or infinite.
-        median: Of the finite values; NaN if there is none.
+        median: Median of the finite values; NaN without any.
         trend: Median of the last quarter of the values over that of the first; NaN if unknown.
         curve: The values over time in 16 characters.
-        alert_count: Alerts that name it.
+        alert_count: How many alerts name it.
     """
 
     name: str
@@ -47,13 +46,13 @@ def summarize(
     """The layers that have the statistic, in forward order.
 
     Args:
-        run: What to read.
-        statistic: Its name.
+        run: The run to read.
+        statistic: The statistic's name.
         log: Whether curves show magnitudes.
-        most: Of more layers than that, those with alerts and the first ones.
+        most: Largest number of layers: those with alerts first, then the first ones.
 
     Raises:
-        KeyError: There is no such statistic.
+        KeyError: The page has no statistic of this name.
     """
     overview, matrix = run.overview(), run.matrix(statistic)
     alerts = Counter(alert.module_name for alert in overview.alerts)
@@ -76,29 +75,9 @@ def _summarize(
         last=float(values[-1]),
         median=float(np.median(finite)) if finite.size else math.nan,
         trend=_trend(finite),
-        curve=spark(values, log=log),
+        curve=sparkline(values, width=_CURVE_WIDTH, log=log),
         alert_count=alerts[layer.name],
     )
-
-
-def spark(values: Sequence[float] | NDArray[np.float64], *, log: bool) -> str:
-    """A curve of block characters; ``!`` is not finite, and with ``log`` a zero is blank."""
-    array = np.asarray(values, dtype=np.float64)
-    pieces = np.array_split(array, min(_SPARK_WIDTH, array.size))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        heights = np.array([piece.max() for piece in pieces])
-        heights = np.log10(heights) if log else heights
-    drawable = heights[np.isfinite(heights)]
-    low, span = (drawable.min(), np.ptp(drawable)) if drawable.size else (0.0, 0.0)
-    return "".join(_block(height, float(low), float(span)) for height in heights)
-
-
-def _block(height: float, low: float, span: float) -> str:
-    if height == -math.inf:
-        return " "
-    if not math.isfinite(height):
-        return "!"
-    return _BLOCKS[int((height - low) / span * (len(_BLOCKS) - 1) + 0.5) if span else 0]
 
 
 def _trend(finite: NDArray[np.float64]) -> float:

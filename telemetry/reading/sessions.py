@@ -1,4 +1,4 @@
-"""Which tags of a run belong together, and which of them still count."""
+"""Groups a run's tags by session and layout, and drops what a later session replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from telemetry.records import Alert, Layout, Parameter
 from telemetry.untrusted import MAX_WHOLE
 
 MAX_TEXT_BYTES = 32 << 20
-"""Of all alerts and different layouts of a run: fifteen layouts of 20,000 modules."""
+"""All alerts and distinct layouts of a run together: fifteen layouts of 20,000 modules."""
 _NEVER = 2**62
 
 
@@ -34,7 +34,7 @@ _NEVER = 2**62
 class Layer:
     """One row of the picture: a module with its own parameters.
 
-    ``places``: those that it had in the forward order while the run went on.
+    ``places`` are its places in the forward order, which may have changed during the run.
     """
 
     name: str
@@ -60,9 +60,9 @@ class Segment:
         layout: Its modules and parameters.
         statistic_names: Columns of its ``m`` tags.
         begin: First step of its session.
-        end: First step that no longer counts, because a later session begins there.
+        end: First step that a later session replaces.
         tags: Its tags of numbers, in the order of their steps.
-        rows: Row of each of its modules among all layers of the run, shape ``[modules]``.
+        rows: The row of each module among all layers of the run, shape ``[modules]``.
     """
 
     layout: Layout
@@ -80,11 +80,11 @@ class Segment:
 
     @cached_property
     def sizes(self) -> NDArray[np.float64]:
-        """Elements of each parameter, shape ``[parameters]``."""
+        """Number of elements of each parameter, shape ``[parameters]``."""
         return np.array([p.size for p in self.layout.parameters], dtype=np.float64)
 
     def shape(self, kind: ChunkKind) -> tuple[int, ...]:
-        """Of the values of one step."""
+        """Shape of one step's values."""
         if kind == "n":
             return (len(self.layout.parameters),)
         return (len(self.layout.modules), len(self.statistic_names))
@@ -95,7 +95,7 @@ class Segment:
 
 
 class Sessions:
-    """When the sessions of a run begin, and where each one's steps no longer count.
+    """Where each session of a run begins, and where a later one replaces it.
 
     Args:
         begins: First step of each session, by its id.
@@ -104,12 +104,12 @@ class Sessions:
     def __init__(self, begins: Mapping[str, int] | None = None) -> None:
         self.begins = begins or {}
         self._sorted = sorted(self.begins)
-        # Of a session and all later ones, the first begin.
+        # The smallest first step of each session and all later ones.
         later = accumulate((self.begins[session] for session in reversed(self._sorted)), min)
         self._ends = [*reversed(list(later)), _NEVER]
 
     def end_of(self, session: str) -> int:
-        """First step of a session that a later one says anew."""
+        """First step of a session that a later one replaces."""
         return self._ends[bisect_right(self._sorted, session)]
 
 
@@ -134,23 +134,23 @@ class ParsedLayout:
 
 
 class TextParser:
-    """Parses the texts of one run, each once: sessions with the same layout share it."""
+    """Parses the texts of one run; sessions with the same layout share one object."""
 
     def __init__(self) -> None:
         self._layouts: dict[bytes, tuple[Layout, tuple[str, ...]]] = {}
         self._room = MAX_TEXT_BYTES
 
     def layout(self, tag: str, point: Point) -> ParsedLayout:
-        """What a layout tag says.
+        """The layout in a tag.
 
         Raises:
             NewerFormatError: It has a later format.
-            ValueError: It is no layout, or there are too many.
+            ValueError: It is not a layout, or the texts of the run are too large.
         """
         session, number = parse_layout_tag(tag)
         step, text = point.step, _text(point)
         if not 0 <= step <= MAX_WHOLE:
-            raise ValueError("its step is not from 0 to 2**53")
+            raise ValueError("its step must be from 0 to 2**53")
         if text not in self._layouts:
             self._take_room(text)
             self._layouts[text] = decode_layout(text)
@@ -158,32 +158,32 @@ class TextParser:
         return ParsedLayout(session=session, number=number, step=step, layout=layout, names=names)
 
     def alert(self, point: Point) -> Alert:
-        """What an alert tag says; raises likewise."""
+        """The alert in a tag; raises like :meth:`layout`."""
         text = _text(point)
         self._take_room(text)
         return decode_alert(text)
 
     def _take_room(self, text: bytes) -> None:
         if len(text) > self._room:
-            raise ValueError(f"with it, texts take more than {MAX_TEXT_BYTES >> 20} MiB")
+            raise ValueError(f"the texts of the run take more than {MAX_TEXT_BYTES >> 20} MiB")
         self._room -= len(text)
 
 
 def _text(point: Point) -> bytes:
     if not isinstance(point.value, bytes):
-        raise ValueError("it holds no text")
+        raise ValueError("it is not a text")
     return point.value
 
 
 def assemble(
     layouts: Iterable[ParsedLayout], last_steps: Mapping[str, int], problems: Problems
 ) -> Structure:
-    """How the tags of a run fit together.
+    """The layers and segments of a run.
 
     Args:
-        layouts: All of them, in any order.
+        layouts: All of its layouts, in any order.
         last_steps: Last step of each of the plugin's tags.
-        problems: Takes those that are skipped.
+        problems: Receives the tags that are skipped.
     """
     ordered = sorted(layouts, key=lambda parsed: (parsed.session, parsed.number))
     begins: dict[str, int] = {}
@@ -218,10 +218,10 @@ def is_layout(tag: str) -> bool:
 
 
 def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
-    """The newest layout's modules; those that only older ones have follow their predecessor."""
+    """The newest layout's modules; a module of older layouts only follows its predecessor there."""
     found: dict[str, tuple[str, tuple[Parameter, ...]]] = {}
     places: dict[str, set[int]] = defaultdict(set)
-    follower: dict[str | None, str | None] = {None: None}  # a linked list; None is its both ends
+    follower: dict[str | None, str | None] = {None: None}  # a linked list; None is both of its ends
     for layout in newest_first:
         parameters = defaultdict(list)
         for parameter in layout.parameters:
@@ -253,10 +253,10 @@ def _group(
     for chunk, tag in sorted(chunks, key=lambda pair: pair[0].number):
         last = last_steps[tag]
         if not 0 <= last <= MAX_WHOLE:
-            problems.add(tag, "its last step is not from 0 to 2**53")
+            problems.add(tag, "its last step must be from 0 to 2**53")
             continue
         ranges = groups[chunk.session, chunk.layout][chunk.kind]
-        # Where steps go back nothing is known about the first.
+        # Where steps go back, the first step is unknown.
         after = ranges[-1].last if ranges and ranges[-1].last <= last else -1
         ranges.append(TagRange(tag=tag, after=after, last=last))
     return groups

@@ -1,4 +1,4 @@
-"""Where the data of one run is read from, whether TensorBoard's server or the files themselves."""
+"""What a source of one run's data offers, be it TensorBoard's server or the event files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from telemetry.plain_text import printable
 
 MAX_PROBLEMS = 50
-"""Lines about one run; nobody reads more."""
+"""Lines about one run; nobody reads more than that."""
 _MAX_LINE = 200  # characters
 
 
@@ -20,9 +20,9 @@ class Point:
     """One value of a tag.
 
     Attributes:
-        step: Of the event.
-        wall_time: Of the event, seconds since the epoch.
-        value: An array; ``bytes`` of a string tensor; a PNG's ``bytes``.
+        step: The event's step.
+        wall_time: The event's time, seconds since the epoch.
+        value: An array, or the ``bytes`` of a string tensor or PNG.
     """
 
     step: int
@@ -31,19 +31,19 @@ class Point:
 
 
 class Problems(Iterable[str]):
-    """What of a run was skipped and why: a line for each thing, the same one once.
+    """Lines that say which parts of a run were skipped and why; equal lines appear once.
 
     Args:
-        tell: Called with each new line.
+        report: Called with each new line.
     """
 
-    def __init__(self, tell: Callable[[str], object] | None = None) -> None:
+    def __init__(self, report: Callable[[str], object] | None = None) -> None:
         self._lines: dict[str, None] = {}
-        self._tell = tell
+        self._report = report
         self._more = 0
 
     def add(self, what: str, why: object) -> None:
-        """Notes that a file, a tag or a part of one was skipped; very many are only counted."""
+        """Adds a line for a skipped file, tag or part of one; after many lines, only counts."""
         line = f"skipped {_shortened(what)}: {_shortened(str(why))}"
         if line in self._lines:
             return
@@ -51,8 +51,8 @@ class Problems(Iterable[str]):
             self._more += 1
             return
         self._lines[line] = None
-        if self._tell is not None:
-            self._tell(line)
+        if self._report is not None:
+            self._report(line)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._lines
@@ -68,10 +68,10 @@ def _shortened(text: str) -> str:
 
 
 class RunSource(Protocol):
-    """Tags and their values of one run, by the name of the plugin that they were written for.
+    """Tags of one run and their values, by the plugin that they were written for.
 
     Attributes:
-        problems: What was skipped; whoever finds more in the values adds it.
+        problems: What was skipped; code that finds more problems in the values adds them.
     """
 
     problems: Problems
@@ -85,16 +85,16 @@ class RunSource(Protocol):
         """Values of each tag by ascending step; only the last ones if ``sampled``."""
 
     def scalar_tags(self) -> Sequence[str]:
-        """All of them."""
+        """All tags of scalars."""
 
     def read_scalars(self, tags: Sequence[str]) -> Mapping[str, Sequence[tuple[int, float]]]:
         """Steps and values of each tag, by ascending step."""
 
     def image_tags(self) -> Sequence[str]:
-        """All of them."""
+        """All tags of pictures."""
 
     def image_steps(self, tag: str) -> Sequence[int]:
-        """The steps of which there is a picture, ascending."""
+        """The steps with a picture, ascending."""
 
     def read_image(self, tag: str, step: int) -> bytes | None:
-        """A PNG file; None if there is none."""
+        """A PNG file; None if the step has none."""

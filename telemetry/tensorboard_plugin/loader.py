@@ -10,16 +10,18 @@ from telemetry.page_format import PLUGIN_NAME
 
 
 class TelemetryLoader(base_plugin.TBLoader):  # type: ignore[misc]
-    """Makes TensorBoard keep every step of our data, unless its user says otherwise."""
+    """Makes TensorBoard keep every step of the page's data, unless the user sets another number."""
 
     def fix_flags(self, flags: argparse.Namespace) -> None:
-        # By default a tag's steps are thinned out: 100 stay, or 10 with the slow loader.
+        # By default TensorBoard keeps 100 steps of a tag, or 10 with the slow loader.
         if getattr(flags, "samples_per_plugin", None) is not None:
             flags.samples_per_plugin.setdefault(PLUGIN_NAME, 0)
 
     def load(self, context: base_plugin.TBContext) -> base_plugin.TBPlugin | None:
         if context.data_provider is None:
             return None
-        from telemetry.tensorboard_plugin.plugin import TelemetryPlugin  # at need: starts quicker
+        from telemetry.tensorboard_plugin.plugin import (
+            TelemetryPlugin,
+        )  # late: TensorBoard starts faster
 
         return TelemetryPlugin(context)

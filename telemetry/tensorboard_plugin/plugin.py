@@ -11,12 +11,12 @@ from tensorboard import plugin_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from telemetry.layers import STATISTICS
+from telemetry.layers import PAGE_STATISTICS
 from telemetry.page_format import PLUGIN_NAME, NewerFormatError
 from telemetry.reading import payloads
+from telemetry.reading.matrix import Region, thin
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
-from telemetry.reading.windows import Window, thin
 from telemetry.tensorboard_plugin.provider_source import ProviderSource, list_runs
 from telemetry.tensorboard_plugin.requests import (
     BadRequestError,
@@ -38,7 +38,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     """Serves the page, and the data of a run in the pieces that the page asks for.
 
     Args:
-        context: TensorBoard's; its data provider is what is read.
+        context: TensorBoard's context; runs are read through its data provider.
     """
 
     plugin_name = PLUGIN_NAME
@@ -50,7 +50,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._lock = threading.Lock()
 
     def is_active(self) -> bool:
-        # TensorBoard itself lists the plugins that have data.
+        # TensorBoard also lists plugins that have data.
         return False
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
@@ -75,7 +75,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         name = request.path.rpartition("/static/")[2]
         content, kind = self._static.get(name), content_type(name)
         if content is None or kind is None:
-            raise NotFoundError("there is no such file")
+            raise NotFoundError(f"no such file: {name}")
         return send(request, content, kind)
 
     def _serve_runs(self, request: wrappers.Request) -> wrappers.Response:
@@ -90,16 +90,17 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             return _json(request, {"newerFormat": str(error)})
 
     def _serve_matrix(self, request: wrappers.Request) -> wrappers.Response:
-        window = Window(
+        region = Region(
             first_step=number(request, "first_step"),
             last_step=number(request, "last_step"),
             first_layer=number(request, "first_layer") or 0,
             last_layer=number(request, "last_layer"),
         )
         statistic = text(request, "statistic")
-        if statistic not in {known.name for known in STATISTICS}:
-            raise BadRequestError("statistic is not one of those that there are")
-        matrix = self._run(request).matrix(statistic, window)
+        names = [known.name for known in PAGE_STATISTICS]
+        if statistic not in names:
+            raise BadRequestError(f"statistic must be one of {', '.join(names)}")
+        matrix = self._run(request).matrix(statistic, region)
         return _bytes(
             request, payloads.matrix(thin(matrix, max_layers=MAX_ROWS, max_cells=MAX_CELLS))
         )
@@ -124,7 +125,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         run, tag, step = self._run(request), text(request, "tag"), required_number(request, "step")
         png = payloads.picture(run.source, tag, step)
         if png is None:
-            raise NotFoundError("there is no such picture")
+            raise NotFoundError(f"no picture of {tag} at step {step}")
         return send(request, png, "image/png", expires=3600)
 
     def _run(self, request: wrappers.Request) -> RunData:
@@ -134,7 +135,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             if known is None:
                 source = ProviderSource(self._provider, experiment, name)
                 if not source.tensor_tags(PLUGIN_NAME):
-                    raise NotFoundError("there is no such run, or it has no telemetry data")
+                    raise NotFoundError(f"no such run, or it has no telemetry data: {name}")
                 known = self._runs[experiment, name] = RunData(source)
             self._runs.move_to_end((experiment, name))
             if len(self._runs) > _MAX_RUNS_KEPT:
@@ -151,7 +152,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         for index, layer in enumerate(overview.layers):
             if layer.name == name:
                 return index
-        raise NotFoundError("the run has no such layer")
+        raise NotFoundError(f"the run has no such layer: {name}")
 
 
 def _json(request: wrappers.Request, content: Any) -> wrappers.Response:

@@ -1,4 +1,4 @@
-"""Reads a run through TensorBoard's data provider, whichever loader is behind it."""
+"""Reads a run through TensorBoard's data provider, with either of its loaders."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from telemetry.reading.sources import Point, Problems
 
 _ALL = 10**9  # 0 would mean none
 _CONTEXT = context.RequestContext()
-# What tensor_util.make_ndarray raises where type, shape and content do not fit together.
+# What tensor_util.make_ndarray raises if type, shape and content do not fit together.
 _UNDECODABLE = (ValueError, TypeError, KeyError, OverflowError, MemoryError)
 
 log = logging.getLogger(__name__)
 
 
 def list_runs(provider: DataProvider, experiment: str, plugin_name: str) -> dict[str, int]:
-    """The runs that have data of a plugin, each with the last step of it."""
+    """The runs that have data of a plugin, and the last step of that data."""
     listing = provider.list_tensors(_CONTEXT, experiment_id=experiment, plugin_name=plugin_name)
     return {
         run: max(series.max_step for series in tags.values())
@@ -35,16 +35,16 @@ class ProviderSource:
     """One run of one experiment.
 
     Args:
-        provider: TensorBoard's.
-        experiment: Its id; empty with local files.
+        provider: TensorBoard's data provider.
+        experiment: The experiment's id; empty for local files.
         run: The run's name.
 
     Attributes:
-        problems: Tags that could not be read; each goes to the server's log.
+        problems: Tags that could not be read; each is also logged by the server.
     """
 
     def __init__(self, provider: DataProvider, experiment: str, run: str) -> None:
-        self.problems = Problems(tell=lambda line: log.warning("telemetry: run %r: %s", run, line))
+        self.problems = Problems(lambda line: log.warning("telemetry: run %r: %s", run, line))
         self._provider = provider
         self._experiment = experiment
         self._run = run
@@ -93,10 +93,10 @@ class ProviderSource:
                 run_tag_filter=RunTagFilter(runs=[self._run], tags=some),
             ),
         )
-        # The slow loader takes a text for a scalar, too.
+        # The slow loader also lists a text as a scalar.
         for tag, data in found.items():
             if not all(isinstance(datum.value, (int, float)) for datum in data):
-                self.problems.add(f"some of {tag}", "it is no number")
+                self.problems.add(f"some of {tag}", "not a number")
         return {
             tag: [(d.step, d.value) for d in data if isinstance(d.value, (int, float))]
             for tag, data in found.items()
@@ -143,7 +143,7 @@ class ProviderSource:
     def _read(
         self, tags: Sequence[str], read: Callable[[Sequence[str]], Mapping[str, Any]]
     ) -> Mapping[str, Sequence[Any]]:
-        """The data of each tag; if TensorBoard cannot decode one of them, those of the others."""
+        """The data of each tag, without those that TensorBoard cannot decode."""
         if not tags:
             return {}
         try:

@@ -1,4 +1,4 @@
-"""Around every answer: only GET, checked query values, and errors without stack traces."""
+"""HTTP around every answer: only GET, checked query values, errors without stack traces."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Respond = Callable[[wrappers.Request], wrappers.Response]
 
 
 class BadRequestError(ValueError):
-    """A query value cannot be meant; the text says which."""
+    """A query value is missing or invalid; the text says which."""
 
 
 class NotFoundError(LookupError):
-    """There is no such run, layer or picture; the text says what is missing."""
+    """A run, layer, picture or file does not exist; the text says which."""
 
 
 def answer(respond: Respond) -> Callable[..., Any]:
-    """A WSGI application that turns errors into answers of one line."""
+    """A WSGI application that turns errors into one-line answers."""
 
     @wrappers.Request.application
     def application(request: wrappers.Request) -> wrappers.Response:
         if request.method not in ("GET", "HEAD"):
-            return _refuse(request, 405, "only GET is answered", [("Allow", "GET, HEAD")])
+            return _refuse(request, 405, "use GET", [("Allow", "GET, HEAD")])
         try:
             return respond(request)
         except BadRequestError as error:
@@ -39,23 +39,23 @@ def answer(respond: Respond) -> Callable[..., Any]:
             return _refuse(request, 404, str(error))
         except Exception:
             log.exception("telemetry: %s failed", request.path)
-            return _refuse(request, 500, "the server failed; its log says how")
+            return _refuse(request, 500, "the server failed; see TensorBoard's log")
 
     return application
 
 
 def text(request: wrappers.Request, name: str) -> str:
-    """A query value that has to be there."""
+    """A required query value."""
     value = request.args.get(name)
     if value is None:
         raise BadRequestError(f"{name} is missing")
     if "\0" in value or len(value) > MAX_NAME:
-        raise BadRequestError(f"{name} cannot be meant")
+        raise BadRequestError(f"{name} must be at most {MAX_NAME} characters, without NUL")
     return str(value)
 
 
 def number(request: wrappers.Request, name: str) -> int | None:
-    """A whole number of 0 or more, or None if it is not there."""
+    """An optional whole number of 0 or more."""
     value = request.args.get(name)
     if value is None:
         return None
@@ -65,7 +65,7 @@ def number(request: wrappers.Request, name: str) -> int | None:
 
 
 def required_number(request: wrappers.Request, name: str) -> int:
-    """A whole number that has to be there."""
+    """A required whole number of 0 or more."""
     text(request, name)
     value = number(request, name)
     assert value is not None
@@ -75,7 +75,7 @@ def required_number(request: wrappers.Request, name: str) -> int:
 def send(
     request: wrappers.Request, content: Any, content_type: str, **options: Any
 ) -> wrappers.Response:
-    """The answer, as TensorBoard sends its own: compressed where that is worth it, no caching."""
+    """The answer, sent as TensorBoard sends its own: compressed if worthwhile, not cached."""
     response: wrappers.Response = http_util.Respond(request, content, content_type, **options)
     return response
 

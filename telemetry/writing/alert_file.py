@@ -13,14 +13,13 @@ from telemetry.records import Alert
 class AlertFile:
     """Appends each alert to ``<log_dir>/alerts.jsonl``; runs in one directory share the file.
 
-    The fields are those of :class:`Alert`; ``value`` and ``threshold`` are strings (``"nan"``,
-    ``"inf"``, ``"-inf"``) where JSON has no number for them. ``session`` names the logger, and
-    ``wall_time`` says when the step ended, in seconds since the epoch. Remote directories have no
-    such file.
+    The fields are those of :func:`~telemetry.records.alert_fields`, and also ``session``, the
+    logger's id, and ``wall_time``, when the step ended in seconds since the epoch. Remote
+    directories have no such file.
 
     Args:
         log_dir: The run's directory.
-        session: Names the logger as the Telemetry page does; later ones sort behind earlier ones.
+        session: The id that the Telemetry page's data has, too; ids sort by age.
         files: Writes the lines in the background.
     """
 
@@ -30,10 +29,10 @@ class AlertFile:
         self._files = files
 
     def write(self, alert: Alert, wall_time: float) -> None:
-        """Append one line soon; does not wait for it.
+        """Append one line in the background.
 
         Raises:
-            OSError: The files are closed.
+            OSError: ``files`` is closed.
         """
         if self._path is not None:
             line = encode_alert(alert, {"session": self._session, "wall_time": wall_time})

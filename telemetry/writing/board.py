@@ -1,4 +1,4 @@
-"""Everything that one run writes for TensorBoard, in the order in which it happens."""
+"""Puts together everything that a run writes for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from telemetry.records import Alert, StepRecord
 from telemetry.writing import custom_scalars, spread, tags
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.learning_rates import LearningRates
-from telemetry.writing.page import Recorder
+from telemetry.writing.page import PageWriter
 
 _SETTINGS = frozenset({charts_metadata.PLUGIN_NAME, hparams_metadata.PLUGIN_NAME})
 
 
 def needed_in_every_file(values: Iterable[Summary.Value]) -> list[Summary.Value]:
-    """Those without which readers do not understand the others: layouts and hyperparameters."""
+    """The values that readers need to understand the others: layouts, charts, hyperparameters."""
     return [
         value
         for value in values
@@ -30,33 +30,33 @@ def needed_in_every_file(values: Iterable[Summary.Value]) -> list[Summary.Value]
 
 
 class Board:
-    """Turns records and alerts into values: for TensorBoard's dashboards and for our own page.
+    """Turns records and alerts into values for TensorBoard's dashboards and the Telemetry page.
 
     Args:
-        pictures: Whether to draw the layers × steps picture now and then.
-        session_id: Names the page's data, as in :class:`~telemetry.writing.page.Recorder`.
+        pictures: Whether to draw the layers × steps picture from time to time.
+        session_id: As in :class:`~telemetry.writing.page.PageWriter`.
     """
 
     def __init__(self, *, pictures: bool = True, session_id: str | None = None) -> None:
-        self._page = Recorder(session_id)
+        self._page = PageWriter(session_id)
         self._rates = LearningRates()
         self._picture = HeatmapPicture() if pictures else None
         self._alert_count = 0
 
     def first_values(self) -> Sequence[Summary.Value]:
-        """What to write once, at the beginning of the run."""
+        """The values to write once, at the beginning of the run."""
         return custom_scalars.custom_scalars_value(), self._alert_curve()
 
     def is_needed(self, record: StepRecord) -> bool:
-        """Whether what is written later cannot be read without this record's values."""
+        """Whether later values cannot be read without this record's."""
         return self._page.begins_layout(record)
 
     def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[Summary.Value]]:
-        """Step, wall time and values of an event to be written before those of the record."""
+        """Step, wall time and values of an event to write before the record's own."""
         return self._rates.late_values(record)
 
     def values_of(self, record: StepRecord) -> Iterator[Summary.Value]:
-        """What to write in an event with the record's step."""
+        """The values to write in an event with the record's step."""
         yield from tags.values_of(record)
         yield from self._rates.values_of(record)
         yield from spread.values_of(record)
@@ -65,17 +65,17 @@ class Board:
             yield from self._picture.values_of(record)
 
     def alert_values(self, alert: Alert) -> Sequence[Summary.Value]:
-        """What to write in an event with the alert's step."""
+        """The values to write in an event with the alert's step."""
         text = tags.alert_value(alert, self._alert_count)
         self._alert_count += 1
         return text, self._page.alert_value(alert), self._alert_curve()
 
     def pending_s(self, now: float) -> float | None:
-        """How long :meth:`pending_values` may still wait; None: there are none."""
+        """Seconds that :meth:`pending_values` may still wait; None if nothing is pending."""
         return self._page.pending_s(now)
 
     def pending_values(self) -> tuple[int, Sequence[Summary.Value]]:
-        """What is held back to be written together, and the step of the event that takes it."""
+        """The values held back so far, and the step of the event that takes them."""
         return self._page.last_step, tuple(self._page.pending_values())
 
     def _alert_curve(self) -> Summary.Value:

@@ -1,7 +1,6 @@
-"""The layout of the Custom Scalars dashboard: the charts that are worth a look first.
+"""The charts of the Custom Scalars dashboard: what to look at first.
 
-TensorBoard merges the layouts of all runs by the charts' titles, so the tags are patterns that suit
-every run.
+TensorBoard merges the charts of all runs by their titles, so tags are patterns that fit every run.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from telemetry.writing.spread import SPREADS
 
 
 def custom_scalars_value() -> Summary.Value:
-    """What to write once per run, at step 0."""
-    layout = layout_pb2.Layout(
+    """The value to write once per run, at step 0."""
+    charts = layout_pb2.Layout(
         category=[
             layout_pb2.Category(
                 title="Telemetry: over the depth",
@@ -24,7 +23,7 @@ def custom_scalars_value() -> Summary.Value:
         ]
     )
     return summaries.tensor(
-        metadata.CONFIG_SUMMARY_TAG, layout.SerializeToString(), metadata.PLUGIN_NAME
+        metadata.CONFIG_SUMMARY_TAG, charts.SerializeToString(), metadata.PLUGIN_NAME
     )
 
 

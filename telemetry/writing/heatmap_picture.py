@@ -1,16 +1,16 @@
-"""The layers × steps picture as a PNG, for those who look without the Telemetry page."""
+"""The layers × steps picture for TensorBoard's Images tab, without the Telemetry page."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from telemetry.events import summaries
+from telemetry import palette
 from telemetry.records import Layout, StepRecord
+from telemetry.writing.tags import image
 
 TAG = "telemetry_heatmap"
 _MAX_COLUMNS = 512
@@ -18,16 +18,14 @@ _MAX_ROWS = 512
 _MIN_WIDTH, _MIN_HEIGHT = 512, 256
 _MARGIN, _TEXT_HEIGHT = 200, 14
 _GROWTH = 1.25
-_NAN_RGB, _INFINITE_RGB, _MISSING_RGB = (213, 0, 109), (255, 90, 0), (228, 230, 234)
-# viridis (matplotlib, CC0), nine of its colors
-_VIRIDIS = "440154472d7b3b528b2c728e21918c28ae805ec962addc30fde725"
+_MISSING_RGB = (228, 230, 234)
 
 
 class HeatmapPicture:
-    """Collects the gradient norms of full steps, and draws them now and then.
+    """Collects the gradient norms of full steps and draws them from time to time.
 
-    A picture comes whenever there are a quarter more steps than in the one before, so that drawing
-    costs little however long the run is; TensorBoard keeps the last one in any case.
+    It draws whenever the number of steps has grown by a quarter, so drawing costs little however
+    long the run is. TensorBoard always keeps the last picture.
     """
 
     def __init__(self) -> None:
@@ -37,12 +35,12 @@ class HeatmapPicture:
     def _begin(self) -> None:
         self._steps: list[int] = []
         self._columns: list[NDArray[np.float64]] = []
-        self._stride = 1  # full steps behind a column
+        self._stride = 1  # full steps per column
         self._taken = 0
         self._next_picture = 8.0
 
     def values_of(self, record: StepRecord) -> Iterator[Summary.Value]:
-        """Takes a record in; gives out a picture if it is time for one."""
+        """Adds a record; yields a picture if one is due."""
         if not record.full or record.phase or record.skipped:
             return
         if record.layout is not self._layout:
@@ -72,17 +70,19 @@ class HeatmapPicture:
         matrix = np.stack(self._columns, axis=1)
         starts = np.arange(0, len(matrix), -(-len(matrix) // _MAX_ROWS))
         names = [self._layout.parameters[i].name for i in self._layout.depth_order[starts]]
-        png, width, height = draw(np.maximum.reduceat(matrix, starts), names, self._steps)
-        return summaries.image(TAG, [png], width, height)
+        return image(TAG, draw(np.maximum.reduceat(matrix, starts), names, self._steps))
 
 
-def draw(matrix: NDArray[np.float64], names: list[str], steps: list[int]) -> tuple[bytes, int, int]:
-    """A PNG with names at the side, steps and the scale below, and its width and height.
+def draw(matrix: NDArray[np.float64], names: list[str], steps: list[int]) -> NDArray[np.uint8]:
+    """Draws the matrix with names at the side, and steps and the color scale below.
 
     Args:
-        matrix: ``[rows, columns]``, above 0; -1 where there is nothing.
-        names: Of the rows.
-        steps: Of the columns.
+        matrix: ``[rows, columns]``, at least 0; -1 where nothing was measured.
+        names: One for each row.
+        steps: One for each column.
+
+    Returns:
+        Pixels ``[height, width, 3]``.
     """
     from PIL import Image, ImageDraw
 
@@ -106,9 +106,7 @@ def draw(matrix: NDArray[np.float64], names: list[str], steps: list[int]) -> tup
     picture.paste(Image.fromarray(bar).resize((256, 10)), (_MARGIN + 60, below))
     pen.text((_MARGIN + 54, below), f"{low:.0e}", fill=(60, 60, 60), anchor="ra")
     pen.text((_MARGIN + 322, below), f"{high:.0e}  gradient norm", fill=(60, 60, 60))
-    file = io.BytesIO()
-    picture.save(file, "PNG", optimize=False)
-    return file.getvalue(), picture.width, picture.height
+    return np.asarray(picture)
 
 
 def _range(matrix: NDArray[np.float64]) -> tuple[float, float]:
@@ -121,16 +119,14 @@ def _range(matrix: NDArray[np.float64]) -> tuple[float, float]:
 
 def _colors(matrix: NDArray[np.float64], low: float, high: float) -> NDArray[np.uint8]:
     """Pixels ``[rows, columns, 3]``."""
-    stops = np.array(
-        [[int(_VIRIDIS[i + k : i + k + 2], 16) for k in (0, 2, 4)] for i in range(0, 54, 6)]
-    )
+    stops = np.array(palette.rgb(palette.VIRIDIS))
     with np.errstate(divide="ignore", invalid="ignore"):
         place = (np.log(np.abs(matrix)) - np.log(low)) / (np.log(high) - np.log(low))
     place = np.nan_to_num(place).clip(0, 1) * (len(stops) - 1)
     channels = [np.interp(place, np.arange(len(stops)), stops[:, k]) for k in range(3)]
     pixels = np.stack(channels, axis=-1).round().astype(np.uint8)
-    pixels[matrix == 0] = 0
+    pixels[matrix == 0] = palette.rgb(palette.ZERO_COLOR)[0]
     pixels[matrix < 0] = _MISSING_RGB
-    pixels[np.isposinf(matrix)] = _INFINITE_RGB
-    pixels[np.isnan(matrix)] = _NAN_RGB
+    pixels[np.isposinf(matrix)] = palette.rgb(palette.INFINITE_COLORS[0])[0]
+    pixels[np.isnan(matrix)] = palette.rgb(palette.NAN_COLORS[0])[0]
     return pixels

@@ -15,14 +15,14 @@ Hyperparameter = bool | int | float | str
 def values_of(
     hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str] = ("loss",)
 ) -> list[Summary.Value]:
-    """What to write once per run.
+    """The values to write once per run.
 
     Args:
         hyperparameters: Values by name.
         metrics: Tags of scalars to show beside them.
 
     Raises:
-        TypeError: A value is neither a number, a bool nor a string.
+        TypeError: A value is not a number, a bool or a string.
     """
     for name, value in hyperparameters.items():
         if not isinstance(value, bool | int | float | str):

@@ -1,4 +1,4 @@
-"""The curves of the learning rates: a point wherever one changes."""
+"""The curves of the learning rates, with a point wherever a rate changes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from telemetry.records import StepRecord
 
 
 class LearningRates:
-    """Says which points of the curves to write; a step measured in full has one of each.
+    """Chooses which points of the curves to write. A full step has one point of each curve.
 
-    TensorBoard joins points by straight lines. When a rate changes, the last step at which it was
-    what it had been gets a point, too: so a jump is drawn as a jump.
+    TensorBoard joins points by straight lines. When a rate changes, the step before gets a point
+    with the old rate, so that the jump is drawn as a jump.
     """
 
     def __init__(self) -> None:
         self._step, self._wall_time = -1, 0.0
         self._rates: tuple[float, ...] = ()
-        self._drawn: dict[int, int] = {}  # the step of each curve's last point
+        self._drawn: dict[int, int] = {}  # step of each curve's last point
 
     def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[Summary.Value]]:
-        """What only this record shows to be worth a point at the step before.
-
-        To be asked before :meth:`values_of`.
+        """Points for the step before, whose rates end with it. Call this before :meth:`values_of`.
 
         Returns:
-            Step, wall time and values of an event to be written first.
+            Step, wall time and values of an event to write first.
         """
         if record.step <= self._step:
             self._rates = ()  # back to a checkpoint
@@ -40,7 +38,7 @@ class LearningRates:
         return self._step, self._wall_time, late
 
     def values_of(self, record: StepRecord) -> Iterator[Summary.Value]:
-        """What to write in an event with the record's step."""
+        """The values to write in an event with the record's step."""
         if not record.learning_rates:
             return
         changed = range(len(record.learning_rates)) if record.full else self._changed(record)
@@ -51,7 +49,7 @@ class LearningRates:
             yield _value(group, record.learning_rates[group])
 
     def _changed(self, record: StepRecord) -> Sequence[int]:
-        """Groups whose rate is not what it was at the step before."""
+        """Groups whose rate differs from that of the step before."""
         before, now = self._rates, record.learning_rates
         if now == before:
             return ()
@@ -59,7 +57,7 @@ class LearningRates:
 
 
 def _differs(rate: float, other: float) -> bool:
-    return rate != other and not (rate != rate and other != other)  # NaN is as it was
+    return rate != other and not (rate != rate and other != other)  # NaN equals NaN here
 
 
 def _value(group: int, rate: float) -> Summary.Value:

@@ -1,4 +1,4 @@
-"""What to open in order to look at a run."""
+"""The command and the links that open a run in TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import shlex
 from urllib.parse import quote
 
+from telemetry.tag_names import TOTAL_GRAD_NORM
+
 
 def command(log_dir: str) -> str:
     """The command that starts TensorBoard on this run and its neighbors."""
@@ -14,15 +16,15 @@ def command(log_dir: str) -> str:
 
 
 def how_to_look(log_dir: str, *, port: int = 6006) -> str:
-    """A command and two links, as lines of text.
+    """The command that starts TensorBoard, and two links into it, as lines of text.
 
     Args:
-        log_dir: Of the run; its parent is what TensorBoard is started on.
-        port: Where TensorBoard will listen.
+        log_dir: The run's directory; TensorBoard is started on its parent.
+        port: The port that TensorBoard will listen on.
     """
     root = f"http://localhost:{port}/"
     run = quote(_folder_and_run(log_dir)[1], safe="")
-    cards = [{"plugin": "scalars", "tag": tag} for tag in ("loss", "grad_norm/total")]
+    cards = [{"plugin": "scalars", "tag": tag} for tag in ("loss", TOTAL_GRAD_NORM)]
     pinned = quote(json.dumps(cards, separators=(",", ":")))
     return "\n".join(
         [

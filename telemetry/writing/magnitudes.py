@@ -1,4 +1,4 @@
-"""Histograms of log10 |x|: gradients differ by magnitudes, which a linear axis cannot show."""
+"""Histograms of log10 |x|: a linear axis cannot show the magnitudes of gradients."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def log10_histogram(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Left edges, right edges and counts over log10 of the magnitudes, without gaps.
 
-    Both signs count together; zeros and what lies within the smallest bucket are left out. Three
-    empty arrays if nothing remains.
+    Both signs count together. Zeros and values in the smallest bucket are left out; if no other
+    value remains, the three arrays are empty.
     """
     magnitude = np.abs(sketch.buckets.astype(np.intp))
     counts = np.bincount(magnitude, weights=sketch.counts)[1:].astype(np.float64, copy=False)
@@ -33,6 +33,6 @@ def log10_histogram(
 @cache
 def _log_edges() -> NDArray[np.float64]:
     limits = edges()[1:].astype(np.float64)
-    # The last bucket's upper edge is infinite where float32 ends.
+    # The last bucket of float32 has an infinite upper edge.
     limits[-1] = min(limits[-1], float(np.finfo(np.float32).max))
     return np.log10(limits)

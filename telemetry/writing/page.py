@@ -1,4 +1,4 @@
-"""Records and alerts -> what is written for the Telemetry page."""
+"""Turns records and alerts into the Telemetry page's data."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from telemetry.records import Alert, Layout, StepRecord
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 _BLOCK_S = 0.75
-"""A writer writes within a second after that, so a step is in the file two seconds later."""
+"""The writer adds up to a second, so a step is in the file after at most two seconds."""
 
 
-class Recorder:
+class PageWriter:
     """Turns the records of one run, in the order of their steps, into values of events.
 
-    The gradient norms of steps that are not measured in full are collected and given out as one
-    block after 0.75 s. If no step comes then, :meth:`pending_values` gives out the rest, which
-    someone with a clock has to ask for (:meth:`pending_s`).
+    It collects the gradient norms of steps that are not measured in full, and yields them as one
+    block after 0.75 s. If no step arrives by then, the caller asks for the rest:
+    :meth:`pending_s` says when, :meth:`pending_values` yields it.
 
     Args:
-        session_id: Names this recorder's data; by default a new one that sorts behind older ones.
+        session_id: Id of this data; by default a new one that sorts behind older ones.
     """
 
     def __init__(self, session_id: str | None = None) -> None:
@@ -54,11 +54,11 @@ class Recorder:
 
     @property
     def last_step(self) -> int:
-        """Step of the latest record: that of the event that takes :meth:`pending_values`."""
+        """Step of the latest record, and of the event that takes :meth:`pending_values`."""
         return self._last_step or 0
 
     def pending_s(self, now: float) -> float | None:
-        """How long :meth:`pending_values` may still wait for more steps; None: there are none.
+        """Seconds that :meth:`pending_values` may wait for more steps; None if nothing is pending.
 
         Args:
             now: Seconds since the epoch.
@@ -66,13 +66,13 @@ class Recorder:
         return self._block.left_s(now) if self._block else None
 
     def begins_layout(self, record: StepRecord) -> bool:
-        """Whether the record's event will hold a layout: without it, what follows says nothing."""
+        """Whether the record's event will hold a layout, which all later values need."""
         return not record.phase and record.layout is not self._layout
 
     def values_of(self, record: StepRecord) -> Iterator[Summary.Value]:
-        """What to write in an event with the record's step; nothing for a phase.
+        """The values to write in an event with the record's step; none for a phase.
 
-        Steps must rise; where they go back, as after a restored checkpoint, a new session begins.
+        Where steps go back, as after a restored checkpoint, a new session begins.
         """
         if record.phase:
             return
@@ -90,17 +90,17 @@ class Recorder:
             yield self._numbers("m", self._with_held(record, _matrix(record)))
 
     def pending_values(self) -> Iterator[Summary.Value]:
-        """What is still held back, to be written in an event with :attr:`last_step`."""
+        """The values held back so far, to write in an event with :attr:`last_step`."""
         return self._pending(self.last_step)
 
     def alert_value(self, alert: Alert) -> Summary.Value:
-        """An alert under a tag of its own."""
+        """An alert, under its own tag."""
         tag = alert_tag(self._session, self._alert_count)
         self._alert_count += 1
         return summaries.tensor(tag, encode_alert(alert), PLUGIN_NAME)
 
     def _with_held(self, record: StepRecord, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-        """A matrix in which a module that was left out stays as it was measured last.
+        """The matrix, with the last known row of each module that this step left out.
 
         In the picture a measurement lasts until the next one of the same module.
         """
@@ -114,13 +114,13 @@ class Recorder:
     def _pending(self, step: int, *, in_new_tag: bool = False) -> Iterator[Summary.Value]:
         if not self._block:
             return
-        if in_new_tag:  # within a tag steps must not go back
+        if in_new_tag:  # steps must not go back within a tag
             self._written["n"] += EVENTS_PER_TAG
         yield self._numbers("n", self._block.take(step))
 
     def _restart(self) -> None:
         self._restarts += 1
-        # Sorts before any session that is begun later elsewhere.
+        # Sorts before any session that begins later elsewhere.
         self._session = f"{self._first_session}.{self._restarts:04d}"
         self._layout_number = -1
 
@@ -145,7 +145,7 @@ class Recorder:
 
 
 class _NormBlock:
-    """Gradient norms of some successive steps."""
+    """Gradient norms of successive steps."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []
@@ -167,11 +167,11 @@ class _NormBlock:
         return self._nbytes >= NORM_BLOCK_BYTES or self.left_s(wall_time) == 0
 
     def left_s(self, now: float) -> float:
-        """How long until the block is due; if the clock was set back, it is."""
+        """Seconds until the block is due; 0 if the clock was set back."""
         return max(0.0, _BLOCK_S - abs(now - self._begun))
 
     def take(self, step: int) -> NDArray[np.float32]:
-        """All rows, each with its distance from ``step`` in front; empties the block."""
+        """All rows, each preceded by its distance from ``step``; empties the block."""
         steps, rows = self._steps, self._rows
         self._steps, self._rows, self._nbytes = [], [], 0
         distance = (np.array(steps) - step).astype(np.float32)
@@ -179,27 +179,27 @@ class _NormBlock:
 
 
 def _matrix(record: StepRecord) -> NDArray[np.float32]:
-    """All of :data:`MATRIX_STATISTICS`, shape ``[modules, statistics]``."""
+    """The :data:`MATRIX_STATISTICS`, shape ``[modules, statistics]``."""
     layers = table(record)
     places = [layers.place[statistic.name] for statistic in MATRIX_STATISTICS]
     return as_float32(np.where(layers.known, layers.values, MISSING)[:, places])
 
 
 def _grad_norms(record: StepRecord) -> NDArray[np.float32]:
-    """Norm of each parameter's gradient, shape ``[parameters]``; missing where there was none.
+    """Norm of each parameter's gradient, shape ``[parameters]``; missing where it had none.
 
-    Those of a step that a ``GradScaler`` skipped are missing, too: they never met a parameter.
+    At a step that a ``GradScaler`` skipped all are missing: no parameter was updated with them.
     """
     if record.skipped:
         return np.full(len(record.grad_norms), MISSING, np.float32)
     norms = record.grad_norms
-    # A norm beyond float32 is not an infinite gradient.
+    # A finite gradient whose norm is beyond float32 must not look infinite.
     norms = np.where(record.grad_finite, np.minimum(norms, _FLOAT32_MAX), norms)
     return as_float32(np.where(record.grad_present, norms, MISSING))
 
 
 def as_float32(values: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Rounded; finite numbers beyond float32 become the largest there is."""
+    """The values rounded to float32; finite numbers beyond it become its largest."""
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
     return np.where(np.isinf(narrow) & np.isfinite(values), np.float32(_FLOAT32_MAX), narrow)

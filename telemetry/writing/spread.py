@@ -1,8 +1,8 @@
-"""How statistics are spread over the depth of the network, as a few curves.
+"""The spread of statistics over all layers, as a few curves.
 
-They go beside the curves of single layers: a chart of 5 %, 50 % and 95 % shows at a glance whether
-the layers drift apart, whichever layers there are. Where magnitudes count it is log10 that is
-written: TensorBoard's charts have a linear axis, on which all small gradients look alike.
+A chart of the 5 %, 50 % and 95 % quantiles shows at a glance whether layers drift apart, whatever
+the model. Where magnitudes matter, the curves are of log10: TensorBoard's charts have a linear
+axis, on which all small gradients look alike.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SPREADS: Mapping[str, Statistic] = {
     for statistic in STATISTICS
     if statistic.as_spread
 }
-"""Statistics that are drawn so, by the name that their tags have."""
+"""The statistics with such curves, by the name in their tags."""
 
 
 def values_of(record: StepRecord) -> Iterator[Summary.Value]:
-    """``depth/<name>/p05``, ``median`` and ``p95`` of a step that is measured in full.
+    """``depth/<name>/p05``, ``median`` and ``p95`` of a full step.
 
-    Over all layers of which the statistic was measured, of what is finite, and has a logarithm
-    where that is written; nothing for a statistic without any.
+    Quantiles are over the finite values of all layers; those of a logarithm, over the positive
+    ones. A statistic without any such value has no points.
     """
     if not record.full or record.phase or record.skipped:
         return

@@ -1,4 +1,4 @@
-"""One step's record as TensorBoard's own dashboards show it: which tags, for which layers."""
+"""Turns a step's record into tags of TensorBoard's own dashboards."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from telemetry.layers import PARAMETER_STATISTICS, table
 from telemetry.plain_text import printable
 from telemetry.records import Alert, Layout, Output, Parameter, StepRecord, TensorRecord
 from telemetry.selection import spread
+from telemetry.tag_names import TOTAL_GRAD_NORM, numbered
 from telemetry.writing.magnitudes import log10_histogram
 
 MANY_PARAMETERS = 64
-"""Above, curves are drawn for some layers only: TensorBoard shows one card for each."""
+"""Models with more have curves of some layers only: TensorBoard shows one card for each curve."""
 SHOWN_OF_MANY = 12
 
 
 def values_of(record: StepRecord) -> Iterator[Summary.Value]:
-    """Everything to write for one step; on a step that is not measured in full the total norm.
+    """The values of one step; if it was not measured in full, only the total gradient norm.
 
-    Tags are ``statistic/NNNN.name`` with the module's place in the forward order; those of a phase
-    begin with its name.
+    Tags are ``statistic/NNNN.name`` (:func:`~telemetry.tag_names.numbered`). Those of a phase begin
+    with the phase's name.
     """
     if record.phase:
         for value in (*_layer_curves(record), *_histograms(record), *_images(record)):
             value.tag = f"{record.phase}/{value.tag}"
             yield value
         return
-    yield summaries.scalar("grad_norm/total", record.total_grad_norm)
+    yield summaries.scalar(TOTAL_GRAD_NORM, record.total_grad_norm)
     if not record.full:
         return
     if record.loss_scale is not None:
@@ -50,7 +51,7 @@ def values_of(record: StepRecord) -> Iterator[Summary.Value]:
 
 
 def alert_value(alert: Alert, number: int) -> Summary.Value:
-    """An alert as a text with a tag of its own: of texts that share one, TensorBoard drops some."""
+    """An alert as a text. Each has its own tag, because TensorBoard drops texts that share one."""
     where = f".{printable(alert.module_name)}" if alert.module_name else ""
     tag = f"alert/{number:04d}.{alert.kind}{where}"
     message = alert.message.replace("\n", "  \n")  # Markdown's line break
@@ -83,7 +84,7 @@ def _layer_curves(record: StepRecord) -> Iterator[Summary.Value]:
 def _curves(
     statistic: str, names: Sequence[str], tag_of: Mapping[str, str], values: Mapping[str, float]
 ) -> Iterator[Summary.Value]:
-    """A point for each name that has a value; of many names some, and the range over all."""
+    """A point for each name with a value; of many names, for some, with the range over all."""
     many = len(names) > MANY_PARAMETERS
     for name in spread(names, SHOWN_OF_MANY) if many else names:
         value = values.get(name)
@@ -125,24 +126,25 @@ def _magnitudes(tag: str, tensor: TensorRecord) -> Iterator[Summary.Value]:
 
 def _images(record: StepRecord) -> Iterator[Summary.Value]:
     for name, pixels in record.feature_maps.items():
-        yield _image(f"feature_maps/{_output_tag(record.layout, Output(name))}", pixels)
+        yield image(f"feature_maps/{_output_tag(record.layout, Output(name))}", pixels)
     for name, pixels in record.filters.items():
-        yield _image(f"filters/{_output_tag(record.layout, Output(name))}", pixels)
+        yield image(f"filters/{_output_tag(record.layout, Output(name))}", pixels)
     if record.input is not None:
-        yield _image("input", record.input)
+        yield image("input", record.input)
 
 
-def _image(tag: str, pixels: NDArray[np.uint8]) -> Summary.Value:
+def image(tag: str, pixels: NDArray[np.uint8]) -> Summary.Value:
+    """A picture of ``[height, width, 3]`` pixels."""
     height, width, _ = pixels.shape
     return summaries.image(tag, [encode_png(pixels)], width, height)
 
 
 def _parameter_tag(layout: Layout, parameter: Parameter) -> str:
-    return f"{layout.position[parameter.module_name]:04d}.{printable(parameter.name)}"
+    return numbered(layout.position[parameter.module_name], parameter.name)
 
 
 def _output_tag(layout: Layout, output: Output) -> str:
-    """``NNNN.name`` of a module's output; the model itself goes by the name of its class."""
-    position = layout.position[output.module_name]
-    name = output.module_name or layout.modules[position].type_name
-    return f"{position:04d}.{printable(str(Output(name, output.place)))}"
+    """``NNNN.name`` of a module's output; the model itself has the name of its class."""
+    place = layout.position[output.module_name]
+    name = output.module_name or layout.modules[place].type_name
+    return numbered(place, str(Output(name, output.place)))

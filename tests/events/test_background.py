@@ -165,8 +165,8 @@ def test_a_full_queue_drops_the_newest_measurement_and_nothing_else(
         b"alert",
     ]
     assert (writer.dropped_count, writer.lost_count) == (50 - kept, 0)
-    told, total = caplog.messages
-    assert "measurements are dropped" in told
+    reported, total = caplog.messages
+    assert "measurements are dropped" in reported
     assert f"{50 - kept} measurements were dropped" in total
 
 
@@ -288,9 +288,11 @@ def test_a_disk_that_hangs_costs_the_time_given_and_what_is_left_is_counted(
         writer.close(timeout_s=0.05)
         writer.close()  # has nothing more to wait for
         assert writer.lost_count == 3
-        (told,) = caplog.messages
+        (reported,) = caplog.messages
 
-    assert "3 events could not be written (the latest write has not ended within 0.05 s)" in told
+    assert (
+        "3 events could not be written (the latest write has not ended within 0.05 s)" in reported
+    )
     writer._thread.join(WAIT_S)
     assert files.written == [b"in flight", b"a", b"b"]
     assert writer.lost_count == 0  # the disk took them after all

@@ -206,10 +206,10 @@ def test_training_goes_on_through_a_full_disk(
     assert 0 < kept < 100
     assert written == [*range(outage.start + kept), step + 1, step + 2]
     assert (writer.dropped_count, writer.lost_count) == (100 - kept, 0)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert "No space left on device" in told[0]
-    assert f"{100 - kept} measurements were dropped" in told[1]
+    reported = [record.getMessage() for record in caplog.records]
+    assert len(reported) == 2
+    assert "No space left on device" in reported[0]
+    assert f"{100 - kept} measurements were dropped" in reported[1]
 
 
 def test_what_never_found_room_is_told_when_the_writer_is_closed(
@@ -244,9 +244,11 @@ def test_a_disk_that_hangs_costs_the_time_given_once(
         writer.close()
         assert time.monotonic() - begun < 2
         assert writer.lost_count == 300
-        (told,) = caplog.messages
+        (reported,) = caplog.messages
 
-    assert "300 events could not be written (the latest write has not ended within 0.2 s)" in told
+    assert (
+        "300 events could not be written (the latest write has not ended within 0.2 s)" in reported
+    )
 
 
 def test_what_readers_need_is_repeated_where_a_file_is_begun_anew(tmp_path: Path) -> None:
@@ -285,5 +287,5 @@ def test_a_copy_is_inert(
     assert [event.step for event in read_summaries(tmp_path)] == [3]
     assert copied.get_logdir() == str(tmp_path)
     assert (copied.dropped_count, copied.lost_count, copied.failure) == (0, 0, None)
-    (told,) = caplog.messages
-    assert "writes nothing" in told
+    (reported,) = caplog.messages
+    assert "writes nothing" in reported

@@ -333,7 +333,7 @@ def test_a_disk_that_hangs_makes_nobody_wait_and_what_is_left_is_counted(
     given._background._thread.join(WAIT_S)
 
 
-def test_torchs_writer_that_fails_is_told_and_counted(
+def test_torchs_writer_that_fails_is_reported_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class FailingWriter(HangingWriter):

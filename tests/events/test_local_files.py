@@ -145,8 +145,8 @@ def test_a_removed_directory_is_made_again(
 
     (path,) = list_event_files(run)
     assert steps_in(path) == [1, 2]
-    (told,) = caplog.messages
-    assert "was removed; going on in a new event file" in told
+    (reported,) = caplog.messages
+    assert "was removed; going on in a new event file" in reported
 
 
 def test_a_moved_directory_is_written_on(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_looked_at_is_left(
     assert [steps_in(path) for path in list_event_files(tmp_path)] == [[0], [1]]
 
 
-def test_an_error_on_closing_is_told(
+def test_an_error_on_closing_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class NetworkFile(FileIO):
@@ -191,8 +191,8 @@ def test_an_error_on_closing_is_told(
 
     files.close()
 
-    (told,) = caplog.messages
-    assert "may lack its end: stale" in told
+    (reported,) = caplog.messages
+    assert "may lack its end: stale" in reported
 
 
 def fail(*_: object) -> None:

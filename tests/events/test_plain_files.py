@@ -116,8 +116,8 @@ def test_what_is_refused_is_tried_again_in_order(
 
     assert (tiny_disk / "lines").read_bytes().split(b"\n") == [b"first", b"x" * 5000, b"third", b""]
     assert (tiny_disk / "file").stat().st_size == 5000
-    (told,) = caplog.messages
-    assert "runs/x: alerts and flight files cannot be written for now: [Errno 28]" in told
+    (reported,) = caplog.messages
+    assert "runs/x: alerts and flight files cannot be written for now: [Errno 28]" in reported
 
 
 def test_a_removed_directory_is_made_again(tmp_path: Path) -> None:
@@ -144,10 +144,10 @@ def test_a_disk_that_hangs_holds_nobody_up(
         begun = time.monotonic()
         files.close(timeout_s=0.1)
         assert time.monotonic() - begun < 1
-        (told,) = caplog.messages
+        (reported,) = caplog.messages
 
-    assert "100 alerts and flight files could not be written" in told
-    assert "has not ended within 0.1 s" in told
+    assert "100 alerts and flight files could not be written" in reported
+    assert "has not ended within 0.1 s" in reported
     for thread in threads_of_files():
         thread.join(5)
     assert lines.read_bytes().split(b"\n")[1:4] == [b"0", b"1", b"2"]  # it took them after all

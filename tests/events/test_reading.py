@@ -51,7 +51,7 @@ def test_events_come_back_as_they_were_written(written: list[Event]) -> None:
 
 
 @pytest.mark.parametrize("cut", range(len(FILE)))
-def test_a_torn_tail_ends_the_file_and_is_told(cut: int) -> None:
+def test_a_torn_tail_ends_the_file_and_is_reported(cut: int) -> None:
     whole = sum(len(b"".join(FRAMES[: n + 1])) <= cut for n in range(len(FRAMES)))
     end = len(b"".join(FRAMES[:whole]))
 
@@ -160,7 +160,7 @@ def test_reading_loads_neither_the_server_nor_torch(tmp_path: Path) -> None:
 
 def test_an_oversized_record_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     large = frame(bytes(1000))
-    monkeypatch.setattr(reading, "MAX_RECORD_BYTES", 100)
+    monkeypatch.setattr(reading, "MAX_EVENT_BYTES", 100)
 
     found, reader = read(FRAMES[0] + large + b"".join(FRAMES[1:]))
 

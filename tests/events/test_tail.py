@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from telemetry.events import tail
 from telemetry.events.framing import frame
-from telemetry.events.tail import records_from_end
+from telemetry.events.tail import events_from_end
 
 MARK = b"marked"
 RECORDS = st.lists(
@@ -29,7 +29,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def from_end(data: bytes, **options: float) -> list[bytes]:
-    return list(records_from_end(io.BytesIO(data), len(data), [MARK], **options))
+    return list(events_from_end(io.BytesIO(data), len(data), [MARK], **options))
 
 
 @given(records=RECORDS, torn=st.integers(0, 20), garbage=GARBAGE)
@@ -56,7 +56,7 @@ def test_damage_costs_only_what_is_damaged(
 def test_what_was_appended_later_is_not_looked_at() -> None:
     first, second = frame(MARK + b"1"), frame(MARK + b"2")
     file = io.BytesIO(first + second)
-    assert list(records_from_end(file, len(first), [MARK])) == [MARK + b"1"]
+    assert list(events_from_end(file, len(first), [MARK])) == [MARK + b"1"]
 
 
 def test_reading_stops_where_it_should() -> None:

@@ -48,7 +48,7 @@ def test_pictures_and_histograms_are_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(table, [[0, 1, 2]])
 
 
-def test_a_damaged_file_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path)
     writer.write_values([summaries.scalar("loss", 1)], 0)
     writer.close()
@@ -60,8 +60,8 @@ def test_a_damaged_file_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     assert source.read_scalars(["loss"]) == {"loss": [(0, 1)]}
 
 
-def test_a_directory_without_event_files_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no event files"):
+def test_a_directory_without_event_files_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no event files in"):
         FileSource(tmp_path / "nothing")
 
 

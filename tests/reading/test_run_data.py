@@ -14,8 +14,8 @@ from telemetry.layers import MATRIX_STATISTICS, MISSING
 from telemetry.page_format import PLUGIN_NAME, NewerFormatError, alert_tag, layout_tag
 from telemetry.reading import numbers
 from telemetry.reading.files import FileSource
+from telemetry.reading.matrix import Region
 from telemetry.reading.run_data import RunData
-from telemetry.reading.windows import Window
 
 LAYOUT = layout_of(["a", "b.x", "b.y"])
 EARLIER, LATER = "20260101-000000.000-aaaa", "20260102-000000.000-0000"
@@ -53,8 +53,8 @@ def test_gradient_rms_is_the_norm_over_the_root_of_the_size(
 
 def test_a_window_is_read_alone(tmp_path: Path, open_run: OpenRun) -> None:
     write_run(tmp_path, LAYOUT, steps=range(100), norms=norms)
-    window = Window(first_step=31, last_step=33, first_layer=1, last_layer=1)
-    part = open_run(tmp_path).matrix("grad_norm", window)
+    region = Region(first_step=31, last_step=33, first_layer=1, last_layer=1)
+    part = open_run(tmp_path).matrix("grad_norm", region)
     assert part.steps.tolist() == [31, 32, 33]
     assert part.values.tolist() == [[310], [320], [330]]
     assert part.first_layer == 1
@@ -109,7 +109,7 @@ def test_nan_and_infinity_survive(tmp_path: Path, open_run: OpenRun) -> None:
     np.testing.assert_array_equal(open_run(tmp_path).matrix("grad_norm").values, [values])
 
 
-def test_a_newer_format_is_told(tmp_path: Path, open_run: OpenRun) -> None:
+def test_a_newer_format_is_reported(tmp_path: Path, open_run: OpenRun) -> None:
     with_format(tmp_path, b'{"format": 99, "strange": true}')
     with pytest.raises(NewerFormatError, match="format 99"):
         open_run(tmp_path).overview()
@@ -163,7 +163,7 @@ def test_nothing_is_read_twice(tmp_path: Path) -> None:
     assert len(source.reads) == len(set(source.reads)) == 21
     run.matrix("grad_rms")
     run.layer_series(0)
-    run.matrix("grad_norm", Window(first_step=50))
+    run.matrix("grad_norm", Region(first_step=50))
     assert len(source.reads) == 21
 
 
@@ -186,7 +186,7 @@ def test_of_too_much_data_steps_are_left_out_until_a_part_is_asked_for(
     whole = run.matrix("weight_norm")
     assert whole.sampled
     assert whole.steps.tolist() == list(range(9, 200, 10))
-    part = run.matrix("weight_norm", Window(first_step=42, last_step=47))
+    part = run.matrix("weight_norm", Region(first_step=42, last_step=47))
     assert not part.sampled
     assert part.steps.tolist() == list(range(42, 48))
 

@@ -15,12 +15,12 @@ from small_records import full_record
 from telemetry.events import FileWriter, summaries
 from telemetry.writing import custom_scalars, hparams, spread, tags
 from telemetry.writing.heatmap_picture import HeatmapPicture
-from telemetry.writing.page import Recorder
+from telemetry.writing.page import PageWriter
 
 
 def write_demo(log_dir: Path) -> None:
     """What the logger writes in twenty full steps, and the hyperparameters."""
-    writer, recorder, picture = FileWriter(log_dir), Recorder(), HeatmapPicture()
+    writer, page, picture = FileWriter(log_dir), PageWriter(), HeatmapPicture()
     first = [custom_scalars.custom_scalars_value(), *hparams.values_of({"lr": 0.25, "opt": "sgd"})]
     writer.write_values(first, 0)
     map_pixels = np.zeros((8, 8, 3), np.uint8)
@@ -30,12 +30,12 @@ def write_demo(log_dir: Path) -> None:
             *tags.values_of(record),
             *spread.values_of(record),
             *picture.values_of(record),
-            *recorder.values_of(record),
+            *page.values_of(record),
             summaries.scalar("loss", 1 / (1 + step)),
         ]
         writer.write_values(values, step)
     alert = alert_at(7, "layer1", message="The gradient of layer1 grew.")
-    writer.write_values([tags.alert_value(alert, 0), recorder.alert_value(alert)], 7)
+    writer.write_values([tags.alert_value(alert, 0), page.alert_value(alert)], 7)
     writer.close()
 
 

@@ -191,7 +191,7 @@ def test_a_failure_can_be_tried_again(page: TelemetryPage) -> None:
     page.errors.clear()  # the browser itself complains about the aborted request
 
 
-def test_loading_is_told(page: TelemetryPage) -> None:
+def test_loading_is_shown(page: TelemetryPage) -> None:
     page.page.route("**/plugin/telemetry/matrix?*", lambda request: None)
     page.open(ready="false")
     page.locator(".message[data-state=loading]").wait_for()

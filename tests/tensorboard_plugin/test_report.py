@@ -152,11 +152,11 @@ def test_what_was_recorded_around_a_fault_is_in_the_report(
     assert HOSTILE not in text
 
 
-def test_files_without_our_data_are_told(tmp_path: Path) -> None:
+def test_files_without_our_data_are_reported(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path)
     writer.write_values([summaries.scalar("loss", 1.0)], 0)
     writer.close()
-    with pytest.raises(ValueError, match="nothing that telemetry wrote"):
+    with pytest.raises(ValueError, match="no telemetry data"):
         write_report(tmp_path, tmp_path / "report.html")
 
 

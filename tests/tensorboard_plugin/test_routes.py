@@ -87,14 +87,14 @@ def test_a_large_matrix_is_thinned_out(client: Client, monkeypatch: pytest.Monke
     assert arrays["values"].reshape(-1).tolist() == [2.0 * step for step in range(3, 40, 4)]
 
 
-def test_loss_and_learning_rate_are_told(client: Client) -> None:
+def test_loss_and_learning_rates_are_served(client: Client) -> None:
     header, arrays = client.arrays("scalars", run="demo")
     kinds = [curve["kind"] for curve in header["curves"]]
     assert kinds == ["loss", "learning rate"]
     assert arrays["values0"][0] == 2.0
 
 
-def test_a_layer_is_told_over_time(client: Client) -> None:
+def test_a_layer_is_served_over_time(client: Client) -> None:
     header, arrays = client.arrays("layer", run="demo", layer="a")
     number = header["statistics"].index("update_ratio")
     assert arrays[f"statistics{number}.steps"].tolist() == [0, 10, 20, 30]
@@ -129,6 +129,7 @@ def test_what_is_no_png_is_not_served_as_a_picture(client: Client) -> None:
         ("run", {"run": "demo\0"}, 400),
         ("matrix", {"run": "demo"}, 400),
         ("matrix", {"run": "demo", "statistic": "nonsense"}, 400),
+        ("matrix", {"run": "demo", "statistic": "activation_mean"}, 400),  # TensorBoard's alone
         ("matrix", {"run": "demo", "statistic": "grad_norm", "first_step": "-1"}, 400),
         ("matrix", {"run": "demo", "statistic": "grad_norm", "first_step": "1e3"}, 400),
         ("matrix", {"run": "demo", "statistic": "grad_norm", "last_layer": "٣"}, 400),
@@ -200,7 +201,7 @@ def test_no_other_file_can_be_read(client: Client, path: str) -> None:
     assert "import" not in response.text
 
 
-def test_data_of_a_newer_format_is_told(tmp_path: Path, open_client: OpenClient) -> None:
+def test_data_of_a_newer_format_is_reported(tmp_path: Path, open_client: OpenClient) -> None:
     writer = FileWriter(tmp_path / "future")
     tag = layout_tag("20990101-000000.000000-aaaa", 0)
     writer.write_values([summaries.tensor(tag, b'{"format": 2}', PLUGIN_NAME)], 0)

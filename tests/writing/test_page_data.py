@@ -23,7 +23,7 @@ from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
-from telemetry.writing.page import Recorder
+from telemetry.writing.page import PageWriter
 
 LAYOUT = layout_of(["a", "b"])
 
@@ -43,14 +43,12 @@ def record(
     )
 
 
-def write(
-    log_dir: Path, records: Iterable[StepRecord], recorder: Recorder | None = None
-) -> RunData:
-    recorder = recorder or Recorder()
+def write(log_dir: Path, records: Iterable[StepRecord], page: PageWriter | None = None) -> RunData:
+    page = page or PageWriter()
     writer = FileWriter(log_dir)
     for item in records:
-        writer.write_values(list(recorder.values_of(item)), item.step)
-    writer.write_values(list(recorder.pending_values()), recorder.last_step)
+        writer.write_values(list(page.values_of(item)), item.step)
+    writer.write_values(list(page.pending_values()), page.last_step)
     writer.close()
     return RunData(FileSource(log_dir))
 
@@ -86,35 +84,35 @@ def test_what_is_left_out_stays_as_it_was_until_it_is_measured_again(tmp_path: P
 
 
 def test_norms_are_given_out_within_a_second() -> None:
-    recorder = Recorder()
-    counts = [len(list(recorder.values_of(record(s, wall_time=s / 100)))) for s in range(350)]
+    page = PageWriter()
+    counts = [len(list(page.values_of(record(s, wall_time=s / 100)))) for s in range(350)]
     assert counts[0] == 1  # the layout
     assert sum(counts[1:]) == 4
 
 
 def test_what_is_held_back_says_how_long_it_may_be() -> None:
-    recorder = Recorder()
-    assert recorder.pending_s(100.0) is None
-    list(recorder.values_of(record(0, wall_time=100.0)))
-    list(recorder.values_of(record(1, wall_time=100.5)))
-    assert recorder.pending_s(100.5) == pytest.approx(0.25)
-    assert recorder.pending_s(101.0) == 0
-    assert recorder.pending_s(50.0) == 0  # the clock was set back
-    list(recorder.pending_values())
-    assert recorder.pending_s(101.0) is None
+    page = PageWriter()
+    assert page.pending_s(100.0) is None
+    list(page.values_of(record(0, wall_time=100.0)))
+    list(page.values_of(record(1, wall_time=100.5)))
+    assert page.pending_s(100.5) == pytest.approx(0.25)
+    assert page.pending_s(101.0) == 0
+    assert page.pending_s(50.0) == 0  # the clock was set back
+    list(page.pending_values())
+    assert page.pending_s(101.0) is None
 
 
 def test_large_norms_are_not_held_back() -> None:
     layout = layout_of([f"layer{i}" for i in range(40_000)])
-    recorder = Recorder()
-    counts = [len(list(recorder.values_of(record(s, layout=layout)))) for s in range(5)]
+    page = PageWriter()
+    counts = [len(list(page.values_of(record(s, layout=layout)))) for s in range(5)]
     assert counts == [1, 1, 0, 1, 0]
 
 
 def test_a_phase_is_not_part_of_the_training() -> None:
-    recorder = Recorder()
-    assert list(recorder.values_of(record(3, phase="validation", full=True))) == []
-    assert not recorder.begins_layout(record(3, phase="validation"))
+    page = PageWriter()
+    assert list(page.values_of(record(3, phase="validation", full=True))) == []
+    assert not page.begins_layout(record(3, phase="validation"))
 
 
 def test_a_change_of_layout_keeps_what_was_held_back(tmp_path: Path) -> None:
@@ -132,9 +130,9 @@ def test_steps_that_go_back_begin_a_new_session(tmp_path: Path) -> None:
 
 
 def test_within_a_tag_steps_never_go_back() -> None:
-    recorder, last = Recorder(), {}
+    page, last = PageWriter(), {}
     for step in (0, 1, 2, 3, 1, 2, 0, 5):
-        for value in recorder.values_of(record(step, full=step % 2 == 0)):
+        for value in page.values_of(record(step, full=step % 2 == 0)):
             assert step > last.get(value.tag, -1)
             last[value.tag] = step
 
@@ -146,22 +144,22 @@ def test_a_later_recorder_goes_on_where_an_earlier_one_was(tmp_path: Path) -> No
 
 
 def test_alerts_have_tags_of_their_own(tmp_path: Path) -> None:
-    recorder = Recorder()
+    page = PageWriter()
     alerts = [alert_at(0, None), alert_at(0, "b", consequences=("vanishing in a",), stage="worse")]
-    assert len({recorder.alert_value(alert).tag for alert in alerts}) == 2
+    assert len({page.alert_value(alert).tag for alert in alerts}) == 2
     writer = FileWriter(tmp_path)
-    writer.write_values(list(recorder.values_of(record(0))), 0)
+    writer.write_values(list(page.values_of(record(0))), 0)
     for alert in alerts:
-        writer.write_values([recorder.alert_value(alert)], alert.step)
+        writer.write_values([page.alert_value(alert)], alert.step)
     writer.close()
     assert list(RunData(FileSource(tmp_path)).overview().alerts) == alerts
 
 
 def test_the_first_record_of_a_layout_is_known_beforehand() -> None:
-    recorder = Recorder()
-    assert recorder.begins_layout(record(0))
-    list(recorder.values_of(record(0)))
-    assert not recorder.begins_layout(record(1))
+    page = PageWriter()
+    assert page.begins_layout(record(0))
+    list(page.values_of(record(0)))
+    assert not page.begins_layout(record(1))
 
 
 def test_session_ids_differ_and_sort_by_age() -> None:

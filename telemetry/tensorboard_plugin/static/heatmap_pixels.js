@@ -2,15 +2,8 @@
 // infinity over numbers over what was not measured. On a diverging scale it is the one farthest
 // from the middle.
 
-import {
-  FIRST_CODE,
-  INFINITE_CODE,
-  INFINITE_COLORS,
-  LAST_CODE,
-  NAN_CODE,
-  NAN_COLORS,
-  pixelOf,
-} from "./palette.js";
+import { INFINITE_COLORS, NAN_COLORS } from "./colors.js";
+import { FIRST_CODE, INFINITE_CODE, LAST_CODE, NAN_CODE, pixelOf } from "./palette.js";
 import { columnAt, endOf, rowOf } from "./field.js";
 
 const STRIPES = {

@@ -2,7 +2,8 @@
 
 import { element, fill } from "./dom.js";
 import { prepare } from "./canvas.js";
-import { INFINITE_COLORS, NAN_COLORS, ZERO_COLOR, cssColor } from "./palette.js";
+import { INFINITE_COLORS, NAN_COLORS, ZERO_COLOR } from "./colors.js";
+import { cssColor } from "./palette.js";
 import { scaleTicks } from "./scale.js";
 
 const WIDTH = 320;

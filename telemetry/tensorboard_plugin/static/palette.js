@@ -1,4 +1,6 @@
-// Colors of the cells: perceptually even, and told apart by color-blind people.
+// Colors of the cells: perceptually even, and distinct for color-blind people.
+
+import { INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR } from "./colors.js";
 
 /** Codes of a cell, in the order in which they win where several cells share a pixel. */
 export const MISSING_CODE = 0;
@@ -8,16 +10,7 @@ export const LAST_CODE = 253;
 export const INFINITE_CODE = 254;
 export const NAN_CODE = 255;
 
-/** NaN and infinity: two colors each, as stripes in opposite directions; see `heatmapPixels`. */
-export const NAN_COLORS = ["#d5006d", "#ff7ac0"];
-export const INFINITE_COLORS = ["#ff5a00", "#7a1f00"];
-export const ZERO_COLOR = "#000000";
 
-// viridis (matplotlib, CC0), every eighth color.
-const VIRIDIS =
-  "440154470d6048186a482475472e7c4538824241863e4c8a3a548c365d8d32658e2e6d8e2b758e287d8e25848e" +
-  "228c8d1f948c1e9c8920a38625ab822eb37c3aba7648c16e58c76569cd5b7fd34e93d741a8db34bddf26d5e21a" +
-  "eae51afde725";
 // From blue over gray to orange, nearly even in OKLab, dark at both ends alike.
 const DIVERGING = "08407e2166ac4393c392c5deddddddfdb863e08214b358067f3b08";
 

@@ -1,4 +1,4 @@
-"""Cuts a part out of a layers × steps matrix and thins it out where it is too large to send."""
+"""A statistic as a layers × steps matrix: regions of it, and thinning where it is too large."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
-    """A part of a matrix, both ends included; None: from the beginning, to the end."""
+class Region:
+    """A part of a matrix, both ends included. None means from the first, or to the last."""
 
     first_step: int | None = None
     last_step: int | None = None
@@ -18,7 +18,7 @@ class Window:
     last_layer: int | None = None
 
     def holds(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of the steps lie inside."""
+        """Whether each of the steps lies inside."""
         inside = np.ones(len(steps), dtype=bool)
         if self.first_step is not None:
             inside &= steps >= self.first_step
@@ -27,7 +27,7 @@ class Window:
         return inside
 
     def layers(self, count: int) -> slice:
-        """The layers inside, of ``count``."""
+        """Which of ``count`` layers lie inside."""
         last = count - 1 if self.last_layer is None else min(self.last_layer, count - 1)
         return slice(min(self.first_layer, count), max(last + 1, self.first_layer))
 
@@ -38,11 +38,12 @@ class Matrix:
 
     Attributes:
         steps: The first step of each column, int64, shape ``[columns]``, ascending.
-        values: float32, shape ``[columns, rows]``; :data:`~format.MISSING` where not measured.
+        values: float32, shape ``[columns, rows]``; :data:`~telemetry.layers.MISSING` where not
+            measured.
         first_layer: The layer of the first row.
-        layer_factor: Layers behind each row; the last may have fewer.
-        step_factor: Measured steps behind each column; the last may have fewer.
-        sampled: Whether steps were left out, rather than put together.
+        layer_factor: Layers per row; the last row may have fewer.
+        step_factor: Measured steps per column; the last column may have fewer.
+        sampled: Whether steps were left out because there is too much to read.
     """
 
     steps: NDArray[np.int64]
@@ -56,10 +57,10 @@ class Matrix:
 def in_order(
     steps: NDArray[np.int64], values: NDArray[np.float32]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Both by ascending step; of equal steps the last.
+    """Sorts both by step, and keeps the last of equal steps.
 
     Args:
-        steps: Shape ``[k]``. Two programs that wrote into one directory may have gone back.
+        steps: Shape ``[k]``; unsorted where two programs wrote into one directory.
         values: Shape ``[k, ...]``.
     """
     if (np.diff(steps) > 0).all():
@@ -70,10 +71,10 @@ def in_order(
 
 
 def thin(matrix: Matrix, *, max_layers: int, max_cells: int) -> Matrix:
-    """At most so many rows and cells; each cell is the largest of those behind it.
+    """Reduces a matrix to at most so many rows and cells; each cell is the largest of several.
 
-    NaN counts as larger than infinity, which is larger than any number; what was not measured
-    counts as less. So what is wrong in one place stays visible.
+    NaN counts as larger than infinity, infinity as larger than any number, and a missing value as
+    smaller. So a fault in a single place stays visible.
     """
     columns, rows = matrix.values.shape
     layer_factor = max(1, -(-rows // max_layers))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from telemetry.reading.windows import Matrix, Window, in_order, thin
+from telemetry.reading.matrix import Matrix, Region, in_order, thin
 
 VALUES = hnp.arrays(
     np.float32,
@@ -41,12 +41,12 @@ def test_what_fits_is_left_alone() -> None:
 
 def test_a_window_holds_both_of_its_ends() -> None:
     steps = np.array([0, 5, 10, 15])
-    window = Window(first_step=5, last_step=10, first_layer=2, last_layer=3)
-    assert window.holds(steps).tolist() == [False, True, True, False]
-    assert list(range(10))[window.layers(10)] == [2, 3]
-    assert Window().holds(steps).all()
-    assert list(range(3))[Window(last_layer=99).layers(3)] == [0, 1, 2]
-    assert list(range(3))[Window(first_layer=7).layers(3)] == []
+    region = Region(first_step=5, last_step=10, first_layer=2, last_layer=3)
+    assert region.holds(steps).tolist() == [False, True, True, False]
+    assert list(range(10))[region.layers(10)] == [2, 3]
+    assert Region().holds(steps).all()
+    assert list(range(3))[Region(last_layer=99).layers(3)] == [0, 1, 2]
+    assert list(range(3))[Region(first_layer=7).layers(3)] == []
 
 
 def test_steps_that_went_back_are_put_in_order() -> None:
