@@ -19,13 +19,32 @@ if TYPE_CHECKING:
     )
     from telemetry.kernel import native as native
     from telemetry.logger import HookLogger
-    from telemetry.records import Alert, TelemetryAlert
+    from telemetry.records import (
+        Alert,
+        Layout,
+        Module,
+        Output,
+        Parameter,
+        StepRecord,
+        TelemetryAlert,
+        TensorRecord,
+    )
+    from telemetry.rule import Rule
+    from telemetry.sketch import Sketch
 
 __all__ = [
     "Alert",
     "HookLogger",
+    "Layout",
+    "Module",
+    "Output",
+    "Parameter",
+    "Rule",
+    "Sketch",
+    "StepRecord",
     "SummaryWriter",
     "TelemetryAlert",
+    "TensorRecord",
     "__version__",
     "clip_gradients",
     "prune_activations",
@@ -37,8 +56,16 @@ __version__ = "0.1.0"
 _HOMES = {
     "Alert": "telemetry.records",
     "HookLogger": "telemetry.logger",
+    "Layout": "telemetry.records",
+    "Module": "telemetry.records",
+    "Output": "telemetry.records",
+    "Parameter": "telemetry.records",
+    "Rule": "telemetry.rule",
+    "Sketch": "telemetry.sketch",
+    "StepRecord": "telemetry.records",
     "SummaryWriter": "telemetry.events.summary_writer",
     "TelemetryAlert": "telemetry.records",
+    "TensorRecord": "telemetry.records",
     "clip_gradients": "telemetry.interventions",
     "native": "telemetry.kernel",
     "prune_activations": "telemetry.interventions",

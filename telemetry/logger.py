@@ -33,9 +33,10 @@ from telemetry.faults import Faults
 from telemetry.flight import FlightRecorder
 from telemetry.host_copy import HostCopy
 from telemetry.page_format import new_session_id
-from telemetry.pipeline import CLOSE_TIMEOUT_S, LoggedScalars, Pipeline, ReadyValues
+from telemetry.pipeline import CLOSE_TIMEOUT_S, Pipeline
+from telemetry.processing import LoggedScalars, Processor, ReadyValues
 from telemetry.ranks import is_first_rank
-from telemetry.records import Alert, Rule, TelemetryAlert
+from telemetry.records import Alert, TelemetryAlert
 from telemetry.resuming import (
     STATE_FORMAT,
     FirstStep,
@@ -44,6 +45,7 @@ from telemetry.resuming import (
     checked_state,
     resolved,
 )
+from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
 from telemetry.writing import hparams, links
@@ -133,7 +135,7 @@ class HookLogger:
         gradients: bool = True,
         weights: bool = True,
         images: bool = True,
-        alerts: Iterable[Rule] | Mapping[str, Settings | None] | None = None,
+        alerts: Iterable[AnyRule] | Mapping[str, Settings | None] | None = None,
         on_alert: Callable[[Alert], None] | Literal["raise"] | None = None,
         first_step: FirstStep = 0,
     ) -> None:
@@ -177,13 +179,15 @@ class HookLogger:
             write=self._files.write_whole,
         )
         board = Board(pictures=images, session_id=session)
-        self._pipeline = pipeline = Pipeline(
+        processor = Processor(
             board=board,
             sink=self._writer,
-            rules=(self._flight, self._later_steps, *rules),
+            rules=rules,
+            observers=(self._flight.on_step, self._later_steps.on_step),
             on_alert=self._note_alert,
             faults=self._faults,
         )
+        self._pipeline = pipeline = Pipeline(processor, self._faults)
         if isinstance(self._writer, GivenWriter):
             self._writer.call_before_flush(self._hand_on)
         self._capture = Capture(
@@ -514,11 +518,10 @@ def _check_rules(alerts: Any) -> Sequence[Rule]:
         raise TypeError(
             f"HookLogger(alerts={alerts!r}): must be rules, () for none, or a dict by name"
         )
-    rules = tuple(alerts)
-    for rule in rules:
-        if not callable(rule):
-            raise TypeError(f"HookLogger(alerts=...): {rule!r} is no rule: it cannot be called")
-    return rules
+    try:
+        return [as_rule(rule) for rule in alerts]
+    except TypeError as error:
+        raise TypeError(f"HookLogger(alerts=...): {error}") from None
 
 
 def _open_writer(writer: object, first_step: int) -> FileWriter | GivenWriter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
@@ -360,7 +360,3 @@ class StepRecord:
 
 def _first_of_each(outputs: Mapping[Output, TensorRecord]) -> Mapping[str, TensorRecord]:
     return {output.module_name: tensor for output, tensor in outputs.items() if not output.place}
-
-
-Rule = Callable[[StepRecord], Iterable[Alert]]
-"""Looks at one step's measurements; remembers what it needs of the earlier ones."""

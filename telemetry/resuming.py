@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any, Literal
 
 from telemetry.faults import Faults
 from telemetry.reading.last_step import EventFile, event_files, last_step
-from telemetry.records import Alert, StepRecord
+from telemetry.records import StepRecord
 
 STATE_FORMAT = 1
 FirstStep = int | Literal["auto"]
@@ -49,7 +49,7 @@ def resolved(first_step: FirstStep, log_dir: str) -> int:
 
 
 class LaterSteps:
-    """A rule that finds no alerts: it warns once if a run counts again what it has counted before.
+    """Warns once if a run counts steps again that its directory already holds.
 
     Args:
         log_dir: Where the run writes; what it holds now is from earlier. A remote one is not read.
@@ -64,12 +64,12 @@ class LaterSteps:
             with faults.contained("to look for earlier steps"):
                 self._earlier = tuple(islice(event_files(log_dir), _FEW_FILES))
 
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+    def on_step(self, record: StepRecord) -> None:
+        """Compare the first step with those that are there."""
         if self._earlier:
             with self._faults.contained("to look for earlier steps"):
                 self._compare(last_step(self._earlier, max_bytes=_FEW_BYTES), record.step)
             self._earlier = ()
-        return ()
 
     def expect_them(self) -> None:
         """The run goes on from an earlier one after all."""

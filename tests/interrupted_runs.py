@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from telemetry import HookLogger
-from telemetry.records import Rule
+from telemetry.rule import AnyRule
 
 STEPS = 70
 Disturb = Callable[[int, nn.Sequential, torch.optim.Optimizer, Tensor], Tensor]
@@ -105,7 +105,7 @@ def train(
     *,
     checkpoint: dict[str, Any] | None = None,
     with_state: bool = True,
-    rules: Sequence[Rule] | None = None,
+    rules: Sequence[AnyRule] | None = None,
 ) -> tuple[list[list[object]], dict[int, dict[str, Any]]]:
     """Alerts and checkpoints of the run, from a checkpoint on; each step is judged at once."""
     digits = load_digits()

@@ -792,7 +792,7 @@ def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
         ({"exclude": nn.Module}, ValueError, "leaves none"),
         ({"alerts": "all"}, TypeError, r"HookLogger\(alerts='all'\)"),
         ({"alerts": {"dead_unit": None}}, ValueError, "no such rule; .*dead_units"),
-        ({"alerts": [1]}, TypeError, "1 is no rule"),
+        ({"alerts": [1]}, TypeError, "1 is not a rule"),
         ({"first_step": -1}, ValueError, r"first_step=-1\): must not be negative"),
         ({"on_alert": "stop"}, TypeError, 'must be a callable or "raise"'),
     ],

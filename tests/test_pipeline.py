@@ -7,7 +7,7 @@ import threading
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -21,9 +21,11 @@ from telemetry.capture.window import Window
 from telemetry.events.background import BackgroundWriter
 from telemetry.faults import Faults
 from telemetry.measure import Measurer
-from telemetry.pipeline import LoggedScalars, Pipeline
-from telemetry.pipeline import Sink as AnySink
-from telemetry.records import Alert, Layout, Rule, StepRecord
+from telemetry.pipeline import Pipeline
+from telemetry.processing import LoggedScalars, Processor
+from telemetry.processing import Sink as AnySink
+from telemetry.records import Alert, Layout, StepRecord
+from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.writing.board import Board
 
 LAYOUT = Layout(modules=(), parameters=())
@@ -75,16 +77,27 @@ def sink() -> Sink:
 
 
 def make(
-    sink: AnySink, *rules: Rule, told: list[Alert] | None = None, board: Board | None = None
+    sink: AnySink, *rules: AnyRule, told: list[Alert] | None = None, board: Board | None = None
 ) -> Pipeline:
     alerts = [] if told is None else told
-    return Pipeline(
+    return make_pipeline(
         board=board or Board(),
         sink=sink,
-        rules=rules,
+        rules=[as_rule(rule) for rule in rules],
         on_alert=lambda alert, wall_time: alerts.append(alert),
-        faults=Faults(),
     )
+
+
+def make_pipeline(
+    *,
+    board: Board,
+    sink: AnySink,
+    rules: Sequence[Rule],
+    on_alert: Callable[[Alert, float], None],
+) -> Pipeline:
+    faults = Faults()
+    processor = Processor(board=board, sink=sink, rules=rules, on_alert=on_alert, faults=faults)
+    return Pipeline(processor, faults)
 
 
 def captured(step: int, *, full: bool = False, wall_time: float = 0.0) -> CapturedStep:
@@ -216,7 +229,7 @@ def test_a_step_gets_the_scalars_logged_for_it(sink: Sink) -> None:
 
 
 def test_a_rule_hears_of_losses_that_no_step_follows(sink: Sink) -> None:
-    class Rule:
+    class Watcher(Rule):
         def __call__(self, record: StepRecord) -> Iterator[Alert]:
             yield from ()
 
@@ -225,21 +238,21 @@ def test_a_rule_hears_of_losses_that_no_step_follows(sink: Sink) -> None:
                 yield an_alert(step)
 
     told: list[Alert] = []
-    pipeline = make(sink, Rule(), told=told)
+    pipeline = make(sink, Watcher(), told=told)
     pipeline.submit_logged(scalars(7, loss=2.0))
     pipeline.close()
     assert [alert.step for alert in told] == [7]
 
 
 def test_a_rule_can_ask_for_a_full_measurement(sink: Sink) -> None:
-    class Rule:
+    class Curious(Rule):
         wants_full = False
 
         def __call__(self, record: StepRecord) -> Iterator[Alert]:
             self.wants_full = record.step == 1
             yield from ()
 
-    pipeline = make(sink, Rule())
+    pipeline = make(sink, Curious())
     wanted = []
     for step in range(3):
         pipeline.submit(captured(step))
@@ -249,12 +262,13 @@ def test_a_rule_can_ask_for_a_full_measurement(sink: Sink) -> None:
     assert wanted == [False, True, False]
 
 
-class Watch:
-    """A rule that tells which steps it has seen."""
+class Watch(Rule):
+    """Keeps the numbers of the steps that it has seen."""
+
+    wants_full = False
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.wants_full = False
         self._changed = threading.Condition()
 
     def __call__(self, record: StepRecord) -> Iterator[Alert]:
@@ -445,12 +459,11 @@ def test_a_pipeline_does_not_wait_for_another_that_waits_for_it(sink: Sink) -> N
         done.wait(20)
 
     pipelines += [
-        Pipeline(
+        make_pipeline(
             board=Board(),
             sink=sink,
-            rules=[lambda record: [an_alert(record.step)]],
+            rules=[as_rule(lambda record: [an_alert(record.step)])],
             on_alert=lambda alert, wall_time: flush_both(alert),
-            faults=Faults(),
         )
         for _ in range(2)
     ]

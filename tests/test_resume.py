@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from telemetry.alerts import default_rules
 from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
 from telemetry.records import StepRecord
+from telemetry.rule import Rule
 
 ROOT = Path(telemetry.__file__).parents[1]
 
@@ -210,7 +211,7 @@ def test_taking_the_state_changes_no_random_number(tmp_path: Path) -> None:
 # --- what fits -----------------------------------------------------------------------------------
 
 
-class Counter:
+class Counter(Rule):
     """A rule with a state of its own."""
 
     def __init__(self) -> None:
@@ -223,7 +224,7 @@ class Counter:
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count.clone()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count = state["count"]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from telemetry.alerts.course import Course
 from telemetry.alerts.memory import restore, to_plain
-from telemetry.records import Alert, Rule, Severity, StepRecord
+from telemetry.records import Alert, Severity, StepRecord
+from telemetry.rule import Rule
 
 _EXPLOSIONS = {"exploding_gradient", "exploding_activation"}
 CAUSES: dict[str, set[str]] = {
@@ -29,7 +30,7 @@ CAUSES: dict[str, set[str]] = {
 """Which faults may explain one."""
 
 
-class OneCause:
+class OneCause(Rule):
     """Puts several rules together, so that a fault with many symptoms gives one alert.
 
     Of alerts that begin in the same step, the one whose rule is listed first leads. Faults that
@@ -49,7 +50,7 @@ class OneCause:
     _told: dict[str, _Told]
     _hidden: dict[str, _Hidden]
     _allowance: float
-    wants_full: bool
+    wants_full: bool = False
 
     def __init__(
         self,
@@ -64,20 +65,16 @@ class OneCause:
         self._told = {}
         self._hidden = {}
         self._allowance = _BURST
-        self.wants_full = False
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """A loss was logged, before its step."""
-        alerts: list[Alert] = []
-        for rule in self._rules:
-            if hasattr(rule, "on_loss"):
-                alerts += rule.on_loss(step, loss)
+        alerts = [alert for rule in self._rules for alert in rule.on_loss(step, loss)]
         return [_with_consequences(alert) for alert in self._sort_out(alerts)]
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         alerts = [alert for rule in self._rules for alert in rule(record)]
         self._allowance = min(_BURST, self._allowance + _PER_STEP)
-        wanted = any(getattr(rule, "wants_full", False) for rule in self._rules)
+        wanted = any(rule.wants_full for rule in self._rules)
         self.wants_full = wanted and self._allowance >= 1
         self._allowance -= self.wants_full
         return [_with_consequences(alert) for alert in self._sort_out(alerts)]
@@ -86,7 +83,7 @@ class OneCause:
         """What this and its rules remember, in numbers, strings, lists and dicts."""
         return {name: to_plain(part) for name, part in self._parts().items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there. A rule takes all of what it remembered, or begins anew.
 
         Raises:
@@ -104,12 +101,8 @@ class OneCause:
 
     def _parts(self) -> dict[str, object]:
         """What remembers something, by name."""
-        names = [getattr(rule, "kind", type(rule).__name__) for rule in self._rules]
-        return {
-            "causes": self,
-            "course": self._course,
-            **dict(zip(names, self._rules, strict=True)),
-        }
+        rules = {rule.name: rule for rule in self._rules}
+        return {"causes": self, "course": self._course, **rules}
 
     def _sort_out(self, alerts: list[Alert]) -> list[Alert]:
         told: list[Alert] = []

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, get_args
 
 from telemetry.alerts.causes import OneCause
-from telemetry.alerts.course import Course
+from telemetry.alerts.course import Course, CourseRule
 from telemetry.alerts.dead_units import DeadUnits
 from telemetry.alerts.exploding_activation import ExplodingActivation
 from telemetry.alerts.exploding_gradient import ExplodingGradient
@@ -19,14 +19,15 @@ from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.saturated_units import SaturatedUnits
 from telemetry.alerts.suspicion import Suspicion
 from telemetry.alerts.vanishing_gradient import VanishingGradient
-from telemetry.records import Rule, Severity
+from telemetry.records import Severity
+from telemetry.rule import Rule
 
 Settings = Mapping[str, "float | str"]
 """Parameters of one rule by name, and ``severity``."""
 
 # Causes before consequences: of alerts that begin in one step the first leads.
 _RULES: Mapping[str, Callable[..., Rule]] = {
-    rule.kind: rule
+    rule.name: rule
     for rule in (
         LossDivergence,
         SaturatedUnits,
@@ -68,9 +69,10 @@ def rules_from(config: Mapping[str, Settings | None]) -> tuple[Rule, ...]:
         settings = config.get(name, {})
         if settings is not None:
             arguments: dict[str, Any] = {k: v for k, v in settings.items() if k != "severity"}
-            if "course" in inspect.signature(make).parameters:
-                arguments["course"] = course
-            rules.append(make(**arguments))
+            rule = make(**arguments)
+            if isinstance(rule, CourseRule):
+                rule.course = course
+            rules.append(rule)
     severities: dict[str, Any] = {
         name: settings["severity"]
         for name, settings in config.items()
@@ -91,7 +93,7 @@ def _check(name: str, settings: Settings | None) -> None:
             f"HookLogger(alerts={{{name!r}: {settings!r}}}): must be a dict of parameters, or None "
             "to leave the rule out"
         )
-    known = [k for k in inspect.signature(_RULES[name]).parameters if k != "course"]
+    known = list(inspect.signature(_RULES[name]).parameters)
     for parameter, value in settings.items():
         where = f"HookLogger(alerts={{{name!r}: {{{parameter!r}: {value!r}}}}})"
         if parameter == "severity":

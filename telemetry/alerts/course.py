@@ -9,6 +9,7 @@ import numpy as np
 
 from telemetry.alerts.history import History, median
 from telemetry.records import StepRecord
+from telemetry.rule import Rule
 
 NEVER = 10**9
 """Steps since something that has not happened."""
@@ -89,6 +90,17 @@ class Course:
             self.since_large_step = 0
         if self.norm.since_jump > _JUST:
             self._ratios.add(ratio)
+
+
+class CourseRule(Rule):
+    """A rule that judges a step by how the run goes as a whole.
+
+    Attributes:
+        course: Its own, until it is given one that rules share.
+    """
+
+    def __init__(self) -> None:
+        self.course = Course()
 
 
 LARGE_STEP = 0.2

@@ -13,9 +13,10 @@ from telemetry.alerts.forward import Forward
 from telemetry.layers.module_types import TWO_SIDED
 from telemetry.plain_text import called
 from telemetry.records import Alert, Output, StepRecord, TensorRecord
+from telemetry.rule import Rule
 
 
-class DeadUnits:
+class DeadUnits(Rule):
     """Counts units that are silent in every one of several batches; sparsity is no death.
 
     A unit is silent in a batch
@@ -38,7 +39,7 @@ class DeadUnits:
             other's witnesses.
     """
 
-    kind = "dead_units"
+    name = "dead_units"
     _silence: dict[Output, _Silence]
     _undecided: bool
     _episode: Episode
@@ -92,7 +93,7 @@ class DeadUnits:
         first, *others = (called(str(output)) for output in dead[:4])
         also = f" So are units of {', '.join(others)}." if others else ""
         return Alert(
-            kind=self.kind,
+            kind=self.name,
             severity="error" if silence.share == 1 else "warning",
             step=record.step,
             module_name=dead[0].module_name,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from telemetry.alerts.course import Course
+from telemetry.alerts.course import CourseRule
 from telemetry.alerts.depth import forward_growth
 from telemetry.alerts.episode import Episode
 from telemetry.plain_text import called
 from telemetry.records import Alert, Output, StepRecord
 
 
-class ExplodingActivation:
+class ExplodingActivation(CourseRule):
     """Compares the RMS of each module's output with the largest it has had.
 
     It speaks when an output is ``factor`` times larger than in the first hundred measurements
@@ -22,22 +22,19 @@ class ExplodingActivation:
     Args:
         factor: Above the module's own past.
         depth_factor: From the first module to the largest.
-        course: How the run goes; rules may share it.
     """
 
-    kind = "exploding_activation"
+    name = "exploding_activation"
     _highest: dict[Output, float]
     _looks: int
     _began_deep: bool | None
     _episode: Episode
 
-    def __init__(
-        self, *, factor: float = 100.0, depth_factor: float = 1e4, course: Course | None = None
-    ) -> None:
+    def __init__(self, *, factor: float = 100.0, depth_factor: float = 1e4) -> None:
+        super().__init__()
         self._factor = factor
         self._depth_decades = math.log10(depth_factor)
         self._highest = {}
-        self._course = course or Course()
         self._looks = 0
         self._began_deep = None
         self._episode = Episode(_CALM_LOOKS)
@@ -48,7 +45,7 @@ class ExplodingActivation:
         return self._looks == 1
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._course.follow(record)
+        self.course.follow(record)
         if not record.outputs:
             return ()
         found = self._grown(record)
@@ -62,7 +59,7 @@ class ExplodingActivation:
         for output, tensor in record.outputs.items():
             name, rms = output.module_name, tensor.sketch.rms
             highest = self._highest.get(output, 0.0)
-            if highest and rms > self._factor * highest and self._course.loss.is_worse:
+            if highest and rms > self._factor * highest and self.course.loss.is_worse:
                 times = rms / highest
                 if found is None:
                     seen = f"The output of {called(name)} is {times:.2g} times its former size"
@@ -72,7 +69,7 @@ class ExplodingActivation:
         growth = forward_growth(record)
         deep = growth.decades > self._depth_decades
         self._began_deep = deep if self._began_deep is None else self._began_deep
-        if found is None and self._course.is_young and deep and self._began_deep:
+        if found is None and self.course.is_young and deep and self._began_deep:
             seen = f"Activations grow {10**growth.decades:.2g}-fold through the network"
             found = _alert(
                 record, growth.module_name, 10**growth.decades, 10**self._depth_decades, seen
@@ -87,7 +84,7 @@ def _alert(
     record: StepRecord, module_name: str | None, value: float, threshold: float, seen: str
 ) -> Alert:
     return Alert(
-        kind=ExplodingActivation.kind,
+        kind=ExplodingActivation.name,
         severity="warning",
         step=record.step,
         module_name=module_name,

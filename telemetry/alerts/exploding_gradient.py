@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.course import Course
+from telemetry.alerts.course import CourseRule
 from telemetry.alerts.depth import backward_growth, forward_growth, gain
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import History
@@ -17,7 +17,7 @@ from telemetry.plain_text import called
 from telemetry.records import Alert, Output, StepRecord
 
 
-class ExplodingGradient:
+class ExplodingGradient(CourseRule):
     """Compares the gradients with the run's own past, and the layers with each other.
 
     *In time*: how far the total norm lies above the highest of the last 100 steps, on a logarithmic
@@ -49,10 +49,9 @@ class ExplodingGradient:
         lasting_factor: Above that of older steps, for ten steps with a loss that has risen.
         depth_factor: Growth of activations from the first module to the largest, times that of
             their gradients on the way back.
-        course: How the run goes; rules may share it.
     """
 
-    kind = "exploding_gradient"
+    name = "exploding_gradient"
     _depths: History
     _gains: History
     _from_loss: float
@@ -70,12 +69,11 @@ class ExplodingGradient:
         factor: float = 1000.0,
         lasting_factor: float = 30.0,
         depth_factor: float = 1e4,
-        course: Course | None = None,
     ) -> None:
+        super().__init__()
         self._decades = math.log10(factor)
         self._lasting_decades = math.log10(lasting_factor)
         self._depth_decades = math.log10(depth_factor)
-        self._course = course or Course()
         self._depths = History(50)
         self._gains = History(10)
         self._from_loss = 0.0
@@ -90,11 +88,11 @@ class ExplodingGradient:
     @property
     def wants_full(self) -> bool:
         """Whether a full measurement would help to decide."""
-        just_jumped = self._course.norm.since_jump < _LASTING
+        just_jumped = self.course.norm.since_jump < _LASTING
         return not self._episode.is_on and (just_jumped or self._deep_looks > 0)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._course.follow(record)
+        self.course.follow(record)
         if not record.all_grads_finite:
             found = self._cut_short(record)
             return self._episode.update(record.step, found) if found else ()
@@ -102,7 +100,7 @@ class ExplodingGradient:
         return self._episode.update(record.step, self._in_time(record) or self._over_depth(record))
 
     def _in_time(self, record: StepRecord) -> Alert | None:
-        course, norm, loss = self._course, self._course.norm, self._course.loss
+        course, norm, loss = self.course, self.course.norm, self.course.loss
         lasts = norm.far_above >= self._lasting_decades
         self._see_gain(record, large=lasts)
         far_above = norm.above - self._from_loss >= self._decades
@@ -137,7 +135,7 @@ class ExplodingGradient:
                 self._gains.add(now)
         elif not self._is_explained and not math.isnan(now) and len(self._gains):
             risen = now - self._gains.median
-            self._from_loss = max(self._course.norm.far_above - risen, 0.0)
+            self._from_loss = max(self.course.norm.far_above - risen, 0.0)
             self._is_explained = True
 
     def _over_depth(self, record: StepRecord) -> Alert | None:
@@ -147,14 +145,14 @@ class ExplodingGradient:
         product = forward.decades + backward.decades
         smaller = min(forward.decades, backward.decades)
         certain = False
-        if self._course.is_young:
+        if self.course.is_young:
             deep = product >= self._depth_decades and smaller >= self._depth_decades / 3
             self._began_deep = deep if self._began_deep is None else self._began_deep
             deep &= self._began_deep
             certain = deep and product >= self._depth_decades + _CERTAIN
         else:
             usual = self._depths.median if len(self._depths) else smaller
-            deep = smaller >= usual + 1 and self._course.loss.is_worse
+            deep = smaller >= usual + 1 and self.course.loss.is_worse
         self._deep_looks = self._deep_looks + 1 if deep else 0
         if not deep:
             self._depths.add(smaller)
@@ -173,7 +171,7 @@ class ExplodingGradient:
 
     def _cut_short(self, record: StepRecord) -> Alert | None:
         """An explosion that was about to be told when the numbers overflowed."""
-        just_jumped = self._course.gradients_led and self._course.norm.since_jump < _LASTING
+        just_jumped = self.course.gradients_led and self.course.norm.since_jump < _LASTING
         if self._episode.is_on or not (self._deep_looks or just_jumped):
             return None
         return _alert(
@@ -263,7 +261,7 @@ def _alert(
 ) -> Alert:
     where = f", most likely because of {called(module_name)}" if module_name else ""
     return Alert(
-        kind=ExplodingGradient.kind,
+        kind=ExplodingGradient.name,
         severity="error",
         step=record.step,
         module_name=module_name,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from telemetry.alerts.course import LARGE_STEP, NEVER, Course
+from telemetry.alerts.course import LARGE_STEP, NEVER, CourseRule
 from telemetry.alerts.episode import Episode
 from telemetry.records import Alert, StepRecord
 
 
-class LossDivergence:
+class LossDivergence(CourseRule):
     """Speaks when steps move the weights too far and the loss has risen since.
 
     A loss may rise for good reasons: a harder task, an annealed term, a game of two networks. It
@@ -23,20 +23,17 @@ class LossDivergence:
     Args:
         update_ratio: Of the median weight matrix, at a full measurement.
         losses: In a row, within 20 steps of that measurement.
-        course: How the run goes; rules may share it.
     """
 
-    kind = "loss_divergence"
+    name = "loss_divergence"
     _ratio: float
     _since_large: int
     _episode: Episode
 
-    def __init__(
-        self, *, update_ratio: float = LARGE_STEP, losses: int = 3, course: Course | None = None
-    ) -> None:
+    def __init__(self, *, update_ratio: float = LARGE_STEP, losses: int = 3) -> None:
+        super().__init__()
         self._update_ratio = update_ratio
         self._losses = losses
-        self._course = course or Course()
         self._ratio = 0.0
         self._since_large = NEVER
         self._episode = Episode(_CALM_STEPS)
@@ -44,12 +41,12 @@ class LossDivergence:
     @property
     def wants_full(self) -> bool:
         """Whether the loss is up and the size of the steps should be known."""
-        course = self._course
+        course = self.course
         suspicious = course.loss.steps_far_above > 0 or course.since_rate_jump <= 2
         return suspicious and not self._episode.is_on
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        course = self._course
+        course = self.course
         course.follow(record)
         self._since_large += 1
         if record.update_ratios and course.step_ratio >= self._update_ratio:
@@ -66,7 +63,7 @@ class LossDivergence:
 
     def _alert(self, record: StepRecord) -> Alert:
         return Alert(
-            kind=self.kind,
+            kind=self.name,
             severity="warning",
             step=record.step,
             module_name=None,

@@ -8,66 +8,14 @@ list of its pairs, for JSON has only strings as keys.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import is_dataclass
 from types import UnionType
-from typing import (
-    Any,
-    Literal,
-    Protocol,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-    runtime_checkable,
-)
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
-
-from telemetry.faults import Faults
-from telemetry.records import Rule
-
-
-@runtime_checkable
-class Remembering(Protocol):
-    """A rule that takes part when a run is resumed."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain containers, numbers, strings and tensors, as for ``torch.save``."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Go on from there; raises, in words, if some of it does not fit."""
-
-
-def states_of(rules: Iterable[Rule], faults: Faults) -> list[dict[str, Any]]:
-    """What those rules know that tell it, in their order."""
-    states: list[dict[str, Any]] = []
-    for name, rule in _named(rules):
-        if isinstance(rule, Remembering):
-            with faults.contained(f"to take the state of the rule {name!r}"):
-                states.append({"rule": name, "state": rule.state_dict()})
-    return states
-
-
-def load_states(rules: Iterable[Rule], states: object) -> list[str]:
-    """Give each rule what it knew; in words, what was not taken."""
-    known = {}
-    for item in states if isinstance(states, list) else ():
-        if isinstance(item, Mapping):
-            known[item.get("rule")] = item.get("state")
-    misfits: list[str] = []
-    for name, rule in _named(rules):
-        if isinstance(rule, Remembering):
-            if name not in known:
-                misfits.append(f"{name} begins anew")
-                continue
-            try:
-                rule.load_state_dict(known.pop(name))
-            except Exception as error:  # of any rule
-                misfits.append(f"{name}: {error or repr(error)}")
-    return misfits + [f"there is no rule {name}" for name in known]
 
 
 def to_plain(value: object) -> Any:
@@ -137,12 +85,3 @@ def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
 
 
 _SCALARS: Mapping[Any, Any] = {bool: bool, int: int, float: (int, float), str: str}
-
-
-def _named(rules: Iterable[Rule]) -> Iterator[tuple[str, Rule]]:
-    """Rules by the names of their classes; of several of one class the later ones have a number."""
-    seen: Counter[str] = Counter()
-    for rule in rules:
-        name = type(rule).__name__
-        seen[name] += 1
-        yield name if seen[name] == 1 else f"{name} {seen[name]}", rule

@@ -9,9 +9,10 @@ import numpy as np
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import History
 from telemetry.records import Alert, StepRecord
+from telemetry.rule import Rule
 
 
-class NoLearning:
+class NoLearning(Rule):
     """Speaks when, from the beginning, no step moves any weight matrix by a noticeable amount.
 
     Steps that are small because training has converged, because the schedule has ended or has not
@@ -24,7 +25,7 @@ class NoLearning:
         losses: Logged before any step of an optimizer that holds parameters of the model.
     """
 
-    kind = "no_learning"
+    name = "no_learning"
     _first_norms: History
     _norms: History
     _largest_ratio: float
@@ -103,7 +104,7 @@ def _largest_ratio(record: StepRecord) -> float:
 
 def _alert(step: int, value: float, threshold: float, seen: str) -> Alert:
     return Alert(
-        kind=NoLearning.kind,
+        kind=NoLearning.name,
         severity="warning",
         step=step,
         module_name=None,

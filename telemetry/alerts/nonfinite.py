@@ -9,9 +9,10 @@ from telemetry.alerts.episode import Episode
 from telemetry.layers.module_types import STANDARD
 from telemetry.plain_text import called, printable
 from telemetry.records import Alert, StepRecord, TensorRecord
+from telemetry.rule import Rule
 
 
-class Nonfinite:
+class Nonfinite(Rule):
     """Speaks when the loss, a parameter, its gradient or a buffer is NaN or infinite.
 
     Values inside of the network tell where it began, but are no fault by themselves: masks hold
@@ -33,7 +34,7 @@ class Nonfinite:
         losses: Losses in a row that are not finite before an optimizer step is no longer expected.
     """
 
-    kind = "nonfinite"
+    name = "nonfinite"
     _bad_losses: int
     _has_stepped: bool
     _usual: set[str]
@@ -143,7 +144,7 @@ _ADVICE = (
 
 def _alert(record: StepRecord, module_name: str | None, where: str, advice: str = _ADVICE) -> Alert:
     return Alert(
-        kind=Nonfinite.kind,
+        kind=Nonfinite.name,
         severity="error",
         step=record.step,
         module_name=module_name,
@@ -155,7 +156,7 @@ def _alert(record: StepRecord, module_name: str | None, where: str, advice: str 
 
 def _skipped_forever(step: int, losses: int) -> Alert:
     return Alert(
-        kind=Nonfinite.kind,
+        kind=Nonfinite.name,
         severity="error",
         step=step,
         module_name=None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telemetry.alerts.course import Course
+from telemetry.alerts.course import CourseRule
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import Forward
 from telemetry.layers import table
@@ -25,7 +25,7 @@ from telemetry.records import Alert, Output, StepRecord
 from telemetry.sketch import Sketch
 
 
-class SaturatedUnits:
+class SaturatedUnits(CourseRule):
     """Finds layers most of whose outputs lie where their activation no longer passes gradients.
 
     Which part is flat depends on what the module is; of tanh and sigmoid three quarters of it
@@ -43,23 +43,20 @@ class SaturatedUnits:
     Args:
         fraction: Of the outputs that are flat.
         looks: Full measurements in a row.
-        course: How the run goes; rules may share it.
     """
 
-    kind = "saturated_units"
+    name = "saturated_units"
     _layers: dict[Output, _Layer]
     _ranges: dict[Output, tuple[float, float]]
     _undecided: bool
     _episode: Episode
 
-    def __init__(
-        self, *, fraction: float = 0.8, looks: int = 2, course: Course | None = None
-    ) -> None:
+    def __init__(self, *, fraction: float = 0.8, looks: int = 2) -> None:
+        super().__init__()
         self._fraction = fraction
         self._looks_needed = looks
         self._layers = {}
         self._ranges = {}
-        self._course = course or Course()
         self._undecided = False
         self._episode = Episode(_CALM_LOOKS)
 
@@ -69,7 +66,7 @@ class SaturatedUnits:
         return self._undecided and not self._episode.is_on
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._course.follow(record)
+        self.course.follow(record)
         if not record.full or not record.all_grads_finite:
             return ()
         self._undecided = False
@@ -87,7 +84,7 @@ class SaturatedUnits:
             return False
         layer.looks += 1
         sudden = layer.fine_at is None or step - layer.fine_at <= _SUDDEN
-        if self._course.loss.is_worse or (sudden and not self._course.loss.is_better):
+        if self.course.loss.is_worse or (sudden and not self.course.loss.is_better):
             layer.is_suspect = True
         self._undecided |= layer.looks < self._looks_needed
         return layer.is_suspect and layer.looks >= self._looks_needed
@@ -192,7 +189,7 @@ def _received(record: StepRecord, output: Output) -> float | None:
 
 def _alert(record: StepRecord, output: Output, share: float, fraction: float) -> Alert:
     return Alert(
-        kind=SaturatedUnits.kind,
+        kind=SaturatedUnits.name,
         severity="warning",
         step=record.step,
         module_name=output.module_name,

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from telemetry.alerts.modules import Modules
 from telemetry.records import Alert, StepRecord
+from telemetry.rule import Rule
 
 
-class Suspicion:
+class Suspicion(Rule):
     """Never speaks; it makes sure that the other rules see what happened between two full steps.
 
     A module's gradient norm is unusual when it differs tenfold, and by six usual deviations, from

@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.course import Course
+from telemetry.alerts.course import CourseRule
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.modules import Modules
 from telemetry.plain_text import called
 from telemetry.records import Alert, StepRecord
 
 
-class VanishingGradient:
+class VanishingGradient(CourseRule):
     """Compares the modules' gradient norms with the largest of them, step for step.
 
     A module fades when its norm stays below 1 / ``factor`` of the largest for ``steps`` steps, and
@@ -40,10 +40,9 @@ class VanishingGradient:
         branch_factor: More of both, on a side branch.
         steps: In a row.
         branch_steps: In a row, on a side branch.
-        course: How the run goes; rules may share it.
     """
 
-    kind = "vanishing_gradient"
+    name = "vanishing_gradient"
     _modules: Modules
     _state: _State
     _undecided: bool
@@ -57,14 +56,13 @@ class VanishingGradient:
         branch_factor: float = 30.0,
         steps: int = 3,
         branch_steps: int = 10,
-        course: Course | None = None,
     ) -> None:
+        super().__init__()
         self._decades = math.log10(factor)
         self._update_decades = math.log10(update_factor)
         self._branch_decades = math.log10(branch_factor)
         self._steps = steps
         self._branch_steps = branch_steps
-        self._course = course or Course()
         self._modules = Modules()
         self._state = _State.of(0)
         self._undecided = False
@@ -76,7 +74,7 @@ class VanishingGradient:
         return self._undecided and not self._episode.is_on
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._course.follow(record)
+        self.course.follow(record)
         modules = self._follow(record)
         state = self._state
         norms = modules.grad_norms(record)
@@ -85,7 +83,7 @@ class VanishingGradient:
             return ()
         with np.errstate(divide="ignore"):
             share = np.log10(norms / largest)
-        state.add(share, -self._decades, self._course.loss.is_worse)
+        state.add(share, -self._decades, self.course.loss.is_worse)
         if record.update_ratios:
             state.update_share = _update_share(modules, record)
         if not state.faint_steps.any():
@@ -137,7 +135,7 @@ class VanishingGradient:
         first = int(np.flatnonzero(fading)[0])
         name, times = modules.names[first], 10 ** -share[first]
         return Alert(
-            kind=self.kind,
+            kind=self.name,
             severity="warning",
             step=record.step,
             module_name=name,

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,8 +39,8 @@ class FlightRecorder:
     is completed with what came after when a quarter of ``steps`` has passed, or at :meth:`close`;
     errors until then are part of it. A run writes at most 8 files, of the first faults.
 
-    It is a rule that finds nothing, to be called with each record before the others. Nothing here
-    raises; what fails is told once through ``logging``. Calls may come from several threads.
+    Call :meth:`on_step` with each record before the rules judge it. Nothing here raises; failures
+    are logged once. Calls may come from several threads.
 
     Args:
         log_dir: Where files go. To a remote one (``"s3://..."``) none are written.
@@ -77,10 +77,9 @@ class FlightRecorder:
 
     # --- what happens --------------------------------------------------------------------------
 
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+    def on_step(self, record: StepRecord) -> None:
         """A step was recorded."""
         self._contained(lambda: self._add(record))
-        return ()
 
     def on_alert(self, alert: Alert) -> None:
         """A rule has found something."""

@@ -10,6 +10,7 @@ import pytest
 
 from telemetry.alerts.causes import OneCause
 from telemetry.records import Alert, Layout, Severity, Stage, StepRecord
+from telemetry.rule import as_rule
 
 
 def record(step: int) -> StepRecord:
@@ -41,7 +42,7 @@ def told(*found: Alert) -> list[tuple[int, str, str]]:
     def script(record: StepRecord) -> Iterable[Alert]:
         return [alert for alert in found if alert.step == record.step]
 
-    one_cause = OneCause([script])
+    one_cause = OneCause([as_rule(script)])
     alerts = [alert for step in range(100) for alert in one_cause(record(step))]
     return [(alert.step, alert.stage, alert.kind) for alert in alerts]
 
@@ -74,7 +75,7 @@ def test_an_explosion_passes_with_its_cause() -> None:
 def test_a_consequence_names_its_module_as_it_is_called() -> None:
     cause = alert("exploding_gradient", 0)
     consequence = replace(alert("dead_units", 0), module_name="my_layer", severity="warning")
-    [found] = OneCause([lambda record: [cause, consequence]])(record(0))
+    [found] = OneCause([as_rule(lambda record: [cause, consequence])])(record(0))
     assert found.consequences == ("dead_units in my_layer",)
     assert "\nIt leads to: dead units in my_layer.\n" in found.message
 
@@ -85,7 +86,7 @@ def test_all_consequences_of_one_step_are_listed_when_it_grows_worse() -> None:
         alert("exploding_gradient", 7),
         alert("nonfinite", 7),
     ]
-    one_cause = OneCause([lambda record: [a for a in found if a.step == record.step]])
+    one_cause = OneCause([as_rule(lambda record: [a for a in found if a.step == record.step])])
     [_, worse] = [alert for step in range(10) for alert in one_cause(record(step))]
     assert worse.stage == "worse"
     assert worse.consequences == ("exploding_gradient", "nonfinite")

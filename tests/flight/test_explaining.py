@@ -35,7 +35,7 @@ def fly(log_dir: Path, *, modules: int = 4, culprit: int = 2) -> FlightRecorder:
             Output(name): bad if late and i >= culprit else dead if i == 0 else good
             for i, name in enumerate(names)
         }
-        recorder(
+        recorder.on_step(
             StepRecord(
                 step=step,
                 wall_time=0.0,

@@ -47,7 +47,7 @@ def write(log_dir: Path, *, modules: int, culprit: int = 0, steps: int = 3) -> d
     tensor = TensorRecord(sketch=sketch_array(np.random.default_rng(0).normal(size=500)))
     recorder = FlightRecorder(log_dir)
     for step in range(steps):
-        recorder(
+        recorder.on_step(
             StepRecord(
                 step=step,
                 wall_time=0.0,

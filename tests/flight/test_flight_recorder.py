@@ -105,7 +105,7 @@ def alert(step: int, *, module: str | None = "b", severity: Any = "error", **fie
 
 def fly(recorder: FlightRecorder, steps: Iterable[int], every: int = 10) -> None:
     for step in steps:
-        recorder(record(step, full=step % every == 0))
+        recorder.on_step(record(step, full=step % every == 0))
 
 
 def profile(flight: dict[str, Any], when: str) -> dict[str, Any]:
@@ -123,7 +123,12 @@ def moments(flight: dict[str, Any]) -> list[tuple[str, int]]:
 def test_a_bad_batch_in_a_real_training_is_written_down(tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
     recorder = FlightRecorder(tmp_path, steps=20, seed=SEED)
-    rules = [recorder, Nonfinite()]
+
+    def record_step(record: StepRecord) -> Iterable[Alert]:
+        recorder.on_step(record)
+        return ()
+
+    rules = [record_step, Nonfinite()]
     with pytest.raises(IndexError):
         train(log_dir, steps=40, nan_at=23, alerts=rules, on_alert=recorder.on_alert)
     [path] = flight_files(tmp_path)
@@ -253,7 +258,7 @@ def test_an_alert_before_any_step_is_written_down(tmp_path: Path) -> None:
 
 def test_an_alert_at_the_very_first_step_has_no_before(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path)
-    recorder(record(0, full=True))
+    recorder.on_step(record(0, full=True))
     recorder.on_alert(alert(0))
     assert moments(read_flight(tmp_path / "flight-0.json")) == [("at", 0)]
 
@@ -274,7 +279,7 @@ def test_all_outputs_and_parameters_of_a_module_count(tmp_path: Path) -> None:
         for values in ([1.0], [np.nan, np.inf], [-np.inf, 1.0])
     )
     recorder = FlightRecorder(tmp_path)
-    recorder(
+    recorder.on_step(
         replace(
             record(0, full=True),
             outputs={
@@ -387,7 +392,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     recorder = FlightRecorder(tmp_path, steps=1000)
     sizes = []
     for step in range(600):
-        recorder(record(step, full=step % 10 == 0))
+        recorder.on_step(record(step, full=step % 10 == 0))
         sizes.append(recorder.nbytes)
     assert 80_000 < max(sizes) <= 100_000
     recorder.on_alert(alert(599))
@@ -420,7 +425,7 @@ def test_full_measurements_at_every_step_are_thinned_out(tmp_path: Path) -> None
 def test_pictures_of_the_record_are_not_kept(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path)
     pixels = np.zeros((1000, 1000, 3), np.uint8)
-    recorder(replace(record(0, full=True), feature_maps={"a": pixels}, input=pixels))
+    recorder.on_step(replace(record(0, full=True), feature_maps={"a": pixels}, input=pixels))
     assert all(pixels is not value for value in vars(recorder._details[0].detail).values())
     assert recorder.nbytes < 100_000
 
@@ -428,7 +433,7 @@ def test_pictures_of_the_record_are_not_kept(tmp_path: Path) -> None:
 def test_a_run_writes_few_files(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=4)
     for step in range(100):
-        recorder(record(step))
+        recorder.on_step(record(step))
         recorder.on_alert(alert(step))
     recorder.close()
     assert len(flight_files(tmp_path)) == recorder_module.MAX_FILES
@@ -445,7 +450,7 @@ def test_a_directory_that_cannot_be_written_is_told_once(
     recorder = FlightRecorder(tmp_path / "is not there", steps=4)
     fly(recorder, range(3))
     for step in range(3, 30):
-        recorder(record(step))
+        recorder.on_step(record(step))
         recorder.on_alert(alert(step))
     recorder.on_exception(ValueError(), 30)
     recorder.close()
@@ -456,7 +461,7 @@ def test_a_full_disk_leaves_what_was_there(
     tiny_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = FlightRecorder(tiny_disk, steps=4)
-    recorder(record(0))
+    recorder.on_step(record(0))
     recorder.on_alert(alert(0))
     before = (tiny_disk / "flight-0.json").read_bytes()
     fill(tiny_disk)
@@ -472,7 +477,7 @@ def test_a_full_disk_leaves_what_was_there(
 def test_files_may_be_written_by_somebody_else(tmp_path: Path) -> None:
     handed_over: list[tuple[Path, bytes]] = []
     recorder = FlightRecorder(tmp_path, write=lambda *file: handed_over.append(file))
-    recorder(record(0))
+    recorder.on_step(record(0))
     recorder.on_alert(alert(0))
     recorder.close()
 
@@ -488,9 +493,9 @@ def test_faults_of_ours_are_told_and_not_raised(
 ) -> None:
     recorder = FlightRecorder(tmp_path, steps=4)
     broken: Any = object()
-    assert list(recorder(broken)) == []
+    recorder.on_step(broken)
     recorder.on_alert(broken)
-    recorder(record(1))
+    recorder.on_step(record(1))
     recorder.on_alert(alert(1))
     assert "telemetry failed to keep the last steps" in caplog.text
     assert flight_files(tmp_path)
@@ -503,7 +508,7 @@ def test_remote_directories_are_passed_over(
     caplog.set_level(logging.INFO)
     recorder = FlightRecorder("memory://run", steps=4)
     for step in range(9):
-        recorder(record(step))
+        recorder.on_step(record(step))
         recorder.on_alert(alert(step))
     recorder.close()
     assert os.listdir(tmp_path) == []
@@ -514,7 +519,7 @@ def test_every_file_is_valid_json(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=20)
     bad = TensorRecord(sketch=sketch_array(np.array([np.nan, np.inf, -np.inf])))
     for step, value in enumerate([np.nan, np.inf, -np.inf, 1e300]):
-        recorder(
+        recorder.on_step(
             replace(
                 record(step, full=True, scalars={"loss": value}, loss_scale=value),
                 grad_norms=np.full(4, abs(value)),

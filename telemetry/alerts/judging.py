@@ -1,0 +1,86 @@
+"""Applies rules to steps: what they find, what they ask for, and what they remember."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from telemetry.faults import Faults
+from telemetry.records import Alert, StepRecord
+from telemetry.rule import Rule
+
+
+class Judge:
+    """Several rules that look at each step in turn; one that raises does not stop the others.
+
+    Args:
+        rules: In the order in which they look.
+        faults: Where a rule that raises is reported.
+    """
+
+    def __init__(self, rules: Iterable[Rule], faults: Faults) -> None:
+        self._rules = tuple(rules)
+        self._faults = faults
+
+    @property
+    def wants_full(self) -> bool:
+        """Whether a rule asks for full measurements."""
+        return any(rule.wants_full for rule in self._rules)
+
+    def judge(self, record: StepRecord) -> Iterator[Alert]:
+        """What the rules find in a step."""
+        for rule in self._rules:
+            with self._contained(rule):
+                yield from _checked(rule(record))
+
+    def judge_loss(self, step: int, loss: float) -> Iterator[Alert]:
+        """What they find in a loss that was just logged."""
+        for rule in self._rules:
+            with self._contained(rule):
+                yield from _checked(rule.on_loss(step, loss))
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What each rule that remembers something knows, in their order."""
+        states: list[dict[str, Any]] = []
+        for name, rule in self._named():
+            with self._faults.contained(f"to take the state of the rule {name!r}"):
+                if state := rule.state_dict():
+                    states.append({"rule": name, "state": state})
+        return states
+
+    def load_state_dict(self, states: object) -> list[str]:
+        """Give each rule what it knew; returns in words what was left out."""
+        known: dict[Any, Any] = {}
+        for item in states if isinstance(states, list) else ():
+            if isinstance(item, Mapping):
+                known[item.get("rule")] = item.get("state")
+        misfits: list[str] = []
+        for name, rule in self._named():
+            try:
+                if name in known:
+                    rule.load_state_dict(known.pop(name))
+                elif rule.state_dict():
+                    misfits.append(f"{name} begins anew")
+            except Exception as error:  # of any rule
+                misfits.append(f"{name}: {error or repr(error)}")
+        return misfits + [f"there is no rule {name}" for name in known]
+
+    def _contained(self, rule: Rule) -> Any:
+        return self._faults.contained(f"to apply the rule {rule.name!r}")
+
+    def _named(self) -> Iterator[tuple[str, Rule]]:
+        """Rules by name; of several of one name the later ones have a number."""
+        seen: Counter[str] = Counter()
+        for rule in self._rules:
+            seen[rule.name] += 1
+            count = seen[rule.name]
+            yield rule.name if count == 1 else f"{rule.name} {count}", rule
+
+
+def _checked(found: object) -> Iterator[Alert]:
+    """What a rule returned; the user's own may return anything."""
+    for alert in found if isinstance(found, Iterable) else (found,):
+        if not isinstance(alert, Alert):
+            raise TypeError(f"a rule must return alerts, () for none; it returned {found!r}")
+        yield alert

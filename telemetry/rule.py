@@ -1,0 +1,92 @@
+"""What a rule is: it looks at each step's record and returns alerts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from telemetry.records import Alert, StepRecord
+
+
+class Rule(ABC):
+    """Looks at each step's measurements, and remembers what it needs of the earlier ones.
+
+    Only :meth:`__call__` must be written. To override :attr:`name` or :attr:`wants_full`, set it in
+    the body of the class, or define a property. All methods are called on one background thread, in
+    the order of the steps. An exception is logged once, and the next step is judged again.
+    """
+
+    @property
+    def name(self) -> str:
+        """In log messages and in :meth:`HookLogger.state_dict`; by default that of its class."""
+        return type(self).__name__
+
+    @property
+    def wants_full(self) -> bool:
+        """Whether the next steps should be measured in full; read after each call."""
+        return False
+
+    @abstractmethod
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        """Judge one step of training; ``()`` if nothing is wrong."""
+
+    def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
+        """Judge a loss as soon as it is logged: perhaps no optimizer step ever follows.
+
+        Args:
+            step: The step in progress.
+            loss: What the user logged as ``loss``; it may be NaN or infinite.
+        """
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rule remembers, for a checkpoint: plain containers, numbers, strings, tensors.
+
+        An empty dict: nothing is saved.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - a default
+        """Continue from what :meth:`state_dict` returned.
+
+        Raises:
+            Exception: The state does not fit; the message is logged and the run continues.
+        """
+
+
+class FunctionRule(Rule):
+    """A plain callable as a rule.
+
+    Args:
+        function: Takes a record and returns alerts.
+    """
+
+    def __init__(self, function: Callable[[StepRecord], Iterable[Alert]]) -> None:
+        self._function = function
+
+    @property
+    def name(self) -> str:
+        return getattr(self._function, "__name__", type(self._function).__name__)
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        return self._function(record)
+
+
+AnyRule = Rule | Callable[[StepRecord], Iterable[Alert]]
+"""A rule, or a function that takes a record and returns alerts."""
+
+
+def as_rule(rule: AnyRule) -> Rule:
+    """The rule itself; a plain callable becomes one.
+
+    Raises:
+        TypeError: It cannot be called, or is a class.
+    """
+    if isinstance(rule, Rule):
+        return rule
+    if not callable(rule):
+        raise TypeError(f"{rule!r} is not a rule: it cannot be called")
+    if isinstance(rule, type):
+        raise TypeError(f"{rule.__name__} is a class; pass an instance: {rule.__name__}()")
+    return FunctionRule(rule)

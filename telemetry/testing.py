@@ -1,0 +1,144 @@
+"""Test doubles: what rules find in records, and what is recorded of a model, without any file.
+
+Unlike in a :class:`~telemetry.HookLogger`, everything happens at once and on the caller's thread,
+and exceptions of rules and hooks are raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from telemetry.alerts import default_rules
+from telemetry.alerts.judging import Judge
+from telemetry.capture import Capture, CapturedStep, Content
+from telemetry.faults import Faults
+from telemetry.records import Alert, StepRecord
+from telemetry.rule import AnyRule, as_rule
+from telemetry.schedule import every
+from telemetry.selection import Selection, Selector
+
+__all__ = ["CapturedRun", "alerts_of", "capture_run"]
+
+
+class CapturedRun:
+    """What was recorded and found.
+
+    Attributes:
+        records: One for each optimizer step, oldest first.
+        alerts: What the rules found, oldest first.
+    """
+
+    def __init__(self, rules: Iterable[AnyRule] | None = None) -> None:
+        chosen = default_rules() if rules is None else map(as_rule, rules)
+        self.records: list[StepRecord] = []
+        self.alerts: list[Alert] = []
+        self._judge = Judge(chosen, _RaisingFaults())
+        self._logged: dict[int, dict[str, float]] = {}
+        self._capture: Capture | None = None
+
+    def log(
+        self, scalars: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor
+    ) -> None:
+        """Log scalars at the step in progress, as :meth:`HookLogger.log` does."""
+        assert self._capture is not None
+        step = self._capture.step
+        values = {
+            name: float(value.detach() if isinstance(value, Tensor) else value)
+            for name, value in {**(scalars or {}), **named}.items()
+        }
+        self._logged.setdefault(step, {}).update(values)
+        if "loss" in values:
+            self.alerts += self._judge.judge_loss(step, values["loss"])
+
+    def _take(self, captured: CapturedStep) -> None:
+        self._add(captured.record(self._logged.pop(captured.step, {})))
+
+    def _add(self, record: StepRecord) -> None:
+        self.records.append(record)
+        self.alerts += self._judge.judge(record)
+
+    def _replay(self, record: StepRecord) -> None:
+        if record.loss is not None:
+            self.alerts += self._judge.judge_loss(record.step, record.loss)
+        self._add(record)
+
+
+def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = None) -> list[Alert]:
+    """What rules find in records.
+
+    Args:
+        records: In the order of their steps. A loss among their scalars counts as logged before.
+        rules: Which have seen nothing yet; None: the default rules.
+
+    Returns:
+        All alerts, those of the stages ``worse`` and ``end`` too, in the order in which they came.
+    """
+    run = CapturedRun(rules)
+    for record in records:
+        run._replay(record)
+    return run.alerts
+
+
+@contextmanager
+def capture_run(
+    model: nn.Module,
+    *,
+    every_n_steps: int = 1,
+    rules: Iterable[AnyRule] | None = None,
+    optimizer: Optimizer | None = None,
+    modules: Selector | Iterable[Selector] | None = None,
+    exclude: Selector | Iterable[Selector] | None = None,
+    images: bool = False,
+) -> Iterator[CapturedRun]:
+    """Record a model while the body trains it.
+
+    ::
+
+        with capture_run(model) as run:
+            train(model)
+        assert [alert.kind for alert in run.alerts] == ["dead_units"]
+
+    Args:
+        model: In training, on any device.
+        every_n_steps: Measure in full at steps 0, N, 2N, ..., and at the step after one at which a
+            rule asks for it.
+        rules: As in :func:`alerts_of`.
+        optimizer: As in :class:`~telemetry.HookLogger`, likewise the others.
+        modules: Which are watched.
+        exclude: Which are not.
+        images: Whether records hold pictures.
+    """
+    schedule, run = every(every_n_steps), CapturedRun(rules)
+    run._capture = capture = Capture(
+        model,
+        selection=Selection.parse(modules, exclude),
+        is_due=lambda step: schedule(step) or run._judge.wants_full,
+        content=Content(
+            activations=True,
+            activation_gradients=True,
+            gradients=True,
+            weights=True,
+            images=images,
+        ),
+        deliver=run._take,
+        safe_point=lambda: None,
+        primary=optimizer,
+        faults=_RaisingFaults(),
+    )
+    capture.attach()
+    try:
+        yield run
+    finally:
+        capture.detach()
+
+
+class _RaisingFaults(Faults):
+    """Lets through what a logger would report."""
+
+    def report(self, doing: str) -> None:
+        """Raise the exception being handled."""
+        raise
