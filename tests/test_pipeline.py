@@ -103,7 +103,7 @@ def make_pipeline(
 def captured(step: int, *, full: bool = False, wall_time: float = 0.0) -> CapturedStep:
     window = Window(step=step, measurer=Measurer() if full else None)
     if full:
-        assert window.observe(window.tally, "weights", "weight", torch.ones(10))
+        assert window.observe("weights", "weight", torch.ones(10))
     return CapturedStep.of(
         window, wall_time=wall_time, layout=LAYOUT, totals=RunTotals(), faults=Faults()
     )
