@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from telemetry.layers.module_types import saturated_share
 from telemetry.records import Module, Output, StepRecord, TensorRecord
 from telemetry.sketch import Sketch
 
@@ -51,6 +52,18 @@ class LayerRecord:
     def output_grad(self) -> TensorRecord | None:
         """The gradients with respect to that, likewise."""
         return TensorRecord.merge_all(self.output_grads) if self.output_grads else None
+
+    @property
+    def grad_rms(self) -> float | None:
+        """Root mean square of the gradients of the parameters."""
+        norm = self.grad_norm
+        return None if norm is None else norm / math.sqrt(self.grad_size or 1)
+
+    @property
+    def saturation(self) -> float | None:
+        """See :func:`~telemetry.layers.module_types.saturated_share`."""
+        output = self.output
+        return None if output is None else saturated_share(self.module.type_name, output.sketch)
 
     @property
     def weight_norm(self) -> float | None:

@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.layers.module_types import saturated_share
 from telemetry.layers.record import LayerRecord, figure, layers_of
 from telemetry.records import StepRecord, TensorRecord
 from telemetry.sketch import Sketch
@@ -60,20 +59,15 @@ class Statistic:
 
 
 def _of_output(of_finite: Callable[[Sketch], float]) -> Callable[[LayerRecord], float | None]:
-    """Such a figure of everything that a layer returned."""
+    """A figure of everything that a layer returned, whether finite or not."""
     return lambda layer: figure(layer.output, of_finite)
 
 
-def _of_output_as_it_is(
-    of: Callable[[TensorRecord], float],
-) -> Callable[[LayerRecord], float | None]:
-    """A figure in which values that are not finite have their place; None where it is NaN."""
-
-    def value(layer: LayerRecord) -> float | None:
-        found = math.nan if layer.output is None else of(layer.output)
-        return None if math.isnan(found) else found
-
-    return value
+def _of_known(of: Callable[[TensorRecord], float]) -> Callable[[LayerRecord], float | None]:
+    """A figure that counts only some of the values; None where it is NaN, for there are none."""
+    return lambda layer: (
+        None if layer.output is None or math.isnan(found := of(layer.output)) else found
+    )
 
 
 STATISTICS = (
@@ -90,9 +84,7 @@ STATISTICS = (
         title="Gradient RMS",
         description="The gradient norm over the root of the number of elements: comparable "
         "between layers of different size.",
-        of=lambda layer: (
-            None if layer.grad_norm is None else layer.grad_norm / math.sqrt(layer.grad_size or 1)
-        ),
+        of=lambda layer: layer.grad_rms,
         every_step=True,
     ),
     Statistic(
@@ -140,7 +132,7 @@ STATISTICS = (
         title="Smallest activation",
         log=False,
         description="Smallest finite value that the layer returned.",
-        of=_of_output_as_it_is(lambda output: output.sketch.min),
+        of=_of_known(lambda output: output.sketch.min),
         on_page=False,
         as_curve=True,
     ),
@@ -149,7 +141,7 @@ STATISTICS = (
         title="Largest activation",
         log=False,
         description="Largest finite value that the layer returned.",
-        of=_of_output_as_it_is(lambda output: output.sketch.max),
+        of=_of_known(lambda output: output.sketch.max),
         on_page=False,
         as_curve=True,
     ),
@@ -165,7 +157,7 @@ STATISTICS = (
         unit="share",
         log=False,
         description="Share of exact zeros in what the layer returned.",
-        of=_of_output_as_it_is(lambda output: output.sketch.zero_fraction),
+        of=_of_known(lambda output: output.sketch.zero_fraction),
         as_curve=True,
     ),
     Statistic(
@@ -174,7 +166,7 @@ STATISTICS = (
         unit="share",
         log=False,
         description="Share of units or channels that returned zero for the whole batch.",
-        of=_of_output_as_it_is(lambda output: output.dead_fraction),
+        of=_of_known(lambda output: output.dead_fraction),
         as_curve=True,
         as_spread=True,
     ),
@@ -185,11 +177,7 @@ STATISTICS = (
         log=False,
         description="Share of outputs where the activation function's slope is at most about a "
         "quarter of its largest (Sigmoid, Tanh, Hardtanh, Softsign, Hardsigmoid, ReLU6).",
-        of=lambda layer: (
-            None
-            if layer.output is None
-            else saturated_share(layer.module.type_name, layer.output.sketch)
-        ),
+        of=lambda layer: layer.saturation,
         as_curve=True,
     ),
     Statistic(
@@ -293,20 +281,21 @@ def make_table(record: StepRecord, statistics: Sequence[Statistic]) -> LayerTabl
     )
 
 
-def parameter_grad_norms(record: StepRecord) -> Mapping[str, float]:
-    """Norm of each parameter's gradient as the optimizer used it, by the parameter's name."""
-    parameters = zip(record.layout.parameters, record.grad_norms, record.grad_present, strict=True)
-    return {p.name: float(norm) for p, norm, present in parameters if present}
+def _grad_norms(record: StepRecord) -> Mapping[str, float]:
+    columns = zip(record.layout.parameters, record.grad_norms, record.grad_present, strict=True)
+    return {parameter.name: float(norm) for parameter, norm, present in columns if present}
 
 
-def parameter_weight_norms(record: StepRecord) -> Mapping[str, float]:
-    """Norm of each parameter before the step, by its name."""
-    return {name: weight.sketch.norm for name, weight in record.weights.items()}
+def _weight_norms(record: StepRecord) -> Mapping[str, float]:
+    found = {n: figure(weight, lambda sketch: sketch.norm) for n, weight in record.weights.items()}
+    return {name: norm for name, norm in found.items() if norm is not None}
 
 
 PARAMETER_STATISTICS: Mapping[str, Callable[[StepRecord], Mapping[str, float]]] = {
-    "grad_norm": parameter_grad_norms,
+    "grad_norm": _grad_norms,
     "update_ratio": lambda record: record.update_ratios,
-    "weight_norm": parameter_weight_norms,
+    "weight_norm": _weight_norms,
 }
-"""One number per parameter and step: curves of this name, and how a record gives them."""
+"""One number per parameter and step: curves of this name, and how a record gives the values by the
+parameters' names. Norms are those of the gradient as the optimizer used it, and of the parameter
+before the step."""
