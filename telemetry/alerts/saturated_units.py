@@ -35,6 +35,9 @@ class SaturatedUnits(CourseRule):
     neighbors: a layer's outputs are large, what the next layer receives is not, and hardly any
     gradient comes back.
 
+    A gate that scales whole feature maps, as in squeeze and excitation, may be open or closed: what
+    it scales has its gradients all the same.
+
     Outputs of the network may be flat because the predictions are right; only layers before others
     with parameters count. So may hidden ones after training (binary codes); so it speaks of layers
     that were flat from the beginning, that became so within 20 steps and to no advantage, or while
@@ -96,7 +99,8 @@ class SaturatedUnits(CourseRule):
             output, type_name = forward.outputs[index], forward.types[index]
             after = forward.outputs[index + 1]
             if type_name in BOUNDED:
-                yield output, _share_flat(record, output, BOUNDED[type_name])
+                if not forward.is_gate(index):
+                    yield output, _share_flat(record, output, BOUNDED[type_name])
             elif forward.owned[index]:
                 if forward.owned[index + 1] and forward.types[index + 1] not in NORMALIZATIONS:
                     yield output, _share_lost(record, output, after)

@@ -123,8 +123,9 @@ UNBOUNDED = frozenset(
 )
 """Activations without two flat ends, and distributions, which have other reasons to be flat."""
 
-LINEAR = frozenset(
-    ["Linear", "Bilinear", "Conv1d", "Conv2d", "Conv3d", "LSTM", "GRU", "LSTMCell", "GRUCell"]
+CONVOLUTIONS = frozenset(["Conv1d", "Conv2d", "Conv3d"])
+LINEAR = CONVOLUTIONS | frozenset(
+    ["Linear", "Bilinear", "LSTM", "GRU", "LSTMCell", "GRUCell"]
     + [f"ConvTranspose{n}d" for n in (1, 2, 3)]
 )
 NORMALIZATIONS = frozenset(

@@ -203,6 +203,61 @@ def test_a_layer_on_the_flat_part_is_saturated(
     assert first.kind == "saturated_units"
 
 
+class SqueezeAndExcite(nn.Module):
+    """A convolution whose maps are scaled by a gate that looks at their means."""
+
+    def __init__(self, *, as_convolutions: bool, stride: int) -> None:
+        super().__init__()
+        self.inputs = nn.Conv2d(1, 16, 8 if stride == 8 else 3, stride=stride)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.squeeze, self.excite = (
+            nn.Conv2d(16, 16, 1) if as_convolutions else nn.Linear(16, 16) for _ in range(2)
+        )
+        self.relu, self.gate = nn.ReLU(), nn.Sigmoid()
+        self.outputs = nn.Conv2d(16, 16, 3, padding=1)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x.view(-1, 1, 8, 8))
+        pooled = self.pool(x)
+        pooled = pooled if isinstance(self.excite, nn.Conv2d) else pooled.flatten(1)
+        gate = self.gate(self.excite(self.relu(self.squeeze(pooled))))
+        scaled = x * gate.view(-1, 16, 1, 1)
+        y: Tensor = self.head(self.outputs(scaled).relu().mean((2, 3)))
+        return y
+
+
+@pytest.mark.parametrize("stride", [1, 8])  # maps of 6 x 6 pixels, and of one
+@pytest.mark.parametrize("as_convolutions", [True, False])
+def test_gates_that_are_open_or_closed_are_not_saturated(
+    digits: tuple[Tensor, Tensor], tmp_path: Path, as_convolutions: bool, stride: int
+) -> None:
+    torch.manual_seed(0)
+    model = SqueezeAndExcite(as_convolutions=as_convolutions, stride=stride)
+    with torch.no_grad():  # most channels are wanted or not, whatever the image
+        model.excite.bias.copy_(torch.tensor([9.0, -9.0] * 7 + [0.0, 0.0]))
+    assert train(model, digits, tmp_path, steps=40) == []
+
+
+def test_a_hidden_layer_after_pooling_is_no_gate(
+    digits: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 16, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 48),
+        nn.Sigmoid(),
+        nn.Linear(48, 10),
+    )
+    nn.init.constant_(model[5].bias, 12.0)
+    first = train(model, digits, tmp_path, steps=40)[0]
+    assert (first.kind, first.module_name) == ("saturated_units", "6")
+
+
 @pytest.mark.parametrize("lr", [3.0, 10.0, 30.0])
 def test_a_learning_rate_that_is_far_too_high_diverges(
     digits: tuple[Tensor, Tensor], tmp_path: Path, lr: float
