@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
-from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
+from telemetry.arguments import (
+    check_model,
+    check_optimizer,
+    check_rules,
+    scalars_of,
+    type_of,
+)
 from telemetry.budget import Budget
 from telemetry.capture import Capture, Content
 from telemetry.directory_claim import DirectoryClaim
@@ -31,9 +36,9 @@ from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import SummaryWriter
 from telemetry.faults import Faults
 from telemetry.flight import FlightRecorder
-from telemetry.host_copy import HostCopy
 from telemetry.page_format import new_session_id
 from telemetry.pipeline import CLOSE_TIMEOUT_S, Pipeline
+from telemetry.plain_text import check_text
 from telemetry.processing import LoggedScalars, Processor, ReadyValues
 from telemetry.ranks import is_first_rank
 from telemetry.records import Alert, TelemetryAlert
@@ -45,7 +50,7 @@ from telemetry.resuming import (
     checked_state,
     resolved,
 )
-from telemetry.rule import AnyRule, Rule, as_rule
+from telemetry.rule import AnyRule
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
 from telemetry.writing import hparams, links
@@ -139,7 +144,7 @@ class HookLogger:
         on_alert: Callable[[Alert], None] | Literal["raise"] | None = None,
         first_step: FirstStep = 0,
     ) -> None:
-        _check_model(model)
+        check_model(model)
         schedule = every(every_n_steps)
         self._budget = (
             None
@@ -152,8 +157,15 @@ class HookLogger:
         )
         selection = Selection.parse(modules, exclude)
         selection.check(model)
-        primary = _check_optimizer(optimizer, model)
-        rules = _check_rules(alerts)
+        content = Content(
+            activations=activations,
+            activation_gradients=activation_gradients,
+            gradients=gradients,
+            weights=weights,
+            images=images,
+        )
+        primary = check_optimizer(optimizer, model)
+        rules = check_rules(alerts)
         if not (on_alert is None or on_alert == "raise" or callable(on_alert)):
             raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable or "raise"')
         check_first_step(first_step)
@@ -194,13 +206,7 @@ class HookLogger:
             model,
             selection=selection,
             is_due=lambda step: schedule(step) or pipeline.full_wanted,
-            content=Content(
-                activations=activations,
-                activation_gradients=activation_gradients,
-                gradients=gradients,
-                weights=weights,
-                images=images,
-            ),
+            content=content,
             deliver=pipeline.submit,
             safe_point=self._raise_if_asked,
             primary=primary,
@@ -274,18 +280,7 @@ class HookLogger:
         if not self._finalizer.still_active():
             self._faults.tell(_LOGGED_TOO_LATE)
             return
-        if not isinstance(scalars, Mapping | None):
-            raise TypeError(
-                f"HookLogger.log({reprlib.repr(scalars)}): takes numbers by their tags, "
-                "log(loss=0.5) or log({'loss': 0.5})"
-            )
-        values: dict[str, float | HostCopy] = {}
-        refused: list[TypeError | ValueError] = []
-        for tag, value in {**(scalars or {}), **named}.items():
-            try:
-                values[_checked_tag(tag)] = _scalar(tag, value)
-            except (TypeError, ValueError) as error:
-                refused.append(error)
+        values, refused = scalars_of(scalars, named)
         self._pipeline.submit_logged(
             LoggedScalars(step=self._capture.step, wall_time=time.time(), values=values)
         )
@@ -323,8 +318,10 @@ class HookLogger:
             name: Begins the tags.
 
         Raises:
-            ValueError: ``name`` is empty.
+            TypeError: ``name`` is no string.
+            ValueError: ``name`` is empty or cannot be encoded in UTF-8.
         """
+        check_text(f"HookLogger.phase(name={name!r}): it", name)
         if not name:
             raise ValueError("HookLogger.phase(name=''): must not be empty, it begins the tags")
         return self._capture.phase(name)
@@ -375,7 +372,7 @@ class HookLogger:
         """
         if not isinstance(state, Mapping):
             raise TypeError(
-                f"HookLogger.load_state_dict({_type(state)}): must be what state_dict() returned"
+                f"HookLogger.load_state_dict({type_of(state)}): must be what state_dict() returned"
             )
         if not self._finalizer.still_active():
             raise ValueError("HookLogger.load_state_dict(): the logger is closed; make a new one")
@@ -486,44 +483,6 @@ class _Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"HookLogger(model=...): must be a torch.nn.Module, not {_type(model)}")
-    if next(model.parameters(), None) is None:
-        raise ValueError(
-            f"HookLogger(model={type(model).__name__}): has no parameters, nothing can be trained"
-        )
-
-
-def _check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
-    if optimizer is None:
-        return None
-    # Lightning and Accelerate wrap optimizers; it is the wrapped one that runs the hooks.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(inner, Optimizer):
-        raise TypeError(
-            f"HookLogger(optimizer=...): must be a torch.optim.Optimizer, not {_type(optimizer)}; "
-            "call logger.step() in a loop that has none"
-        )
-    ours = {id(parameter) for parameter in model.parameters()}
-    if not any(id(p) in ours for group in inner.param_groups for p in group["params"]):
-        raise ValueError("HookLogger(optimizer=...): holds none of the model's parameters")
-    return inner
-
-
-def _check_rules(alerts: Any) -> Sequence[Rule]:
-    if alerts is None or isinstance(alerts, Mapping):
-        return rules_from(alerts or {})
-    if not isinstance(alerts, Iterable) or isinstance(alerts, str):
-        raise TypeError(
-            f"HookLogger(alerts={alerts!r}): must be rules, () for none, or a dict by name"
-        )
-    try:
-        return [as_rule(rule) for rule in alerts]
-    except TypeError as error:
-        raise TypeError(f"HookLogger(alerts=...): {error}") from None
-
-
 def _open_writer(writer: object, first_step: int) -> FileWriter | GivenWriter:
     if isinstance(writer, tensorboard.SummaryWriter):
         return GivenWriter(writer)
@@ -541,8 +500,10 @@ def _log_dir_of(writer: object) -> str:
     if not isinstance(writer, str | os.PathLike):
         raise TypeError(
             "HookLogger(writer=...): must be a torch.utils.tensorboard.SummaryWriter or a log "
-            f"directory, not {_type(writer)}"
+            f"directory, not {type_of(writer)}"
         )
+    if not os.fspath(writer):
+        raise ValueError("HookLogger(writer=''): must name a directory")
     return os.path.expanduser(os.fspath(writer))
 
 
@@ -564,36 +525,3 @@ def _say_where(log_dir: str) -> None:
 _LOGGED_TOO_LATE = (
     "HookLogger.log() after close() writes nothing; call it before, or inside of the with block"
 )
-
-
-def _checked_tag(tag: object) -> str:
-    if not isinstance(tag, str):
-        raise TypeError(f"HookLogger.log({{{tag!r}: ...}}): a tag must be a string")
-    try:
-        tag.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"HookLogger.log({{{tag!r}: ...}}): the tag has half of a surrogate pair, which no "
-            "file can hold; tag.encode(errors='replace').decode() replaces it"
-        ) from None
-    return tag
-
-
-def _scalar(name: str, value: object) -> float | HostCopy:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(
-                f"HookLogger.log({name}=...): has {value.numel()} elements; reduce it to one, "
-                "for example by .mean()"
-            )
-        if value.is_complex() or value.is_meta:
-            raise TypeError(f"HookLogger.log({name}={value!r}): must be a real number")
-        return HostCopy(value.detach().reshape(()))
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"HookLogger.log({name}={reprlib.repr(value)}): must be a number") from None
-
-
-def _type(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -21,3 +21,25 @@ def printable_lines(text: str) -> str:
 def called(module_name: str) -> str:
     """What a message calls a module; the model itself has no name in ``named_modules()``."""
     return printable(module_name) or "the model"
+
+
+def check_text(what: str, text: object) -> None:
+    """Refuse what cannot be written as text.
+
+    Args:
+        what: Begins the message of the error.
+        text: Perhaps half of a surrogate pair, which UTF-8 has no bytes for.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: It cannot be encoded.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{what} must be a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{what} must have bytes in UTF-8, and half of a surrogate pair has none; "
+            "text.encode(errors='replace').decode() makes it a question mark"
+        ) from None

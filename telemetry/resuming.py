@@ -28,6 +28,8 @@ def check_first_step(first_step: object) -> None:
         raise TypeError(f'HookLogger(first_step={first_step!r}): must be an int or "auto"')
     if first_step < 0:
         raise ValueError(f"HookLogger(first_step={first_step}): must not be negative")
+    if first_step >= 2**63:
+        raise ValueError(f"HookLogger(first_step={first_step}): must be below 2**63")
 
 
 def resolved(first_step: FirstStep, log_dir: str) -> int:

@@ -85,6 +85,10 @@ def as_rule(rule: AnyRule) -> Rule:
     """
     if isinstance(rule, Rule):
         return rule
+    if isinstance(rule, str):
+        raise TypeError(
+            f"{rule!r} is the name of a rule; names go into a dict: {{{rule!r}: None}} omits it"
+        )
     if not callable(rule):
         raise TypeError(f"{rule!r} is not a rule: it cannot be called")
     if isinstance(rule, type):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -266,8 +267,10 @@ def _to_predicate(argument: str, selector: Selector) -> Predicate:
         return _IsInstance(selector)
     if callable(selector) and not isinstance(selector, (type, nn.Module)):
         return selector
+    is_module = isinstance(selector, nn.Module)
+    shown = f"{type(selector).__name__}(...)" if is_module else reprlib.repr(selector)
     raise TypeError(
-        f"{argument}={selector!r}): must be a glob over names, a module class, "
+        f"{argument}={shown}): must be a glob over names, a module class, "
         "a predicate(name, module), or several of these"
     )
 

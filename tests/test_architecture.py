@@ -22,6 +22,7 @@ LAYERS = [
     {"capture", "alerts", "flight", "writing", "reading"},
     {"resuming", "processing", "interventions"},
     {"pipeline"},
+    {"arguments"},
     {"logger", "testing"},
     {"tensorboard_plugin"},
     {"commands"},

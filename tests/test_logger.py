@@ -31,6 +31,7 @@ from twins import Recorder, assert_left_alone
 
 import telemetry
 from telemetry import Alert, HookLogger, TelemetryAlert
+from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.commands import cli
 from telemetry.events import list_event_files
 from telemetry.page_format import LAYOUT_PREFIX, PLUGIN_NAME, parse_layout_tag
@@ -793,6 +794,20 @@ def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
         ({"alerts": "all"}, TypeError, r"HookLogger\(alerts='all'\)"),
         ({"alerts": {"dead_unit": None}}, ValueError, "no such rule; .*dead_units"),
         ({"alerts": [1]}, TypeError, "1 is not a rule"),
+        ({"alerts": ["dead_units"]}, TypeError, "is the name of a rule; .* {'dead_units': None}"),
+        ({"alerts": [Nonfinite]}, TypeError, r"is a class; pass an instance: Nonfinite\(\)"),
+        ({"alerts": Nonfinite()}, TypeError, "must be a list of rules"),
+        ({"optimizer": torch.optim.SGD}, TypeError, "not the class torch.optim.sgd.SGD"),
+        (
+            {"modules": mlp().modules()},
+            TypeError,
+            r"modules=Sequential\(...\)\): must be a glob",
+        ),
+        ({"modules": mlp().named_modules()}, TypeError, "must be a glob over names"),
+        ({"images": "no"}, TypeError, r"HookLogger\(images='no'\): must be True or False"),
+        ({"writer": ""}, ValueError, "must name a directory"),
+        ({"writer": torch.optim.SGD(mlp().parameters(), lr=1)}, TypeError, "not torch.optim.sgd"),
+        ({"first_step": 2**63}, ValueError, "below 2"),
         ({"first_step": -1}, ValueError, r"first_step=-1\): must not be negative"),
         ({"on_alert": "stop"}, TypeError, 'must be a callable or "raise"'),
     ],
@@ -803,6 +818,37 @@ def test_bad_arguments_are_named(
     with pytest.raises(error, match=message):
         HookLogger(**{"model": mlp(), "writer": tmp_path, **options})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda logger: logger.phase(3), TypeError, r"phase\(name=3\): it must be a string"),
+        (lambda logger: logger.phase(""), ValueError, "must not be empty"),
+        (lambda logger: logger.phase("\ud800"), ValueError, "surrogate"),
+        (lambda logger: logger.hparams("lr=1"), TypeError, "must be a dict of values by name"),
+        (
+            lambda logger: logger.hparams({1: 2}),
+            TypeError,
+            r"hparams\({1: ...}\): a name must be a",
+        ),
+        (lambda logger: logger.hparams({"a": "\ud800"}), ValueError, "surrogate"),
+        (
+            lambda logger: logger.hparams({"a": 1}, metrics="loss"),
+            TypeError,
+            r"metrics='loss'\): must be several tags, such as \['loss'\]",
+        ),
+    ],
+)
+def test_what_methods_refuse_is_named(
+    tmp_path: Path, call: Callable[[HookLogger], object], error: type[Exception], message: str
+) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path) as logger:
+        with pytest.raises(error, match=message):
+            call(logger)
+        run_through(train(model))
+    assert len(scalars(tmp_path, "grad_norm/total")) == 5
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -18,13 +18,22 @@ from telemetry.torch_private import undisturbed
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a full measurement holds."""
+    """What a full measurement holds.
+
+    Raises:
+        TypeError: Something is neither True nor False.
+    """
 
     activations: bool = True
     activation_gradients: bool = True
     gradients: bool = True
     weights: bool = True
     images: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, bool):
+                raise TypeError(f"HookLogger({name}={value!r}): must be True or False")
 
 
 class Switch:

@@ -9,6 +9,8 @@ from google.protobuf.struct_pb2 import Value
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary, SummaryMetadata
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
+from telemetry.plain_text import check_text
+
 Hyperparameter = bool | int | float | str
 
 
@@ -22,9 +24,19 @@ def values_of(
         metrics: Tags of scalars to show beside them.
 
     Raises:
-        TypeError: A value is not a number, a bool or a string.
+        TypeError: An argument or a value has another type.
+        ValueError: A name or a string cannot be encoded in UTF-8.
     """
+    if not isinstance(hyperparameters, Mapping):
+        raise TypeError(f"hparams({hyperparameters!r}): must be a dict of values by name")
+    if isinstance(metrics, str):
+        raise TypeError(
+            f"hparams(metrics={metrics!r}): must be several tags, such as [{metrics!r}]"
+        )
     for name, value in hyperparameters.items():
+        check_text(f"hparams({{{name!r}: ...}}): a name", name)
+        if isinstance(value, str):
+            check_text(f"hparams({name}={value!r}): it", value)
         if not isinstance(value, bool | int | float | str):
             raise TypeError(
                 f"hparams({name}={value!r}): must be a number, a bool or a string, "

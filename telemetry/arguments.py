@@ -1,0 +1,104 @@
+"""Arguments of :class:`telemetry.HookLogger` and its methods: what is refused, and why."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from telemetry.alerts import rules_from
+from telemetry.host_copy import HostCopy
+from telemetry.plain_text import check_text
+from telemetry.rule import Rule, as_rule
+
+
+def check_model(model: object) -> None:
+    """Refuse what cannot be trained."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"HookLogger(model=...): must be a torch.nn.Module, not {type_of(model)}")
+    if next(model.parameters(), None) is None:
+        raise ValueError(
+            f"HookLogger(model={type(model).__name__}): has no parameters, nothing can be trained"
+        )
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
+    """The optimizer that runs the hooks, if one is given."""
+    if optimizer is None:
+        return None
+    # Lightning and Accelerate wrap optimizers; it is the wrapped one that runs the hooks.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(
+            f"HookLogger(optimizer=...): must be a torch.optim.Optimizer, not "
+            f"{type_of(optimizer)}; call logger.step() in a loop that has none"
+        )
+    ours = {id(parameter) for parameter in model.parameters()}
+    if not any(id(p) in ours for group in inner.param_groups for p in group["params"]):
+        raise ValueError("HookLogger(optimizer=...): holds none of the model's parameters")
+    return inner
+
+
+def check_rules(alerts: Any) -> Sequence[Rule]:
+    """The rules that ``alerts`` stands for."""
+    if alerts is None or isinstance(alerts, Mapping):
+        return rules_from(alerts or {})
+    if not isinstance(alerts, Iterable) or isinstance(alerts, str):
+        raise TypeError(
+            f"HookLogger(alerts={alerts!r}): must be a list of rules, () for none, or a dict by "
+            "name"
+        )
+    try:
+        return [as_rule(rule) for rule in alerts]
+    except TypeError as error:
+        raise TypeError(f"HookLogger(alerts=...): {error}") from None
+
+
+def scalars_of(
+    scalars: object, named: Mapping[str, object]
+) -> tuple[dict[str, float | HostCopy], list[TypeError | ValueError]]:
+    """What ``log`` is to write, and why it does not write the others.
+
+    Raises:
+        TypeError: ``scalars`` is no mapping.
+    """
+    if not isinstance(scalars, Mapping | None):
+        raise TypeError(
+            f"HookLogger.log({reprlib.repr(scalars)}): takes numbers by their tags, "
+            "log(loss=0.5) or log({'loss': 0.5})"
+        )
+    values: dict[str, float | HostCopy] = {}
+    refused: list[TypeError | ValueError] = []
+    for tag, value in {**(scalars or {}), **named}.items():
+        try:
+            check_text(f"HookLogger.log({{{tag!r}: ...}}): a tag", tag)
+            values[tag] = _scalar(tag, value)
+        except (TypeError, ValueError) as error:
+            refused.append(error)
+    return values, refused
+
+
+def _scalar(name: str, value: object) -> float | HostCopy:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"HookLogger.log({name}=...): has {value.numel()} elements; reduce it to one, "
+                "for example by .mean()"
+            )
+        if value.is_complex() or value.is_meta:
+            raise TypeError(f"HookLogger.log({name}={value!r}): must be a real number")
+        return HostCopy(value.detach().reshape(()))
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"HookLogger.log({name}={reprlib.repr(value)}): must be a number") from None
+
+
+def type_of(value: object) -> str:
+    """What a message calls the type of ``value``."""
+    kind = value if isinstance(value, type) else type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    return f"the class {name}" if kind is value else name
