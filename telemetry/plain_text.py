@@ -14,7 +14,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same line by line. Later lines are indented, so none looks like a message of its own."""
+    """The same line by line. Later lines are indented, so none looks like a separate message."""
     return "\n  ".join(map(printable, text.split("\n")))
 
 

@@ -78,7 +78,7 @@ def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
         tensor.dtype not in WORKING_DTYPE
         or tensor.is_meta
         or tensor.is_nested
-        # A wrapper without values of its own: FakeTensor, DTensor, a functional tensor.
+        # A wrapper without its own values: FakeTensor, DTensor, a functional tensor.
         or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     ):
         return None
