@@ -60,14 +60,14 @@ class Statistic:
 
 
 def _of_output(of_finite: Callable[[Sketch], float]) -> Callable[[LayerRecord], float | None]:
-    """A figure of everything that a layer returned; NaN or infinite if an element is."""
+    """Such a figure of everything that a layer returned."""
     return lambda layer: figure(layer.output, of_finite)
 
 
 def _of_output_as_it_is(
     of: Callable[[TensorRecord], float],
 ) -> Callable[[LayerRecord], float | None]:
-    """A figure that is also meaningful with NaN or infinite elements; None if it is NaN."""
+    """A figure in which values that are not finite have their place; None where it is NaN."""
 
     def value(layer: LayerRecord) -> float | None:
         found = math.nan if layer.output is None else of(layer.output)
@@ -294,13 +294,13 @@ def make_table(record: StepRecord, statistics: Sequence[Statistic]) -> LayerTabl
 
 
 def parameter_grad_norms(record: StepRecord) -> Mapping[str, float]:
-    """The norm of each parameter's gradient, as the optimizer used it, by the parameter's name."""
+    """Norm of each parameter's gradient as the optimizer used it, by the parameter's name."""
     parameters = zip(record.layout.parameters, record.grad_norms, record.grad_present, strict=True)
     return {p.name: float(norm) for p, norm, present in parameters if present}
 
 
 def parameter_weight_norms(record: StepRecord) -> Mapping[str, float]:
-    """The norm of each parameter before the step, by its name."""
+    """Norm of each parameter before the step, by its name."""
     return {name: weight.sketch.norm for name, weight in record.weights.items()}
 
 
@@ -309,4 +309,4 @@ PARAMETER_STATISTICS: Mapping[str, Callable[[StepRecord], Mapping[str, float]]] 
     "update_ratio": lambda record: record.update_ratios,
     "weight_norm": parameter_weight_norms,
 }
-"""Statistics of single parameters: the name of their curves, and how a record gives the values."""
+"""One number per parameter and step: curves of this name, and how a record gives them."""
