@@ -1,8 +1,8 @@
 """Train a small CNN on MNIST and watch it in TensorBoard: ``python train_mnist.py --help``.
 
-The loop is the usual one. Telemetry adds the ``with HookLogger(...)`` around it, and ``logger.log``
-for the curves that only the loop knows. ``--fault`` breaks the training on purpose, to show what
-the alerts say.
+The training loop is a usual one. Telemetry adds ``with HookLogger(...)`` around it, and
+``logger.log`` for curves that only the loop knows. ``--fault`` breaks the training on purpose, to
+show the alerts.
 """
 
 from __future__ import annotations
@@ -81,17 +81,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3, help="passes over the training set")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step")
     parser.add_argument("--lr", type=float, default=0.03, help="learning rate of SGD")
-    parser.add_argument("--every-n-steps", type=int, default=50, help="measure all at these steps")
+    parser.add_argument(
+        "--every-n-steps", type=int, default=50, help="measure in full every N steps"
+    )
     parser.add_argument("--log-dir", default=log_dir, help="folder for TensorBoard")
     parser.add_argument("--device", default=device, help="where to train")
-    parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--fault", choices=FAULTS, default="none", help="break the training")
     return parser.parse_args(arguments)
 
 
 def load_data(folder: Path) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set; small digits of another kind if MNIST cannot be downloaded."""
-    socket.setdefaulttimeout(10)  # torchvision would wait for a silent server without end
+    """Training and test set; scikit-learn's digits if MNIST cannot be downloaded."""
+    socket.setdefaulttimeout(10)  # torchvision would wait forever for a silent server
     try:
         train, test = (MNIST(folder, train=train, download=True) for train in (True, False))
     except (OSError, RuntimeError) as error:
@@ -117,10 +119,10 @@ def as_dataset(images: Tensor, labels: Tensor) -> TensorDataset:
 
 
 def build_model(fault: str) -> nn.Module:
-    """A small CNN; some faults are in how it is built."""
+    """A small CNN; some faults are built into it."""
     activation = {"vanishing": nn.Sigmoid, "saturated": nn.Tanh}.get(fault, nn.ReLU)
     hidden = [nn.Linear(32 * 5 * 5, 64), activation()]
-    if fault in ("exploding", "vanishing"):  # what one layer does a little, ten do a lot
+    if fault in ("exploding", "vanishing"):  # ten layers multiply what one does
         hidden += [layer for _ in range(10) for layer in (nn.Linear(64, 64), activation())]
     model = nn.Sequential(
         OrderedDict(
@@ -143,7 +145,7 @@ def build_model(fault: str) -> nn.Module:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, dataset: TensorDataset, device: torch.device) -> float:
-    """Share of right answers, 0 to 1."""
+    """Share of correct predictions, 0 to 1."""
     model.eval()
     right = [
         model(images.to(device)).argmax(dim=1).cpu() == labels

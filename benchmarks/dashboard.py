@@ -1,20 +1,19 @@
-"""How long the Telemetry page takes, and what TensorBoard's own tabs take to show the same.
+"""Times the Telemetry page, and TensorBoard's own tabs on the same data.
 
     python benchmarks/dashboard.py [--quick] [--sizes LAYERSxSTEPS ...] [--rounds N] [--json FILE]
 
 Each size is a run as ``HookLogger`` writes it by default: gradient norms at every step, everything
-else, histograms among it, at every hundredth. TensorBoard runs in a process of its own, with its
-fast loader where there is one, and is started anew in each round. Figures are medians.
+else, including histograms, at every hundredth. TensorBoard runs in a separate process, with its
+fast loader if available, and is restarted in each round. Figures are medians.
 
-"start" is the time until TensorBoard has loaded the whole run. "cold" is the first answer to what
-the page asks for when it opens: layers, alerts, loss and picture; "warm" the same once more, and
-"wire" its size. "cell" is everything about one layer, as a click on a cell asks for it. "page" is
-the time from navigation until the picture is drawn, in Chromium with an empty cache, so with all of
-TensorBoard's own page; "redraw" is that of drawing it again, zoomed. Where Chromium or Playwright
-is missing, so are these two.
+"start" is the time until TensorBoard has loaded the whole run. "cold" is the time of the page's
+first requests: layers, alerts, loss and picture; "warm" that of the same requests again, and "wire"
+their size. "cell" is the time of the requests after a click on a cell. "page" is the time from
+navigation until the picture is drawn, in Chromium with an empty cache, including TensorBoard's own
+page; "redraw" is the time to draw it again, zoomed. These two need Chromium and Playwright.
 
-"scalars" is what the picture costs without the page: a run with a curve of gradient norms for each
-layer, and one request for each, as the Scalars tab asks for them, six at a time like a browser.
+"scalars" is the cost of the same picture without the page: a run with a curve of gradient norms for
+each layer, and one request for each, as from the Scalars tab, six at a time like a browser.
 "histograms" is the same for the histograms of all layers' outputs. Neither includes drawing.
 """
 
@@ -97,7 +96,7 @@ def curve_tags(size: Size) -> list[str]:
 
 
 def grad_norms(size: Size) -> Iterator[np.ndarray]:
-    """Noise, which compresses as badly as real numbers do; one array for each step."""
+    """Noise, which compresses as badly as real values; one array for each step."""
     random = np.random.default_rng(0)
     return (random.lognormal(size=size.layers) for _ in range(size.steps))
 
@@ -133,7 +132,7 @@ def records(size: Size) -> Iterator[StepRecord]:
 
 
 def write_run(log_dir: Path, size: Size) -> None:
-    """What ``HookLogger`` writes, all of it."""
+    """A run with everything that ``HookLogger`` writes."""
     writer, board = FileWriter(log_dir), Board()
     writer.write_values(board.first_values(), 0)
     for record in records(size):
@@ -157,17 +156,17 @@ def write_curves(log_dir: Path, size: Size) -> None:
 
 
 Query = tuple[str, str, Mapping[str, str]]
-"""Plugin, route and what to ask."""
+"""Plugin, route and query."""
 
 
 class Server:
-    """TensorBoard, as a browser asks it about the run called ``run``."""
+    """Asks TensorBoard about the run called ``run``, like a browser."""
 
     def __init__(self, address: str) -> None:
         self._address = address
 
     def get(self, plugin: str, route: str, **query: str) -> bytes:
-        """What comes over the wire."""
+        """The answer's bytes as sent."""
         url = f"{self._address}data/plugin/{plugin}/{route}?{urlencode({'run': 'run', **query})}"
         request = Request(url, headers={"Accept-Encoding": "gzip"})
         with urlopen(request, timeout=browser.PATIENCE_S) as response:
@@ -179,12 +178,12 @@ class Server:
         return json.loads(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
 
     def get_all(self, *queries: Query) -> int:
-        """Asks like a browser, six at a time; how many bytes came."""
+        """Asks six at a time, like a browser; returns the number of bytes received."""
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             return sum(pool.map(lambda q: len(self.get(q[0], q[1], **q[2])), queries))
 
     def get_overview(self) -> int:
-        """Everything that the page opens with, in its order."""
+        """The page's first requests, in their order."""
         return self.get_all(("telemetry", "runs", {})) + self.get_all(
             ("telemetry", "run", {}),
             ("telemetry", "scalars", {}),
@@ -206,7 +205,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def serve(logdir: Path, stack: ExitStack, *, wanted: int) -> str:
-    """TensorBoard's address, once it lists so many runs of ours; serves until the stack closes."""
+    """TensorBoard's address, after it lists this many runs; it serves until the stack closes."""
     log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
     fast = import_module("tensorboard_data_server").server_binary() is not None
     address: str = stack.enter_context(browser.serve(logdir, log, fast=fast, wanted=wanted))
@@ -282,11 +281,11 @@ def measure(size: Size, rounds: int, chromium: Any) -> dict[str, float]:
         return medians | {"scalars_s": measure_curves(logdir / "curves", size, rounds)}
 
 
-# --- telling
+# --- printing
 
 
 def open_chromium(stack: ExitStack) -> Any:
-    """Chromium; None, after saying so, where it or Playwright is missing."""
+    """Chromium; None, with a message, if it or Playwright is missing."""
     try:
         return stack.enter_context(browser.open_browser())
     except pytest.skip.Exception as missing:

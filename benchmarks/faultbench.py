@@ -1,10 +1,10 @@
-"""How well the alerts find training faults: HookLogger judged by faultbench.
+"""Scores the alerts of HookLogger with faultbench.
 
     python benchmarks/faultbench.py [--cases DIR] [--seed N] [--verbose] [--verify-online]
 
-The benchmark itself (runs with known faults, their healthy twins, the score) is expected in
-``../shared/faultbench``; all arguments are its own. Without it there is nothing to run, and this
-says so. ``--cases`` takes any folder whose ``cases.py`` lists such runs.
+The benchmark itself (runs with known faults, their healthy twins, the score) must be in
+``../shared/faultbench`` and defines all arguments. If it is missing, this prints a message.
+``--cases`` takes any folder whose ``cases.py`` lists such runs.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ KINDS = {
     "loss_divergence": "lr",
     "no_learning": "no_learning",
 }
-"""Ours to those of faultbench."""
+"""Maps our kinds to those of faultbench."""
 
 
 class Adapter:
-    """One run under the eyes of a logger: norms at every step, everything at every tenth."""
+    """One run with a logger: norms at every step, full measurements at every tenth."""
 
     name = "telemetry"
 
@@ -56,7 +56,7 @@ class Adapter:
         self._logger.log(loss=loss)
 
     def after_step(self, step: int, loss: float) -> None:
-        # The background thread has judged the step before the next one begins, so that runs repeat.
+        # Wait for the rules before the next step begins, so that runs are reproducible.
         self._logger.flush()
 
     def finish(self) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ class Adapter:
 
 
 def load_faultbench() -> ModuleType | None:
-    """The benchmark's own module; None where it is not installed."""
+    """The benchmark's own module; None if it is not installed."""
     path = HOME / "faultbench.py"
     if not path.is_file():
         return None

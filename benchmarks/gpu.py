@@ -1,16 +1,16 @@
-"""What recording costs on a GPU: bandwidth of the statistics, and a training step of a GPT.
+"""Measures what recording costs on a GPU: bandwidth of statistics, and a step of a GPT.
 
     python benchmarks/gpu.py [--quick] [--json FILE]
 
 "of a copy" is a tensor's bytes per second, read once, over those that ``empty_like(x).copy_(x)``
-moves, read and written. "PyTorch" is the same without the Triton kernel; "with units" has the
-extremes of each of 1024 units besides. All are medians of times between CUDA events.
+moves, read and written. "PyTorch" is the same without the Triton kernel; "with units" adds the
+extremes of each of 1024 units. All are medians of times between CUDA events.
 
-The GPT has 124M parameters and trains on 8 × 1024 tokens in bfloat16 by autocast. Bare and logged
-steps follow each other in turn, each on its own copy of the model; every step of the logged one is
-measured in full. "added" is the median of the logged step over the bare one before it, less 1.
+The GPT has 124M parameters and trains on 8 × 1024 tokens in bfloat16 with autocast. Bare and logged
+steps alternate, each on its own copy of the model; every logged step is measured in full. "added"
+is the median of the logged step over the bare one before it, minus 1.
 
-Without a CUDA device it says so and writes no figures.
+Without a CUDA device it prints a message and no figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidth:
-    """Of one tensor: bytes per nanosecond, which are GB/s."""
+    """Bandwidth for one tensor in bytes per nanosecond, which are GB/s."""
 
     dtype: str
     megabytes: int

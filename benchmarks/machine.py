@@ -1,4 +1,4 @@
-"""What a benchmark ran on: a line to print, and fields of its JSON."""
+"""Describes the machine of a benchmark: a line to print, and fields of its JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LIBRARIES = ("tensorboard", "numpy", "wandb", "pytorch-ignite", "mosaicml")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Hardware, and the versions of what ran on it; libraries that are not installed are left out.
+    """Hardware and versions of the software; libraries that are not installed are left out.
 
     Attributes:
-        processor: What it calls itself.
-        cores: That the system has.
-        accelerator: What torch calls it; None if the benchmark uses none.
-        torch_threads: That torch may use for one operation.
-        versions: Of Python and of libraries, by name.
+        processor: The processor's name.
+        cores: Number of cores of the system.
+        accelerator: Its name in torch; None if the benchmark uses none.
+        torch_threads: Number of threads that torch may use for one operation.
+        versions: Versions of Python and of libraries, by name.
     """
 
     processor: str
@@ -71,7 +71,7 @@ def write_json(path: Path, device: torch.device, **results: Any) -> None:
 
 
 def _processor() -> str:
-    """What the processor calls itself; the architecture where Linux does not say."""
+    """The processor's name; without one, its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,11 +1,10 @@
-"""What a step costs that is not measured in full: the norm of each gradient, and the alerts.
+"""Measures the cost of a step that is not measured in full: gradient norms and alerts.
 
     python benchmarks/norms.py [--quick] [--only MODEL] [--threads N] [--json FILE]
 
-Blocks of bare steps and of watched ones take turns on one model. This is too little to be seen in
-the time of whole steps, which differ by more from one to the next. It is seen in the CPU time of
-``optimizer.step()``, inside of which all of it happens on the training thread ("added"), and in
-that of the logger's own threads ("later").
+Blocks of bare and of watched steps alternate on one model. The difference is smaller than the
+scatter of whole steps. So this compares the CPU time of ``optimizer.step()``, which includes all of
+the logger's work on the training thread ("added"), and that of the logger's own threads ("later").
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from workloads import WORKLOADS, Loop, Workload
 from telemetry import HookLogger, SummaryWriter
 
 _WARM_UP = 9
-"""Steps until the first one, which is measured in full, is digested."""
+"""Steps until the first one, which is measured in full, has been processed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +46,12 @@ class Cost:
 
     @property
     def share(self) -> float:
-        """All that the logger takes, relative to the bare step."""
+        """All of the logger's time, relative to the bare step."""
         return (self.added_ms + self.later_ms) / self.step_ms
 
 
 def run(loop: Loop, steps: int) -> tuple[float, float]:
-    """Medians of this thread's CPU time, in s: of ``optimizer.step()``, and of a whole step."""
+    """Medians of this thread's CPU time in s: of ``optimizer.step()`` and of a whole step."""
     times = [_step(loop) for _ in range(steps)]
     updates, wholes = zip(*times, strict=True)
     return statistics.median(updates), statistics.median(wholes)

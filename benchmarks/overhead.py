@@ -1,16 +1,16 @@
-"""What recording costs: training steps with and without it, interleaved in one process.
+"""Measures the cost of recording: training steps with and without it, interleaved in one process.
 
     python benchmarks/overhead.py [--quick] [--only MODEL] [--threads N] [--markdown] [--json FILE]
 
-Blocks of a few steps of every variant follow each other in random order, round after round, each
-on its own copy of the model; the table gives medians. A block ends when all that it recorded is
-written. "added" is wall time, "CPU added" the CPU time of all threads, which other programs disturb
-less; "thread added" that of the training thread alone.
+Blocks of a few steps of every variant run in random order, round after round, each on its own copy
+of the model; the table gives medians. A block ends when everything that it recorded is written.
+"added" is wall time, "CPU added" the CPU time of all threads, which other programs disturb less,
+and "thread added" that of the training thread alone.
 
-"only norms" is a step with the logger attached that is not to be measured in full. "every 10" and
-"every 100" are put together from 9 or 99 of these and one of "every step". "same, no images" has
-the content of "add_histogram", and "same as wandb" parameters and their gradients only, like
-wandb.watch and ignite. Other libraries take part where they are installed.
+"only norms" is a step with the logger attached that is not measured in full. "every 10" and "every
+100" are computed from 9 or 99 of these and one of "every step". "same, no images" has the content
+of "add_histogram", and "same as wandb" parameters and their gradients only, like wandb.watch and
+ignite. Other libraries are included if they are installed.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def cost_of(name: str, runs: Sequence[Mapping[str, Block]]) -> Cost:
 
 
 def mixed(logged: Cost, other: Cost, interval: int) -> Cost:
-    """The mean over one step that is logged and the others of an interval."""
+    """The mean over one logged step and the other steps of an interval."""
     pairs = zip(astuple(logged), astuple(other), strict=True)
     return Cost(
         **dict(
@@ -146,7 +146,7 @@ def mixed(logged: Cost, other: Cost, interval: int) -> Cost:
     )
 
 
-# --- telling
+# --- printing
 
 
 TITLES = ("ms per step", "added", "CPU added", "thread added")

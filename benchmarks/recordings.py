@@ -1,4 +1,4 @@
-"""Ways to record a training: telemetry's, the one of tutorials, and those of other libraries."""
+"""Ways to record training: telemetry's, that of tutorials, and those of other libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from telemetry import HookLogger, SummaryWriter
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What is done besides training."""
+    """The work besides training."""
 
     after_step: Callable[[], None] = lambda: None
     finish: Callable[[], None] = lambda: None  # waits until all of it is written
@@ -64,7 +64,7 @@ def naively(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Recording:
 
 
 def start_wandb(folder: Path) -> Any:
-    """A run that asks no other host for anything."""
+    """A run without network access."""
     wandb: Any = import_module("wandb")
     settings = wandb.Settings(silent=True, console="off", disable_git=True)
     return wandb.init(mode="offline", dir=str(folder), settings=settings, reinit="finish_previous")
@@ -137,7 +137,7 @@ PEERS: Mapping[str, tuple[str, Record]] = {
 
 
 def installed_recordings() -> dict[str, Record]:
-    """All that can take part; says which other libraries are not installed."""
+    """All recordings that are available; prints which libraries are not installed."""
     recordings = dict(RECORDINGS)
     for name, (module, record) in PEERS.items():
         try:

@@ -1,14 +1,14 @@
-"""How recording scales: cost per module of logged and unlogged steps, and memory.
+"""Measures how recording scales: cost per module of logged and unlogged steps, and memory.
 
     python benchmarks/scaling.py [--quick] [--modules N ...] [--threads N] [--json FILE]
 
-The model is a chain of linear layers of width 16 with a batch of 4, where hooks cost more than what
-they measure. Each size runs in a process of its own, so that its peak memory can be told; within
-it, bare and recorded steps follow each other in turn, and times are medians of the training
-thread's CPU time per module. "background" is what other threads do for a logged step. "MB added"
-is the growth of the process's peak memory from bare training to logging every step. "dropped" are
-events that the writer did not take, of one for each logged step: where there are any, "logged" and
-"background" are of less than what a step would write.
+The model is a chain of linear layers of width 16 with a batch of 4, where hooks cost more than the
+measurements. Each size runs in a separate process, so that its peak memory can be measured; within
+it, bare and recorded steps alternate, and times are medians of the training thread's CPU time per
+module. "background" is the time of other threads for a logged step. "MB added" is the growth of the
+process's peak memory from bare training to logging every step. "dropped" counts events that the
+writer did not take, of one per logged step: if there are any, "logged" and "background" are too
+low.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WIDTH, BATCH = 16, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one module in one step, in microseconds; memory of the whole process."""
+    """Times of one module in one step, in microseconds; memory of the whole process."""
 
     modules: int
     bare_us: float
@@ -114,7 +114,7 @@ def measure(modules: int, rounds: int, threads: int) -> Cost:
 
 
 def measure_apart(modules: int, rounds: int, threads: int) -> Cost:
-    """In a fresh process: the peak of this one would hide what a smaller size needs."""
+    """Run in a fresh process, because this one's peak memory would hide that of a smaller size."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(measure, (modules, rounds, threads))
 

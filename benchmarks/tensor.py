@@ -1,17 +1,17 @@
-"""What measuring one tensor costs, against a pass over its memory and against other libraries.
+"""Measures the cost of one tensor, against a pass over its memory and against other libraries.
 
     python benchmarks/tensor.py [--quick] [--sizes N ...] [--threads N] [--json FILE]
 
-Everything runs in turn in one process. Times are CPU times of the process per element, in
-nanoseconds, or per small tensor, in microseconds; the JSON has wall times, too. Figures are medians
+Everything alternates in one process. Times are CPU times of the process per element, in
+nanoseconds, or per small tensor, in microseconds; the JSON also has wall times. Figures are medians
 over the rounds; ratios are taken within a round.
 
-"add" is what the training thread spends on a tensor, "reduce" what another thread does later, and
-"NumPy" both of them where there is no C extension.
+"add" is the training thread's time for a tensor, "reduce" that of another thread later, and "NumPy"
+the sum of both without the C extension.
 "passes" is how many times ``x.sum()`` fits into "add"; "cheaper" is how many times "add" fits into
 ``make_histogram``, which is most of ``SummaryWriter.add_histogram`` (ignite's handlers call that).
-wandb's ``log_tensor_stats`` and Composer's ``add_metrics`` take part where they are installed.
-Sizes of 100,000,000 and more want some GB of memory and minutes.
+wandb's ``log_tensor_stats`` and Composer's ``add_metrics`` are included if they are installed.
+Sizes of 100,000,000 and more need some GB of memory and minutes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ UNITS = {  # shape, axis of the units
 
 NORMS = [(8, 10_000), (50, 16_000), (60, 180_000), (2000, 64)]  # tensors, elements of each
 
-# So many small tensors are measured together, as those of one step are.
+# This many small tensors are measured together, like those of one step.
 TOGETHER = 200
 
 Statistics = Callable[[Tensor], object]
@@ -87,7 +87,7 @@ class Result:
         return statistics.median(ours.cpu_ns / theirs.cpu_ns for ours, theirs in pairs)
 
 
-# --- what is done with a tensor
+# --- work on a tensor
 
 
 def together(tensor: Tensor) -> int:
@@ -119,7 +119,7 @@ class Ours:
 
 
 def tensorboard_histogram() -> Statistics:
-    """What ``SummaryWriter.add_histogram`` does before it writes."""
+    """The work of ``SummaryWriter.add_histogram`` before it writes."""
     with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
         bins = writer.default_bins
     return lambda tensor: make_histogram(tensor.numpy(), bins, None)
@@ -137,7 +137,7 @@ def composer_metrics() -> Statistics:
 
 
 def find_peers(folder: Path) -> dict[str, Statistics]:
-    """Other libraries' statistics of one tensor; says which are not installed.
+    """Other libraries' statistics of one tensor; prints which are not installed.
 
     Args:
         folder: Where wandb writes.
@@ -185,7 +185,7 @@ def measure(
 
 
 def measure_norms(elements: int, count: int, rounds: int) -> dict[str, Result]:
-    """Of so many tensors of so many elements, in one call."""
+    """Times for this many tensors of this many elements, in one call."""
     tensors = [torch.randn(elements) for _ in range(count)]
     works: dict[str, Callable[[], object]] = {
         "_foreach_norm": lambda: torch._foreach_norm(tensors),
@@ -262,7 +262,7 @@ def measure_all(sizes: Sequence[int], rounds: int, folder: Path) -> Iterator[Tab
     )
 
 
-# --- telling
+# --- printing
 
 
 def print_table(table: Table) -> None:

@@ -1,4 +1,4 @@
-"""What the benchmarks train: small models of four kinds, each with one batch of random data."""
+"""The small models that the benchmarks train, each with one batch of random data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
 
     def make_gradients(self) -> None:
-        """All of a step that comes before ``optimizer.step()``."""
+        """The part of a step before ``optimizer.step()``."""
         self.optimizer.zero_grad()
         logits = self.model(self.inputs).flatten(0, -2)
         nn.functional.cross_entropy(logits, self._labels.flatten()).backward()
@@ -48,7 +48,7 @@ def mnist_cnn() -> nn.Module:
 
 
 def resnet18() -> nn.Module:
-    """As is usual for images of CIFAR's size: a small first convolution, no pooling after it."""
+    """The usual variant for images of CIFAR's size: a small first convolution without pooling."""
     model: nn.Module = torchvision.models.resnet18(num_classes=10)
     model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
     model.maxpool = nn.Identity()
@@ -93,7 +93,7 @@ class GPTBlock(nn.Module):
 
 
 class Residual(nn.Module):
-    """``x`` and a little of what a layer makes of it: signals keep their size at any depth."""
+    """``x`` plus a little of a layer's output, so that signals keep their size at any depth."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""What writing costs: telemetry's event writer against torch's, interleaved in one process.
+"""Compares the cost of telemetry's event writer and torch's, interleaved in one process.
 
     python benchmarks/writing.py [--quick] [--json FILE]
 
-The first tables are CPU time per value, in microseconds: of all threads until the file is closed,
-and the share of the thread that adds the values. "calls" are methods of the drop-in
-``SummaryWriter``, one event for each value; "batches" are events of 100 values, as ``HookLogger``
-writes them; "ready batches" leave out what it takes to build the values.
+The first tables show CPU time per value, in microseconds: of all threads until the file is closed,
+and of the thread that adds the values. "calls" are methods of the drop-in ``SummaryWriter``, with
+one event for each value; "batches" are events of 100 values, as ``HookLogger`` writes them; "ready
+batches" leave out the time to build the values.
 
-The last table is how much longer a loop of pure Python takes while it writes 1000 histograms per
+The last table shows how much longer a loop of pure Python takes while it writes 1000 histograms per
 second of its CPU time. Figures are medians over the rounds; ratios are taken within a round.
 """
 
@@ -33,12 +33,12 @@ from telemetry.events import FileWriter, summaries
 TAG = "grad_norm/0007.encoder.layers.2"
 BATCH = 100
 
-# A histogram of 100 buckets: as our summaries take it, and as torch's method does.
+# A histogram of 100 buckets, in the form that our summaries take and in that of torch's method.
 EDGES = np.linspace(-3.0, 3.0, 101)
 COUNTS = np.arange(100.0)
 LIMITS, BUCKETS = EDGES[1:].tolist(), COUNTS.tolist()
 
-# --- what is written
+# --- values
 
 
 def add_scalars(writer: tensorboard.SummaryWriter, count: int) -> None:
@@ -162,7 +162,7 @@ def loop_s(write: Callable[[int], None], chunks: int) -> float:
 
 
 def measure_slowdown(rounds: int, chunks: int) -> dict[str, float]:
-    """Time of the loop over that of the loop which writes nothing."""
+    """Time of the loop over that of a loop that writes nothing."""
     with tempfile.TemporaryDirectory() as folder:
         torch_writer = tensorboard.SummaryWriter(f"{folder}/torch")
         our_writer = SummaryWriter(f"{folder}/calls")
@@ -181,7 +181,7 @@ def measure_slowdown(rounds: int, chunks: int) -> dict[str, float]:
     return {name: statistics.median(run[name] / run["nothing"] for run in runs) for name in writes}
 
 
-# --- telling
+# --- printing
 
 
 def print_costs(kind: str, costs: Mapping[str, Cost]) -> None:

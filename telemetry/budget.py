@@ -1,4 +1,4 @@
-"""A budget for telemetry's own cost: when to measure what, and how many of the layers."""
+"""Limits telemetry's own cost: which due steps are measured, and how many of the layers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from math import ceil
 from statistics import fmean, median
 
 LONGEST_STRETCH = 10
-"""Times the interval asked for. What would take longer is measured in parts instead."""
+"""Largest multiple of the interval asked for; beyond it, a measurement takes some layers only."""
 
 MAX_PARTS = 32
-"""A power of two, as is every number of parts: so that layers keep their turns when it changes."""
+"""Numbers of parts are powers of two, so that layers keep their turns when the number changes."""
 
 NORMS_SHARE = 0.5
-"""Of the budget, for the gradient norms that are taken at steps that are not measured in full."""
+"""Share of the budget for the gradient norms of steps that are not measured in full."""
 
 _STEPS_REMEMBERED = 32
 _MEASUREMENTS_REMEMBERED = 5
@@ -25,45 +25,45 @@ _MEASUREMENTS_REMEMBERED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """The layers that one measurement takes: every ``parts``-th, beginning with ``first``."""
+    """The layers of one measurement: every ``parts``-th, beginning with ``first``."""
 
     parts: int = 1
     first: int = 0
 
     def takes(self, layer: int) -> bool:
-        """Whether it is the turn of the layer with this number."""
+        """Whether the measurement includes the layer with this number."""
         return layer % self.parts == self.first
 
 
 class Stopwatch:
-    """CPU time that one thread spends inside of ``with`` blocks: the one that made it."""
+    """CPU time that the thread that made it spends inside of ``with`` blocks."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._depth = 0
+        self._nesting = 0
         self._begin_s = 0.0
         self._total_s = 0.0
 
     def __enter__(self) -> None:
         if threading.get_ident() != self._thread:
             return
-        if self._depth == 0:
+        if self._nesting == 0:
             self._begin_s = time.thread_time()
-        self._depth += 1
+        self._nesting += 1
 
     def __exit__(self, *exception: object) -> None:
-        if threading.get_ident() != self._thread or self._depth == 0:
+        if threading.get_ident() != self._thread or self._nesting == 0:
             return
-        self._depth -= 1
-        if self._depth == 0:
+        self._nesting -= 1
+        if self._nesting == 0:
             self._total_s += time.thread_time() - self._begin_s
 
     def take(self) -> float:
-        """Seconds since the last call, which may be inside of a block; counts the caller's thread
-        from now on."""
+        """Seconds since the last call; may be called inside of a block. From then on it counts the
+        caller's thread."""
         if threading.get_ident() != self._thread:
-            self._thread, self._depth = threading.get_ident(), 0
-        elif self._depth:
+            self._thread, self._nesting = threading.get_ident(), 0
+        elif self._nesting:
             now = time.thread_time()
             self._total_s += now - self._begin_s
             self._begin_s = now
@@ -75,20 +75,20 @@ class Budget:
     """Keeps telemetry within a share of the time of bare training.
 
     It keeps an account: each step earns ``max_overhead`` of the time that training itself took, and
-    what telemetry did is paid from that. A measurement that is due waits until there is enough for
-    it. The first one is taken on credit, and paid back before the second. Where measurements would
-    come more than ten times as rarely as asked for, each takes a part of the layers only, in turn.
-    The gradient norms of other steps may take half of the budget, and are skipped beyond that.
+    telemetry's work is paid from that. A measurement that is due waits until the account covers
+    it. The first one is taken on credit and paid back before the second. If measurements would be
+    more than ten times as rare as asked for, each takes only a part of the layers, in turn. The
+    gradient norms of other steps may take half of the budget, and are skipped beyond that.
 
     Args:
         max_overhead: The share, such as 0.01.
-        every_n_steps: The interval between measurements while the budget allows it.
-        entered: Called with the number of each step that was measured in full, once its cost is
+        every_n_steps: The interval between measurements if the budget allows it.
+        entered: Called with the number of each step that was measured in full, when its cost is
             known.
 
     Raises:
-        TypeError: ``max_overhead`` is no number.
-        ValueError: It is not above 0 and at most 1.
+        TypeError: ``max_overhead`` is not a number.
+        ValueError: ``max_overhead`` is not above 0 and at most 1.
     """
 
     def __init__(
@@ -119,15 +119,15 @@ class Budget:
         self._unsettled = False
         self._last_full: int | None = None
         self._interval = every_n_steps
-        # Of the last steps that were not measured in full.
+        # Times of the last steps that were not measured in full.
         self._bare_steps_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._light_own_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
-        # Of the last that were, what all layers would have cost.
+        # Of the last full measurements, what all layers would have cost.
         self._full_own_s: deque[float] = deque(maxlen=_MEASUREMENTS_REMEMBERED)
-        self._told = False
+        self._reported = False
 
     def affords_full(self) -> bool:
-        """Whether there is enough for measuring the next step in full."""
+        """Whether the account covers a full measurement of the next step."""
         if self._unsettled:
             return False
         if not self._full_own_s:
@@ -135,15 +135,15 @@ class Budget:
         return self._own_s + self._usual_full_s() <= self._share * self._bare_s
 
     def affords_norms(self) -> bool:
-        """Whether there is enough for the gradient norms of a step that is not measured in full."""
+        """Whether the account covers the gradient norms of a step that is not measured in full."""
         usual_s = self._norms_s / max(self._norms_taken, 1)
         return self._norms_s + usual_s <= NORMS_SHARE * self._share * self._bare_s
 
     def begin_full(self, layers: int) -> Turn:
-        """A step that is measured in full begins: which of so many layers to take.
+        """Begin a full measurement; returns which of the layers it takes.
 
-        Until it is :meth:`completed`, which may be later where an accelerator does the work, there
-        is no telling what it costs, and nothing else is affordable.
+        Its cost is unknown until the step is :meth:`completed`, which may be later on an
+        accelerator. Until then no other full measurement is affordable.
         """
         self._unsettled = True
         parts = min(self._parts, max(layers, 1))
@@ -160,9 +160,9 @@ class Budget:
             step: Its number.
             full: Whether it was measured in full.
             norms: Whether at least its gradient norms were taken.
-            step_s: Time since the step before, telemetry included.
-            own_s: What of it was telemetry's. None where that cannot be told apart, as on an
-                accelerator: then it is what the step took longer than others usually do.
+            step_s: Time since the step before, including telemetry's.
+            own_s: Telemetry's part of it. None if it cannot be measured, as on an accelerator: then
+                it is by how much the step took longer than others usually do.
         """
         if own_s is None:
             usual_s = median(self._bare_steps_s) if self._bare_steps_s else step_s
@@ -188,9 +188,9 @@ class Budget:
         self._entered(step)
 
     def scalars(self) -> Mapping[str, float]:
-        """What was spent so far, relative to bare training, and the interval it led to.
+        """The overhead so far, relative to bare training, and the latest interval.
 
-        Before the second step there is no telling how long training takes by itself.
+        The overhead is missing before the second step: the time of bare training is unknown then.
         """
         scalars = {"telemetry/every_n_steps": float(self._interval)}
         if self._bare_s > 0:
@@ -198,7 +198,7 @@ class Budget:
         return scalars
 
     def news(self) -> str | None:
-        """Once, when the budget has changed what is measured: how, in words."""
+        """A sentence about how the budget changes what is measured; None after the first time."""
         interval = max(self._interval, self._usual_interval())
         changes = []
         if self._interval > self._every_n_steps or self._parts > 1:
@@ -210,26 +210,26 @@ class Budget:
         if self._norms_skipped > self._norms_taken:
             steps = round((self._norms_skipped + self._norms_taken) / max(self._norms_taken, 1))
             changes.append(f"gradient norms about every {steps} steps")
-        if self._told or not changes:
+        if self._reported or not changes:
             return None
-        self._told = True
+        self._reported = True
         return f"to stay within max_overhead={self._share:g}: {'; '.join(changes)}"
 
     def _fit_parts(self) -> None:
-        """Have as many parts as it takes to measure often enough."""
+        """Choose the number of parts that makes measurements frequent enough."""
         longest = LONGEST_STRETCH * self._every_n_steps
         while self._parts < MAX_PARTS and self._usual_interval() > longest:
             self._parts *= 2
-        # Not back at once when costs scatter.
+        # With a margin, so that scattering costs do not switch back and forth.
         while self._parts > 1 and 3 * self._usual_interval() < longest:
             self._parts //= 2
 
     def _usual_full_s(self) -> float:
-        """What a measurement like the last ones costs, with as many layers as it would have now."""
+        """Usual cost of a measurement with the present number of parts."""
         return median(self._full_own_s) / self._parts
 
     def _usual_interval(self) -> int:
-        """Steps that earn as much."""
+        """How many steps earn the cost of a measurement."""
         if not self._bare_steps_s or not self._full_own_s:
             return self._every_n_steps
         earned_s = self._share * median(self._bare_steps_s) - fmean(self._light_own_s)

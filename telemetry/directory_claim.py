@@ -1,4 +1,4 @@
-"""Which loggers of this process write to which directory, and whether anyone else does."""
+"""Notices when several loggers write to the same directory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ log = logging.getLogger("telemetry")
 
 
 class DirectoryClaim:
-    """Held by a logger as long as it writes to a directory.
+    """A logger's claim on a directory, held while it writes there.
 
-    A model's new claim on a directory takes the place of its former one, whose logger is closed.
-    That others claim the directory, here or in another process, is reported; not where they use the
-    same writer. It takes a lock on the directory itself: no file is left behind, and the system
-    lifts it when the process ends in whatever way. Where there are no such locks, as on Windows, in
-    remote directories and on some network drives, nothing is noticed.
+    A new claim for the same model and directory replaces the former one and closes its logger. If
+    other loggers claim the directory, in this process or another one, a warning is logged, unless
+    they share a writer. The claim is a lock on the directory itself: it leaves no file, and the
+    system releases it however the process ends. Windows, remote directories and some network drives
+    have no such locks; there, other processes are not noticed.
 
     Args:
-        model: What the logger watches.
-        log_dir: Where it writes.
-        close: Closes it.
+        model: The model that the logger watches.
+        log_dir: The directory that it writes to.
+        close: Closes the logger.
     """
 
     def __init__(self, model: object, log_dir: str, close: Callable[[], None]) -> None:
@@ -40,38 +40,38 @@ class DirectoryClaim:
         for other in list(_CLAIMS):
             if other._model() is model and other._directory == self._directory:
                 log.warning(
-                    "telemetry: a new HookLogger takes the place of the one that watched the same "
-                    "model and wrote to %s; that one is closed",
+                    "telemetry: a new HookLogger replaces the one that watched the same model and "
+                    "wrote to %s; that one is now closed",
                     log_dir,
                 )
                 if (close_it := other._close()) is not None:
                     close_it()
 
     def hold(self, writer: object) -> None:
-        """Begin to write with ``writer``; the directory is there."""
+        """Begin to write with ``writer``; the directory must exist."""
         shared = [other._lock for other in _CLAIMS if other._writer and other._writer() is writer]
         self._writer = weakref.ref(writer)
         self._lock = shared[0] if shared else _Lock(self._directory)
         _CLAIMS.add(self)
         if not shared and self._lock is not None and self._lock.is_contested:
             log.warning(
-                "telemetry: %s is being written to by another HookLogger, in this process or "
-                "another one, and their steps will mix. Give each run and each rank a directory "
-                "of its own; loggers of several models in one process may share a SummaryWriter",
+                "telemetry: another HookLogger, in this process or another one, also writes to %s, "
+                "and their steps will mix. Give each run and each rank its own directory; loggers "
+                "of several models in one process may share a SummaryWriter",
                 self._directory,
             )
 
     def release(self) -> None:
-        """The logger writes no more; harmless when done twice."""
+        """End the claim. Harmless when repeated."""
         self._lock = self._writer = None
         _CLAIMS.discard(self)
 
 
 class _Lock:
-    """A shared lock on a directory, until nobody refers to this object.
+    """A shared lock on a directory, held until this object is garbage-collected.
 
     Attributes:
-        is_contested: Whether there were others when it was taken.
+        is_contested: Whether others held the lock when it was taken.
     """
 
     def __init__(self, directory: str) -> None:
@@ -89,7 +89,7 @@ class _Lock:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: a lock lives until its last copy is closed, perhaps long after us."""
+    """Release all claims in a forked child, whose copies of the locks could outlive the parent."""
     for claim in list(_CLAIMS):
         claim.release()
 

@@ -1,8 +1,8 @@
-"""Feature maps, filters and inputs -> pixels.
+"""Turns feature maps, filters and inputs into pixels.
 
-``sample_*`` runs on the training thread: it copies the few numbers a picture needs, on the tensor's
-device. ``*_grid`` and ``encode_png`` run on the background thread, on the host. Pixels are gray
-(RGB where there are three channels); what is not finite is magenta, which no gray can be.
+``sample_*`` runs on the training thread and copies the few numbers that a picture needs, on the
+tensor's device. ``*_grid`` and ``encode_png`` run on the background thread, on the host. Pixels are
+gray, or RGB for three channels; values that are not finite are magenta.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor
 MAX_CHANNELS = 64
 MAX_IMAGES = 16
 _MAX_SIDE = 128  # pixels of one map, per side
-_VISIBLE_SIDE = 32  # smaller maps are enlarged until their longer side has as many pixels
+_VISIBLE_SIDE = 32  # smaller maps are enlarged until their longer side has at least these pixels
 _STRIP_HEIGHT = 4  # pixels of a map with a single row
 _PERCENTILES = (1.0, 99.0)
 _NONFINITE_RGB = (255, 0, 255)
-_GAP_LEVEL = 48  # gray between the maps: tells their edges from black
+_GAP_LEVEL = 48  # gray between the maps, distinct from black
 
 
 def sample_feature_maps(output: Tensor) -> Tensor | None:
-    """The first sample's maps, up to 64 channels, thinned out to at most 128 pixels a side.
+    """The first sample's maps: up to 64 channels, subsampled to at most 128 pixels per side.
 
     Args:
-        output: Of a convolution: ``[N, C, H, W]``, ``[N, C, L]``, or ``[N, C, D, H, W]``, of which
-            the middle slice is taken. Real or complex (magnitudes are shown).
+        output: A convolution's output: ``[N, C, H, W]``, ``[N, C, L]``, or ``[N, C, D, H, W]``, of
+            which the middle slice is taken. Real or complex (magnitudes are shown).
 
     Returns:
         A float32 copy on the same device, ``[channels, height, width]``, with ``height`` 1 for
-        ``[N, C, L]``; None if there is nothing to show or the shape is another one.
+        ``[N, C, L]``; None if the tensor is empty or has another shape.
     """
     planes = _planes(output)
     return None if planes is None else _copy(planes[0, :MAX_CHANNELS])
@@ -66,7 +66,7 @@ def sample_filters(weight: Tensor) -> Tensor | None:
 
 
 def feature_map_grid(maps: Tensor) -> NDArray[np.uint8]:
-    """Each map with a contrast of its own: its 1st percentile is black, its 99th white.
+    """Each map with its own contrast: its 1st percentile is black, its 99th white.
 
     A constant map, such as a dead channel, is black.
 
@@ -81,7 +81,7 @@ def feature_map_grid(maps: Tensor) -> NDArray[np.uint8]:
 
 
 def filter_grid(filters: Tensor) -> NDArray[np.uint8]:
-    """All filters in one scale, with zero in the middle, so that dead ones look flat.
+    """All filters in the same scale with zero in the middle, so that dead ones look flat.
 
     Args:
         filters: ``[filters, 1 or 3, height, width]``, float32, on the CPU.
@@ -91,7 +91,7 @@ def filter_grid(filters: Tensor) -> NDArray[np.uint8]:
 
 
 def input_grid(images: Tensor) -> NDArray[np.uint8]:
-    """All images in one scale, so that one of another range stands out.
+    """All images in the same scale, so that one with another range stands out.
 
     Args:
         images: ``[N, 1 or 3, height, width]``, float32, on the CPU.
@@ -100,7 +100,7 @@ def input_grid(images: Tensor) -> NDArray[np.uint8]:
 
 
 def encode_png(image: NDArray[np.uint8]) -> bytes:
-    """A PNG file of ``[height, width, 3]``; one of gray levels if all pixels are gray."""
+    """A PNG file of ``[height, width, 3]`` pixels, in gray levels if all pixels are gray."""
     from PIL import Image
 
     gray = image[:, :, 0]
@@ -112,7 +112,7 @@ def encode_png(image: NDArray[np.uint8]) -> bytes:
 
 
 def _planes(x: Tensor) -> Tensor | None:
-    """A view as ``[N, C, height, width]`` of at most 128 pixels a side."""
+    """A view ``[N, C, height, width]`` of at most 128 pixels per side."""
     if x.is_nested or x.is_meta or x.layout != torch.strided:
         return None
     if not 3 <= x.ndim <= 5 or x.numel() == 0:
@@ -132,14 +132,14 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _limits(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Black and white for each row: percentiles of its finite values; their range if those agree.
+    """Black and white of each row: percentiles of its finite values, or their range if those agree.
 
-    Infinite limits the wrong way round where a row has no finite value.
+    A row without a finite value has the limits ``inf`` and ``-inf``.
     """
     finite = rows.where(rows.isfinite(), torch.nan)
     quantiles = torch.tensor(_PERCENTILES) / 100
     low, high = finite.nanquantile(quantiles, dim=1)
-    # A sparse map has more than 99 % zeros, and the rest of it is what there is to see.
+    # More than 99 % of a sparse map are zeros; the rest is worth seeing.
     flat = ~(low < high)
     lowest = finite.nan_to_num(torch.inf).amin(dim=1)
     highest = finite.nan_to_num(-torch.inf).amax(dim=1)
@@ -151,7 +151,7 @@ def _grid(images: Tensor, low: Tensor, high: Tensor) -> NDArray[np.uint8]:
     from torchvision.utils import make_grid
 
     low, high = low.double(), high.double()  # their difference may be too large for float32
-    levels = ((images - low) / (high - low)).nan_to_num(0.0)  # 0 / 0 where all is one value
+    levels = ((images - low) / (high - low)).nan_to_num(0.0)  # 0 / 0 where all values agree
     levels = levels.clamp(0, 1).mul(255).round().to(torch.uint8)
     nonfinite = ~images.isfinite().all(dim=1, keepdim=True)
     color = torch.tensor(_NONFINITE_RGB, dtype=torch.uint8)[:, None, None]

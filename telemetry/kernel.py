@@ -1,4 +1,4 @@
-"""Whether there is the C extension that reads tensors in CPU memory."""
+"""Whether the C extension that measures tensors in CPU memory is available."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 log = logging.getLogger("telemetry")
 
 available = False
-"""Whether ``telemetry._native`` is there and wanted: ``TELEMETRY_NATIVE=0`` does without it."""
+"""Whether ``telemetry._native`` is installed and not switched off by ``TELEMETRY_NATIVE=0``."""
 
 native = "NumPy, because TELEMETRY_NATIVE is 0"
 """What measures tensors in CPU memory, in words."""
@@ -17,11 +17,11 @@ if os.environ.get("TELEMETRY_NATIVE") != "0":
     try:
         from telemetry import _native
     except ImportError as error:
-        native = f"NumPy, because there is no C extension: {error}"
+        native = f"NumPy, because the C extension cannot be loaded: {error}"
         log.info(
-            "telemetry: measuring tensors in CPU memory takes 5 to 80 times as long as it could, "
-            "because there is no C extension (%s). Install telemetry anew where there is a C "
-            "compiler, or set TELEMETRY_NATIVE=0 to log this no more",
+            "telemetry: the C extension cannot be loaded (%s), so measuring tensors in CPU memory "
+            "takes 5 to 80 times as long. Reinstall telemetry with a C compiler, or set "
+            "TELEMETRY_NATIVE=0 to silence this message",
             error,
         )
     else:

@@ -76,34 +76,34 @@ class HookLogger:
         with HookLogger(model, SummaryWriter("runs/mnist"), every_n_steps=100):
             train()  # an unchanged loop
 
-    Steps are counted by the optimizer's own steps. At steps 0, N, 2N, ... everything is measured;
-    on all others only the norms of the gradients, which is what most alerts need. Training is not
-    changed: same losses, gradients, parameters and random numbers. A fault of the logger is
-    reported through ``logging`` and never raised into the loop.
+    A step is one step of the optimizer. At steps 0, N, 2N, ... everything is measured; at all
+    others only the norms of the gradients, which most alerts need. Training is not changed: losses,
+    gradients, parameters and random numbers stay the same. Errors of the logger itself are logged
+    and never raised into the loop.
 
-    The model is held weakly. Without ``with``, the logger lives until :meth:`close`, until the
-    model is gone, or until the interpreter exits, whichever comes first; nothing need be kept.
+    The logger does not keep the model alive. Without ``with``, it works until :meth:`close`, until
+    the model is garbage-collected, or until the interpreter exits; you need not keep a reference.
 
     Args:
-        model: In training, on any device. It may be wrapped or moved afterwards.
+        model: The model in training, on any device. It may be wrapped or moved afterwards.
         writer: A :class:`telemetry.SummaryWriter` or ``torch.utils.tensorboard.SummaryWriter``,
-            which stays open, or a log directory or URL, for which one of the former is opened. When
-            others flush or close a given one, all that waits here is written first; when it has
-            been closed, the next step opens it again, as its own methods do.
+            which stays open, or a log directory or URL, for which a ``telemetry.SummaryWriter`` is
+            opened. When others flush or close a given writer, everything that waits here is written
+            first; the next step reopens a closed one, as its own methods do.
         every_n_steps: Measure in full at steps 0, N, 2N, ...
         max_overhead: Share of the training time that the logger may take on the training thread,
             such as 0.01: on the CPU its CPU time there, on a CUDA device the time by which measured
-            steps take longer. Measurements then come less often and, rather than ten times as
-            rarely, for a part of the layers at a time; gradient norms are skipped if they alone
-            take more than half. What came of it is logged as ``telemetry/overhead`` and
+            steps take longer. Measurements are then less frequent; if they would be more than ten
+            times as rare, each takes a part of the layers in turn. Gradient norms are skipped if
+            they alone take more than half. The result is logged as ``telemetry/overhead`` and
             ``telemetry/every_n_steps``. Each rank decides for itself. None: no limit.
-        optimizer: Whose steps count; default: the first torch optimizer that steps parameters of
-            this model.
+        optimizer: The optimizer whose steps count; default: the first torch optimizer that steps
+            parameters of this model.
         modules: Watched modules: a glob over ``named_modules()``, a class, a
             ``predicate(name, module)``, or several of these; default: every leaf module.
         exclude: Modules that are not watched, likewise.
         activations: Measure what modules return.
-        activation_gradients: Measure the gradients with respect to that.
+        activation_gradients: Measure the gradients with respect to what modules return.
         gradients: Measure the gradients of parameters.
         weights: Measure parameters and how far each step moves them.
         images: Draw feature maps and filters of convolutions, and the input.
@@ -113,15 +113,15 @@ class HookLogger:
         on_alert: Called with each :class:`Alert` on a background thread, or ``"raise"`` to raise
             :class:`TelemetryAlert` from the end of an optimizer step, :meth:`log`, :meth:`step` or
             the end of the ``with`` block.
-        first_step: Number of the first step, of a run that is resumed; ``"auto"``: the one after
-            the last that the local directory holds, 0 if it holds none. In a log directory,
-            TensorBoard then hides what was logged earlier for this step and later ones.
-            :meth:`load_state_dict` does the same, and the alerts go on with what they know.
+        first_step: Number of the first step of a resumed run; ``"auto"``: the step after the last
+            one in the local directory, or 0 without any. In a log directory, TensorBoard then hides
+            what was logged earlier for this step and later ones. :meth:`load_state_dict` does the
+            same and restores the state of the alerts.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument has a value that cannot be meant, such as a glob that matches no
-            module, or a model without parameters.
+        ValueError: An argument has an invalid value, such as a glob that matches no module, or a
+            model without parameters.
         OSError: The log directory cannot be written.
     """
 
@@ -247,7 +247,7 @@ class HookLogger:
 
     @property
     def log_dir(self) -> str:
-        """Where the events go."""
+        """The log directory or URL."""
         return self._writer.get_logdir()
 
     @property
@@ -257,7 +257,7 @@ class HookLogger:
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
-        """The alerts so far, oldest first; waits until the steps so far have been judged."""
+        """The alerts so far, oldest first; waits until the rules have seen all steps so far."""
         self._pipeline.flush()
         return tuple(self._alerts)
 
@@ -267,13 +267,13 @@ class HookLogger:
         """Write scalars at the current step: ``logger.log(loss=loss, accuracy=0.97)``.
 
         Args:
-            scalars: Numbers or tensors with one element, by tag, for tags that are no Python names:
+            scalars: Numbers or one-element tensors by tag, for tags that are not Python names:
                 ``logger.log({"loss/train": loss})``. A tensor on an accelerator is copied without
-                waiting for it. ``loss`` is what the alerts look at.
+                waiting for it. Alerts look at the tag ``loss``.
             named: Likewise.
 
         Raises:
-            TypeError: A value is no number, or a tag no string. All others are written.
+            TypeError: A value is not a number, or a tag is not a string. All others are written.
             ValueError: A tensor has more than one element, or a tag cannot be encoded in UTF-8. All
                 others are written.
         """
@@ -298,24 +298,24 @@ class HookLogger:
             metrics: Tags of scalars to show beside them.
 
         Raises:
-            TypeError: A value is something else.
+            TypeError: A value has another type.
         """
         self._write(hparams.values_of(values, metrics))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the activations of a part of the run that is not training, under its own tags.
+        """Measure the activations of a phase that is not training, under separate tags.
 
         ::
 
             with logger.phase("validation"), torch.no_grad():
                 validate(model)
 
-        Every forward pass inside is measured, whatever the step, and none counts as training;
-        tags begin with the name: ``validation/activation/...``. Outside of a phase, passes in
-        evaluation mode or without gradients are not measured.
+        Every forward pass inside is measured at any step, and none counts as training. Tags begin
+        with the name: ``validation/activation/...``. Outside of a phase, passes in evaluation mode
+        or without gradients are not measured.
 
         Args:
-            name: Begins the tags.
+            name: The beginning of the tags.
 
         Raises:
             TypeError: ``name`` is no string.
@@ -336,38 +336,37 @@ class HookLogger:
         self._raise_if_asked()
 
     def flush(self) -> None:
-        """Wait until everything so far has been judged and written; a minute at most."""
+        """Wait until the rules have seen all steps so far and all is written; at most a minute."""
         deadline = _Deadline(CLOSE_TIMEOUT_S)
         self._pipeline.flush(deadline.left_s)
         self._files.flush(deadline.left_s)
         self._writer.flush(deadline.left_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step in progress and what the alerts know, for a checkpoint; call it between steps.
+        """The current step and the state of the alerts, for a checkpoint; call it between steps.
 
-        Waits until the steps so far have been judged.
+        Waits until the rules have seen all steps so far.
 
         Returns:
             Numbers, strings, lists and dicts, for ``torch.save``, ``json`` and the checkpoints of
-            Lightning and Accelerate. A rule of your own takes part if it has a ``state_dict()`` and
-            a ``load_state_dict(state)``.
+            Lightning and Accelerate. Your own rules are included if they have ``state_dict()`` and
+            ``load_state_dict(state)``.
         """
         capture = self._capture.state_dict()
         return {"format": STATE_FORMAT, **capture, **self._pipeline.state_dict(capture["step"])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, whether in this process or in another one.
+        """Resume from what :meth:`state_dict` returned, in this process or another one.
 
-        The next step has the state's number, and the alerts go on with what they knew. In a log
-        directory, TensorBoard hides what was logged earlier for this step and later ones. What does
-        not fit this logger, such as the state of a rule that it does not have, is left out and
-        reported.
+        The next step has the state's number, and the alerts have its state. In a log directory,
+        TensorBoard hides what was logged earlier for this step and later ones. Parts that do not
+        fit this logger, such as the state of a rule that it lacks, are left out with a warning.
 
         Args:
-            state: Also of another model or with other rules.
+            state: The state; may be from another model or other rules.
 
         Raises:
-            TypeError: It is no dict.
+            TypeError: ``state`` is not a dict.
             ValueError: The logger is closed.
         """
         if not isinstance(state, Mapping):
@@ -390,14 +389,14 @@ class HookLogger:
             self._capture.attach()
         misfits += self._pipeline.load_state_dict(usable, self._capture.step)
         if misfits:
-            log.warning("telemetry: load_state_dict() has left out %s", "; ".join(misfits))
+            log.warning("telemetry: load_state_dict() left out %s", "; ".join(misfits))
 
     def remove(self) -> None:
-        """Take all hooks off; :meth:`attach` puts them back and goes on with the count."""
+        """Remove all hooks; :meth:`attach` puts them back and continues the count."""
         self._capture.detach()
 
     def attach(self) -> None:
-        """Put the hooks back after :meth:`remove`; harmless when they are there.
+        """Put the hooks back after :meth:`remove`. Harmless when repeated.
 
         Raises:
             ValueError: The logger is closed.
@@ -407,17 +406,17 @@ class HookLogger:
         self._capture.attach()
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Take all hooks off, write what is waiting, tell what was lost. Harmless when repeated.
+        """Remove all hooks, write what is waiting, log what was lost. Harmless when repeated.
 
         The writer is flushed; it is closed if this logger opened it.
 
         Args:
-            timeout_s: The longest time in seconds that all of this takes, if the disk does not
-                answer or a rule does not return. What is left then is counted and told.
+            timeout_s: The longest time in seconds that this takes, even if the disk does not answer
+                or a rule does not return. What is not written by then is counted and logged.
         """
         self._finalizer.cancel()
         self._capture.end()
-        if self._pipeline.on_own_thread():  # on_alert closes: what waits is judged after it
+        if self._pipeline.on_own_thread():  # on_alert closes; the rules see the rest afterwards
             Thread(target=self._end, args=(timeout_s,), name="telemetry-close").start()
         else:
             self._end(timeout_s)
@@ -434,12 +433,12 @@ class HookLogger:
         self._ended = True
 
     def _hand_on(self) -> None:
-        """Someone flushes or closes the writer: what waits is judged, and comes before that."""
+        """Write what waits before someone else flushes or closes the writer."""
         if not self._pipeline.is_late:
             self._pipeline.flush(_HAND_ON_S)
 
     def _write_costs(self, step: int) -> None:
-        """Write what the budget has done up to a step that was measured in full."""
+        """Write the curves of the budget, after a step that was measured in full."""
         if self._budget is None:
             return
         self._pipeline.submit_logged(
@@ -473,7 +472,7 @@ class HookLogger:
 
 
 class _Deadline:
-    """One time limit for several things that may each take all of it."""
+    """One time limit for several waits."""
 
     def __init__(self, timeout_s: float) -> None:
         self._end = time.monotonic() + timeout_s
@@ -511,7 +510,7 @@ _where_was_said = False
 
 
 def _say_where(log_dir: str) -> None:
-    """Say once in this process how to look at its runs: to ``logging``, else to a terminal."""
+    """Log once in this process how to open its runs; without INFO logs, print it to a terminal."""
     global _where_was_said
     if _where_was_said or not is_first_rank():
         return
@@ -523,5 +522,5 @@ def _say_where(log_dir: str) -> None:
 
 
 _LOGGED_TOO_LATE = (
-    "HookLogger.log() after close() writes nothing; call it before, or inside of the with block"
+    "HookLogger.log() after close() writes nothing; call it earlier, or inside of the with block"
 )

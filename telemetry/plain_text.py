@@ -1,25 +1,25 @@
-"""Names and messages as they may be shown: in a log, in a terminal, in a tag.
+"""Makes names and messages safe to show in a log, a terminal or a tag.
 
-Nobody keeps a module from being called ``"fc\\nERROR all is lost"``.
+A module may be called ``"fc\\nERROR all is lost"``.
 """
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    r"""``text`` with escapes such as ``\n``, ``\x1b`` or ``\ud800`` for what does not print."""
+    r"""``text`` with escapes such as ``\n``, ``\x1b`` or ``\ud800`` for unprintable characters."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """Likewise, line by line; all but the first are indented, so none passes for another text."""
+    """The same line by line. Later lines are indented, so none looks like a separate message."""
     return "\n  ".join(map(printable, text.split("\n")))
 
 
 def called(module_name: str) -> str:
-    """What a message calls a module; the model itself has no name in ``named_modules()``."""
+    """A module's name in messages; the model itself is unnamed in ``named_modules()``."""
     return printable(module_name) or "the model"
 
 

@@ -1,4 +1,4 @@
-"""Which of several processes that train together this one is."""
+"""Decides which of several processes that train together writes and logs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _OF_LAUNCHERS = (
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one of several that speaks and writes for all.
+    """Whether this process is the one that logs and writes for all.
 
-    To be asked whenever it matters, for the answer may change: a process of ``mp.spawn`` cannot
-    know it before ``torch.distributed`` is initialized. From then on its default group says so.
-    Until then ``RANK`` does, as torchrun, Accelerate and DeepSpeed set it; else the variables of
-    Lightning, SLURM, MPI and LSF, none of which may name another rank than 0. SLURM's counts only
-    if several tasks were asked for.
+    Call it each time, because the answer may change: a process of ``mp.spawn`` does not know its
+    rank before ``torch.distributed`` is initialized. From then on the default process group
+    decides. Until then it is ``RANK``, as torchrun, Accelerate and DeepSpeed set it; without it,
+    the variables of Lightning, SLURM, MPI and LSF, none of which may be other than 0. SLURM's
+    counts only if the job has several tasks.
 
     Returns:
-        True also for a process that trains alone.
+        True for rank 0, and for a process that trains alone.
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank() == 0
@@ -43,6 +43,6 @@ def is_first_rank() -> bool:
 
 
 def _number(variable: str) -> int | None:
-    """The value of an environment variable; None if it is not there or no number."""
+    """The value of an environment variable; None if it is not set or not a number."""
     value = os.environ.get(variable, "")
     return int(value) if value.isdecimal() else None

@@ -1,4 +1,7 @@
-"""At which optimizer steps to take a full measurement."""
+"""Decides which optimizer steps are due for a full measurement.
+
+A suspicious rule may ask for more steps, and :mod:`telemetry.budget` may postpone a measurement.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Protocol
 
 
 class Schedule(Protocol):
-    """Whether a step is measured in full. It has to answer alike on all ranks."""
+    """Whether a step is measured in full. The answer must be the same on all ranks."""
 
     def __call__(self, step: int) -> bool: ...
 
@@ -15,7 +18,7 @@ def every(n: int) -> Schedule:
     """Steps 0, n, 2n, ...
 
     Raises:
-        TypeError: ``n`` is no ``int``.
+        TypeError: ``n`` is not an ``int``.
         ValueError: ``n`` is below 1.
     """
     if not isinstance(n, int) or isinstance(n, bool):

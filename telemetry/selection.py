@@ -1,4 +1,4 @@
-"""Which modules and parameters of a model are meant."""
+"""Selects modules and parameters of a model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Selector: TypeAlias = str | type[nn.Module] | Predicate
 
 # Where wrappers keep the module they wrap: torch.compile, FSDP1, activation checkpointing.
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-# The same for DistributedDataParallel and DataParallel. Only at the root: users like the name, too.
+# The same for DistributedDataParallel and DataParallel; only at the root, as users like this name.
 _WRAPPED_ROOT = "module"
 # torch.nn.utils.parametrize adds this child to a module, which stays a leaf to its user.
 _PARAMETRIZATIONS = "parametrizations"
-# The class of nn.MultiheadAttention.out_proj, which only lends its parameters.
+# The class of nn.MultiheadAttention.out_proj, whose forward is never called.
 _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which modules to watch. Holds no model, so that it can be applied to it again and again.
+    """Which modules to watch. It holds no model and can be applied repeatedly.
 
     Attributes:
-        modules: A module is watched if one of these says so; None: if it is a leaf.
-        exclude: It is not watched if one of these says so.
+        modules: A module is watched if one of these is true for it; None: if it is a leaf.
+        exclude: It is not watched if one of these is true for it.
     """
 
     modules: tuple[Predicate, ...] | None = None
@@ -45,13 +45,13 @@ class Selection:
         """A selection from the arguments of ``HookLogger``.
 
         Args:
-            modules: A glob over the names in ``named_modules()`` (case counts, ``*`` crosses dots,
-                what wrappers add to a name may be left out), a module class, a
+            modules: A glob over the names in ``named_modules()`` (case-sensitive, ``*`` matches
+                dots, parts that wrappers add may be left out), a module class, a
                 ``predicate(name, module) -> bool``, or several of these.
             exclude: Likewise.
 
         Raises:
-            TypeError: It is something else.
+            TypeError: An argument has the wrong type.
         """
         return Selection(
             modules=None if modules is None else _parse("HookLogger(modules", modules),
@@ -61,16 +61,16 @@ class Selection:
     def apply(self, model: nn.Module) -> dict[str, nn.Module]:
         """The watched modules of ``model`` as it is now, in the order of ``named_modules()``.
 
-        A module with several names comes once, under the first. The model itself has the name "".
-        Wrappers are never watched, what they wrap is.
+        A module with several names appears once, under the first. The model itself has the name "".
+        Wrappers are never watched, the modules that they wrap are.
         """
         return self._filter(_candidates(model))
 
     def check(self, model: nn.Module) -> None:
-        """Refuse what cannot be meant for this model.
+        """Check that the selection fits this model.
 
         Raises:
-            ValueError: A glob matches no module, or nothing is left of what was asked for.
+            ValueError: A glob matches no module, or no module is selected.
         """
         candidates = _candidates(model)
         for argument, predicates in (("modules", self.modules or ()), ("exclude", self.exclude)):
@@ -101,12 +101,12 @@ def select_modules(
     """Modules of ``model`` by clean name, as ``HookLogger(modules=...)`` selects them.
 
     Args:
-        model: Whose modules.
+        model: The model.
         select: See :meth:`Selection.parse`; None: every leaf module.
-        caller: The function that was called; begins the messages of errors.
+        caller: The public function, for error messages.
 
     Raises:
-        TypeError: An argument is something else.
+        TypeError: An argument has the wrong type.
         ValueError: A glob matches no module, or nothing is selected.
     """
     _check_model(model, caller)
@@ -124,17 +124,17 @@ def select_modules(
 def select_parameters(
     model: nn.Module, select: Selector | Iterable[Selector] | None, *, caller: str
 ) -> dict[str, nn.Parameter]:
-    """Parameters of ``model`` by clean name; one with several names comes once, under the first.
+    """Parameters of ``model`` by clean name; one with several names appears once, under the first.
 
     Args:
-        model: Whose parameters.
+        model: The model.
         select: As for :func:`select_modules`, but a module stands for all parameters inside of it,
-            and a glob may name parameters as well; None: every parameter.
-        caller: The function that was called; begins the messages of errors.
+            and a glob may also match parameters; None: every parameter.
+        caller: The public function, for error messages.
 
     Raises:
-        TypeError: An argument is something else.
-        ValueError: A glob matches neither a parameter nor a module, or nothing is selected.
+        TypeError: An argument has the wrong type.
+        ValueError: A glob matches no parameter and no module, or nothing is selected.
     """
     _check_model(model, caller)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -159,18 +159,18 @@ def select_parameters(
 
 
 def clean_name(name: str) -> str:
-    """The name without what wrappers add: torch.compile, FSDP1, checkpointing, DDP's ``module.``.
+    """The name without the parts that torch.compile, FSDP1, checkpointing and DDP add.
 
-    A model of the user's own that calls a child of the root ``module`` loses that, too.
+    A child of the root that the user calls ``module`` loses its name, too.
     """
     parts = [part for part in name.split(".") if part not in _WRAPPED]
     return ".".join(parts[1:] if parts[0:1] == [_WRAPPED_ROOT] else parts)
 
 
 def cleaned(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """The values by their clean names; by the full ones should two of those be the same.
+    """The values by their clean names, or by their full ones if two clean names are equal.
 
-    A wrapper and what it wraps have one clean name; it stands for what is wrapped.
+    A wrapper and the module it wraps have the same clean name, which stands for the wrapped module.
     """
     full = dict(named)
     chosen: dict[str, str] = {}
@@ -183,7 +183,7 @@ def cleaned(named: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 
 def spread(items: Sequence[T], most: int) -> list[T]:
-    """At most ``most`` of the items, evenly over their order, the first and the last among them."""
+    """At most ``most`` items, evenly spread and in order, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
@@ -197,7 +197,7 @@ class _Glob:
         return self.matches(name)
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern is or fits the name, with or without what wrappers add to it."""
+        """Whether the pattern equals or matches the name, with or without what wrappers add."""
         names = name, clean_name(name)
         return self.pattern in names or any(fnmatchcase(name, self.pattern) for name in names)
 
@@ -211,7 +211,7 @@ class _IsInstance:
 
 
 def _is_leaf(name: str, module: nn.Module) -> bool:
-    """Whether a user would say that it computes something itself."""
+    """Whether it computes something itself, rather than through its children."""
     if _PARAMETRIZATIONS in name.split(".") or not _computes(module):
         return False
     children = [child for key, child in module._modules.items() if key != _PARAMETRIZATIONS]
@@ -219,8 +219,8 @@ def _is_leaf(name: str, module: nn.Module) -> bool:
 
 
 def _computes(module: nn.Module) -> bool:
-    """Whether anybody calls it."""
-    # ParameterList and its like have no forward: hooks on them never fire.
+    """Whether its forward is ever called."""
+    # ParameterList and similar modules have no forward: hooks on them never fire.
     forward = getattr(module, "forward", None)
     can_run = getattr(forward, "__func__", forward) not in (None, nn.Module.forward)
     return can_run and not isinstance(module, _PART_OF_ATTENTION)
@@ -242,7 +242,7 @@ def _filter_by(predicate: Predicate, candidates: dict[str, nn.Module]) -> list[s
 
 
 def _owners(parameter: str) -> Iterator[str]:
-    """Names of the modules that a parameter is inside of, the model's own among them."""
+    """Names of the modules that contain a parameter, including the model's."""
     parts = parameter.split(".")[:-1]
     return (".".join(parts[:length]) for length in range(len(parts) + 1))
 
@@ -285,7 +285,7 @@ def _explain_no_match(
         counted = f"{_count(parameters, 'parameter')} and {counted}"
     message = f'{argument}="{pattern}"): matches none of the {counted}'
     if "[" in pattern:
-        message += "; [ begins a set of characters, [[] is the character itself"
+        message += "; [ begins a set of characters, [[] matches the character [ itself"
     return f"{message}; the closest names are {', '.join(closest)}" if closest else message
 
 

@@ -1,12 +1,12 @@
-"""What somebody else may have made: files, JSON texts and their fields, checked as they come in.
+"""Checks files and JSON texts that somebody else may have made.
 
-A check takes a value of any kind and returns it, or raises :class:`ValueError` with the place and
-what had to be there. Checks of single values are put together to those of lists and objects::
+A check takes a value of any type and returns it, or raises :class:`ValueError` with the place and
+what is expected there. Checks of single values combine to checks of lists and objects::
 
     fields(step=whole, names=listed(name))(json_value)
 
-Texts stay as they are, control characters and halves of surrogate pairs included:
-:func:`telemetry.plain_text.printable` is for where they are shown.
+Texts are not changed and may hold control characters and lone surrogates; use
+:func:`telemetry.plain_text.printable` to show them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Checked = TypeVar("Checked")
 Check = Callable[[Any], Checked]
 
 MAX_JSON_BYTES = 32 << 20
-"""Python's objects take up to twenty times the room of their text, so this stays below a gigabyte.
-A layout of 20,000 modules takes 2 MB, a flight file is written with 8 MiB, seldom more."""
+"""Python's objects take up to twenty times the size of their text, so this stays below 1 GB. A
+layout of 20,000 modules has 2 MB, a flight file rarely more than 8 MiB."""
 
 MAX_WHOLE = 2**53
-"""What JavaScript counts exactly."""
+"""Largest whole number that JavaScript holds exactly."""
 
 MAX_NAME = 10_000
-"""Characters of a name; a link to it still fits into a request."""
+"""Characters of a name; a link with such a name still fits into a request."""
 
 MAX_TEXT = 8000
-"""Characters of a message that people read; what is longer is cut off."""
+"""Characters of a message for people; longer ones are cut off."""
 
 _NOT_FINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
@@ -42,13 +42,13 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a regular file, or a link to one, for reading.
 
-    Anything else may have no end (``/dev/zero``), wait for ever (a pipe), or do something.
+    Other files may be endless (``/dev/zero``), block forever (a pipe), or have side effects.
 
     Raises:
-        OSError: It is something else, or cannot be opened.
+        OSError: It is not a regular file, or cannot be opened.
     """
     _require_regular(path, os.stat(path))
-    # Should it become a pipe at this moment, opening does not wait for somebody to write to it.
+    # If it becomes a pipe at this moment, opening still does not wait for a writer.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AT_ONCE))  # noqa: SIM115
     try:
         _require_regular(path, os.fstat(file.fileno()))
@@ -60,26 +60,26 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "no regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
 
 
 def read_json_file(path: str | os.PathLike[str]) -> Any:
     """The value in a JSON file.
 
     Raises:
-        OSError: It cannot be read, or is no regular file.
-        ValueError: As :func:`parse_json`.
+        OSError: It cannot be read, or is not a regular file.
+        ValueError: As for :func:`parse_json`.
     """
     with open_file(path) as file:
-        # The size may be that of a moment ago: one byte more shows whether it is too large.
+        # Its size may have changed by now; one more byte shows whether it is too large.
         return parse_json(file.read(MAX_JSON_BYTES + 1))
 
 
 def parse_json(text: bytes) -> Any:
-    """The value that a JSON text says.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: It is no JSON, too large, or nested more deeply than Python can follow.
+        ValueError: It is not JSON, too large, or nested too deeply for Python.
     """
     if len(text) > MAX_JSON_BYTES:
         raise ValueError(f"larger than {MAX_JSON_BYTES >> 20} MiB")
@@ -93,21 +93,21 @@ def parse_json(text: bytes) -> Any:
 
 
 def whole(value: Any) -> int:
-    """A step, a size, a place in a list: 0 or more."""
+    """A step, a size or an index: 0 or more."""
     if type(value) is not int or not 0 <= value <= MAX_WHOLE:
         raise ValueError("must be a whole number from 0 to 2**53")
     return value
 
 
 def integer(value: Any) -> int:
-    """Any that torch takes for a seed."""
+    """Any number that torch accepts as a seed."""
     if type(value) is not int or not -(2**63) <= value < 2**64:
         raise ValueError("must be a whole number of 64 bits")
     return value
 
 
 def number(value: Any) -> float:
-    """A number, or the name of one that JSON does not have: ``"nan"``, ``"-Infinity"``."""
+    """A number, or the name of one that JSON lacks, such as ``"nan"`` or ``"-Infinity"``."""
     if type(value) in (int, float) or (type(value) is str and value.lower() in _NOT_FINITE):
         with suppress(OverflowError):  # an integer may be larger than any float
             return float(value)
@@ -121,14 +121,14 @@ def flag(value: Any) -> bool:
 
 
 def name(value: Any) -> str:
-    """Of a module, a parameter, a class."""
+    """The name of a module, a parameter or a class."""
     if type(value) is not str or len(value) > MAX_NAME:
         raise ValueError(f"must be a name of at most {MAX_NAME} characters")
     return value
 
 
 def text(value: Any) -> str:
-    """For people; the end of a long one is cut off."""
+    """A text for people; a long one is cut off."""
     if type(value) is not str:
         raise ValueError("must be a text")
     return value[:MAX_TEXT]
@@ -138,36 +138,36 @@ def text(value: Any) -> str:
 
 
 def optional(check: Check[Checked]) -> Check[Checked | None]:
-    """What the check takes, or null."""
+    """A value that passes the check, or null."""
     return lambda value: None if value is None else check(value)
 
 
 def listed(check: Check[Checked], *, most: int | None = None) -> Check[list[Checked]]:
-    """A list of what the check takes; of at most so many."""
+    """A list of at most ``most`` values that pass the check."""
 
     def check_all(value: Any) -> list[Checked]:
         if type(value) is not list:
             raise ValueError("must be a list")
         if most is not None and len(value) > most:
-            raise ValueError(f"must be at most {most}, not {len(value)}")
+            raise ValueError(f"must have at most {most} items, not {len(value)}")
         return [_at(f"[{place}]", check, item) for place, item in enumerate(value)]
 
     return check_all
 
 
 def row(*checks: Check[Any]) -> Check[list[Any]]:
-    """A list of as many items as there are checks, one for each."""
+    """A list with one item for each check."""
 
     def check_row(value: Any) -> list[Any]:
         if type(value) is not list or len(value) != len(checks):
-            raise ValueError(f"must be a list of {len(checks)}")
+            raise ValueError(f"must be a list of {len(checks)} items")
         return [_at(f"[{i}]", checks[i], item) for i, item in enumerate(value)]
 
     return check_row
 
 
 def fields(**checks: Check[Any]) -> Check[dict[str, Any]]:
-    """An object that has these fields; others are left out."""
+    """An object with these fields; other fields are dropped."""
 
     def check_fields(value: Any) -> dict[str, Any]:
         if type(value) is not dict:
@@ -190,7 +190,7 @@ def _at(place: str, check: Check[Checked], value: Any) -> Checked:
 
 
 class _MisplacedError(ValueError):
-    """Says where in the value it is: ``steps.loss[3]: must be a number``."""
+    """An error with its place in the value: ``steps.loss[3]: must be a number``."""
 
     def __init__(self, place: str, fault: str) -> None:
         super().__init__(f"{place.removeprefix('.')}: {fault}")

@@ -288,10 +288,10 @@ FLOATS = struct.pack("<8f", *range(8))
 
 KINDS = {
     # What stands in the place of a file.
-    "fifo": Kind(lambda d: os.mkfifo(name_at(d)), "no regular file"),
+    "fifo": Kind(lambda d: os.mkfifo(name_at(d)), "not a regular file"),
     "socket": Kind(add_socket, "999"),
-    "directory": Kind(lambda d: name_at(d).mkdir(), "no regular file"),
-    "endless device": Kind(lambda d: name_at(d).symlink_to("/dev/zero"), "no regular file"),
+    "directory": Kind(lambda d: name_at(d).mkdir(), "not a regular file"),
+    "endless device": Kind(lambda d: name_at(d).symlink_to("/dev/zero"), "not a regular file"),
     "terminal": Kind(lambda d: name_at(d).symlink_to("/dev/tty"), "999"),
     "link to itself": Kind(add_loop, "999"),
     "link to nothing": Kind(lambda d: name_at(d).symlink_to("gone"), "No such file"),

@@ -868,7 +868,7 @@ def test_scalars_may_come_as_a_mapping(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("refused", "error", "message"),
     [
-        ({"loss": torch.zeros(2)}, ValueError, r"log\(loss=...\): has 2 elements"),
+        ({"loss": torch.zeros(2)}, ValueError, r"log\(loss=...\): must have one element, not 2"),
         ({"loss": "low"}, TypeError, r"log\(loss='low'\): must be a number"),
         ({"loss": None}, TypeError, r"log\(loss=None\): must be a number"),
         ({"loss": list(range(10**5))}, TypeError, r"log\(loss=\[0, 1, 2.{,30}\]\): must be a num"),
@@ -893,7 +893,7 @@ def test_scalars_without_tags_are_refused(tmp_path: Path, value: object) -> None
     model = mlp()
     with (
         HookLogger(model, tmp_path) as logger,
-        pytest.raises(TypeError, match=r"takes numbers by their tags, log\(loss=0.5\)"),
+        pytest.raises(TypeError, match=r"must be numbers by tag, such as log\(loss=0.5\)"),
     ):
         logger.log(value)
 

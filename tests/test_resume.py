@@ -229,7 +229,7 @@ class Counter(Rule):
 
 
 def left_out(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [m.partition("has left out ")[2] for m in caplog.messages if "has left out" in m]
+    return [m.partition("left out ")[2] for m in caplog.messages if "left out" in m]
 
 
 def test_a_rule_of_ones_own_takes_part_if_it_has_a_state(

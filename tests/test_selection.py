@@ -56,7 +56,7 @@ def test_a_name_that_is_given_exactly_selects_its_module(name: str) -> None:
 def test_a_glob_with_a_bracket_that_matches_nothing_says_why() -> None:
     model = nn.ModuleDict({"a[0]": nn.Linear(1, 1)})
     assert watched(model, "*a[[]0]*") == ["a[0]"]
-    with pytest.raises(ValueError, match=r"\[ begins a set of characters, \[\[\] is the char"):
+    with pytest.raises(ValueError, match=r"\[ begins a set of characters, \[\[\] matches the char"):
         watched(model, "*a[0]*")
 
 

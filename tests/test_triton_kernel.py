@@ -109,7 +109,7 @@ def test_a_kernel_that_cannot_be_compiled_is_given_up(
     broken = SimpleNamespace(DTYPES={torch.float32}, add_statistics=fail)
     with caplog.at_level(logging.WARNING, "telemetry"):
         assert measure(broken, monkeypatch, torch.ones(5)) == 2
-    assert "its GPU kernel fails" in caplog.text
+    assert "the GPU kernel failed" in caplog.text
     assert device._load_kernel() is None
     assert calls == 1
 

@@ -32,7 +32,7 @@ def append_line(path: Path, line: bytes) -> None:
         line += b"\n"
         written = file.write(line)
         if written < len(line):
-            if file.tell() == os.fstat(file.fileno()).st_size:  # nobody has appended since
+            if file.tell() == os.fstat(file.fileno()).st_size:  # no other writer has appended since
                 file.truncate(file.tell() - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
 

@@ -1,13 +1,12 @@
-"""Hooks that people write by hand: on gradients, on activations, and to read what flows through.
+"""Ready-made hooks that change gradients or activations, or capture them.
 
-Each is in force from the call that makes it to its :meth:`~Intervention.remove` or the end of its
-``with`` block. They work together, and with :class:`telemetry.HookLogger`, which shows what they
-do.
+Each is active from the call that makes it until :meth:`~Intervention.remove` or the end of its
+``with`` block. They can be combined with each other and with :class:`telemetry.HookLogger`, which
+shows their effect.
 
-``select`` says what is meant, in the words of ``HookLogger(modules=...)``: a glob over names such
-as ``"encoder.*"``, a module class, a ``predicate(name, module)``, or several of these. For
-gradients a module stands for all parameters inside of it, and a glob may name parameters, such as
-``"fc*.bias"``.
+``select`` is like ``HookLogger(modules=...)``: a glob over names such as ``"encoder.*"``, a module
+class, a ``predicate(name, module)``, or several of these. For gradients, a module stands for all
+parameters inside of it, and a glob may also match parameters, such as ``"fc*.bias"``.
 """
 
 from telemetry.interventions.activations import prune_activations

@@ -29,17 +29,17 @@ def prune_activations(
         with prune_activations(model, "encoder.*", threshold=0.5):
             train()
 
-    Every floating-point tensor that a selected module returns is pruned, of an LSTM its states,
-    too, in training and in evaluation. The gradient of what was pruned is zero; all others pass
-    as they are. NaN and infinity are kept. The module's own values are left alone: it is a pruned
-    copy that goes on, before hooks that were put on earlier see it.
+    Every floating-point tensor that a selected module returns is pruned, in training and in
+    evaluation; that includes the states of an LSTM. Pruned elements have a gradient of zero, the
+    others keep theirs. NaN and infinity are kept. The module's own tensor is not modified: later
+    modules, and hooks that were registered earlier, receive a pruned copy.
 
-    A compiled model is compiled again. Under checkpointing take it off between steps only: the
-    forward pass must run twice in the same way.
+    A compiled model is compiled again. Under checkpointing, remove the intervention only between
+    steps, because the forward pass must run twice in the same way.
 
     Args:
-        model: Whose activations.
-        select: Which modules; default: every leaf module, the last one included.
+        model: The model whose activations are pruned.
+        select: Which modules; default: every leaf module, including the last one.
         threshold: Magnitudes below it are set to zero; 0 prunes nothing.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Reads what flows through modules, forward and backward, and changes nothing."""
+"""Captures inputs, outputs and gradients of modules without changing them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from telemetry.torch_private import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Captured:
-    """What one call of a module was given and returned: copies, detached, on the same device.
+    """Inputs and outputs of one call of a module: detached copies on the same device.
 
     Attributes:
         inputs: The tensors that it was called with, as they were before it ran; those in keyword
@@ -44,7 +44,7 @@ class Captured:
 
     @property
     def grad_outputs(self) -> tuple[Tensor | None, ...]:
-        """The gradients with respect to :attr:`outputs` so far; None where there is none.
+        """The gradients with respect to :attr:`outputs` so far; None for outputs without one.
 
         Several backward passes through the same call add up, as in ``Tensor.grad``.
         """
@@ -57,7 +57,7 @@ def capture(
     *,
     calls: int = 1,
 ) -> Capturing:
-    """Read what modules are given and return, and the gradients of that.
+    """Capture the inputs and outputs of modules, and the gradients of the outputs.
 
     ::
 
@@ -66,21 +66,20 @@ def capture(
         captured["conv1"].outputs[0]       # what conv1 returned
         captured["conv1"].grad_outputs[0]  # the gradient of the loss with respect to it
 
-    The network computes what it would compute otherwise, bit for bit, with these exceptions. In
-    evaluation mode PyTorch has shortcuts for transformer layers without hooks, which round
-    differently. A compiled model is compiled again, with breaks at the selected modules; one that
-    was compiled with ``fullgraph=True`` says that it cannot be looked into.
+    The network computes the same as without it, bit for bit, with two exceptions. In evaluation
+    mode, PyTorch has a fast path for transformer layers without hooks, which rounds differently. A
+    compiled model is compiled again, with graph breaks at the selected modules; compiled with
+    ``fullgraph=True``, it raises.
 
-    Tensors are found in tuples, lists, mappings and dataclasses. A tensor that a module hands
-    through from the parameters has no gradient here. Under a ``GradScaler`` gradients have its
-    factor on them. Where checkpointing with ``use_reentrant=True`` does not repeat a call to the
-    bit, it has no gradients.
+    Tensors are found in tuples, lists, mappings and dataclasses. A parameter that a module returns
+    unchanged has no gradient here. Under a ``GradScaler``, gradients include its factor. A call
+    has no gradients if checkpointing with ``use_reentrant=True`` does not repeat it bit for bit.
 
     Args:
-        model: Whose modules.
+        model: The model whose modules are captured.
         select: Which modules; default: every leaf module.
-        calls: How many calls of each module are kept, the latest ones. What is kept stays in memory
-            as long as the result does.
+        calls: How many of the latest calls of each module to keep. They stay in memory as long as
+            the returned object.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -96,7 +95,7 @@ def capture(
 class Capturing(Intervention, Mapping[str, Captured]):
     """The latest call of each selected module that ran, by its name in ``named_modules()``.
 
-    Still to be read after :meth:`remove`. When it is dropped, the hooks are gone, too.
+    It can still be read after :meth:`remove`. When it is garbage-collected, its hooks are removed.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], calls: int) -> None:
@@ -112,7 +111,7 @@ class Capturing(Intervention, Mapping[str, Captured]):
     def __getitem__(self, name: str) -> Captured:
         kept = self.calls(name)
         if not kept:
-            raise KeyError(f"{name!r} did not run since capture() was called")
+            raise KeyError(f"{name!r} has not run since capture() was called")
         return kept[-1]
 
     def __iter__(self) -> Iterator[str]:
@@ -124,11 +123,11 @@ class Capturing(Intervention, Mapping[str, Captured]):
     def calls(self, name: str) -> tuple[Captured, ...]:
         """The calls of one module that were kept, the latest one last."""
         if name not in self._keepers:
-            raise KeyError(f"{name!r} is not captured; these are: {', '.join(self._keepers)}")
+            raise KeyError(f"{name!r} is not captured; choose from {', '.join(self._keepers)}")
         return tuple(call.captured for call in self._keepers[name].kept)
 
     def remove(self) -> None:
-        """Take the hooks off, also those that wait for gradients; harmless when done twice."""
+        """Remove the hooks, including those that wait for gradients. Harmless when repeated."""
         super().remove()
         for keeper in self._keepers.values():
             keeper.stop()
@@ -146,10 +145,10 @@ class _Call:
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def watch(self, output: object, faults: Faults) -> None:
-        """Wait for the gradients of ``output``, which has the values that were captured."""
+        """Capture the gradients of ``output``, whose values were captured."""
         grads = self.captured._grads
         for index, tensor in enumerate(tensors_in(output)):
-            # Without a grad_fn it is a leaf: its gradient would be that of all its uses.
+            # Without a grad_fn it is a leaf, whose gradient sums over all its uses.
             if tensor.requires_grad and tensor.grad_fn is not None:
                 self.handles.append(tensor.register_hook(partial(_add, grads, index, faults)))
 
@@ -177,14 +176,14 @@ class _CallKeeper:
         self.kept: deque[_Call] = deque()
 
     def hooks(self, module: nn.Module) -> Iterator[Any]:
-        """What puts the hooks on."""
+        """Functions that register the hooks."""
         before, after = _Before(self), _After(self)
         yield partial(module.register_forward_pre_hook, before, with_kwargs=True)
-        # Called after an exception, too, to forget the inputs.
+        # Also called after an exception, to forget the inputs.
         yield partial(module.register_forward_hook, after, with_kwargs=True, always_call=True)
 
     def stop(self) -> None:
-        """Wait for no more gradients."""
+        """Capture no more gradients."""
         for call in self.kept:
             call.stop()
 
@@ -224,7 +223,7 @@ class _CallKeeper:
         self.kept.append(call)
 
     def _run_again(self, output: Any) -> None:
-        """Checkpointing repeats a call. If it ran without gradients, they come from here."""
+        """Checkpointing repeats a call. If it first ran without gradients, this call has them."""
         for call in reversed(self.kept):
             if not call.with_grad and not call.handles and _same(call.captured.outputs, output):
                 call.watch(output, self._faults)
@@ -247,7 +246,7 @@ def _same(captured: tuple[Tensor, ...], output: Any) -> bool:
 
 F = TypeVar("F", bound=Callable[..., None])
 _uncompiled: Callable[[F], F] = torch.compiler.disable(
-    reason="capture() of telemetry cannot look into a full graph"
+    reason="capture() of telemetry needs graph breaks; compile without fullgraph=True"
 )
 
 

@@ -1,13 +1,13 @@
 """Changes gradients of parameters as they arrive in the backward pass.
 
 A hook is called once in each backward pass, with the sum over all uses of its parameter, before
-that is added to ``parameter.grad``. So with accumulation over several backward passes each part is
-changed, and what is in ``grad`` already is not. ``torch.autograd.grad`` gives changed gradients,
-too. Under ``DistributedDataParallel`` gradients are changed before they are averaged.
+that sum is added to ``parameter.grad``. With accumulation, it changes what each backward pass adds,
+not what ``grad`` already holds. ``torch.autograd.grad`` also returns changed gradients. Under
+``DistributedDataParallel``, gradients are changed before they are averaged.
 
-A ``GradScaler`` multiplies the loss, so gradients arrive with its factor on them. Parameters that
-do not require a gradient are passed over. Gradients of parameters that ``fully_shard`` has split do
-not arrive this way and are not changed.
+A ``GradScaler`` multiplies the loss, so gradients arrive with its factor. Parameters that do not
+require a gradient are skipped. Gradients of parameters that ``fully_shard`` has split do not arrive
+this way and are not changed.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def clip_gradients(
         with clip_gradients(model, max_norm=1.0):
             train()
 
-    Each parameter's gradient is bounded by itself. The norm over all of them, which
+    Each parameter's gradient is bounded separately. The norm over all of them, which
     ``clip_grad_norm_`` bounds, is known only when the last one has arrived; for ``k`` parameters it
-    is at most ``max_norm * sqrt(k)``. With accumulation the bound holds for what each backward
+    is at most ``max_norm * sqrt(k)``. With accumulation, the bound holds for what each backward
     pass adds.
 
-    NaN and infinity are not hidden: ``max_norm`` leaves a gradient that has any as it is,
-    ``max_value`` those elements. Nothing waits for an accelerator.
+    NaN and infinity are not hidden: ``max_norm`` does not change a gradient that has any, and
+    ``max_value`` does not change those elements. Nothing waits for an accelerator.
 
     Args:
-        model: Whose gradients.
+        model: The model whose gradients are bounded.
         select: Which parameters; default: all.
         max_norm: Largest L2 norm of one tensor: larger ones are scaled down to it.
         max_value: Largest magnitude of an element: larger ones are set to it, with their sign.
-        scaler: The scaler that the loss is multiplied by. The bound is then that of the gradient
-            without its factor; otherwise it is that of the gradient with it.
+        scaler: The scaler that multiplies the loss. With it, the bound applies to gradients without
+            its factor; otherwise to gradients as they arrive.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -63,11 +63,11 @@ def clip_gradients(
     """
     if isinstance(select, int | float):
         raise TypeError(
-            f"clip_gradients(select={select!r}): selects parameters; a bound is given as "
+            f"clip_gradients(select={select!r}): must select parameters; give a bound as "
             f"max_norm={select!r} or max_value={select!r}"
         )
     if (max_norm is None) == (max_value is None):
-        raise ValueError("clip_gradients(): takes either max_norm=... or max_value=...")
+        raise ValueError("clip_gradients(): needs either max_norm=... or max_value=...")
     bound: Callable[[Tensor, float | Tensor], Tensor]
     if max_norm is not None:
         name, limit, bound = "max_norm", max_norm, _bound_norm
@@ -94,15 +94,15 @@ def zero_gradients(model: nn.Module, select: Selector | Iterable[Selector]) -> I
         with zero_gradients(model, "fc*.bias"):
             train()
 
-    The parameters still have a gradient, of zeros. Momentum of earlier steps and weight decay may
-    still move them; ``requires_grad_(False)`` is what freezes a parameter.
+    The parameters still have a gradient, of zeros, so momentum of earlier steps and weight decay
+    may still move them. To freeze a parameter, use ``requires_grad_(False)``.
 
     Args:
-        model: Whose gradients.
+        model: The model whose gradients are set to zero.
         select: Which parameters.
 
     Raises:
-        TypeError: ``select`` is something else.
+        TypeError: ``select`` has the wrong type.
         ValueError: A glob matches nothing, or all selected parameters are frozen.
     """
     return _on_gradients(model, select, torch.zeros_like, caller="zero_gradients")
@@ -111,13 +111,12 @@ def zero_gradients(model: nn.Module, select: Selector | Iterable[Selector]) -> I
 def scale_gradients(
     model: nn.Module, select: Selector | Iterable[Selector], factor: float
 ) -> Intervention:
-    """Multiply gradients as they arrive: layers that learn slower, or, below zero, the other way.
+    """Multiply gradients as they arrive, for layers that learn more slowly or, below 0, in reverse.
 
-    Optimizers that normalize by the gradient's size, such as Adam, take a factor that never changes
-    out again.
+    Optimizers that normalize by the gradient's size, such as Adam, cancel a constant factor.
 
     Args:
-        model: Whose gradients.
+        model: The model whose gradients are multiplied.
         select: Which parameters.
         factor: Any finite number.
 
@@ -150,18 +149,18 @@ def _on_gradients(
             f"{caller}(select=...): all {len(selected)} selected parameters are frozen; "
             "call it after requires_grad_(True)"
         )
-    # Tensor hooks are neither copied nor saved with a parameter.
+    # Copies and saved files of a parameter are without its tensor hooks.
     return Intervention([partial(parameter.register_hook, change) for parameter in trained])
 
 
 def _bound_norm(grad: Tensor, limit: float | Tensor) -> Tensor:
     values = _values(grad.detach())
-    # Squares of gradients that explode are beyond float32; only Apple's devices have nothing wider.
+    # Squares of exploding gradients overflow float32; only Apple's devices have nothing wider.
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, wide))
     too_large = (norm > limit) & norm.isfinite()
     factor = torch.where(too_large, limit / norm, 1.0)
-    # Half precision would round the factor, and may have nothing as small.
+    # In half precision the factor would be rounded or underflow.
     exact = torch.promote_types(grad.dtype, torch.float32)
     return (grad.to(exact) * factor).to(grad.dtype)
 
@@ -183,7 +182,7 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _factor(scaler: GradScaler | None, grad: Tensor) -> float | Tensor:
-    """What ``scaler`` has multiplied the loss by, on the gradient's device."""
+    """The factor by which ``scaler`` has multiplied the loss, on the gradient's device."""
     state = scaler_state(scaler) if scaler is not None and scaler.is_enabled() else None
     return 1.0 if state is None else state[0].to(grad.device, non_blocking=True).reshape(())
 

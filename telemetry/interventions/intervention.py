@@ -1,4 +1,4 @@
-"""The handle of hooks that are on a model."""
+"""The handle that removes an intervention's hooks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ Self = TypeVar("Self", bound="Intervention")
 
 
 class Intervention:
-    """Hooks on a model, in force until :meth:`remove` or the end of the ``with`` block.
+    """Hooks on a model, active until :meth:`remove` or the end of the ``with`` block.
 
-    It holds neither the model nor its parameters; the hooks go with the model. Copies of the model
-    and files it is saved to are without them.
+    It does not keep the model alive. Copies and saved files of the model are without the hooks.
     """
 
     def __init__(self, install: Iterable[Callable[[], RemovableHandle]]) -> None:
@@ -39,6 +38,6 @@ class Intervention:
         self.remove()
 
     def remove(self) -> None:
-        """Take the hooks off; harmless when done twice."""
+        """Remove the hooks. Harmless when repeated."""
         while self._handles:
             self._handles.pop().remove()

@@ -1,4 +1,4 @@
-"""What one number per layer and step is: :mod:`telemetry.layers.table` has one entry for each."""
+"""The statistics of layers; :mod:`telemetry.layers.table` has one entry for each."""
 
 from telemetry.layers.record import LayerRecord, layers_of
 from telemetry.layers.table import (

@@ -1,4 +1,4 @@
-"""What is known of a module by the name of its class."""
+"""Properties of modules that follow from the name of their class."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from telemetry.sketch import Sketch, bucket_indices
 
 @dataclass(frozen=True, kw_only=True)
 class Flat:
-    """Where a function is flat, in terms of its output: at or below ``low``, at or above ``high``.
+    """Outputs at which a function is flat: at or below ``low``, and at or above ``high``.
 
-    The limits are taken to the resolution of a sketch's buckets.
+    The limits have the resolution of a sketch's buckets.
     """
 
     low: float = -math.inf
     high: float = math.inf
 
     def share(self, outputs: Sketch) -> float:
-        """Share of the finite outputs that lie there; 0 if there is none."""
+        """Share of the finite outputs that lie there; 0 if none is finite."""
         if not outputs.finite_count or not outputs.counts.size:
             return 0.0
         beyond = np.zeros(outputs.buckets.shape, dtype=bool)
@@ -43,10 +43,10 @@ class Bounded:
     """An activation function with a flat end.
 
     Attributes:
-        flat: Where its slope is at most about a quarter of its largest; four such functions in a
+        flat: Where its slope is at most about a quarter of its largest: four such functions in a
             row pass less than 1 % of a gradient.
-        flattest: Where hardly any slope is left; None if ``flat`` says that already. A gate that
-            begins nearly closed (sigmoid of -5) is on the former, not on the latter.
+        flattest: Where its slope is close to zero; None if ``flat`` means that already. A gate that
+            begins nearly closed (sigmoid of -5) is flat, but not at its flattest.
     """
 
     flat: Flat
@@ -71,10 +71,10 @@ BOUNDED: Mapping[str, Bounded] = {
     # Its zeros are those of any ReLU.
     "ReLU6": Bounded(flat=Flat(high=6.0)),
 }
-"""By the name of the module's class. An ``RNN`` is one of tanh unless told otherwise."""
+"""By the name of the module's class. An ``RNN`` has tanh by default."""
 
 TWO_SIDED = frozenset(name for name, function in BOUNDED.items() if function.flat.low > -math.inf)
-"""Those that are flat at both ends: there no output says that a unit is off."""
+"""Functions that are flat at both ends: none of their outputs means that a unit is off."""
 
 
 def saturated_share(type_name: str, outputs: Sketch) -> float | None:
@@ -82,7 +82,7 @@ def saturated_share(type_name: str, outputs: Sketch) -> float | None:
 
     Args:
         type_name: Name of the module's class.
-        outputs: All its outputs at one step.
+        outputs: All outputs of the module at one step.
 
     Returns:
         0 to 1; None if the class is not in :data:`BOUNDED`, or no output is finite.
@@ -94,7 +94,7 @@ def saturated_share(type_name: str, outputs: Sketch) -> float | None:
 
 
 LOOKUPS = frozenset(["Embedding", "EmbeddingBag"])
-"""Their outputs have a scale of their own, which nothing before them explains."""
+"""The scale of their outputs does not depend on their inputs."""
 
 RESHAPING = frozenset(["Identity", "Flatten", "Unflatten", "ZeroPad2d", "PixelShuffle", "Upsample"])
 DROPOUTS = frozenset(["Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"])
@@ -121,7 +121,7 @@ UNBOUNDED = frozenset(
         "LogSoftmax",
     ]
 )
-"""Activations without two flat ends, and distributions, which have other reasons to be flat."""
+"""Activations without two flat ends, and distributions, which are flat for other reasons."""
 
 CONVOLUTIONS = frozenset(["Conv1d", "Conv2d", "Conv3d"])
 LINEAR = CONVOLUTIONS | frozenset(
@@ -146,4 +146,4 @@ NORMALIZATIONS = frozenset(
 STANDARD = (
     frozenset(BOUNDED) | LOOKUPS | RESHAPING | DROPOUTS | POOLING | UNBOUNDED | LINEAR
 ) | NORMALIZATIONS
-"""Modules that return finite numbers for finite ones of usual size."""
+"""Modules that return finite numbers for finite inputs of usual size."""

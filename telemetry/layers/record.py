@@ -1,6 +1,6 @@
-"""What was measured of one layer at one step, gathered from a step's record.
+"""Gathers what was measured of one layer at one step from the step's record.
 
-A layer is a module. Here is decided which module an output belongs to, and which one owns a
+A layer is a module. This file decides which module an output belongs to, and which one owns a
 parameter.
 """
 
@@ -26,10 +26,9 @@ class LayerRecord:
         output_grads: The gradients with respect to these.
         weights: Each of its parameters before the step.
         grads: Their gradients.
-        second_moments: Adam's running means of the squares of these, after the step.
-        update_ratios: Of each of ``weights``, ``||after - before|| / ||before||``; NaN where it is
-            not known.
-        grad_norm: L2 norm of the gradients of its parameters; None if there was none.
+        second_moments: Adam's running means of the squared gradients, after the step.
+        update_ratios: ``||after - before|| / ||before||`` of each of ``weights``; NaN if unknown.
+        grad_norm: L2 norm of the gradients of its parameters; None if none had a gradient.
         grad_size: Number of elements of these gradients.
     """
 
@@ -45,12 +44,12 @@ class LayerRecord:
 
     @cached_property
     def output(self) -> TensorRecord | None:
-        """Everything that the module returned, as one tensor; None if nothing was measured."""
+        """Everything that the module returned, merged into one; None if nothing was measured."""
         return TensorRecord.merge_all(self.outputs) if self.outputs else None
 
     @cached_property
     def output_grad(self) -> TensorRecord | None:
-        """The gradients with respect to that, likewise."""
+        """The gradients with respect to :attr:`output`, likewise."""
         return TensorRecord.merge_all(self.output_grads) if self.output_grads else None
 
     @property
@@ -80,7 +79,7 @@ class LayerRecord:
     def update_ratio(self) -> float | None:
         """``||after - before|| / ||before||`` of the parameters as one vector.
 
-        A parameter that was all zeros is left out: relative to zero there is no ratio.
+        Parameters that were all zeros are left out, because they have no ratio.
         """
         norms = [_norm([weight]) for weight in self.weights]
         pairs = [
@@ -95,7 +94,7 @@ class LayerRecord:
 
     @property
     def second_moment_rms(self) -> float | None:
-        """The root of the mean of Adam's ``exp_avg_sq`` over all elements."""
+        """Root of the mean of Adam's ``exp_avg_sq`` over all elements."""
         if not self.second_moments:
             return None
         total = TensorRecord.merge_all(self.second_moments)
@@ -103,7 +102,7 @@ class LayerRecord:
 
     @property
     def nonfinite_count(self) -> int | None:
-        """NaN and infinite elements of outputs, parameters and the gradients of both."""
+        """Number of NaN and infinite elements in outputs, parameters and the gradients of both."""
         groups = (self.outputs, self.output_grads, self.weights, self.grads)
         counts = [tensor.sketch.nonfinite_count for group in groups for tensor in group]
         return sum(counts) if counts else None
@@ -139,7 +138,7 @@ def layers_of(record: StepRecord) -> Iterator[LayerRecord]:
 
 
 def _by_module(outputs: Mapping[Output, TensorRecord]) -> dict[str, list[TensorRecord]]:
-    """The tensors of each module, by its name."""
+    """The tensors of each module, by the module's name."""
     found: dict[str, list[TensorRecord]] = {}
     for output, tensor in outputs.items():
         found.setdefault(output.module_name, []).append(tensor)
@@ -147,11 +146,11 @@ def _by_module(outputs: Mapping[Output, TensorRecord]) -> dict[str, list[TensorR
 
 
 def figure(tensor: TensorRecord | None, of_finite: Callable[[Sketch], float]) -> float | None:
-    """A mean or norm over all elements, of which a sketch's own covers the finite ones.
+    """A mean or norm over all elements, whereas a sketch's own is over the finite ones.
 
     Args:
         tensor: What was measured.
-        of_finite: The figure of a sketch whose values are all finite.
+        of_finite: Computes the figure from a sketch whose values are all finite.
 
     Returns:
         NaN if an element is NaN, infinity if one is infinite; None if nothing was measured.
@@ -164,12 +163,12 @@ def figure(tensor: TensorRecord | None, of_finite: Callable[[Sketch], float]) ->
 
 
 def _norm(tensors: Iterable[TensorRecord]) -> float | None:
-    """L2 norm of several tensors as one vector; None if there are none."""
+    """L2 norm of several tensors as one vector; None if nothing was measured."""
     norms = [figure(tensor, lambda sketch: sketch.norm) for tensor in tensors]
     known = [norm for norm in norms if norm is not None]
     return _hypot(known) if known else None
 
 
 def _hypot(norms: Sequence[float]) -> float:
-    """Unlike ``math.hypot`` it is NaN where one of them is."""
+    """Like ``math.hypot``, but NaN if any of them is NaN."""
     return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)

@@ -1,11 +1,11 @@
-"""The table of statistics: what one number per layer and step is, and how a record gives it.
+"""The table of statistics: one number per layer and step each, and how a record gives it.
 
-A layer is a module. Its parameters count together, as one long vector, and so do all tensors that
-it returned. Whatever shows or judges a layer reads :func:`table`: TensorBoard's curves, the
-Telemetry page, the commands, flight files and alerts. A new statistic is one entry in
+A layer is a module. Its parameters count as one long vector, and so do all tensors that it
+returned. Everything that shows or judges layers reads :func:`table`: TensorBoard's curves, the
+Telemetry page, the commands, flight files and alerts. To add a statistic, add an entry to
 :data:`STATISTICS`.
 
-Parameters that are shown one by one have a table of their own, :data:`PARAMETER_STATISTICS`.
+Statistics of single parameters have their own table, :data:`PARAMETER_STATISTICS`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from telemetry.records import StepRecord, TensorRecord
 from telemetry.sketch import Sketch
 
 MISSING = -1.0
-"""Stands for what was not measured in numbers that are never negative otherwise."""
+"""Stands for a value that was not measured, among values that are never negative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +32,17 @@ class Statistic:
     """One number per layer and step.
 
     Attributes:
-        name: As in tags, links and commands.
-        title: For people.
+        name: Its name in tags, links and commands.
+        title: Its name for people.
         unit: What the numbers count; empty for ratios.
         log: Whether magnitudes matter rather than differences.
         description: One sentence.
-        of: The value for a layer; None if it was not measured.
-        every_step: Whether it is known at steps that are not measured in full, too.
-        on_page: Whether the Telemetry page and the commands show it. It must not be negative then.
-        as_curve: Whether layers have curves of it among TensorBoard's scalars.
+        of: Computes the value of a layer; None if it was not measured.
+        every_step: Whether it is also known at steps that are not measured in full.
+        on_page: Whether the Telemetry page and the commands show it. Then it must not be negative.
+        as_curve: Whether each layer has a curve of it in TensorBoard.
         as_spread: Whether its quantiles over all layers are curves there, under ``depth/``.
-        zero_is_silent: Whether those curves have no points where the value is zero.
+        zero_is_silent: Whether the curves skip points whose value is zero.
     """
 
     name: str
@@ -218,8 +218,8 @@ PAGE_STATISTICS = tuple(statistic for statistic in STATISTICS if statistic.on_pa
 """What the Telemetry page and the commands show."""
 
 MATRIX_STATISTICS = tuple(s for s in PAGE_STATISTICS if not s.every_step)
-"""Columns of the matrix that a full step writes for them; the others are made of every step's norms
-of the parameters' gradients."""
+"""Columns of the matrix that a full step writes for the page. The page's other statistics are
+derived from the parameters' gradient norms of every step."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -228,8 +228,8 @@ class LayerTable:
 
     Attributes:
         values: float64 ``[modules, statistics]`` in the order of ``record.layout.modules`` and of
-            ``statistics``. NaN and infinity stand for themselves; NaN, too, where nothing is known.
-        known: Which of them were measured, bool, same shape.
+            ``statistics``. May be NaN or infinite; NaN if not measured.
+        known: Whether each value was measured, bool, same shape.
         statistics: The columns.
     """
 
@@ -238,7 +238,7 @@ class LayerTable:
     statistics: Sequence[Statistic]
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """One statistic of all layers, ``[modules]``; NaN where it was not measured, too."""
+        """One statistic of all layers, ``[modules]``; NaN if it was not measured."""
         column: NDArray[np.float64] = self.values[:, self.place[name]]
         return column
 
@@ -248,7 +248,7 @@ class LayerTable:
         return float(self.values[row, place]) if self.known[row, place] else None
 
     def known_values(self, name: str) -> NDArray[np.float64]:
-        """One statistic of those layers of which it was measured."""
+        """One statistic of the layers of which it was measured."""
         place = self.place[name]
         return self.column(name)[self.known[:, place]]
 

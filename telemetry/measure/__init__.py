@@ -1,8 +1,8 @@
-"""Tensors to numbers: exact moments, histograms and extremes of units, cheap while training.
+"""Measures tensors during training: exact moments, histograms, and extremes of each unit.
 
-A tensor travels one way: :mod:`tensors` says which values it has and how they lie in memory.
-:mod:`host` (CPU: :mod:`native`, or NumPy) or :mod:`device` (accelerators) reads them.
-:mod:`measurer` keeps the order.
+:mod:`measurer` takes the tensors of a step. :mod:`tensors` says which values of a tensor to measure
+and how they lie in memory. :mod:`host` (CPU: :mod:`native`, or NumPy) or :mod:`device`
+(accelerators) reads them.
 """
 
 from __future__ import annotations

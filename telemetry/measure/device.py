@@ -1,7 +1,7 @@
-"""Tensors on an accelerator: reduced there, and brought to the host together at the end of a step.
+"""Reduces tensors on an accelerator, and copies the results to the host at the end of a step.
 
-Nothing here waits for the device. What would: reading a value, ``torch.bincount`` (it reads the
-range back), boolean indexing, ``torch.tensor`` on the device.
+Nothing here may wait for the device. These would: reading a value, ``torch.bincount`` (it reads
+the range back), boolean indexing, ``torch.tensor`` on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from telemetry.sketch import Sketch
 # Bounds the temporary memory, about 40 bytes for each element of a piece.
 PIECE_ELEMENTS = 1 << 22
 
-# With these a row begins: first the sums over all pieces, then the extremes.
+# A row begins with these: first the sums over all pieces, then the extremes.
 _SUMS = (*COUNTS[1:], *POWER_SUMS)
 _FIGURES = (*_SUMS, *EXTREMES)
 _MINIMUM_AT, _MAXIMUM_AT = len(_SUMS), len(_SUMS) + 1
@@ -37,27 +37,27 @@ _UNITS_AT = CODES_AT + CODES
 
 _ROWS_AT_ONCE = 64
 
-# Dtypes that have a minimum and need no wider one for it.
+# Dtypes whose extremes PyTorch computes without a conversion.
 _ORDERED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 log = logging.getLogger("telemetry")
 
-# The module of the Triton kernel once it was looked for, None if it cannot be used.
+# The module of the Triton kernel after the first import, or None if it cannot be used.
 _kernels: list[ModuleType | None] = []
 
 
 class DeviceTensors:
-    """What is known of one step's tensors on one device: a row of numbers each, on the device."""
+    """The statistics of one step's tensors on one device: a row of numbers for each tensor."""
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
         self._end = 0
         self._copy: HostCopy | None = None
-        # Of each stream on which tensors were added: rows that the kernel can add to there.
+        # For each stream on which tensors were added: blank rows for the kernel.
         self._streams: dict[Any, list[Tensor]] = {}
 
     def add(self, values: Values) -> Callable[[], TensorRecord]:
-        """Reduce a tensor that is not empty; how to get its record after :meth:`send`."""
+        """Reduce a non-empty tensor. Returns a function that gives its record after sending."""
         count = values.tensor.numel()
         values = values.collapsed()
         parts = [self._statistics(values.tensor)]
@@ -68,7 +68,7 @@ class DeviceTensors:
         return partial(self._record, slice(start, self._end), count)
 
     def send(self) -> None:
-        """Start the copy to the host; nothing can be added any more."""
+        """Start the copy to the host; after this, nothing can be added."""
         if not self._rows:  # adding failed
             return
         device = self._rows[0].device
@@ -110,7 +110,7 @@ class DeviceTensors:
 
 
 def moments_of(row: Tensor, count: int) -> Moments:
-    """What a row, float64 and on the host, says of ``count`` elements."""
+    """The moments of ``count`` elements from a row, float64 and on the host."""
     known: dict[str, Any] = dict(zip(_FIGURES, row[:CODES_AT].tolist(), strict=True))
     known |= {name: int(known[name]) for name in COUNTS[1:]}
     moments = Moments(count=count, **known)
@@ -121,7 +121,7 @@ def moments_of(row: Tensor, count: int) -> Moments:
 
 
 def _kernel_for(tensor: Tensor) -> ModuleType | None:
-    """The module of the Triton kernel, if it can take the tensor."""
+    """The module of the Triton kernel if it supports the tensor, else None."""
     if not tensor.is_cuda or not tensor.is_contiguous():
         return None
     kernel = _load_kernel()
@@ -138,7 +138,7 @@ def _load_kernel() -> ModuleType | None:
 
 
 def _blank_rows(device: torch.device) -> Iterable[Tensor]:
-    """Rows of a tensor without elements, several because one costs as much."""
+    """Rows of an empty tensor; several, because one costs as much."""
     rows = torch.zeros(_ROWS_AT_ONCE, _UNITS_AT, dtype=torch.float64, device=device)
     rows[:, _MINIMUM_AT].fill_(inf)
     rows[:, _MAXIMUM_AT].fill_(-inf)
@@ -146,12 +146,14 @@ def _blank_rows(device: torch.device) -> Iterable[Tensor]:
 
 
 def _run(kernel: ModuleType, tensor: Tensor, row: Tensor) -> bool:
-    """Have the kernel add the tensor to the row. If it cannot, it is given up for good."""
+    """Add the tensor to the row with the kernel. After a failure the kernel is never used again."""
     try:
         kernel.add_statistics(tensor, row)
-    # It is compiled at the first call, which can fail in as many ways as there are compilers.
+    # It is compiled at the first call, and every compiler fails in its own way.
     except Exception:
-        log.warning("telemetry: its GPU kernel fails, so it measures more slowly", exc_info=True)
+        log.warning(
+            "telemetry: the GPU kernel failed; PyTorch measures instead, more slowly", exc_info=True
+        )
         _kernels[:] = [None]
         return False
     return True
@@ -177,9 +179,9 @@ def _statistics(tensor: Tensor) -> Tensor:
 
 
 def _unit_extremes(tensor: Tensor, axis: int) -> list[Tensor]:
-    """Minimum and maximum of each unit, shape ``[units]`` each, float64; NaN where it has one."""
+    """Minimum and maximum of each unit, shape ``[units]``, float64; NaN for a unit with a NaN."""
     exact = torch.float64
-    if tensor.dtype in _ORDERED:  # as it is, without temporary memory
+    if tensor.dtype in _ORDERED:  # without temporary memory
         others = [other for other in range(tensor.ndim) if other != axis]
         if not others:
             return [tensor.to(exact), tensor.to(exact)]
@@ -216,8 +218,8 @@ def _sums(x: Tensor, exact: torch.dtype) -> Tensor:
 def _code_counts(x: Tensor) -> Tensor:
     """How often each code occurs, shape ``[4096]``, of an integer dtype."""
     codes = (x.to(torch.bfloat16).view(torch.int16) >> 4) & (CODES - 1)
-    # CUDA alone has histc for integers (those of floats stop counting at 2^24); PyTorch up to 2.4
-    # refused it in deterministic mode.
+    # Only CUDA has histc for integers (for floats it stops counting at 2^24); PyTorch up to 2.4
+    # raises there in deterministic mode.
     if codes.is_cuda and not torch.are_deterministic_algorithms_enabled():
         return torch.histc(codes.to(torch.int32), bins=CODES, min=0, max=CODES)
     ordered = codes.flatten().sort().values

@@ -1,4 +1,4 @@
-"""Tensors in CPU memory: measured at once, in a single read where the C extension is there."""
+"""Measures tensors in CPU memory; the C extension does so in a single read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from telemetry.sketch import Sketch, sketch_array
 
 
 def measure(values: Values) -> Callable[[], TensorRecord]:
-    """Read a tensor that is not empty now; how to get its record, on any thread."""
+    """Read a non-empty tensor now. Returns a function that gives its record, on any thread."""
     tensor, axis = values.tensor, values.unit_axis
     if tensor.dtype in native.DTYPES and tensor.is_contiguous():
         _, units, inner = (0, 0, 1) if axis is None else unit_shape(tensor.shape, axis)
@@ -26,7 +26,7 @@ def measure(values: Values) -> Callable[[], TensorRecord]:
 
 
 def _in_pieces(values: Values) -> TensorRecord:
-    """Of a copy of each piece of a tensor, in its working dtype."""
+    """Measures a copy of each piece of a tensor, in its working dtype."""
     tensor, axis = values.tensor, values.unit_axis
     size = 0 if axis is None else tensor.shape[axis]
     low, high = np.full(size, inf, np.float32), np.full(size, -inf, np.float32)

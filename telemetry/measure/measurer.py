@@ -1,4 +1,4 @@
-"""The measurements of one step after the other, in the order in which they were taken."""
+"""Takes the measurements of a step, in order."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Pending = Callable[[], TensorRecord]
 
 
 class Measurer:
-    """Statistics of many tensors of one step, read where they are; the rest later.
+    """Reads many tensors of one step on their devices, and leaves the rest of the work for later.
 
-    Tensors in CPU memory are read at once, by the C extension once. Above 131,072 elements its
-    histogram is that of a sample of about 65,536, scaled up. Tensors on an accelerator are reduced
-    there, histogram included, in full.
+    Tensors in CPU memory are read immediately, by the C extension in a single pass. Its histogram
+    of more than 131,072 elements is that of a sample of about 65,536, scaled up. Tensors on an
+    accelerator are reduced there, with a histogram of all elements.
 
-    :meth:`add` and :meth:`finish` are to be called with autocast and dispatch modes off. They draw
-    no random numbers, never wait for a device, change no global state, record nothing for autograd
-    and are safe to call from several threads.
+    Call :meth:`add` and :meth:`finish` with autocast and dispatch modes off. They draw no random
+    numbers, never wait for a device, change no global state, record nothing for autograd and are
+    thread-safe.
     """
 
     def __init__(self) -> None:
@@ -39,18 +39,18 @@ class Measurer:
         self._pending: list[Pending] = []
 
     def add(self, tensor: Tensor, *, unit_axis: int | None = None) -> int | None:
-        """Measure ``tensor`` as it is now; it is not kept.
+        """Measure ``tensor`` as it is now, without keeping it.
 
         Args:
-            tensor: Of any shape, layout, numeric dtype and device. Complex numbers count with
-                their magnitude, and a sparse tensor with all its zeros.
-            unit_axis: Axis of the units or channels whose extremes are wanted; may be negative.
+            tensor: Any shape, layout, numeric dtype and device. Complex numbers count with their
+                magnitude, and a sparse tensor with all its zeros.
+            unit_axis: Axis of the units or channels whose extremes are measured; may be negative.
 
         Returns:
-            The place of its record in what ``reduce`` returns. None if it cannot be measured:
-            meta and fake tensors and other wrappers (take a DTensor's local tensor), nested and
-            quantized ones, dtypes of less than 8 bits, uncoalesced sparse ones on an accelerator,
-            anything on MPS (it has no float64).
+            The index of its record in what ``reduce`` returns. None if it cannot be measured:
+            meta and fake tensors and other wrappers (pass a DTensor's local tensor), nested and
+            quantized tensors, dtypes of less than 8 bits, uncoalesced sparse tensors on an
+            accelerator, anything on MPS (it has no float64).
 
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
@@ -72,7 +72,7 @@ class Measurer:
             return len(self._pending) - 1
 
     def finish(self) -> Measurements:
-        """Everything since the last call, to be reduced on any thread. Begins the next step."""
+        """Everything since the last call, for any thread to reduce. Begins the next step."""
         with self._lock:
             measurements, devices = Measurements(self._pending), self._devices
             self._begin()
@@ -82,7 +82,7 @@ class Measurer:
 
 
 class Measurements:
-    """What :class:`Measurer` took of one step."""
+    """What a :class:`Measurer` measured at one step."""
 
     def __init__(self, pending: list[Pending]) -> None:
         self._pending = pending
@@ -91,7 +91,7 @@ class Measurements:
     def reduce(self) -> list[TensorRecord]:
         """One record for each tensor that was added, in that order; waits for accelerators.
 
-        To be called on one thread at a time. Later calls return the same.
+        Call it on one thread at a time. Later calls return the same list.
         """
         if self._records is None:
             try:

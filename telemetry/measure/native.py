@@ -1,4 +1,4 @@
-"""PyTorch tensors for the C extension, and what it says of them."""
+"""Passes tensors to the C extension, and turns its answers into records."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _LETTERS = {
     "float64": "d",
 }
 DTYPES = {getattr(torch, name): ord(letter) for name, letter in _LETTERS.items() if available}
-"""What the extension reads; of no dtype if there is no extension."""
+"""The dtypes that the extension reads; none without the extension."""
 
 _NUMBERS = struct.Struct("=4q6d")
 _NAMES = (*COUNTS[1:], *EXTREMES, *POWER_SUMS)
 
 
 def measure(tensor: Tensor, units: int, inner: int, sample_step: int) -> Callable[[], TensorRecord]:
-    """Read a tensor now; how to get its record.
+    """Read a tensor now. Returns a function that gives its record.
 
     Args:
         tensor: Contiguous, not empty, in CPU memory and of one of :data:`DTYPES`.
-        units: How many units its shape ``[outer, units, inner]`` has; 0 not to tell them apart.
-        inner: Elements of a unit that lie together.
-        sample_step: Elements from one run of a sample to the next; 0 to count all.
+        units: How many units its shape ``[outer, units, inner]`` has; 0 for no extremes of units.
+        inner: Number of adjacent elements of a unit.
+        sample_step: Elements between the starts of two runs of the sample; 0 to count all.
     """
     count = tensor.numel()
     found = _native.measure(
@@ -78,7 +78,7 @@ def _record(found: bytearray, count: int, units: int) -> TensorRecord:
 def squared_norms(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
     """Sum of the squares of each tensor's elements, ``[tensors]``, in one call.
 
-    NaN or infinite if an element is. Nothing is copied, allocated but the result, or recorded.
+    NaN or infinite if an element is. Allocates only the result, and records nothing for autograd.
 
     Args:
         tensors: Contiguous or dense, in CPU memory and of one of :data:`DTYPES`.

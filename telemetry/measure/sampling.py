@@ -1,8 +1,8 @@
 """Samples of large tensors, and histograms from codes of leading bits.
 
 A code is the upper 12 bits of a float32 number after rounding it to bfloat16: sign, exponent and
-three bits of mantissa. Codes 0..2047 are bucket 0, 1, ... of positive numbers, 2048..4095 those of
-negative ones; see :func:`telemetry.sketch.edges`.
+three bits of mantissa. Codes 0..2047 are the buckets 0, 1, ... of positive numbers, 2048..4095
+those of negative ones; see :func:`telemetry.sketch.edges`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from telemetry.measure.tensors import in_memory_order
 from telemetry.sketch import LAST_BUCKET
 
 FULL_ELEMENTS = 131_072
-"""Tensors of more elements are sampled for their histogram: it takes twice as long as the rest."""
+"""The histogram of a larger tensor is that of a sample: it takes twice as long as the rest."""
 
 SAMPLE_ELEMENTS = 65_536
-"""About so many elements are in a sample."""
+"""Approximate number of elements in a sample."""
 
-# Runs of this many elements, a prime number of elements apart. A step that divides a tensor's sizes
-# (any power of two) would see the same few channels or columns only.
+# A sample is runs of this many elements, a prime number of elements apart. A step that divides a
+# tensor's sizes, such as a power of two, would see only a few channels or columns.
 _RUN = 16
 
 CODES = 4096
@@ -31,10 +31,10 @@ _NEGATIVE = CODES // 2
 
 
 def block_sample(tensor: Tensor) -> Tensor:
-    """About 65,536 elements spread evenly over a larger tensor, always the same ones.
+    """About 65,536 elements spread evenly over a larger tensor, always at the same places.
 
     Returns:
-        Shape ``[k, 16]``, on the same device; a view if the tensor is dense. All of the tensor if
+        Shape ``[k, 16]``, on the same device; a view if the tensor is dense. The whole tensor if
         it has at most 131,072 elements.
     """
     step = sample_step(tensor.numel())
@@ -45,7 +45,7 @@ def block_sample(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def sample_step(count: int) -> int:
-    """Elements from one run of a sample to the next; 0 if everything is taken."""
+    """Elements between the starts of two runs of a sample; 0 if all elements are taken."""
     if count <= FULL_ELEMENTS:
         return 0
     step = -(-_RUN * count // SAMPLE_ELEMENTS)
@@ -66,9 +66,9 @@ def histogram_of_codes(
 
     Args:
         code_counts: How often each code occurs, shape ``[4096]``.
-        positive_inf_count: How many of them are ``+inf``: finite numbers from 3.396e38 on have the
-            same code, and belong to the last bucket.
-        negative_inf_count: The same for ``-inf``.
+        positive_inf_count: How many of them are ``+inf``. Finite numbers from 3.396e38 on have the
+            same code and belong to the last bucket.
+        negative_inf_count: Likewise for ``-inf``.
     """
     by_bucket = np.concatenate([code_counts[:_NEGATIVE:-1], code_counts[:_NEGATIVE]])
     zero = _NEGATIVE - 1

@@ -1,4 +1,4 @@
-"""Which values of a tensor are measured, and how they lie in memory."""
+"""Finds the values of a tensor to measure, and how they lie in memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-# PyTorch's parallel loops run on the calling thread alone below this many elements (their grain
-# size, 32768). Above it they wait for a pool of threads: microseconds on an idle machine, but
-# milliseconds where other processes hold the cores, a thousand times what the work itself takes.
+# Below this many elements (the grain size is 32768), PyTorch's loops run on the calling thread.
+# Above it they wait for a pool of threads, which takes milliseconds while other processes hold the
+# cores: a thousand times as long as the work itself.
 SERIAL_ELEMENTS = 32_000
 
 _FLOAT32 = ("float32", "float16", "bfloat16", "bool", "int8", "uint8", "int16", "uint16")
 _FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
-# float64 holds what float32 would round or, for the magnitude of complex numbers, overflow.
+# In float32, these would be rounded or, for the magnitude of complex numbers, overflow.
 _COMPLEX = ("complex32", "bcomplex32", "complex64", "complex128")
 _FLOAT64 = ("float64", "int32", "uint32", "int64", "uint64", *_COMPLEX)
 
@@ -25,18 +25,18 @@ WORKING_DTYPE: dict[torch.dtype, torch.dtype] = {
     **{getattr(torch, f"float8_{name}"): torch.float32 for name in _FLOAT8},
     **{getattr(torch, name): torch.float64 for name in _FLOAT64 if hasattr(torch, name)},
 }
-"""What each measurable dtype is reduced in; bits, quantized and 4-bit dtypes are not measurable."""
+"""The dtype in which each measurable dtype is reduced; bit, quantized and 4-bit ones have none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Values:
-    """The values of one tensor that are stored somewhere, each once.
+    """The stored values of one tensor, each once.
 
     Attributes:
         tensor: Strided, detached, of a measurable dtype, axes in the order of memory if it is
             dense. Complex numbers stand for their magnitude.
-        unit_axis: Axis of ``tensor`` that tells units apart, not negative; None if none does.
-        implied_zeros: Zeros that a sparse tensor has besides.
+        unit_axis: Axis of units in ``tensor``, not negative; None without units.
+        implied_zeros: Number of zeros that a sparse tensor does not store.
     """
 
     tensor: Tensor
@@ -48,7 +48,7 @@ class Values:
         return WORKING_DTYPE[self.tensor.dtype]
 
     def collapsed(self) -> Values:
-        """The same with as few axes as tell units apart: one, or three, ``[outer, units, inner]``.
+        """The same values with one axis, or with three: ``[outer, units, inner]``.
 
         Itself if the tensor is not dense.
         """
@@ -61,15 +61,15 @@ class Values:
 
 
 def unit_shape(shape: Sequence[int], unit_axis: int) -> tuple[int, int, int]:
-    """Elements before, along and after the axis of units."""
+    """Number of elements before, along and after the axis of units."""
     return prod(shape[:unit_axis]), shape[unit_axis], prod(shape[unit_axis + 1 :])
 
 
 def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
-    """What is to be measured of ``tensor``; None if nothing can be.
+    """The values of ``tensor`` to measure; None if it cannot be measured.
 
-    The units of a sparse tensor are not told apart. An uncoalesced one is measurable on the CPU
-    only, since elsewhere coalescing would wait for the device.
+    Sparse tensors have no units here. Uncoalesced ones are measurable on the CPU only, because
+    coalescing would wait for an accelerator.
 
     Raises:
         IndexError: The tensor has no axis ``unit_axis``.
@@ -78,7 +78,7 @@ def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
         tensor.dtype not in WORKING_DTYPE
         or tensor.is_meta
         or tensor.is_nested
-        # A wrapper without values of its own: FakeTensor, DTensor, a functional tensor.
+        # A wrapper without its own values: FakeTensor, DTensor, a functional tensor.
         or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     ):
         return None
@@ -114,7 +114,7 @@ def _stored_values(tensor: Tensor) -> Values | None:
 
 
 def in_memory_order(tensor: Tensor, unit_axis: int | None) -> Values:
-    """A strided tensor, contiguous by its axes' order if it is dense; else as it is."""
+    """A strided tensor with its axes in the order of memory if it is dense; else unchanged."""
     stride = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda axis: -stride[axis])
     permuted = tensor.permute(order)
@@ -124,9 +124,9 @@ def in_memory_order(tensor: Tensor, unit_axis: int | None) -> Values:
 
 
 def pieces(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
-    """Where to cut a tensor of this shape into pieces of at most ``limit`` elements.
+    """Indices that cut a tensor of this shape into pieces of at most ``limit`` elements.
 
-    They come in the order of the elements. Those of a contiguous tensor are contiguous.
+    They are in the order of the elements. Pieces of a contiguous tensor are contiguous.
     """
     return _pieces(tuple(slice(0, size) for size in shape), 0, limit)
 
@@ -144,7 +144,7 @@ def _pieces(whole: tuple[slice, ...], axis: int, limit: int) -> Iterator[tuple[s
 
 
 def working(tensor: Tensor) -> Tensor:
-    """The values in their working dtype, complex numbers as magnitudes; itself if they are."""
+    """The values in their working dtype, complex numbers as magnitudes; no copy if not needed."""
     if tensor.is_complex():
         return tensor.to(torch.complex128).abs()
     return tensor.to(WORKING_DTYPE[tensor.dtype])

@@ -1,11 +1,11 @@
-"""Everything but the units' extremes of a tensor on a GPU, in a single read of it.
+"""Measures a tensor on a GPU in a single read, except for the extremes of its units.
 
-Importing this module needs Triton. :mod:`telemetry.measure.device` has the same in PyTorch's own
-operations, of which each reads the tensor once or more.
+Importing this module needs Triton. :mod:`telemetry.measure.device` computes the same with PyTorch's
+own operations, each of which reads the tensor at least once.
 
-A fixed number of programs share a tensor. Each takes tile after tile, keeps in its registers what
-it has seen, and adds that to the result once, at its end. Codes are counted in shared memory, by
-an instruction that equal codes do not slow down where Triton is recent (``ATOMS.POPC.INC``).
+A fixed number of programs share a tensor. Each takes tile after tile, accumulates in registers, and
+adds to the result once, at its end. Codes are counted in shared memory; with a recent Triton, the
+instruction for that is not slowed down by equal codes (``ATOMS.POPC.INC``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from telemetry.measure.sampling import CODES
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-"""What the kernel reads: dtypes of which float32 holds every number."""
+"""The dtypes that the kernel reads: float32 holds all of their numbers."""
 
-# The counters are cleared and read for every tile, so it is longer than there are counters; but its
-# 16 elements for each thread have to fit into registers. With 64 of these a thread, two programs
-# run on a multiprocessor at a time: one waits for memory while the other counts.
+# The counters are cleared and read for every tile, so a tile has more elements than there are
+# counters; but its 16 elements per thread must fit into registers. With 64 registers per thread,
+# two programs run on a multiprocessor at a time: one waits for memory while the other counts.
 _TILE = 8192
 _WARPS = 16
 _THREADS = 32 * _WARPS
@@ -33,11 +33,11 @@ _OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 if torch.version.cuda:
     _OPTIONS["maxnreg"] = 64
 
-# What a thread loads at once.
+# Bytes that a thread loads at once.
 _VECTOR_BYTES = 16
 
-# Codes of finite numbers end at that of infinity, to which the largest are rounded, and of negative
-# ones likewise. The kernel uses some beyond to count what is no such number, or zero.
+# The codes of finite numbers end at that of infinity, to which the largest are rounded, for both
+# signs. Some codes beyond it count zeros, infinities and NaN.
 _ROUNDED_TO_INF = tl.constexpr(2040)
 _ZERO = tl.constexpr(2045)
 _INF = tl.constexpr(2046)
@@ -86,10 +86,10 @@ def _reduce(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _power_sums(x, sums, threads: tl.constexpr, vector: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each thread's four power sums, with its finite values of a tile.
+    """Adds a tile's finite values to each thread's four power sums.
 
-    A thread has loaded ``vector`` elements at a time: nothing is exchanged between threads. In
-    float64 no fourth power of a float32 number overflows.
+    A thread has loaded ``vector`` elements at a time, so threads exchange nothing. In float64 no
+    fourth power of a float32 number overflows.
     """
     x = tl.reshape(x, (x.shape[0] // (threads * vector), threads, vector))
     wide = tl.where(_is_finite(x), x, 0.0).to(tl.float64)

@@ -144,7 +144,7 @@ class FileSource:
         for tag, series in self._scalars.items():
             self._scalars[tag] = [item for item in series if item[0] < step]
         for plugin_name, tags in self._tensors.items():
-            if plugin_name != PLUGIN_NAME:  # the page's data has sessions of its own
+            if plugin_name != PLUGIN_NAME:  # the page's data has its own sessions
                 for tag, points in tags.items():
                     tags[tag] = [point for point in points if point.step < step]
 

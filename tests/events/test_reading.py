@@ -184,5 +184,5 @@ def test_a_file_that_shrinks_while_it_is_read_ends_with_a_named_error(tmp_path: 
 def test_what_is_no_regular_file_is_an_os_error(tmp_path: Path) -> None:
     path = tmp_path / "events.out.tfevents.1"
     os.mkfifo(path)
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         next(read_events(path))

@@ -353,9 +353,13 @@ def names(record: object) -> list[str]:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda m: clip_gradients(m), ValueError, "takes either max_norm=... or max_value=..."),
-        (lambda m: clip_gradients(m, 1.0), TypeError, r"select=1.0\): .* given as max_norm=1.0 or"),
-        (lambda m: clip_gradients(m, max_norm=1, max_value=1), ValueError, "takes either"),
+        (lambda m: clip_gradients(m), ValueError, "needs either max_norm=... or max_value=..."),
+        (
+            lambda m: clip_gradients(m, 1.0),
+            TypeError,
+            r"select=1.0\): .* give a bound as max_norm=1.0 or",
+        ),
+        (lambda m: clip_gradients(m, max_norm=1, max_value=1), ValueError, "needs either"),
         (lambda m: clip_gradients(m, max_norm=0), ValueError, r"max_norm=0\): must be positive"),
         (lambda m: clip_gradients(m, max_value=float("nan")), ValueError, "must be positive"),
         (lambda m: clip_gradients(m, max_value="1"), TypeError, r"max_value='1'\): must be a num"),

@@ -39,7 +39,7 @@ export class AlertList {
       ),
       alerts.length
         ? this.#filters(kinds)
-        : element("p", { class: "muted" }, "Nothing was found wrong with this run so far."),
+        : element("p", { class: "muted" }, "No alerts in this run so far."),
       element("ul", {}, ...shown.map((alert) => this.#item(alert))),
     );
   }

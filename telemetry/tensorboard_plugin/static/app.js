@@ -1,4 +1,4 @@
-// The page: holds its state, loads what it needs, and has everything drawn.
+// The page: holds its state, loads data and draws.
 
 import { AlertList } from "./alert_list.js";
 import { Detail } from "./detail.js";

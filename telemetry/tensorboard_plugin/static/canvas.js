@@ -61,7 +61,7 @@ export function line(context, x0, y0, x1, y1) {
   context.stroke();
 }
 
-/** As much of a text as fits, its beginning cut off: the end of a path tells more. */
+/** The end of a text, as much as fits: the end of a path says more than its beginning. */
 export function fitText(context, text, width) {
   if (context.measureText(text).width <= width) return text;
   let low = 0;

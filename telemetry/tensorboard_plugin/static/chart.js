@@ -18,7 +18,7 @@ import { formatNumber } from "./format.js";
  * @param {HTMLCanvasElement} canvas
  * @param {Object} options `curves`, `view`, `theme`, `width`, `height`, `left`, `right`, `log`,
  *   `cursor` (a step), `marks` (steps of alerts), `axis` (whether to draw steps below), `second`
- *   (curves in a scale of their own, dashed)
+ *   (curves with a separate scale, dashed)
  */
 export function drawChart(canvas, options) {
   const { theme, width, height, left, right = 10, axis = false } = options;

@@ -9,7 +9,7 @@
  * @property {number} layerFactor layers behind a row
  * @property {number} stepFactor measured steps behind a column
  * @property {boolean} sampled whether steps were left out
- * @property {boolean} [isAll] whether there is no more to be had, thinned or not
+ * @property {boolean} [isAll] whether the server has no more detail, thinned or not
  */
 
 /** Whether a field shows less than was measured. */
@@ -59,7 +59,7 @@ export function measuredLayers(field) {
   return found;
 }
 
-/** Value of a layer at a step; −1 if there is none. */
+/** Value of a layer at a step; −1 if it was not measured. */
 export function valueAt(field, layer, step) {
   const row = rowOf(field, layer);
   const column = columnAt(field.steps, step);
@@ -75,7 +75,7 @@ export function endOf(steps) {
 
 /**
  * Medians over time of each row, or over the depth of each column; of what is finite and, where
- * magnitudes count, above zero. NaN where there is nothing.
+ * magnitudes count, above zero. NaN without such values.
  */
 export function medians(field, mode, log) {
   const columns = field.steps.length;

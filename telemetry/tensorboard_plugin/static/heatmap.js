@@ -104,7 +104,7 @@ export class Heatmap {
     return { row, layer: rows[row].layers[0], step: field.steps[column], column };
   }
 
-  /** The group whose bracket or label is under a point; null if there is none. */
+  /** The group whose bracket or label is under a point; null without one. */
   groupAt(x, y) {
     const { box, content } = this;
     if (!content || x >= box.x || y < box.y || y >= box.y + box.height) return null;
@@ -193,7 +193,7 @@ export class Heatmap {
     }
   }
 
-  /** Names of some rows, evenly spread: there is no room for all. */
+  /** Names of some rows, evenly spread, as many as fit. */
   #drawSparseLabels(context, left, rowHeight) {
     const { view, rows } = this.content;
     const stride = Math.ceil((LABEL_HEIGHT + 3) / rowHeight);

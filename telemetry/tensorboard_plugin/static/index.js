@@ -1,4 +1,4 @@
-// Where TensorBoard starts the page, in a frame of its own.
+// Where TensorBoard starts the page, in a separate frame.
 
 import { App } from "./app.js";
 import { element } from "./dom.js";

@@ -223,13 +223,13 @@ export class Panel {
   }
 }
 
-/** A curve whose label tells its value at a step, or the last one. */
+/** A curve whose label has its value at a step, or its last value. */
 function withValue(curve, step) {
   const index = Math.max(columnAt(curve.steps, step ?? Infinity), 0);
   return { ...curve, label: `${curve.label} ${formatNumber(curve.values[index])}` };
 }
 
-/** What a person has to know about what is drawn; "" if all is as measured. */
+/** A notice about what the picture leaves out; "" if it shows everything. */
 function noticeOf(field, statistic) {
   if (!field.steps.length) return `${statistic.title}: not measured so far.`;
   const parts = [];
@@ -237,7 +237,7 @@ function noticeOf(field, statistic) {
   if (field.stepFactor > 1) parts.push(`${field.stepFactor} steps`);
   const notices = [];
   if (parts.length) notices.push(`Thinned out: each cell is the largest of ${parts.join(" × ")}.`);
-  if (field.sampled) notices.push("Too large to read at once: some steps are left out.");
+  if (field.sampled) notices.push("Too much to read at once: some steps are left out.");
   if (notices.length) return [...notices, field.isAll ? "" : "Zoom in to see all."].join(" ");
   return field.values.some((value) => value >= 0 || value !== value)
     ? ""
@@ -257,7 +257,7 @@ function partOf(view, rows, statistic) {
   return { query, key: `${statistic} ${Object.values(query).join(" ")}` };
 }
 
-/** Whether values span so much that only their magnitudes can be told apart. */
+/** Whether values span so much that a linear axis would hide most of them. */
 function isLog(values) {
   let [low, high] = [Infinity, 0];
   for (const value of values) {

@@ -51,7 +51,7 @@ export function toLink(state) {
   };
 }
 
-/** What a link says; what makes no sense is left at its default. @returns {State} */
+/** The state in a link, with defaults for invalid values. @returns {State} */
 export function fromLink(link) {
   const state = defaultState();
   for (const name of ["run", "other", "statistic", "search"]) {

@@ -97,7 +97,7 @@ export function makeRows(layers, groups, folded, search, shown = null) {
   return rows;
 }
 
-/** The innermost group that a layer is in and that is not folded yet; null if there is none. */
+/** The innermost group of a layer that is not folded yet; null without one. */
 export function innermostOpen(layer, groups, folded) {
   const path = pathOf(layer);
   for (let depth = path.length; depth > 0; depth--) {

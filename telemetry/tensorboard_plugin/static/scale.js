@@ -12,7 +12,7 @@ import {
 
 const SAMPLE = 200_000;
 const MAX_DECADES = 12;
-const OUTSIDE = 0.002; // share of the values at either end that the scale need not tell apart
+const OUTSIDE = 0.002; // share of the values at either end that may lie beyond the scale
 
 /**
  * @typedef {Object} Scale

@@ -54,8 +54,8 @@ export class ServerSource {
   async #get(route, query) {
     const response = await fetch(this.#url(route, query));
     if (!response.ok) {
-      const told = await response.json().catch(() => ({}));
-      throw new Error(told.error ?? `the server answered ${response.status}`);
+      const answer = await response.json().catch(() => ({}));
+      throw new Error(answer.error ?? `the server answered ${response.status}`);
     }
     return response;
   }
@@ -67,7 +67,7 @@ export class ServerSource {
   }
 }
 
-/** Header and arrays of what `payloads.pack` put together. */
+/** Header and arrays of an answer that `payloads.pack` made. */
 export function unpack(buffer) {
   const length = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));

@@ -1,4 +1,4 @@
-// What the page says when there is no picture to show.
+// Messages in place of the picture.
 
 import { element } from "./dom.js";
 
