@@ -328,7 +328,7 @@ def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "step", "expected"),
     [
-        ("newer", 3, "what the rules know: format 2 is not known here"),
+        ("newer", 3, "the state of the rules: its format 2 is unknown"),
         ("without a step", 0, "the step: None; OneCause begins anew"),
         (
             "other types",

@@ -10,10 +10,10 @@ from telemetry.records import Output, StepRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """The outputs in forward order, and what kind of module gave each.
+    """The outputs in forward order, and the type of module that returned each.
 
     Attributes:
-        outputs: Which they are.
+        outputs: The outputs.
         types: Names of the classes of their modules, in the same order.
         owned: Whether their modules own parameters, in the same order.
     """
@@ -37,6 +37,6 @@ class Forward:
 
     @property
     def hidden(self) -> range:
-        """Indices of the outputs that another module with parameters comes after."""
+        """Indices of the outputs that are followed by another module with parameters."""
         last_owner = max((i for i, owned in enumerate(self.owned) if owned), default=0)
         return range(last_owner)

@@ -1,4 +1,4 @@
-"""What a flight file says, in words and small plots for a terminal."""
+"""Explains a flight file in words and small plots for a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from telemetry.flight.file import flight_files, read_flight
 from telemetry.plain_text import called, printable
 
 MAX_FILES = 32
-"""Four times what one run writes."""
+"""Four times as many as one run writes."""
 MAX_ROWS = 30
 MAX_POINTS = 60
 
@@ -27,23 +27,23 @@ _SHOWN = {"activation_rms": "output rms", "grad_norm": "gradient norm", "update_
 def explain(path_or_run: str | os.PathLike[str]) -> str:
     """What went wrong in a run: its flight files in plain text, the earliest fault first.
 
-    Files of a directory that cannot be read are one line each.
+    In a directory, each file that cannot be read gives one line.
 
     Args:
         path_or_run: A flight file, or a log directory.
 
     Raises:
         OSError: There is no such file or directory.
-        ValueError: The file is no flight file.
+        ValueError: The file is not a flight file.
     """
     path = Path(path_or_run)
     if path.is_file():
         return _explain_file(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"{os.fspath(path)}: there is no such run")
+        raise FileNotFoundError(f"no such file or directory: {os.fspath(path)}")
     files = flight_files(path)
     if not files:
-        return f"{path}: no flight file, so no alert of severity error and no exception so far\n"
+        return f"{path}: has no flight file: no alert of severity error and no exception so far\n"
     more = len(files) - MAX_FILES
     left_out = [f"and {more} more flight files\n"] if more > 0 else []
     return "\n".join([*map(_explain_or_skip, files[:MAX_FILES]), *left_out])
@@ -71,7 +71,9 @@ def _explain_file(path: Path) -> str:
 def _headline(flight: Mapping[str, Any]) -> str:
     module = flight["first_bad_module"]
     where = "" if module is None else f"; first bad module: {called(module)}"
-    missing = "" if flight["complete"] else " (not complete: the run was going on or was killed)"
+    missing = (
+        "" if flight["complete"] else " (not complete: the run is still going on or was killed)"
+    )
     return f"Something went wrong at step {flight['step']}{where}{missing}"
 
 
@@ -96,8 +98,8 @@ def _batch(flight: Mapping[str, Any]) -> str:
     seed = "" if random["seed"] is None else f"; torch was seeded with {random['seed']}"
     state = ""
     if random["step"] is not None:
-        state = f"; the state of its random numbers at step {random['step']} is in the file"
-    return f"\nBatch {flight['batch']} of a loop with one batch a step{seed}{state}"
+        state = f"; the file holds the random state at step {random['step']}"
+    return f"\nBatch {flight['batch']} of a loop with one batch per step{seed}{state}"
 
 
 def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
@@ -114,7 +116,7 @@ def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """Logarithmic where all are positive; ``!`` where one is not finite."""
+    """A small plot: logarithmic if all values are positive; ``!`` where one is not finite."""
     values = _thin(values, MAX_POINTS)
     finite = [v for v in values if math.isfinite(v)]
     scale = math.log if finite and min(finite) > 0 else float
@@ -132,7 +134,7 @@ def _sparkline(values: Sequence[float]) -> str:
 
 
 def _table(flight: Mapping[str, Any]) -> Iterator[str]:
-    """The depth profiles side by side, a row for each module."""
+    """The depth profiles side by side, one row per module."""
     profiles, modules = flight["profiles"], flight["modules"]
     shown = [key for key in _SHOWN if any(_is_known(p[key]) for p in profiles)]
     if not shown:
@@ -156,7 +158,7 @@ def _table(flight: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _around(row: int, count: int) -> range:
-    """Rows to show: those about this one."""
+    """The rows to show, around this one."""
     first = max(0, min(row - MAX_ROWS // 2, count - MAX_ROWS))
     return range(first, min(count, first + MAX_ROWS))
 
@@ -168,7 +170,7 @@ def _cells(profiles: Sequence[Mapping[str, Any]], key: str, row: int) -> str:
 
 
 def _notes(profiles: Sequence[Mapping[str, Any]], row: int) -> Iterator[str]:
-    """What else is wrong with a module, at the first moment at which it is."""
+    """What else is wrong with a module, each with its first value."""
     for profile in profiles:
         if profile["nonfinite"][row]:
             yield f"{profile['nonfinite'][row]:.0f} values not finite"
@@ -184,7 +186,7 @@ def _is_known(column: Sequence[object]) -> bool:
 
 
 def _thin(values: Sequence[float], most: int) -> list[float]:
-    """Evenly chosen, the first and the last among them."""
+    """At most so many, evenly spaced, including the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
