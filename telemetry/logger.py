@@ -7,12 +7,12 @@ import os
 import reprlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.util import Finalize
 from threading import Thread
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -20,8 +20,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
-from telemetry.alerts import rules_from
-from telemetry.alerts.configuration import Settings
+from telemetry.arguments import (
+    Alerts,
+    OnAlert,
+    check_model,
+    check_on_alert,
+    checked_optimizer,
+    checked_rules,
+    checked_scalars,
+    log_dir_of,
+    type_name,
+)
 from telemetry.budget import Budget
 from telemetry.capture import Capture, Content
 from telemetry.directory_claim import DirectoryClaim
@@ -31,7 +40,6 @@ from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import SummaryWriter
 from telemetry.faults import Faults
 from telemetry.flight import FlightRecorder
-from telemetry.host_copy import HostCopy
 from telemetry.page_format import new_session_id
 from telemetry.pipeline import CLOSE_TIMEOUT_S, Pipeline
 from telemetry.processing import LoggedScalars, Processor, ReadyValues
@@ -45,7 +53,7 @@ from telemetry.resuming import (
     checked_state,
     resolved,
 )
-from telemetry.rule import AnyRule, Rule, as_rule
+from telemetry.rule import Rule
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
 from telemetry.writing import hparams, links
@@ -98,7 +106,7 @@ class HookLogger:
         gradients: Measure the gradients of parameters.
         weights: Measure parameters and how far each step moves them.
         images: Draw feature maps and filters of convolutions, and the input.
-        alerts: Rules that look at each step; None: the default rules; ``()``: none. A dict sets
+        alerts: Rules that judge each step; None: the default rules; ``()``: none. A dict sets
             parameters of the default rules, or leaves some out:
             ``{"dead_units": {"fraction": 0.8}, "saturated_units": None}``.
         on_alert: Called with each :class:`Alert` on a background thread, or ``"raise"`` to raise
@@ -111,7 +119,7 @@ class HookLogger:
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument has a value that cannot be meant, such as a glob that matches no
+        ValueError: An argument has an impossible value, such as a glob that matches no
             module, or a model without parameters.
         OSError: The log directory cannot be written.
     """
@@ -131,30 +139,25 @@ class HookLogger:
         gradients: bool = True,
         weights: bool = True,
         images: bool = True,
-        alerts: Iterable[AnyRule] | Mapping[str, Settings | None] | None = None,
-        on_alert: Callable[[Alert], None] | Literal["raise"] | None = None,
+        alerts: Alerts | None = None,
+        on_alert: OnAlert | None = None,
         first_step: FirstStep = 0,
     ) -> None:
-        _check_model(model)
+        check_model(model)
         schedule = every(every_n_steps)
-        self._budget = (
-            None
-            if max_overhead is None
-            else Budget(
-                max_overhead=max_overhead,
-                every_n_steps=every_n_steps,
-                entered=self._write_costs,
+        self._budget = None
+        if max_overhead is not None:
+            self._budget = Budget(
+                max_overhead=max_overhead, every_n_steps=every_n_steps, entered=self._write_costs
             )
-        )
         selection = Selection.parse(modules, exclude)
         selection.check(model)
-        primary = _check_optimizer(optimizer, model)
-        rules = _check_rules(alerts)
-        if not (on_alert is None or on_alert == "raise" or callable(on_alert)):
-            raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable or "raise"')
+        primary = checked_optimizer(optimizer, model)
+        rules = checked_rules(alerts)
+        check_on_alert(on_alert)
         check_first_step(first_step)
-        self._claim = DirectoryClaim(model, _log_dir_of(writer), self.close)
-        first_step = resolved(first_step, _log_dir_of(writer))
+        self._claim = DirectoryClaim(model, log_dir_of(writer), self.close)
+        first_step = resolved(first_step, log_dir_of(writer))
         self._writer = _open_writer(writer, first_step)
         self._claim.hold(writer if isinstance(self._writer, GivenWriter) else self._writer)
         self._on_alert = on_alert
@@ -165,25 +168,7 @@ class HookLogger:
         self._later_steps = LaterSteps(self.log_dir, self._faults)
         if first_step > 0:
             self._later_steps.expect_them()
-        session = new_session_id()
-        self._files = PlainFiles(self.log_dir)
-        self._alert_file = AlertFile(self.log_dir, session=session, files=self._files)
-        self._flight = FlightRecorder(
-            self.log_dir,
-            seed=torch.initial_seed(),
-            faults=self._faults,
-            write=self._files.write_whole,
-        )
-        board = Board(pictures=images, session_id=session)
-        processor = Processor(
-            board=board,
-            sink=self._writer,
-            rules=rules,
-            observers=(self._flight.on_step, self._later_steps.on_step),
-            on_alert=self._note_alert,
-            faults=self._faults,
-        )
-        self._pipeline = pipeline = Pipeline(processor, self._faults)
+        self._pipeline = pipeline = self._make_pipeline(rules, pictures=images)
         if isinstance(self._writer, GivenWriter):
             self._writer.call_before_flush(self._hand_on)
         self._capture = Capture(
@@ -208,8 +193,30 @@ class HookLogger:
         # atexit it also runs in a process of multiprocessing, and before the writer's own (0).
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self._capture.attach()
-        self._write(board.first_values())
+        self._write(self._board.first_values())
         _say_where(self.log_dir)
+
+    def _make_pipeline(self, rules: Sequence[Rule], *, pictures: bool) -> Pipeline:
+        """The background thread, and what it writes beside the event file."""
+        session = new_session_id()
+        self._files = PlainFiles(self.log_dir)
+        self._alert_file = AlertFile(self.log_dir, session=session, files=self._files)
+        self._flight = FlightRecorder(
+            self.log_dir,
+            seed=torch.initial_seed(),
+            faults=self._faults,
+            write=self._files.write_whole,
+        )
+        self._board = Board(pictures=pictures, session_id=session)
+        processor = Processor(
+            board=self._board,
+            sink=self._writer,
+            rules=rules,
+            observers=(self._flight.on_step, self._later_steps.on_step),
+            on_alert=self._note_alert,
+            faults=self._faults,
+        )
+        return Pipeline(processor, self._faults)
 
     def __repr__(self) -> str:
         state = "attached" if self._capture.attached else "removed"
@@ -263,7 +270,7 @@ class HookLogger:
             named: Likewise.
 
         Raises:
-            TypeError: A value is no number, or a tag no string. All others are written.
+            TypeError: A value is not a number, or a tag is not a string. All others are written.
             ValueError: A tensor has more than one element, or a tag cannot be encoded in UTF-8. All
                 others are written.
         """
@@ -275,13 +282,7 @@ class HookLogger:
                 f"HookLogger.log({reprlib.repr(scalars)}): takes numbers by their tags, "
                 "log(loss=0.5) or log({'loss': 0.5})"
             )
-        values: dict[str, float | HostCopy] = {}
-        refused: list[TypeError | ValueError] = []
-        for tag, value in {**(scalars or {}), **named}.items():
-            try:
-                values[_checked_tag(tag)] = _scalar(tag, value)
-            except (TypeError, ValueError) as error:
-                refused.append(error)
+        values, refused = checked_scalars({**(scalars or {}), **named})
         self._pipeline.submit_logged(
             LoggedScalars(step=self._capture.step, wall_time=time.time(), values=values)
         )
@@ -348,14 +349,14 @@ class HookLogger:
 
         Returns:
             Numbers, strings, lists and dicts, for ``torch.save``, ``json`` and the checkpoints of
-            Lightning and Accelerate. A rule of your own takes part if it has a ``state_dict()`` and
-            a ``load_state_dict(state)``.
+            Lightning and Accelerate. The state of a :class:`telemetry.Rule` of your own is part of
+            it.
         """
         capture = self._capture.state_dict()
         return {"format": STATE_FORMAT, **capture, **self._pipeline.state_dict(capture["step"])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, whether in this process or in another one.
+        """Continue from what :meth:`state_dict` returned, in this process or another one.
 
         The next step has the state's number, and the alerts go on with what they knew. In a log
         directory, TensorBoard hides what was logged earlier for this step and later ones. What does
@@ -366,12 +367,13 @@ class HookLogger:
             state: Also of another model or with other rules.
 
         Raises:
-            TypeError: It is no dict.
+            TypeError: It is not a dict.
             ValueError: The logger is closed.
         """
         if not isinstance(state, Mapping):
             raise TypeError(
-                f"HookLogger.load_state_dict({_type(state)}): must be what state_dict() returned"
+                f"HookLogger.load_state_dict({type_name(state)}): "
+                "must be what state_dict() returned"
             )
         if not self._finalizer.still_active():
             raise ValueError("HookLogger.load_state_dict(): the logger is closed; make a new one")
@@ -406,13 +408,13 @@ class HookLogger:
         self._capture.attach()
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Take all hooks off, write what is waiting, tell what was lost. Harmless when repeated.
+        """Remove all hooks, write what is waiting, report what was lost. Harmless when repeated.
 
         The writer is flushed; it is closed if this logger opened it.
 
         Args:
             timeout_s: The longest time in seconds that all of this takes, if the disk does not
-                answer or a rule does not return. What is left then is counted and told.
+                answer or a rule does not return. What is left then is counted and logged.
         """
         self._finalizer.cancel()
         self._capture.end()
@@ -482,63 +484,14 @@ class _Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"HookLogger(model=...): must be a torch.nn.Module, not {_type(model)}")
-    if next(model.parameters(), None) is None:
-        raise ValueError(
-            f"HookLogger(model={type(model).__name__}): has no parameters, nothing can be trained"
-        )
-
-
-def _check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
-    if optimizer is None:
-        return None
-    # Lightning and Accelerate wrap optimizers; it is the wrapped one that runs the hooks.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(inner, Optimizer):
-        raise TypeError(
-            f"HookLogger(optimizer=...): must be a torch.optim.Optimizer, not {_type(optimizer)}; "
-            "call logger.step() in a loop that has none"
-        )
-    ours = {id(parameter) for parameter in model.parameters()}
-    if not any(id(p) in ours for group in inner.param_groups for p in group["params"]):
-        raise ValueError("HookLogger(optimizer=...): holds none of the model's parameters")
-    return inner
-
-
-def _check_rules(alerts: Any) -> Sequence[Rule]:
-    if alerts is None or isinstance(alerts, Mapping):
-        return rules_from(alerts or {})
-    if not isinstance(alerts, Iterable) or isinstance(alerts, str):
-        raise TypeError(
-            f"HookLogger(alerts={alerts!r}): must be rules, () for none, or a dict by name"
-        )
-    try:
-        return [as_rule(rule) for rule in alerts]
-    except TypeError as error:
-        raise TypeError(f"HookLogger(alerts=...): {error}") from None
-
-
 def _open_writer(writer: object, first_step: int) -> FileWriter | GivenWriter:
     if isinstance(writer, tensorboard.SummaryWriter):
         return GivenWriter(writer)
-    log_dir = _log_dir_of(writer)
+    log_dir = log_dir_of(writer)
     try:
         return SummaryWriter(log_dir, purge_step=first_step or None)._get_file_writer()
     except OSError as error:
         raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
-
-
-def _log_dir_of(writer: object) -> str:
-    if isinstance(writer, tensorboard.SummaryWriter):
-        return str(writer.log_dir)
-    if not isinstance(writer, str | os.PathLike):
-        raise TypeError(
-            "HookLogger(writer=...): must be a torch.utils.tensorboard.SummaryWriter or a log "
-            f"directory, not {_type(writer)}"
-        )
-    return os.path.expanduser(os.fspath(writer))
 
 
 _where_was_said = False
@@ -559,36 +512,3 @@ def _say_where(log_dir: str) -> None:
 _LOGGED_TOO_LATE = (
     "HookLogger.log() after close() writes nothing; call it before, or inside of the with block"
 )
-
-
-def _checked_tag(tag: object) -> str:
-    if not isinstance(tag, str):
-        raise TypeError(f"HookLogger.log({{{tag!r}: ...}}): a tag must be a string")
-    try:
-        tag.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"HookLogger.log({{{tag!r}: ...}}): the tag has half of a surrogate pair, which no "
-            "file can hold; tag.encode(errors='replace').decode() replaces it"
-        ) from None
-    return tag
-
-
-def _scalar(name: str, value: object) -> float | HostCopy:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(
-                f"HookLogger.log({name}=...): has {value.numel()} elements; reduce it to one, "
-                "for example by .mean()"
-            )
-        if value.is_complex() or value.is_meta:
-            raise TypeError(f"HookLogger.log({name}={value!r}): must be a real number")
-        return HostCopy(value.detach().reshape(()))
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"HookLogger.log({name}={reprlib.repr(value)}): must be a number") from None
-
-
-def _type(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"

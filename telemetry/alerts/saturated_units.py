@@ -147,7 +147,9 @@ _BLOCKED = 0.7
 _CALM_LOOKS = 3  # by eye: one more than begin it
 _FAINT = 1e-3  # by eye; tried 0.0005 and 0.002
 _LARGE = 10.0  # tanh has slope 1e-8 there; tried 2 and 50
-_SMALL = 2.0  # bounded functions return 1 at most, their sums little more; tried 0.4 and 10
+# Bounded functions return 1 at most, and few sums of them are much larger. At 0.4
+# rnncell_saturated is missed; tried 1 and 10.
+_SMALL = 2.0
 
 
 def _share_flat(record: StepRecord, output: Output, function: Bounded) -> float:
