@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import tensorboard
 
 from telemetry.alerts import rules_from
+from telemetry.alerts.configuration import Settings
 from telemetry.host_copy import HostCopy
 from telemetry.plain_text import check_text
-from telemetry.rule import Rule, as_rule
+from telemetry.records import Alert
+from telemetry.rule import AnyRule, Rule, as_rule
+
+Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | None] | None
+OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise"] | None
 
 
 def check_model(model: object) -> None:
@@ -55,6 +62,24 @@ def check_rules(alerts: Any) -> Sequence[Rule]:
         return [as_rule(rule) for rule in alerts]
     except TypeError as error:
         raise TypeError(f"HookLogger(alerts=...): {error}") from None
+
+
+def check_on_alert(on_alert: object) -> None:
+    if not (on_alert is None or on_alert == "raise" or callable(on_alert)):
+        raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable or "raise"')
+
+
+def log_dir_of(writer: object) -> str:
+    if isinstance(writer, tensorboard.SummaryWriter):
+        return str(writer.log_dir)
+    if not isinstance(writer, str | os.PathLike):
+        raise TypeError(
+            "HookLogger(writer=...): must be a torch.utils.tensorboard.SummaryWriter or a log "
+            f"directory, not {type_of(writer)}"
+        )
+    if not os.fspath(writer):
+        raise ValueError("HookLogger(writer=''): must name a directory")
+    return os.path.expanduser(os.fspath(writer))
 
 
 def scalars_of(

@@ -1,4 +1,4 @@
-"""Faults of our own: told once, never raised into the training loop."""
+"""Failures of telemetry itself: logged once, never raised into the training loop."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ log = logging.getLogger("telemetry")
 
 
 class Faults:
-    """Counts what went wrong inside telemetry and tells the first time of each kind."""
+    """Counts what failed inside telemetry and logs the first failure of each kind."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def report(self, doing: str) -> None:
-        """Note the exception being handled; ``doing`` says what could not be done."""
+        """Count the exception being handled; ``doing`` says what failed: "to write an alert"."""
         self._counts[doing] = self._counts.get(doing, 0) + 1
         if self._counts[doing] == 1:
             log.warning("telemetry failed %s; training goes on without it", doing, exc_info=True)
 
     @contextmanager
     def contained(self, doing: str) -> Iterator[None]:
-        """Report an exception of the body, and go on after it."""
+        """Report an exception of the body and continue after it."""
         try:
             yield
         except Exception:
             self.report(doing)
 
     def tell(self, message: str, *, kind: str = "", level: int = logging.WARNING) -> None:
-        """Say what cannot be measured; once for each message, or for each ``kind`` of them."""
-        if (kind or message) not in self._told:
-            self._told.add(kind or message)
+        """Log what cannot be measured; once for each message, or for each ``kind`` of message."""
+        if (kind or message) not in self._logged:
+            self._logged.add(kind or message)
             log.log(level, "telemetry: %s", printable(message))
 
     def summary(self) -> str:

@@ -6,12 +6,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.util import Finalize
 from threading import Thread
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
-from telemetry.alerts.configuration import Settings
 from telemetry.arguments import (
+    Alerts,
+    OnAlert,
     check_model,
+    check_on_alert,
     check_optimizer,
     check_rules,
+    log_dir_of,
     scalars_of,
     type_of,
 )
@@ -50,7 +53,7 @@ from telemetry.resuming import (
     checked_state,
     resolved,
 )
-from telemetry.rule import AnyRule
+from telemetry.rule import Rule
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
 from telemetry.writing import hparams, links
@@ -107,7 +110,7 @@ class HookLogger:
         gradients: Measure the gradients of parameters.
         weights: Measure parameters and how far each step moves them.
         images: Draw feature maps and filters of convolutions, and the input.
-        alerts: Rules that look at each step; None: the default rules; ``()``: none. A dict sets
+        alerts: Rules that judge each step; None: the default rules; ``()``: none. A dict sets
             parameters of the default rules, or leaves some out:
             ``{"dead_units": {"fraction": 0.8}, "saturated_units": None}``.
         on_alert: Called with each :class:`Alert` on a background thread, or ``"raise"`` to raise
@@ -140,21 +143,17 @@ class HookLogger:
         gradients: bool = True,
         weights: bool = True,
         images: bool = True,
-        alerts: Iterable[AnyRule] | Mapping[str, Settings | None] | None = None,
-        on_alert: Callable[[Alert], None] | Literal["raise"] | None = None,
+        alerts: Alerts | None = None,
+        on_alert: OnAlert | None = None,
         first_step: FirstStep = 0,
     ) -> None:
         check_model(model)
         schedule = every(every_n_steps)
-        self._budget = (
-            None
-            if max_overhead is None
-            else Budget(
-                max_overhead=max_overhead,
-                every_n_steps=every_n_steps,
-                entered=self._write_costs,
+        self._budget = None
+        if max_overhead is not None:
+            self._budget = Budget(
+                max_overhead=max_overhead, every_n_steps=every_n_steps, entered=self._write_costs
             )
-        )
         selection = Selection.parse(modules, exclude)
         selection.check(model)
         content = Content(
@@ -166,11 +165,10 @@ class HookLogger:
         )
         primary = check_optimizer(optimizer, model)
         rules = check_rules(alerts)
-        if not (on_alert is None or on_alert == "raise" or callable(on_alert)):
-            raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable or "raise"')
+        check_on_alert(on_alert)
         check_first_step(first_step)
-        self._claim = DirectoryClaim(model, _log_dir_of(writer), self.close)
-        first_step = resolved(first_step, _log_dir_of(writer))
+        self._claim = DirectoryClaim(model, log_dir_of(writer), self.close)
+        first_step = resolved(first_step, log_dir_of(writer))
         self._writer = _open_writer(writer, first_step)
         self._claim.hold(writer if isinstance(self._writer, GivenWriter) else self._writer)
         self._on_alert = on_alert
@@ -181,25 +179,7 @@ class HookLogger:
         self._later_steps = LaterSteps(self.log_dir, self._faults)
         if first_step > 0:
             self._later_steps.expect_them()
-        session = new_session_id()
-        self._files = PlainFiles(self.log_dir)
-        self._alert_file = AlertFile(self.log_dir, session=session, files=self._files)
-        self._flight = FlightRecorder(
-            self.log_dir,
-            seed=torch.initial_seed(),
-            faults=self._faults,
-            write=self._files.write_whole,
-        )
-        board = Board(pictures=images, session_id=session)
-        processor = Processor(
-            board=board,
-            sink=self._writer,
-            rules=rules,
-            observers=(self._flight.on_step, self._later_steps.on_step),
-            on_alert=self._note_alert,
-            faults=self._faults,
-        )
-        self._pipeline = pipeline = Pipeline(processor, self._faults)
+        self._pipeline = pipeline = self._make_pipeline(rules, pictures=images)
         if isinstance(self._writer, GivenWriter):
             self._writer.call_before_flush(self._hand_on)
         self._capture = Capture(
@@ -218,8 +198,30 @@ class HookLogger:
         # atexit it also runs in a process of multiprocessing, and before the writer's own (0).
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self._capture.attach()
-        self._write(board.first_values())
+        self._write(self._board.first_values())
         _say_where(self.log_dir)
+
+    def _make_pipeline(self, rules: Sequence[Rule], *, pictures: bool) -> Pipeline:
+        """The background thread, and what it writes beside the event file."""
+        session = new_session_id()
+        self._files = PlainFiles(self.log_dir)
+        self._alert_file = AlertFile(self.log_dir, session=session, files=self._files)
+        self._flight = FlightRecorder(
+            self.log_dir,
+            seed=torch.initial_seed(),
+            faults=self._faults,
+            write=self._files.write_whole,
+        )
+        self._board = Board(pictures=pictures, session_id=session)
+        processor = Processor(
+            board=self._board,
+            sink=self._writer,
+            rules=rules,
+            observers=(self._flight.on_step, self._later_steps.on_step),
+            on_alert=self._note_alert,
+            faults=self._faults,
+        )
+        return Pipeline(processor, self._faults)
 
     def __repr__(self) -> str:
         state = "attached" if self._capture.attached else "removed"
@@ -485,25 +487,12 @@ class _Deadline:
 def _open_writer(writer: object, first_step: int) -> FileWriter | GivenWriter:
     if isinstance(writer, tensorboard.SummaryWriter):
         return GivenWriter(writer)
-    log_dir = _log_dir_of(writer)
+    log_dir = log_dir_of(writer)
     try:
         opened = SummaryWriter(log_dir, purge_step=first_step or None, flush_secs=_FLUSH_S)
     except OSError as error:
         raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
     return opened._get_file_writer()
-
-
-def _log_dir_of(writer: object) -> str:
-    if isinstance(writer, tensorboard.SummaryWriter):
-        return str(writer.log_dir)
-    if not isinstance(writer, str | os.PathLike):
-        raise TypeError(
-            "HookLogger(writer=...): must be a torch.utils.tensorboard.SummaryWriter or a log "
-            f"directory, not {type_of(writer)}"
-        )
-    if not os.fspath(writer):
-        raise ValueError("HookLogger(writer=''): must name a directory")
-    return os.path.expanduser(os.fspath(writer))
 
 
 _where_was_said = False

@@ -21,17 +21,20 @@ Stage = Literal["begin", "worse", "end"]
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """One training fault, as it was noticed.
+    """One training fault: that it begins, grows worse or ends.
 
     Attributes:
-        kind: What is wrong: ``exploding_gradient``, ``vanishing_gradient`` or ``nonfinite``.
+        kind: What is wrong. The default rules report ``exploding_gradient``,
+            ``exploding_activation``, ``vanishing_gradient``, ``nonfinite``, ``dead_units``,
+            ``saturated_units``, ``loss_divergence`` and ``no_learning``; your own may use others.
         severity: ``error`` if the run is lost unless something changes, else ``warning``.
         step: Optimizer steps completed when the measurement was taken, from 0.
-        module_name: The culprit, as in ``named_modules()``; None if it is the loss or all of it.
-        value: The measured figure that the rule looked at.
+        module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
+        value: The measured figure that the rule judged.
         threshold: The figure it was compared with, in the same unit.
         message: What was seen, where, and what people usually try; at most three lines.
-        consequences: Other faults that this one explains, in words: they are not told again.
+        consequences: Other faults that this one explains, in words; they have no alerts of their
+            own.
         stage: Whether the fault begins, grows worse or has ended.
     """
 
@@ -47,7 +50,7 @@ class Alert:
 
     @property
     def where(self) -> str:
-        """How a sentence goes on after the kind: `` in fc1``; empty if no module is named."""
+        """The module, to follow the kind in a sentence: `` in fc1``; empty if there is none."""
         return f" in {called(self.module_name)}" if self.module_name else ""
 
     @property
@@ -58,12 +61,12 @@ class Alert:
 
 
 def parse_alert(content: Any) -> Alert:
-    """The alert that a JSON object of its fields says.
+    """An alert from a JSON object with its fields.
 
-    A severity or stage that is not known here counts as the mildest.
+    An unknown severity or stage becomes the mildest.
 
     Raises:
-        ValueError: It is none; the text names the field.
+        ValueError: A field is missing or has a wrong value; the message names it.
     """
     later = {"consequences": [], "stage": "begin"}
     known = _ALERT_FIELDS({**later, **content} if type(content) is dict else content)
@@ -102,11 +105,11 @@ class TelemetryAlert(RuntimeError):  # noqa: N818 - what is raised is the alert
     """Raised between two steps where the user asked for it (``on_alert="raise"``).
 
     Attributes:
-        alert: What was found.
+        alert: The alert.
     """
 
     def __init__(self, alert: Alert) -> None:
-        super().__init__(alert)  # as it is, so that a pickled one can be loaded
+        super().__init__(alert)  # not a text, so that a pickled one can be loaded
         self.alert = alert
 
     def __str__(self) -> str:
@@ -168,12 +171,12 @@ class Layout:
 class Output(NamedTuple):
     """Which of the tensors that a module returned.
 
-    As a string it is ``rnn`` for the first and ``rnn[1]`` for the second: to be read by people, not
-    to be taken apart, for a module may be called ``rnn[1]``, too.
+    As a string it is ``rnn`` for the first and ``rnn[1]`` for the second. The string is for people,
+    not for parsing, because a module may be called ``rnn[1]``, too.
 
     Attributes:
         module_name: As in ``named_modules()``.
-        place: Of the tensor among those returned, from 0.
+        place: Index of the tensor among those returned, from 0.
     """
 
     module_name: str
@@ -189,9 +192,9 @@ class TensorRecord:
 
     Attributes:
         sketch: Histogram and exact moments of all elements.
-        calls: How many tensors there were; of very many the first few of each module are merged.
-        unit_min: Smallest value of each unit or channel, float32, shape ``[units]``; None where
-            there are no units to tell apart. NaN where the unit has one.
+        calls: Number of tensors; of very many only the first few of each module are merged.
+        unit_min: Smallest value of each unit or channel, float32, shape ``[units]``; None if the
+            tensor has no units. NaN where the unit has one.
         unit_max: Largest value of each unit, likewise.
     """
 
@@ -202,7 +205,7 @@ class TensorRecord:
 
     @property
     def dead_fraction(self) -> float:
-        """Share of units that were zero throughout; NaN where units are not told apart."""
+        """Share of units that were always zero; NaN if the tensor has no units."""
         if self.unit_min is None or self.unit_max is None or self.unit_min.size == 0:
             return math.nan
         return float(np.mean((self.unit_min == 0) & (self.unit_max == 0)))
@@ -263,15 +266,15 @@ class StepRecord:
         skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the
             gradients are not finite by design.
         full: Whether what follows was measured at this step.
-        left_out: Modules that were not, with their parameters, for it was the turn of others.
+        left_out: Modules that were not measured, because ``max_overhead`` gave the turn to others.
         total_grad_norm_before_clipping: Norm of all gradients at the end of the backward pass.
-        clipped_fraction: Share of all full steps so far at which clipping made them smaller.
+        clipped_fraction: Share of all full steps so far at which clipping reduced it.
         nan_buffers: Buffers that hold a NaN, by their names in ``named_buffers()``.
         nonfinite_parameters: Parameters that held a NaN or Inf before the step. Also on steps that
             are not full, if a gradient is not finite and on the CPU.
-        inputs: What the model was given, all its floating-point tensors together, by an empty name;
-            by the name of the watched module that ran first what that was given, if it was
-            something else, or if the model itself was not called.
+        inputs: What the model was given, all its floating-point tensors together, by an empty name.
+            If the first watched module was given something else, or the model itself was not
+            called, also the input of that module, by its name.
         outputs: Every tensor that each watched module returned, in forward order.
         output_grads: Gradients with respect to those outputs.
         grads: Gradients by parameter name, accumulated and unscaled.

@@ -1,4 +1,4 @@
-"""Where a run begins that goes on from an earlier one."""
+"""At which step a resumed run begins, and what it takes over from the earlier one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FEW_BYTES = 1 << 20
 
 
 def check_first_step(first_step: object) -> None:
-    """Refuse what is no first step.
+    """Check the argument ``first_step``.
 
     Raises:
-        TypeError, ValueError: It is something else.
+        TypeError, ValueError: It is neither ``"auto"`` nor an int from 0.
     """
     if first_step == "auto":
         return
@@ -33,7 +33,7 @@ def check_first_step(first_step: object) -> None:
 
 
 def resolved(first_step: FirstStep, log_dir: str) -> int:
-    """The number of the first step; ``"auto"``: after the last one that the directory holds.
+    """The number of the first step; for ``"auto"`` the one after the last in the directory.
 
     Raises:
         ValueError: The directory is remote.
@@ -44,7 +44,7 @@ def resolved(first_step: FirstStep, log_dir: str) -> int:
     if "://" in log_dir:
         raise ValueError(
             f'HookLogger(first_step="auto"): finds steps in local directories only, not in '
-            f"{log_dir}; give the number, or the state of a checkpoint to load_state_dict()"
+            f"{log_dir}; pass the number, or call load_state_dict() with the state of a checkpoint"
         )
     last = last_step(event_files(log_dir))
     return 0 if last is None else last + 1
@@ -54,8 +54,8 @@ class LaterSteps:
     """Warns once if a run counts steps again that its directory already holds.
 
     Args:
-        log_dir: Where the run writes; what it holds now is from earlier. A remote one is not read.
-        faults: Where to warn.
+        log_dir: Where the run writes; it holds earlier steps only. Not read if it is remote.
+        faults: Logs the warning and failures.
     """
 
     def __init__(self, log_dir: str, faults: Faults) -> None:
@@ -74,21 +74,21 @@ class LaterSteps:
             self._earlier = ()
 
     def expect_them(self) -> None:
-        """The run goes on from an earlier one after all."""
+        """Do not warn: the run was resumed."""
         self._earlier = ()
 
     def _compare(self, last: int | None, step: int) -> None:
         if last is not None and last > step:
             self._faults.tell(
                 f"{self._log_dir} already holds steps up to {last}, and this run counts from "
-                f"{step} again. To go on there: HookLogger(first_step={last + 1}) or "
-                'first_step="auto", or load_state_dict() with the state of a checkpoint; '
-                "a new run should have another directory"
+                f"{step} again. To resume that run: HookLogger(first_step={last + 1}) or "
+                'first_step="auto", or load_state_dict() with the state of a checkpoint. '
+                "A new run should have another directory"
             )
 
 
 def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What can be used of a logger's state, and in words what cannot."""
+    """The usable part of a logger's state, and in words what cannot be used."""
     usable: dict[str, Any] = {}
     misfits = []
     step, order = state.get("step"), state.get("forward_order")
@@ -97,7 +97,7 @@ def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     else:
         misfits.append(f"the step: {step!r}")
     if state.get("format") != STATE_FORMAT:
-        misfits.append(f"what the rules know: format {state.get('format')!r} is not known here")
+        misfits.append(f"the state of the rules: its format {state.get('format')!r} is unknown")
         return usable, misfits
     usable |= {name: state.get(name) for name in ("full", "rules", "logged")}
     if isinstance(order, list | tuple):

@@ -20,7 +20,7 @@ LAYERS = [
     {"layers", "rule", "selection", "measure", "images", "events"},
     {"page_format"},
     {"capture", "alerts", "flight", "writing", "reading"},
-    {"resuming", "processing", "interventions"},
+    {"arguments", "resuming", "processing", "interventions"},
     {"pipeline"},
     {"arguments"},
     {"logger", "testing"},

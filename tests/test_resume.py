@@ -328,7 +328,7 @@ def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "step", "expected"),
     [
-        ("newer", 3, "what the rules know: format 2 is not known here"),
+        ("newer", 3, "the state of the rules: its format 2 is unknown"),
         ("without a step", 0, "the step: None; OneCause begins anew"),
         (
             "other types",
@@ -486,7 +486,7 @@ def test_auto_bears_torn_ends_and_foreign_files(tmp_path: Path) -> None:
 
 
 def test_auto_is_refused_for_a_remote_directory() -> None:
-    with pytest.raises(ValueError, match=r"local directories only, not in memory://run; give the"):
+    with pytest.raises(ValueError, match=r"local directories only, not in memory://run; pass the"):
         HookLogger(Loop().model, "memory://run", first_step="auto")
 
 

@@ -1,4 +1,9 @@
-"""Rules: what a training fault looks like in the records, one file for each."""
+"""Rules: what a training fault looks like in the records, one file for each.
+
+A comment beside each threshold says where it comes from. "Tried 5 and 20" means: the runs of
+``benchmarks/faultbench.py`` (seed 1) were judged again with each of these values, and no verdict
+changed; a run that did change is named. "By eye" means that nothing else supports the value.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One cause, one alert: of the faults that follow from each other, the first is told."""
+"""One cause, one alert: of faults that follow from each other, only the first is reported."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ CAUSES: dict[str, set[str]] = {
 
 
 class OneCause(Rule):
-    """Puts several rules together, so that a fault with many symptoms gives one alert.
+    """Combines several rules, so that a fault with many symptoms gives one alert.
 
-    Of alerts that begin in the same step, the one whose rule is listed first leads. Faults that
-    begin within 200 steps of one that may explain them are its consequences: they are listed with
-    it and not told, unless they are still there when it is over. If a consequence is an error and
-    the cause was a warning, the cause is told again, as worse.
+    If several alerts begin at the same step, the one whose rule comes first is the cause. Faults
+    that begin within 200 steps of one that may explain them are its consequences: they are listed
+    in its alert and not reported themselves, unless they are still there when it is over. If a
+    consequence is an error and the cause was a warning, the cause is reported again, as worse.
 
-    It also keeps within bounds what the rules ask for: on average one full measurement in ten
-    steps beyond the schedule, twelve at once.
+    It also limits the full measurements that the rules ask for: twelve at once, and on average one
+    in ten steps, in addition to the schedule.
 
     Args:
         rules: Causes before consequences.
-        severities: Of the alerts of some kinds, where they should not be the rule's own.
-        course: How the run goes, if rules share one.
+        severities: For some kinds of alerts, another severity than the rule's own.
+        course: The course that the rules share, to be saved with them.
     """
 
-    _told: dict[str, _Told]
+    _reported: dict[str, _Reported]
     _hidden: dict[str, _Hidden]
     _allowance: float
     wants_full: bool = False
@@ -62,12 +62,12 @@ class OneCause(Rule):
         self._rules = tuple(rules)
         self._severities = dict(severities or {})
         self._course = course or Course()
-        self._told = {}
+        self._reported = {}
         self._hidden = {}
         self._allowance = _BURST
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        """A loss was logged, before its step."""
+        """Judge a loss that was logged before its step ended."""
         alerts = [alert for rule in self._rules for alert in rule.on_loss(step, loss)]
         return [_with_consequences(alert) for alert in self._sort_out(alerts)]
 
@@ -80,14 +80,14 @@ class OneCause(Rule):
         return [_with_consequences(alert) for alert in self._sort_out(alerts)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What this and its rules remember, in numbers, strings, lists and dicts."""
+        """What this and its rules remember, as numbers, strings, lists and dicts."""
         return {name: to_plain(part) for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. A rule takes all of what it remembered, or begins anew.
+        """Continue from there. A rule takes all of its state, or begins anew.
 
         Raises:
-            ValueError: Some rules begin anew, or are not there.
+            ValueError: Some rules begin anew, or do not exist.
         """
         parts, misfits = self._parts(), [name for name in state if name not in self._parts()]
         misfits = [f"there is no rule {name}" for name in misfits]
@@ -100,30 +100,30 @@ class OneCause(Rule):
             raise ValueError(", ".join(misfits))
 
     def _parts(self) -> dict[str, object]:
-        """What remembers something, by name."""
+        """Everything that has a state, by name."""
         rules = {rule.name: rule for rule in self._rules}
         return {"causes": self, "course": self._course, **rules}
 
     def _sort_out(self, alerts: list[Alert]) -> list[Alert]:
-        told: list[Alert] = []
+        reported: list[Alert] = []
         for alert in map(self._graded, alerts):
             if alert.stage == "end":
-                told += self._end(alert)
+                reported += self._end(alert)
             elif (cause := self._cause_of(alert)) is None:
-                self._told[alert.kind] = _Told(alert=alert, step=alert.step)
-                told.append(alert)
+                self._reported[alert.kind] = _Reported(alert=alert, step=alert.step)
+                reported.append(alert)
             else:
-                told = self._add_consequence(cause, alert, told)
-        return told
+                reported = self._add_consequence(cause, alert, reported)
+        return reported
 
     def _graded(self, alert: Alert) -> Alert:
         severity = self._severities.get(alert.kind, alert.severity)
         return alert if alert.stage == "end" else replace(alert, severity=severity)
 
     def _end(self, alert: Alert) -> list[Alert]:
-        """Tell the end of what was told, and what outlives it."""
+        """Report the end of a fault that was reported, and consequences that outlive it."""
         self._hidden.pop(alert.kind, None)
-        if self._told.pop(alert.kind, None) is None:
+        if self._reported.pop(alert.kind, None) is None:
             return []
         left = [hidden.alert for hidden in self._hidden.values() if hidden.cause == alert.kind]
         for survivor in left:
@@ -131,16 +131,20 @@ class OneCause(Rule):
         lasting = [replace(found, step=alert.step) for found in left if found.kind in _STATES]
         return [alert, *self._sort_out(lasting)]
 
-    def _cause_of(self, alert: Alert) -> _Told | None:
+    def _cause_of(self, alert: Alert) -> _Reported | None:
         if alert.kind in self._hidden:
-            return self._told.get(self._hidden[alert.kind].cause)
+            return self._reported.get(self._hidden[alert.kind].cause)
         if alert.stage != "begin":
             return None
-        known = [self._told[kind] for kind in CAUSES.get(alert.kind, ()) if kind in self._told]
-        near = [told for told in known if alert.step - told.step <= _REACH]
-        return min(near, key=lambda told: told.alert.step, default=None)
+        known = [
+            self._reported[kind] for kind in CAUSES.get(alert.kind, ()) if kind in self._reported
+        ]
+        near = [reported for reported in known if alert.step - reported.step <= _REACH]
+        return min(near, key=lambda reported: reported.alert.step, default=None)
 
-    def _add_consequence(self, cause: _Told, alert: Alert, told: list[Alert]) -> list[Alert]:
+    def _add_consequence(
+        self, cause: _Reported, alert: Alert, reported: list[Alert]
+    ) -> list[Alert]:
         before = after = cause.alert
         what = f"{alert.kind}{alert.where}"
         if what not in before.consequences:
@@ -150,17 +154,19 @@ class OneCause(Rule):
             after = replace(after, severity="error")
         self._hidden[alert.kind] = _Hidden(alert=alert, cause=before.kind)
         cause.alert, cause.step = after, alert.step
-        if any(_is_told(item, before) for item in told):
+        if any(_is_reported(item, before) for item in reported):
             return [
-                replace(after, stage=item.stage, step=item.step) if _is_told(item, before) else item
-                for item in told
+                replace(after, stage=item.stage, step=item.step)
+                if _is_reported(item, before)
+                else item
+                for item in reported
             ]
-        return [*told, replace(after, stage="worse", step=alert.step)] if worse else told
+        return [*reported, replace(after, stage="worse", step=alert.step)] if worse else reported
 
 
 @dataclass(kw_only=True)
-class _Told:
-    """An alert that was told, and the last step at which it had a consequence."""
+class _Reported:
+    """An alert that was reported, and the last step at which it had a consequence."""
 
     alert: Alert
     step: int
@@ -168,19 +174,19 @@ class _Told:
 
 @dataclass(frozen=True, kw_only=True)
 class _Hidden:
-    """An alert that was not told, and the kind of the one that was told instead."""
+    """An alert that was not reported, and the kind of the one that was reported instead."""
 
     alert: Alert
     cause: str
 
 
-def _is_told(item: Alert, cause: Alert) -> bool:
-    """Whether ``item`` tells of ``cause`` in this step: that it begins or grows worse."""
+def _is_reported(item: Alert, cause: Alert) -> bool:
+    """Whether ``item`` reports at this step that ``cause`` begins or grows worse."""
     return item.kind == cause.kind and item.stage != "end"
 
 
 def _with_consequences(alert: Alert) -> Alert:
-    """The same with its consequences as the second line of the message."""
+    """The alert with its consequences as the second line of the message."""
     if not alert.consequences:
         return alert
     seen, advice = alert.message.split("\n")
@@ -196,6 +202,7 @@ def _in_words(consequence: str) -> str:
 _STATES = {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}
 """Faults that do not pass with what caused them."""
 
-_REACH = 200
+_REACH = 200  # by eye, in steps; tried 40 and 1000
+# How much rules may cost, not what they find: at 2.4 rnn_drift is found four steps later. Tried 60.
 _BURST = 12.0
-_PER_STEP = 0.1
+_PER_STEP = 0.1  # as much as every_n_steps=10; tried 0.02 and 0.5

@@ -1,4 +1,4 @@
-"""The rules by their names, and their parameters as the user sets them."""
+"""The default rules by name, with parameters that the user may set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from telemetry.rule import Rule
 Settings = Mapping[str, "float | str"]
 """Parameters of one rule by name, and ``severity``."""
 
-# Causes before consequences: of alerts that begin in one step the first leads.
+# Causes before consequences: if several faults begin at one step, the first is reported.
 _RULES: Mapping[str, Callable[..., Rule]] = {
     rule.name: rule
     for rule in (
@@ -42,24 +42,24 @@ _RULES: Mapping[str, Callable[..., Rule]] = {
 
 
 def default_rules() -> tuple[Rule, ...]:
-    """The rules that watch every run unless told otherwise; new ones, which have seen nothing."""
+    """New instances of the rules that watch every run by default."""
     return rules_from({})
 
 
 def rules_from(config: Mapping[str, Settings | None]) -> tuple[Rule, ...]:
-    """All rules, some of them with other parameters than usual, or without some.
+    """The default rules, with other parameters or without some of them.
 
     ::
 
         rules_from({"dead_units": {"fraction": 0.8, "severity": "error"}, "saturated_units": None})
 
     Args:
-        config: By the name of a rule its parameters, or None to leave it out. A rule's parameters
-            are the keyword arguments of its class; ``severity`` goes for any of them.
+        config: For each rule's name its parameters, or None to leave the rule out. The parameters
+            are the keyword arguments of the rule's class, and ``severity`` for each rule.
 
     Raises:
-        TypeError: A rule's parameters are no mapping, or a parameter is no number.
-        ValueError: There is no rule or parameter of that name, or a number is not positive.
+        TypeError: A rule's parameters are not a mapping, or a parameter is not a number.
+        ValueError: A rule or parameter of that name does not exist, or a number is not positive.
     """
     for name, settings in config.items():
         _check(name, settings)

@@ -1,4 +1,4 @@
-"""How a run goes as a whole: its loss, gradient norm, learning rate and the size of its steps."""
+"""How a run develops: its loss, gradient norm, learning rate and the size of its steps."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 NEVER = 10**9
-"""Steps since something that has not happened."""
+"""Number of steps since an event that has not happened."""
 
 
 class Course:
-    """What the rules want to know of the whole run; they may share one.
+    """What rules need to know of the whole run; they may share one course.
 
     Attributes:
         loss: See :class:`LossTrend`.
         norm: See :class:`NormTrend`.
         age: Steps seen before this one.
         since_rate_jump: Steps since the learning rate rose threefold above all former ones.
-        since_large_step: Steps since one moved the median weight matrix by more than a fifth.
-        step_ratio: How far the last measured one moved it, relative to its size.
+        since_large_step: Steps since one moved the median weight matrix by a fifth of its norm.
+        step_ratio: The median update ratio of the weight matrices at the last full measurement.
     """
 
     loss: LossTrend
@@ -48,7 +48,7 @@ class Course:
         self._last: StepRecord | None = None
 
     def follow(self, record: StepRecord) -> None:
-        """Take one step; once, also if several rules ask."""
+        """Add a step; several rules may pass the same record."""
         if record is self._last:
             return
         self._last = record
@@ -65,12 +65,12 @@ class Course:
 
     @property
     def is_young(self) -> bool:
-        """Whether training can hardly have changed the model yet."""
+        """Whether training can hardly have changed the model so far."""
         return self.age < _YOUNG
 
     @property
     def gradients_led(self) -> bool:
-        """Whether gradients jumped while the learning rate was what it was, and not too large."""
+        """Whether gradients just jumped while the learning rate did not, and was not too large."""
         usual = self._ratios.median if len(self._ratios) else 0.0
         return (
             self.norm.since_jump <= _JUST
@@ -93,35 +93,39 @@ class Course:
 
 
 class CourseRule(Rule):
-    """A rule that judges a step by how the run goes as a whole.
+    """A rule that also looks at how the run develops.
 
     Attributes:
-        course: Its own, until it is given one that rules share.
+        course: Its own; may be replaced by one that several rules share.
     """
 
     def __init__(self) -> None:
         self.course = Course()
 
 
+# As update_ratio of loss_divergence: at 0.1 the healthy rare_positive_weighted alarms; tried 0.4.
 LARGE_STEP = 0.2
+# Five times the 0.01 that healthy runs stay below (see LossDivergence); tried 0.01 and 0.25.
 _LARGE_USUALLY = 0.05
-_YOUNG = 5
-_JUST = 10
-_FEW = 5
+_YOUNG = 5  # by eye, in steps; tried 1 and 25
+_JUST = 10  # by eye, in steps: one full measurement in faultbench; tried 2 and 50
+_FEW = 5  # the fewest values of which a median means something; tried 2 and 10
+# Warm restarts return to the highest rate so far, and warm-up climbs slowly: neither triples it.
+# Below 1, cnn_scaled_batch and cnn_overwrite_big are missed; tried 1.5 and 15.
 _RATE_JUMP = 3.0
 
 
 class LossTrend:
-    """Whether the loss is where it was. It may have any unit and sign.
+    """Whether the loss rises or falls. It may have any unit and sign.
 
-    The last five losses are compared with thirty before them; while they are worse, those before
-    them stay as they are, for a hundred steps.
+    The last five losses are compared with the thirty before. While they are worse, the thirty are
+    kept unchanged, for at most a hundred steps.
 
     Attributes:
-        is_worse: Whether it rose four standard deviations of its past above it.
-        is_better: Whether it fell below it by half a standard deviation.
-        is_recovering: Whether it is worse, but falling: a fifth of the rise is undone.
-        steps_far_above: Losses in a row that were far above all of the last hundred before.
+        is_worse: Whether its recent median is four standard deviations above its past.
+        is_better: Whether that is half a standard deviation below its past.
+        is_recovering: Whether it is worse, but has fallen again by a fifth of its rise.
+        steps_far_above: Number of losses in a row that were far above each of the hundred before.
     """
 
     is_worse: bool
@@ -139,14 +143,14 @@ class LossTrend:
         self.is_better = False
         self.is_recovering = False
         self.steps_far_above = 0
-        self._past = History(30)
+        self._past = History(_PAST)
         self._recent = deque(maxlen=_RECENT)
         self._steps_worse = 0
         self._peak = 0.0
-        self._all = History(100)
+        self._all = History(_ALL)
 
     def add(self, loss: float) -> None:
-        """Take the finite loss of one step."""
+        """Add the finite loss of one step."""
         if len(self._recent) == _RECENT and not 0 < self._steps_worse <= _PATIENCE:
             self._past.add(self._recent[0])
         self._recent.append(loss)
@@ -159,35 +163,47 @@ class LossTrend:
 
     def _compare(self, recent: float) -> None:
         usual = self._past.median
-        spread = max(self._past.spread, 1e-3 * abs(usual))
-        self.is_worse = recent > usual + 4 * spread
-        self.is_better = recent < usual - 0.5 * spread
+        spread = max(self._past.spread, _LEAST_SPREAD * abs(usual))
+        self.is_worse = recent > usual + _WORSE * spread
+        self.is_better = recent < usual - _BETTER * spread
         self._steps_worse = self._steps_worse + 1 if self.is_worse else 0
         self._peak = max(self._peak, recent) if self._steps_worse > 1 else recent
-        self.is_recovering = self.is_worse and recent < self._peak - 0.2 * (self._peak - usual)
+        self.is_recovering = self.is_worse and recent < self._peak - _RECOVERED * (
+            self._peak - usual
+        )
 
     def _limit(self) -> float:
-        """Half the range of the losses so far above the highest; of few losses a fifth of it."""
+        """A loss above this is far above all before."""
         highest, lowest = self._all.highest, self._all.lowest
-        few = 0.2 * abs(highest) if len(self._all) < _FEW else 0.0
-        return highest + max(0.5 * (highest - lowest), few)
+        few = _FAR_OF_FEW * abs(highest) if len(self._all) < _FEW else 0.0
+        return highest + max(_FAR * (highest - lowest), few)
 
 
-_RECENT = 5
-_PATIENCE = 100
-_OUTLIERS = 20
+_RECENT = 5  # a median of 5 ignores two outliers; tried 2 and 10
+_PAST = 30  # by eye, in steps; tried 15 and 60
+_ALL = 100  # by eye, in steps; tried 50 and 200
+_LEAST_SPREAD = 1e-3  # so that a constant loss has one, too; tried 0.0005 and 0.002
+# A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
+# mlp_tanh20_small is called exploding; tried 2 and 20.
+_WORSE = 4.0
+_BETTER = 0.5  # by eye; tried 0.25 and 1
+_RECOVERED = 0.2  # by eye; tried 0.1 and 0.4
+_FAR = 0.5  # of the range of the losses so far, by eye; tried 0.1 and 2.5
+_FAR_OF_FEW = 0.2  # of the highest loss, while the range says little; by eye; tried 0.1 and 0.4
+_PATIENCE = 100  # by eye, in steps; tried 50 and 200
+_OUTLIERS = 20  # by eye, in losses; tried 10 and 40
 
 
 class NormTrend:
-    """Where the total gradient norm is against its past, in decades; clipping hides it.
+    """How far the total gradient norm is above its past, in decades (log10). Clipping hides it.
 
-    What lies thirty times above all before is not what is usual, unless it stays for 50 steps.
+    A norm thirty times above all before does not count as usual until it has lasted 50 steps.
 
     Attributes:
-        above: Above the highest of the last hundred steps; 0 while there are few.
-        far_above: Above the highest of a hundred steps that are more than 20 steps ago.
-        usual: Median of these, as a norm.
-        since_jump: Steps since it first was five times above the highest.
+        above: Compared with the highest of the last hundred steps; 0 in the first steps.
+        far_above: Compared with the highest of the hundred steps that ended 20 steps ago.
+        usual: Median norm of the latter.
+        since_jump: Steps since it first rose to five times the highest.
     """
 
     above: float
@@ -204,13 +220,13 @@ class NormTrend:
         self.far_above = 0.0
         self.usual = 0.0
         self.since_jump = NEVER
-        self._totals = History(100)
-        self._between = deque(maxlen=20)
-        self._long_ago = History(100)
+        self._totals = History(_ALL)
+        self._between = deque(maxlen=_BETWEEN)
+        self._long_ago = History(_ALL)
         self._steps_unusual = 0
 
     def add(self, total: float) -> None:
-        """Take the finite norm of one step."""
+        """Add the finite norm of one step."""
         self.since_jump += 1
         self.above = self.far_above = 0.0
         if total == 0:
@@ -234,11 +250,12 @@ class NormTrend:
         self._between.append(level)
 
 
-_SHORTEST = 10
-_JUMP = 0.7
-_SAME_JUMP = 30
-_UNUSUAL = 1.5
-_NEW_NORMAL = 50
+_BETWEEN = 20  # by eye, in steps; tried 10 and 40
+_SHORTEST = 10  # by eye, in steps; tried 2 and 50
+_JUMP = 0.7  # a factor of 5, by eye; tried 0.14 and 3.5
+_SAME_JUMP = 30  # by eye, in steps; tried 15 and 60
+_UNUSUAL = 1.5  # a factor of 30, that of ExplodingGradient's lasting_factor; tried 0.3 and 7.5
+_NEW_NORMAL = 50  # by eye, in steps; tried 25 and 100
 
 
 def _median_ratio(record: StepRecord) -> float:

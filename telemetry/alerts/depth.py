@@ -14,11 +14,11 @@ from telemetry.records import StepRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """From where a pass begins to where it is largest.
+    """How much a pass grows from its beginning to its largest value.
 
     Attributes:
-        decades: Decimal logarithm of the ratio of the two RMS; 0 if the largest is the first.
-        module_name: Where the pass grew most from one module to the next.
+        decades: log10 of the ratio of the two RMS; 0 if the first is the largest.
+        module_name: The module at which the pass grows most from one module to the next.
     """
 
     decades: float
@@ -26,32 +26,33 @@ class Growth:
 
 
 def forward_growth(record: StepRecord) -> Growth:
-    """Of the modules' outputs, beginning at the first module."""
+    """Growth of the modules' outputs, from the first module on."""
     return _growth(_profile(record, "activation_rms"))
 
 
 def backward_growth(record: StepRecord) -> Growth:
-    """Of the gradients with respect to them, beginning at the last module."""
+    """Growth of the gradients with respect to these outputs, from the last module back."""
     return _growth(_profile(record, "activation_grad_rms")[::-1])
 
 
 def gain(record: StepRecord) -> float:
-    """What the network makes of the gradient that the loss gives it.
+    """How much the network amplifies the gradient that comes from the loss.
 
-    Another unit or weight of the loss, or another scale of the targets, changes both alike.
+    It does not change with the unit or weight of the loss or the scale of the targets.
 
     Returns:
-        Decimal logarithm of the norm of all gradients over the RMS of that of the last module's
-        output; NaN where it is not measured or zero.
+        log10 of the norm of all parameter gradients over the RMS of the gradient of the last
+        module's output; NaN where that is zero or was not measured.
     """
     total, profile = record.total_grad_norm, _profile(record, "activation_grad_rms")
     return math.log10(total) - profile[-1][1] if profile and 0 < total < math.inf else math.nan
 
 
 def _profile(record: StepRecord, statistic: str) -> list[tuple[str, float]]:
-    """Names of layers and decimal logarithms of an RMS, in forward order.
+    """Names of layers and log10 of an RMS, in forward order.
 
-    Left out are layers where it is zero or not finite, and lookups, whose scale is their own.
+    Leaves out layers where it is zero or not finite, and embeddings, which have a scale of their
+    own.
     """
     layers = zip(record.layout.modules, table(record).column(statistic), strict=True)
     return [

@@ -1,4 +1,4 @@
-"""A fault is told when it begins, when it grows worse and when it ends, not at every step."""
+"""Reports a fault when it begins, grows worse and ends, rather than at every step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from telemetry.records import Alert
 
 
 class Episode:
-    """Makes alerts of a rule's findings.
+    """Turns what a rule finds, step by step, into alerts.
 
     Args:
-        calm: How many looks in a row without a finding end a fault.
+        calm: Number of calls in a row without a finding after which the fault is over.
     """
 
     _looks_without: int
@@ -29,7 +29,7 @@ class Episode:
         return self._current is not None
 
     def update(self, step: int, found: Alert | None) -> Iterator[Alert]:
-        """Take what a rule found when it looked at a step; nothing is a finding, too."""
+        """Add what a rule found at a step; None if it looked and found nothing."""
         begun = self._current
         if found is not None:
             self._looks_without = 0

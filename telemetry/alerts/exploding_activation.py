@@ -15,13 +15,13 @@ from telemetry.records import Alert, Output, StepRecord
 class ExplodingActivation(CourseRule):
     """Compares the RMS of each module's output with the largest it has had.
 
-    It speaks when an output is ``factor`` times larger than in the first hundred measurements
-    before, in two full measurements in a row, and the loss has risen as well; or when activations
-    grow ``depth_factor`` times through the network in the first steps, the very first included.
+    It alerts when an output is ``factor`` times larger than ever before, in two full measurements
+    in a row, and the loss has risen as well; or when activations grow ``depth_factor``-fold through
+    the network at the very first and at a second one of the first steps.
 
     Args:
-        factor: Above the module's own past.
-        depth_factor: From the first module to the largest.
+        factor: Ratio to the largest RMS that the module's output has had.
+        depth_factor: Ratio of the largest RMS in the network to that of the first module.
     """
 
     name = "exploding_activation"
@@ -30,7 +30,12 @@ class ExplodingActivation(CourseRule):
     _began_deep: bool | None
     _episode: Episode
 
-    def __init__(self, *, factor: float = 100.0, depth_factor: float = 1e4) -> None:
+    def __init__(
+        self,
+        *,
+        factor: float = 100.0,  # by eye; tried 10 and 1000
+        depth_factor: float = 1e4,  # as in ExplodingGradient; tried 1e3 and 1e5
+    ) -> None:
         super().__init__()
         self._factor = factor
         self._depth_decades = math.log10(depth_factor)
@@ -41,7 +46,7 @@ class ExplodingActivation(CourseRule):
 
     @property
     def wants_full(self) -> bool:
-        """Whether one measurement was large and another would decide."""
+        """Whether one measurement was large and a second one would decide."""
         return self._looks == 1
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
@@ -62,7 +67,9 @@ class ExplodingActivation(CourseRule):
             if highest and rms > self._factor * highest and self.course.loss.is_worse:
                 times = rms / highest
                 if found is None:
-                    seen = f"The output of {called(name)} is {times:.2g} times its former size"
+                    seen = (
+                        f"The output of {called(name)} is {times:.2g} times as large as ever before"
+                    )
                     found = _alert(record, name, times, self._factor, seen)
             elif highest < rms < math.inf:
                 self._highest[output] = rms
@@ -77,7 +84,7 @@ class ExplodingActivation(CourseRule):
         return found
 
 
-_CALM_LOOKS = 3
+_CALM_LOOKS = 3  # by eye: one more than begin it
 
 
 def _alert(

@@ -22,10 +22,10 @@ _KEEP_POSITIONS = CONVOLUTIONS | {"Linear"} | NORMALIZATIONS | UNBOUNDED | DROPO
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """The outputs in forward order, and what kind of module gave each.
+    """The outputs in forward order, and the type of module that returned each.
 
     Attributes:
-        outputs: Which they are.
+        outputs: The outputs.
         types: Names of the classes of their modules, in the same order.
         owned: Whether their modules own parameters, in the same order.
         positions: How many elements each unit has, samples and pixels together, in the same order;
@@ -53,7 +53,7 @@ class Forward:
 
     @property
     def hidden(self) -> range:
-        """Indices of the outputs that another module with parameters comes after."""
+        """Indices of the outputs that are followed by another module with parameters."""
         last_owner = max((i for i, owned in enumerate(self.owned) if owned), default=0)
         return range(last_owner)
 

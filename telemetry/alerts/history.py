@@ -1,21 +1,21 @@
-"""What a figure used to be in this run: a bounded memory with robust statistics."""
+"""The recent values of a figure in this run, with robust statistics."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
 
-NORMAL_CONSISTENT = 1.4826
+NORMAL_CONSISTENT = 1.4826  # 1 / (3rd quartile of the standard normal distribution)
 """Median absolute deviation to standard deviation, for a normal distribution."""
 
 
 def median(values: Collection[float]) -> float:
-    """The middle value; of an even number the upper one. Faster than NumPy for a few values."""
+    """The middle value, or the upper of two. Faster than NumPy for a few values."""
     return sorted(values)[len(values) // 2]
 
 
 class History:
-    """The last values of a figure; its usual level and how far it usually strays from it.
+    """The last values of a figure: its usual level and its usual spread.
 
     Args:
         length: How many values are kept.

@@ -1,9 +1,9 @@
-"""What rules remember, as plain values and back, so that a resumed run goes on with it.
+"""Converts what rules remember to plain values and back, so that a resumed run continues with it.
 
-A class remembers the attributes that it annotates in its body: not its parameters, which are those
-of the new run. What it annotates may be numbers, strings, arrays, tuples, sets, dicts, deques, and
-objects of such classes; dataclasses and named tuples are made anew, others are filled. A dict is a
-list of its pairs, for JSON has only strings as keys.
+A class remembers the attributes that it annotates in its body, but not its parameters: those are
+the new run's. Annotated attributes may be numbers, strings, arrays, tuples, sets, dicts, deques,
+and objects of such classes. Dataclasses and named tuples are created anew, other objects are
+filled. A dict becomes a list of pairs, because JSON allows only strings as keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 
 def to_plain(value: object) -> Any:
-    """Numbers, strings, lists and dicts that say what an object remembers."""
+    """What an object remembers, as numbers, strings, lists and dicts."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, dict):
@@ -34,30 +34,30 @@ def to_plain(value: object) -> Any:
 
 
 def restore(target: object, plain: object) -> None:
-    """Let an object remember what :func:`to_plain` said of it; all or nothing.
+    """Let an object remember what :func:`to_plain` returned for it; all or nothing.
 
     Raises:
-        TypeError, ValueError, KeyError: That is something else.
+        TypeError, ValueError, KeyError: The plain values do not fit the object.
     """
     vars(target).update(vars(_restored(type(target), plain, target)))
 
 
 def _restored(hint: Any, plain: Any, current: Any = None) -> Any:
-    """A value of the type ``hint``; ``current`` is the one that it takes the place of."""
+    """A value of the type ``hint``, to replace ``current``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:  # with None
         return None if plain is None else _restored(arguments[0], plain)
     if origin is Literal or hint in _SCALARS:
         fits = plain in arguments if origin is Literal else isinstance(plain, _SCALARS[hint])
         if not fits:
-            raise TypeError(f"{plain!r} is no {hint}")
+            raise TypeError(f"{plain!r} is not a {hint}")
         return plain
     if origin is not None or issubclass(hint, tuple):
         if not isinstance(plain, list | tuple):
-            raise TypeError(f"{plain!r} is no {hint}")
+            raise TypeError(f"{plain!r} is not a {hint}")
         return _from_list(hint, plain, current)
     if not isinstance(plain, Mapping):
-        raise TypeError(f"{plain!r} is no {hint}")
+        raise TypeError(f"{plain!r} is not a {hint}")
     return _from_attributes(hint, plain, current)
 
 

@@ -15,12 +15,12 @@ from telemetry.records import Layout, StepRecord
 class Modules:
     """The modules of one layout that own parameters, in forward order.
 
-    A weight and its bias count as one. A bias alone misleads: before a normalization its gradient
-    is rounding noise, and in a deep linear network it is the only large one.
+    A weight and its bias count together, because a bias alone misleads: before a normalization its
+    gradient is rounding noise, and in a deep linear network it is the only large one.
 
     Attributes:
         names: Their names.
-        layout: Where they come from; an empty one if only the names are known.
+        layout: The layout; an empty one if only the names are known.
     """
 
     names: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Modules:
 
     @staticmethod
     def of(layout: Layout) -> Modules:
-        """Those of one layout."""
+        """The modules of a layout."""
         positions = np.unique(layout.owners)
         modules = Modules(tuple(layout.modules[position].name for position in positions))
         modules.layout, modules._positions = layout, positions

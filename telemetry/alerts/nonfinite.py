@@ -13,25 +13,26 @@ from telemetry.rule import Rule
 
 
 class Nonfinite(Rule):
-    """Speaks when the loss, a parameter, its gradient or a buffer is NaN or infinite.
+    """Alerts when the loss, a parameter, its gradient or a buffer is NaN or infinite.
 
-    Values inside of the network tell where it began, but are no fault by themselves: masks hold
-    ``-inf``, missing values are NaN until the model fills them in. They count when they reach the
-    output of the last module. A gradient scaler skips the steps whose gradients overflow, so those
-    never come here; that it skips every step is told after ten losses in a row that are not finite.
+    Such values inside of the network show where the fault began, but are not one by themselves:
+    masks hold ``-inf``, missing values are NaN until the model fills them in. They count when they
+    reach the output of the last module. Steps that a gradient scaler skips are no fault, but after
+    ten losses in a row that are not finite, the rule reports that the scaler skips every step.
 
     The culprit is the first in execution order: a parameter that is bad already; the batch, or what
-    the first watched module is given, unless a step went well with such values before; the first
-    module whose output is bad; if all outputs are good, the module in whose backward pass it began.
+    the first watched module is given, unless a good step had such values before; the first module
+    whose output is bad; if all outputs are good, the module in whose backward pass it began.
 
-    At a step that was not measured in full nobody has looked at batch and outputs; only the
-    gradients of the parameters tell. If those of the last layers are good, it is the last layer
-    whose gradient is not. If none is good, it came before the backward pass. Then the suspect is
-    named: the first module that is not one of PyTorch's, because those do not make NaN of usual
-    numbers; if there is none, no module is, for the batch is as likely.
+    At a step that was not measured in full, batch and outputs are unknown and only the gradients of
+    the parameters are left. If those of the last layers are good, the culprit is the last layer
+    whose gradient is bad. If all are bad, the fault began before the backward pass; then the rule
+    names a suspect: the first module that is not one of PyTorch's, because those do not turn usual
+    numbers into NaN. If all modules are PyTorch's, it names none, because the batch is as likely.
 
     Args:
-        losses: Losses in a row that are not finite before an optimizer step is no longer expected.
+        losses: Number of losses in a row that are not finite, after which no further optimizer step
+            is expected.
     """
 
     name = "nonfinite"
@@ -40,6 +41,7 @@ class Nonfinite(Rule):
     _usual: set[str]
     _episode: Episode
 
+    # Ten: a scaler halves its factor at each skipped step, and needs several in the beginning.
     def __init__(self, *, losses: int = 10) -> None:
         self._losses = losses
         self._bad_losses = 0
@@ -48,7 +50,7 @@ class Nonfinite(Rule):
         self._has_stepped = False
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        """A loss was logged; perhaps its step never comes."""
+        """Count losses that are not finite; perhaps no step follows them."""
         self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
         if self._bad_losses != self._losses or not self._has_stepped or self._episode.is_on:
             return ()
@@ -58,15 +60,20 @@ class Nonfinite(Rule):
         self._has_stepped = True
         found = None if record.skipped else next(_origins(record, self._usual), None)
         if found is None and not record.skipped:
-            self._usual.update(name for name, given in record.inputs.items() if _spoilt(given))
+            self._usual.update(name for name, given in record.inputs.items() if _is_bad(given))
         return self._episode.update(record.step, found)
 
 
-_CALM_STEPS = 20
+_CALM_STEPS = 20  # by eye
 
 
 def _origins(record: StepRecord, usual: Collection[str]) -> Iterator[Alert]:
-    """What is bad for good, the best explanation first; ``usual``: inputs that often are bad."""
+    """Alerts for values that training cannot recover from, the best explanation first.
+
+    Args:
+        record: The step.
+        usual: Inputs that were bad at steps that went well.
+    """
     owner = {p.name: p.module_name for p in record.layout.parameters}
     for name in record.nonfinite_parameters:
         yield _alert(record, owner.get(name), f"the parameter {printable(name)}")
@@ -82,10 +89,10 @@ def _origins(record: StepRecord, usual: Collection[str]) -> Iterator[Alert]:
 
 
 def _inputs(record: StepRecord, usual: Collection[str]) -> Iterator[Alert]:
-    """Bad values that came from outside; the alert's module is the one that they entered by."""
-    entered = next((o.module_name for o, tensor in record.outputs.items() if _spoilt(tensor)), None)
+    """Bad values that came from outside; the alert names the module that they entered by."""
+    entered = next((o.module_name for o, tensor in record.outputs.items() if _is_bad(tensor)), None)
     for name, given in record.inputs.items():
-        if name not in usual and _spoilt(given):
+        if name not in usual and _is_bad(given):
             where = f"what {called(name)} was given, and no watched module ran before it"
             yield _alert(
                 record,
@@ -99,7 +106,7 @@ def _inputs(record: StepRecord, usual: Collection[str]) -> Iterator[Alert]:
 
 def _beginnings(record: StepRecord) -> Iterator[Alert]:
     for (name, _), tensor in record.outputs.items():
-        if _spoilt(tensor):
+        if _is_bad(tensor):
             yield _alert(record, name, f"the output of {called(name)}")
     if record.full and record.loss is not None and not math.isfinite(record.loss):
         yield _alert(record, None, "the loss; all outputs of modules are good")
@@ -116,7 +123,7 @@ def _beginnings(record: StepRecord) -> Iterator[Alert]:
 
 
 def _suspect(record: StepRecord) -> str | None:
-    """The first module of the user's own."""
+    """The first module that is not one of PyTorch's."""
     layout = record.layout
     owners = {parameter.module_name for parameter in layout.parameters}
     for module in layout.modules:
@@ -128,11 +135,11 @@ def _suspect(record: StepRecord) -> str | None:
 def _reaches_the_end(record: StepRecord) -> bool:
     """Whether the last module that ran returned NaN or infinity."""
     last = next(reversed(record.outputs.values()), None)  # type: ignore[call-overload]
-    return last is not None and _spoilt(last)
+    return last is not None and _is_bad(last)
 
 
-def _spoilt(output: TensorRecord) -> bool:
-    """Whether there is more than the ``-inf`` of a mask."""
+def _is_bad(output: TensorRecord) -> bool:
+    """Whether it holds more than the ``-inf`` of a mask."""
     return bool(output.sketch.nan_count or output.sketch.positive_inf_count)
 
 

@@ -26,26 +26,26 @@ from telemetry.sketch import Sketch
 
 
 class SaturatedUnits(CourseRule):
-    """Finds layers most of whose outputs lie where their activation no longer passes gradients.
+    """Alerts when most outputs of a layer lie where its activation function is flat.
 
-    Which part is flat depends on what the module is; of tanh and sigmoid three quarters of it
-    must lie where hardly any slope is left, as in no healthy net. For modules it does not know,
-    and that have no parameters, the ends of the range they have kept to are taken, if the
-    gradient hardly gets back through them. Functions that are no modules are seen through their
-    neighbors: a layer's outputs are large, what the next layer receives is not, and hardly any
-    gradient comes back.
+    There it passes hardly any gradient. Which part is flat depends on the type of the module. Of
+    tanh and sigmoid, three quarters of these outputs must also lie where hardly any slope is left,
+    which healthy networks do not reach. For modules of unknown type and without parameters, the
+    flat part is the ends of the range that their outputs have had, if hardly any gradient passes
+    them. Functions that are not modules show in their neighbors: a layer's outputs are large, what
+    the next layer receives is not, and hardly any gradient comes back.
 
     A gate that scales whole feature maps, as in squeeze and excitation, may be open or closed: what
-    it scales has its gradients all the same.
+    it scales keeps its gradients.
 
-    Outputs of the network may be flat because the predictions are right; only layers before others
-    with parameters count. So may hidden ones after training (binary codes); so it speaks of layers
-    that were flat from the beginning, that became so within 20 steps and to no advantage, or while
-    the loss rose.
+    The network's own outputs may be flat because predictions are right, so only layers that are
+    followed by others with parameters count. Hidden layers may become flat by training (binary
+    codes), so a layer must have been flat from the beginning, or have become flat within 20 steps
+    without an improvement of the loss, or while the loss rose.
 
     Args:
-        fraction: Of the outputs that are flat.
-        looks: Full measurements in a row.
+        fraction: Share of the outputs that are flat.
+        looks: Number of full measurements in a row.
     """
 
     name = "saturated_units"
@@ -54,7 +54,14 @@ class SaturatedUnits(CourseRule):
     _undecided: bool
     _episode: Episode
 
-    def __init__(self, *, fraction: float = 0.8, looks: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        # Healthy hidden layers have 21 % at most, faulty ones 90 % or more; the exception are the
+        # gates of highway_carry_gates, which _FLATTEST is for. Tried 0.4 and 0.95.
+        fraction: float = 0.8,
+        looks: int = 2,  # the fewest that confirm each other; tried 1 and 4
+    ) -> None:
         super().__init__()
         self._fraction = fraction
         self._looks_needed = looks
@@ -93,7 +100,7 @@ class SaturatedUnits(CourseRule):
         return layer.is_suspect and layer.looks >= self._looks_needed
 
     def _flat_shares(self, record: StepRecord) -> Iterator[tuple[Output, float]]:
-        """Outputs of hidden layers and which share of them is flat, in forward order."""
+        """Outputs of hidden layers, and the share of each that is flat, in forward order."""
         forward = Forward.of(record)
         for index in forward.hidden:
             output, type_name = forward.outputs[index], forward.types[index]
@@ -108,7 +115,7 @@ class SaturatedUnits(CourseRule):
                 yield output, self._share_at_ends(record, output, forward.outputs[index - 1])
 
     def _share_at_ends(self, record: StepRecord, output: Output, before: Output) -> float:
-        """Of a module's outputs at the ends of its range, if gradients do not pass it."""
+        """Share of a module's outputs at the ends of its range; 0 if gradients pass it."""
         sketch = record.outputs[output].sketch
         low, high = self._ranges.get(output, (math.inf, -math.inf))
         low, high = min(low, sketch.min), max(high, sketch.max)
@@ -123,12 +130,12 @@ class SaturatedUnits(CourseRule):
 
 @dataclass(kw_only=True)
 class _Layer:
-    """What is known of one layer.
+    """What the rule remembers of one layer.
 
     Attributes:
-        looks: Full measurements in a row at which it was flat.
+        looks: Number of full measurements in a row at which it was flat.
         fine_at: The last step at which it was not; None if it never was.
-        is_suspect: Whether its being flat is no success of training.
+        is_suspect: Whether it became flat in a way that training does not explain.
     """
 
     looks: int = 0
@@ -136,19 +143,23 @@ class _Layer:
     is_suspect: bool = False
 
 
-_FLATTEST = 0.75
-_FINE = 0.5
-_SUDDEN = 20
+_FLATTEST = 0.75  # so that nearly closed gates pass; by eye; tried 0.375 and 0.95
+_FINE = 0.5  # by eye; tried 0.25 and 0.95
+_SUDDEN = 20  # by eye, in steps: two full measurements in faultbench; tried 10 and 40
+# By eye; tried 0.14 and 0.95. Beyond 1, where nothing counts, lecun_tanh_saturates is missed.
 _BLOCKED = 0.7
-_CALM_LOOKS = 3
-_LARGE = 10.0
+_CALM_LOOKS = 3  # by eye: one more than begin it
+_FAINT = 1e-3  # by eye; tried 0.0005 and 0.002
+_LARGE = 10.0  # tanh has slope 1e-8 there; tried 2 and 50
+# Bounded functions return 1 at most, and few sums of them are much larger. At 0.4
+# rnncell_saturated is missed; tried 1 and 10.
 _SMALL = 2.0
 
 
 def _share_flat(record: StepRecord, output: Output, function: Bounded) -> float:
-    """Of outputs where the function is flat, three quarters of which must be where it is flattest.
+    """Share of outputs where the function is flat, if most are where it is flattest.
 
-    The former is the layer's ``saturation``, as it is shown everywhere.
+    The first share is the layer's ``saturation`` in :data:`telemetry.layers.STATISTICS`.
     """
     share = table(record).value(record.layout.position[output.module_name], "saturation") or 0.0
     if function.flattest is None:
@@ -157,18 +168,18 @@ def _share_flat(record: StepRecord, output: Output, function: Bounded) -> float:
 
 
 def _share_faint(sketch: Sketch) -> float:
-    """Of values a thousand times below the RMS."""
+    """Share of the values that are a thousand times smaller than the RMS."""
     if not sketch.finite_count or sketch.sum_squares == 0:
         return 1.0
-    limit = bucket_of(1e-3 * sketch.rms)
+    limit = bucket_of(_FAINT * sketch.rms)
     return float(sketch.counts[np.abs(sketch.buckets) < limit].sum() / sketch.finite_count)
 
 
 def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
-    """Of a layer's positive outputs; lost to the gradient if what follows is bounded.
+    """Share of a layer's positive outputs that get no gradient because a bounded function follows.
 
-    Negative ones prove nothing, as a ReLU may follow. What the next layer receives is estimated
-    from what it returns and the size of its weights.
+    Negative outputs prove nothing, as a ReLU may follow. What the next layer receives is estimated
+    from what it returns and from the norm of its weights.
     """
     sketch, gradient = record.outputs[output].sketch, record.output_grads.get(output)
     received = _received(record, after)
@@ -180,7 +191,7 @@ def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
 
 
 def _received(record: StepRecord, output: Output) -> float | None:
-    """RMS of what a linear or convolutional layer was given: ``rms_out * sqrt(out) / ||W||``."""
+    """RMS of the input of a linear or convolutional layer: ``rms_out * sqrt(out) / ||W||``."""
     for parameter in record.layout.parameters:
         if parameter.module_name == output.module_name and len(parameter.shape) > 1:
             weight = record.weights.get(parameter.name)

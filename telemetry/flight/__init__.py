@@ -1,4 +1,4 @@
-"""The last steps before something went wrong: kept in memory, written to a file, told in words."""
+"""The last steps before a fault: kept in memory, written to a file, explained in words."""
 
 from telemetry.flight.explaining import explain
 from telemetry.flight.file import flight_files, read_flight

@@ -1,4 +1,4 @@
-"""Whether a flight file holds what :mod:`telemetry.flight.document` describes."""
+"""Checks that a flight file holds what :mod:`telemetry.flight.document` describes."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ _PROFILE = untrusted.fields(
 
 
 def _profile(content: Any) -> dict[str, Any]:
-    """Statistics that another version of telemetry did not have are empty lists."""
+    """A profile; statistics that another version of telemetry did not have are empty lists."""
     defaults: dict[str, list[float]] = {column: [] for column in COLUMNS}
     return _PROFILE({**defaults, **content} if type(content) is dict else content)
 
 
 def check(contents: Any) -> dict[str, Any]:
-    """The part of a flight file that words are made of.
+    """The fields of a flight file that :mod:`telemetry.flight.explaining` uses.
 
     Returns:
-        Its fields, with each alert as an :class:`~telemetry.records.Alert`, and floats for numbers.
+        The fields, with each alert as an :class:`~telemetry.records.Alert`, and numbers as floats.
 
     Raises:
-        ValueError: It is something else; the text names the field.
+        ValueError: A field is missing or has a wrong value; the message names it.
     """
     known: dict[str, Any] = _FIELDS(contents)
     modules, steps = known["modules"], known["steps"]
     if len(modules["name"]) != len(modules["type"]):
-        raise ValueError("modules: not as many names as types")
+        raise ValueError("modules: has not as many names as types")
     if len(set(map(len, steps.values()))) > 1:
-        raise ValueError("steps: the lists are not of one length")
+        raise ValueError("steps: the lists differ in length")
     for profile in known["profiles"]:
         for column in COLUMNS:
             profile[column] = profile[column] or [None] * len(modules["name"])
             if len(profile[column]) != len(modules["name"]):
-                raise ValueError("profiles: a list is not as long as that of the modules")
+                raise ValueError("profiles: a list is not as long as the list of modules")
     return known

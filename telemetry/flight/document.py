@@ -1,38 +1,38 @@
-"""What a flight file says, made of the steps that were kept.
+"""The contents of a flight file, composed of the steps that were kept.
 
-A flight file is one JSON object. Numbers have six digits; those that JSON does not have are the
-strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float()`` reads; what was not
-measured is ``null``. Its keys:
+A flight file is one JSON object. Numbers have six digits. Those that JSON does not have are the
+strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float()`` reads. Values that were not
+measured are ``null``. The keys:
 
 ``format``
     :data:`FORMAT`.
 ``complete``
-    Whether the steps afterwards are in it: it is written once at the fault and once after them.
+    Whether it has the steps after the fault: it is written at the fault and again after them.
 ``step``, ``batch``
-    The optimizer step at which the fault was noticed, counted from 0. In a loop that takes one
-    batch a step it is the batch's index, too.
+    The optimizer step at which the fault was noticed, counted from 0. In a loop with one batch per
+    step it is also the index of the batch.
 ``first_bad_module``
-    Where it began, as far as known, as in ``named_modules()``; null if it was not in a module.
+    Where the fault began, if known, as in ``named_modules()``; null if it was not in a module.
 ``alerts``
-    The alerts so far that led to it or followed, each with the fields of
+    The alerts before and after it so far, each with the fields of
     :class:`~telemetry.records.Alert`.
 ``exception``
-    ``type``, ``message`` and ``traceback`` of an exception that ended the training; else null.
+    ``type``, ``message`` and ``traceback`` of the exception that ended the training, or null.
 ``random``
-    ``seed`` of torch's generator when recording began, and ``states``, base64, at the start of
-    ``step``, the last full measurement that was not after the fault.
+    ``seed`` of torch's generator when recording began, and its ``states`` (base64) at the start of
+    ``step``, the last full measurement up to the fault.
 ``steps``
-    A list for each of ``step``, ``wall_time`` (seconds since the epoch), ``loss``, ``grad_norm``
+    One list each for ``step``, ``wall_time`` (seconds since the epoch), ``loss``, ``grad_norm``
     (over all parameters), ``learning_rates`` (of each parameter group), ``loss_scale``,
     ``skipped``, ``full``.
 ``modules``
-    ``name`` and ``type`` of the modules, in forward order. Of more than 256 an even selection that
-    holds the first bad one; ``left_out`` says how many are missing.
+    ``name`` and ``type`` of the modules, in forward order; of more than 256 an evenly spaced
+    selection that includes the first bad one. ``left_out`` is the number of missing ones.
 ``grad_norms``
     ``[steps][modules]``: norm of the gradients of each module's parameters.
 ``profiles``
-    The depth profile at up to three steps: ``when`` is ``before``, ``at`` or ``after`` the fault,
-    ``step`` the step, then a list over the modules for each of :data:`COLUMNS`, and ``sketches``:
+    The depth profile at up to three steps: ``when`` (``before``, ``at`` or ``after`` the fault),
+    ``step``, a list over the modules for each of :data:`COLUMNS`, and ``sketches``:
     histograms by kind and name (:func:`~telemetry.flight.sketches.encode`), null where they would
     make the file too large.
 """
@@ -58,7 +58,7 @@ FORMAT = "telemetry-flight-1"
 MAX_MODULES = 256
 MAX_ALERTS = 32
 COLUMNS = tuple(statistic.name for statistic in STATISTICS)
-"""Of each module, as everywhere else."""
+"""The statistics of each module, as in :data:`telemetry.layers.STATISTICS`."""
 
 _MAX_GROUPS = 16
 
@@ -71,11 +71,11 @@ class Flight:
 
     Attributes:
         step: When it was noticed.
-        before: A full measurement from well before, if there is one, else the oldest step kept.
-        at: The step itself, or the last one before that was recorded.
-        last_full: The last full measurement that was not after it.
-        alerts: Those of the steps that are kept, and those since.
-        exception: What ended the training, by :func:`describe`.
+        before: A full measurement well before it, if there is one, else the oldest step kept.
+        at: That step, or the last recorded one before it.
+        last_full: The last full measurement up to it.
+        alerts: Those of the steps that are kept, and all since.
+        exception: What ended the training, as :func:`describe` returns it.
     """
 
     step: int
@@ -87,7 +87,7 @@ class Flight:
 
 
 def describe(exception: BaseException) -> dict[str, str]:
-    """An exception in words; it holds the frames of the training loop, which must not be kept."""
+    """An exception as text; the object itself would keep the frames of the training loop alive."""
     lines = traceback.format_exception(type(exception), exception, exception.__traceback__)
     return {
         "type": type(exception).__qualname__,
@@ -99,12 +99,12 @@ def describe(exception: BaseException) -> dict[str, str]:
 def compose(
     flight: Flight, steps: Sequence[Snapshot], *, seed: int | None, complete: bool
 ) -> dict[str, Any]:
-    """The contents of a flight file; JSON can say all of it.
+    """The contents of a flight file, ready for JSON.
 
     Args:
         flight: What happened.
-        steps: The latest steps, oldest first; the last one is the latest full measurement if that
-            has its detail.
+        steps: The latest steps, oldest first; the last one has its detail if it is a full
+            measurement.
         seed: See the module's description.
         complete: Whether this is the last version of the file.
     """
@@ -138,7 +138,7 @@ def compose(
 
 
 def number(value: float | None) -> float | str | None:
-    """A number as JSON can say it, to six digits."""
+    """A number for JSON, to six digits."""
     if value is None:
         return None
     if value != value:
@@ -175,7 +175,7 @@ def _first_bad_module(flight: Flight) -> str | None:
 
 
 def _choose(modules: Sequence[Module], culprit: str | None) -> list[Module]:
-    """The modules to show, in their order."""
+    """The modules to include, in forward order."""
     if len(modules) <= MAX_MODULES:
         return list(modules)
     chosen = {round(i) for i in np.linspace(0, len(modules) - 1, MAX_MODULES - 1)}
@@ -183,7 +183,7 @@ def _choose(modules: Sequence[Module], culprit: str | None) -> list[Module]:
 
 
 def _grad_norms(step: Snapshot, names: Sequence[str]) -> list[float | None]:
-    """None where there was no gradient, or no such module then."""
+    """None where a module had no gradient, or did not exist yet."""
     positions = [step.layout.position.get(name) for name in names]
     return [
         float(step.grad_norms[i]) if i is not None and step.grad_present[i] else None
@@ -219,7 +219,7 @@ def _random(seed: int | None, step: Snapshot | None) -> dict[str, Any]:
 
 
 def _profile(step: Snapshot, names: Sequence[str]) -> dict[str, Any]:
-    """A list for each statistic; of a step not measured in full the gradient norm alone."""
+    """A list for each statistic; for steps that are not full only the gradient norm is known."""
     columns: dict[str, Sequence[float | None]] = dict.fromkeys(COLUMNS, [None] * len(names))
     columns["grad_norm"] = _grad_norms(step, names)
     if step.detail is not None:

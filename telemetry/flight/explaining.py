@@ -1,4 +1,4 @@
-"""What a flight file says, in words and small plots for a terminal."""
+"""Explains a flight file in words and small plots for a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from telemetry.plain_text import called, printable
 from telemetry.sparkline import sparkline
 
 MAX_FILES = 32
-"""Four times what one run writes."""
+"""Four times as many as one run writes."""
 MAX_ROWS = 30
 MAX_POINTS = 60
 
@@ -28,23 +28,23 @@ _SHOWN = {"activation_rms": "output rms", "grad_norm": "gradient norm", "update_
 def explain(path_or_run: str | os.PathLike[str]) -> str:
     """What went wrong in a run: its flight files in plain text, the earliest fault first.
 
-    Files of a directory that cannot be read are one line each.
+    In a directory, each file that cannot be read gives one line.
 
     Args:
         path_or_run: A flight file, or a log directory.
 
     Raises:
         OSError: There is no such file or directory.
-        ValueError: The file is no flight file.
+        ValueError: The file is not a flight file.
     """
     path = Path(path_or_run)
     if path.is_file():
         return _explain_file(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"{os.fspath(path)}: there is no such run")
+        raise FileNotFoundError(f"no such file or directory: {os.fspath(path)}")
     files = flight_files(path)
     if not files:
-        return f"{path}: no flight file, so no alert of severity error and no exception so far\n"
+        return f"{path}: has no flight file: no alert of severity error and no exception so far\n"
     more = len(files) - MAX_FILES
     left_out = [f"and {more} more flight files\n"] if more > 0 else []
     return "\n".join([*map(_explain_or_skip, files[:MAX_FILES]), *left_out])
@@ -72,7 +72,9 @@ def _explain_file(path: Path) -> str:
 def _headline(flight: Mapping[str, Any]) -> str:
     module = flight["first_bad_module"]
     where = "" if module is None else f"; first bad module: {called(module)}"
-    missing = "" if flight["complete"] else " (not complete: the run was going on or was killed)"
+    missing = (
+        "" if flight["complete"] else " (not complete: the run is still going on or was killed)"
+    )
     return f"Something went wrong at step {flight['step']}{where}{missing}"
 
 
@@ -97,8 +99,8 @@ def _batch(flight: Mapping[str, Any]) -> str:
     seed = "" if random["seed"] is None else f"; torch was seeded with {random['seed']}"
     state = ""
     if random["step"] is not None:
-        state = f"; the state of its random numbers at step {random['step']} is in the file"
-    return f"\nBatch {flight['batch']} of a loop with one batch a step{seed}{state}"
+        state = f"; the file holds the random state at step {random['step']}"
+    return f"\nBatch {flight['batch']} of a loop with one batch per step{seed}{state}"
 
 
 def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
@@ -117,7 +119,7 @@ def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _table(flight: Mapping[str, Any]) -> Iterator[str]:
-    """The depth profiles side by side, a row for each module."""
+    """The depth profiles side by side, one row per module."""
     profiles, modules = flight["profiles"], flight["modules"]
     shown = [key for key in _SHOWN if any(_is_known(p[key]) for p in profiles)]
     if not shown:
@@ -141,7 +143,7 @@ def _table(flight: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _around(row: int, count: int) -> range:
-    """Rows to show: those about this one."""
+    """The rows to show, around this one."""
     first = max(0, min(row - MAX_ROWS // 2, count - MAX_ROWS))
     return range(first, min(count, first + MAX_ROWS))
 
@@ -153,7 +155,7 @@ def _cells(profiles: Sequence[Mapping[str, Any]], key: str, row: int) -> str:
 
 
 def _notes(profiles: Sequence[Mapping[str, Any]], row: int) -> Iterator[str]:
-    """What else is wrong with a module, at the first moment at which it is."""
+    """What else is wrong with a module, each with its first value."""
     for profile in profiles:
         if profile["nonfinite"][row]:
             yield f"{profile['nonfinite'][row]:.0f} values not finite"

@@ -32,26 +32,26 @@ def encode_flight(contents: Mapping[str, Any]) -> bytes:
 
 
 def flight_files(run: str | os.PathLike[str]) -> list[Path]:
-    """Flight files in a log directory, by their steps."""
+    """Flight files in a log directory, in the order of their steps."""
     found = {path: _NAME.fullmatch(path.name) for path in Path(run).glob("flight-*.json")}
     steps = {path: int(parts[1]) for path, parts in found.items() if parts}
     return sorted(steps, key=lambda path: steps[path])
 
 
 def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What :mod:`telemetry.flight.document` describes.
+    """The contents that :mod:`telemetry.flight.document` describes.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no flight file, or one of a version that is not known here.
+        ValueError: It is not a flight file, or of an unknown version.
     """
     try:
         contents = read_json_file(path)
         found = fields(format=name)(contents)["format"]
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: no flight file: {error}") from None
+        raise ValueError(f"{os.fspath(path)}: not a flight file: {error}") from None
     if found != FORMAT:
-        raise ValueError(f"{os.fspath(path)}: its format is {found[:100]!r}, not {FORMAT!r}")
+        raise ValueError(f"{os.fspath(path)}: has the format {found[:100]!r}, not {FORMAT!r}")
     return dict(contents)
 
 

@@ -1,4 +1,4 @@
-"""Keeps the last steps, and writes them down when something goes wrong."""
+"""Keeps the last steps in memory, and writes them to a file when something goes wrong."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ MAX_DETAIL_BYTES = 48 * 2**20
 MAX_FILES = 8
 
 _DETAILS = 16
-"""Full measurements are kept at most this many times in ``steps`` steps, and the latest two."""
+"""At most this many full measurements are kept of ``steps`` steps, and the latest two."""
 
 
 class FlightRecorder:
-    """Remembers the last steps; writes ``<log_dir>/flight-<step>.json`` when a fault comes.
+    """Keeps the last steps; writes ``<log_dir>/flight-<step>.json`` at a fault.
 
-    Of each step the gradient norms of all modules, loss and learning rates are kept, of full
-    measurements the sketches, too, in at most 64 MiB (16 MiB and 48 MiB; the latest two of each are
-    kept in any case, as are three of the fault that is being recorded). What a file says is told in
-    :mod:`telemetry.flight.document`; it is at most 8 MiB.
+    It keeps the gradient norms of all modules, loss and learning rates of each step, and the
+    sketches of full measurements, in at most 64 MiB (16 MiB and 48 MiB; the latest two of each are
+    always kept, and so are three of the fault that is being recorded).
+    :mod:`telemetry.flight.document` describes the file, which is at most 8 MiB large.
 
     A file is written at an alert of severity ``error``, and when an exception ends the training. It
-    is completed with what came after when a quarter of ``steps`` has passed, or at :meth:`close`;
-    errors until then are part of it. A run writes at most 8 files, of the first faults.
+    is completed with the steps that follow after a quarter of ``steps``, or at :meth:`close`;
+    errors until then become part of it. A run writes at most 8 files, for its first faults.
 
     Call :meth:`on_step` with each record before the rules judge it. Nothing here raises; failures
     are logged once. Calls may come from several threads.
 
     Args:
-        log_dir: Where files go. To a remote one (``"s3://..."``) none are written.
-        steps: How many steps are kept.
-        seed: Of torch's generator, to be told in the file.
-        faults: Where to tell what failed.
-        write: Writes a file whole; by default at once, on the caller's thread.
+        log_dir: Where files are written; none are written to a remote one (``"s3://..."``).
+        steps: Number of steps that are kept.
+        seed: Of torch's generator, to be written to the file.
+        faults: Where failures are reported.
+        write: Writes a whole file; by default at once, on the caller's thread.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FlightRecorder:
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
         self._flight: Flight | None = None
         self._files: set[Path] = set()
-        self._told_remote = False
+        self._reported_remote = False
 
     # --- what happens --------------------------------------------------------------------------
 
@@ -88,19 +88,19 @@ class FlightRecorder:
     def on_exception(self, exception: BaseException, step: int) -> None:
         """The training ends in an exception, during ``step``.
 
-        One that the user or telemetry has asked for is no fault: Ctrl-C, :class:`SystemExit`,
+        Exceptions that were asked for are no fault: Ctrl-C, :class:`SystemExit`,
         :class:`TelemetryAlert`.
         """
         if isinstance(exception, Exception) and not isinstance(exception, TelemetryAlert):
             self._contained(lambda: self._note_exception(exception, step))
 
     def close(self) -> None:
-        """Complete the file that was begun, if any; harmless when done twice."""
+        """Complete the file that was begun, if any; harmless when repeated."""
         self._contained(self._complete)
 
     @property
     def nbytes(self) -> int:
-        """Memory taken, about."""
+        """Approximate memory."""
         return sum(s.nbytes for s in (*self._steps, *self._details))
 
     # --- under the lock ------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class FlightRecorder:
         if len(self._steps) == self._count:
             self._step_bytes -= self._steps.popleft().nbytes
         self._steps.append(step)
-        # Counted on: this is done at every step, and a sum over all would be most of the work.
+        # A running count: to sum over all at every step would be most of the work.
         self._step_bytes = _shrink(self._steps, self._step_bytes + step.nbytes, MAX_STEP_BYTES)
         if record.full:
             step = replace(step, detail=detail(record))
@@ -135,7 +135,7 @@ class FlightRecorder:
 
     def _keep_detail(self, step: Snapshot) -> None:
         kept = self._details
-        # The latest one gives way unless it is far from the one before it.
+        # The latest one is replaced unless it is far from the one before it.
         if len(kept) >= 2 and kept[-1].step - kept[-2].step < self._count / _DETAILS:
             kept.pop()
         kept.append(step)
@@ -181,9 +181,9 @@ class FlightRecorder:
     def _write(self, *, complete: bool) -> None:
         assert self._flight is not None
         if "://" in self._log_dir:
-            if not self._told_remote:
+            if not self._reported_remote:
                 log.info("telemetry: flight files are not written to %s", self._log_dir)
-                self._told_remote = True
+                self._reported_remote = True
             return
         path = flight_path(Path(self._log_dir), self._flight.step)
         if path not in self._files and len(self._files) >= MAX_FILES:
@@ -196,11 +196,15 @@ class FlightRecorder:
         self._write_file(path, encode_flight(contents))
         if path not in self._files:
             self._files.add(path)
-            log.warning("telemetry: what led to step %d is in %s", self._flight.step, path)
+            log.warning(
+                "telemetry: the steps before the fault at step %d are in %s",
+                self._flight.step,
+                path,
+            )
 
 
 def _shrink(kept: deque[Snapshot], nbytes: int, max_bytes: int) -> int:
-    """Drop the oldest of ``nbytes`` until the rest fits, but for the latest two; what is left."""
+    """Drop the oldest, except the latest two, until the rest fits; returns its bytes."""
     while len(kept) > 2 and nbytes > max_bytes:
         nbytes -= kept.popleft().nbytes
     return nbytes

@@ -15,7 +15,7 @@ _BUCKETS, _BUCKET_COUNTS = np.dtype("<i2"), np.dtype("<f4")
 
 
 def encode(sketch: Sketch) -> dict[str, Any]:
-    """The fields of a sketch as JSON has them: arrays as base64, NaN as null."""
+    """The fields of a sketch for JSON: arrays as base64, NaN as null."""
     figures = {name: getattr(sketch, name) for name in _FIGURES}
     return {
         **{name: getattr(sketch, name) for name in COUNTS},

@@ -23,7 +23,7 @@ _SKETCH_BYTES = 600  # without its arrays
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Detail:
-    """What only a full measurement has: all statistics of all layers; the rest as in the record."""
+    """What only a full measurement has: the table of all layers, and sketches as in the record."""
 
     layers: LayerTable
     outputs: Mapping[Output, Sketch]
@@ -34,7 +34,7 @@ class Detail:
 
     @property
     def nbytes(self) -> int:
-        """Memory taken, about."""
+        """Approximate memory."""
         kinds = (self.outputs, self.output_grads, self.grads, self.weights)
         sketches = list(chain.from_iterable(kind.values() for kind in kinds))
         arrays = sum(s.buckets.nbytes + s.counts.nbytes for s in sketches)
@@ -48,7 +48,7 @@ class Snapshot:
     """One step.
 
     Attributes:
-        step: As in the record, likewise what is not explained here.
+        step: As in the record, as is everything that is not explained here.
         grad_norms: L2 norm of the gradients of each module's own parameters, float64, shape
             ``[modules]``; NaN if one of them is.
         grad_present: Whether any of them had a gradient, shape ``[modules]``.
@@ -70,14 +70,14 @@ class Snapshot:
 
     @cached_property
     def nbytes(self) -> int:
-        """Memory taken, about."""
+        """Approximate memory."""
         detail = self.detail.nbytes if self.detail is not None else 0
         rates = 8 * len(self.learning_rates)
         return self.grad_norms.nbytes + self.grad_present.nbytes + rates + detail + _STEP_BYTES
 
 
 def snapshot(record: StepRecord) -> Snapshot:
-    """What is kept of a step's record, but for :attr:`Snapshot.detail`."""
+    """What is kept of a step, without :attr:`Snapshot.detail`."""
     layout = record.layout
     present = np.bincount(layout.owners, record.grad_present, minlength=len(layout.modules))
     return Snapshot(
@@ -96,7 +96,7 @@ def snapshot(record: StepRecord) -> Snapshot:
 
 
 def detail(record: StepRecord) -> Detail:
-    """What is kept of a full measurement beyond that."""
+    """What is kept of a full measurement in addition."""
     return Detail(
         layers=table(record),
         outputs=_kept(record.outputs),
