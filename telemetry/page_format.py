@@ -30,8 +30,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from telemetry import untrusted
+from telemetry.alert import Alert, parse_alert
 from telemetry.layers import MISSING, Statistic
-from telemetry.records import Alert, Layout, Module, Parameter, parse_alert
+from telemetry.records import Layout, Module, Parameter
 
 PLUGIN_NAME = "telemetry"
 FORMAT_VERSION = 1

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 LAYERS = [
     {"_native", "moments", "budget", "plain_text", "directory_claim", "untrusted"},
     {"kernel", "sketch"},
-    {"records", "schedule", "faults", "host_copy", "torch_private", "ranks"},
+    {"alert", "records", "schedule", "faults", "host_copy", "torch_private", "ranks"},
     {"layers", "rule", "selection", "measure", "images", "events"},
     {"page_format"},
     {"capture", "alerts", "flight", "writing", "reading"},
@@ -36,6 +36,7 @@ TORCH_FREE = {
     "sketch",
     "plain_text",
     "untrusted",
+    "alert",
     "records",
     "rule",
     "schedule",

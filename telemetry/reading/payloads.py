@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.alert import Alert
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.page_format import FORMAT_VERSION, json_number
 from telemetry.reading import builtin_tags
@@ -19,7 +20,6 @@ from telemetry.reading.run_data import LayerSeries, Overview
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import Point, Problems, RunSource
 from telemetry.reading.windows import Matrix
-from telemetry.records import Alert
 
 MAX_PICTURE_PIXELS = 1 << 22
 """Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws."""
