@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from telemetry.alert import Alert, TelemetryAlert
     from telemetry.events.summary_writer import SummaryWriter
     from telemetry.interventions import (
         clip_gradients,
@@ -19,16 +20,7 @@ if TYPE_CHECKING:
     )
     from telemetry.kernel import native as native
     from telemetry.logger import HookLogger
-    from telemetry.records import (
-        Alert,
-        Layout,
-        Module,
-        Output,
-        Parameter,
-        StepRecord,
-        TelemetryAlert,
-        TensorRecord,
-    )
+    from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
     from telemetry.rule import Rule
     from telemetry.sketch import Sketch
 
@@ -54,7 +46,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Alert": "telemetry.records",
+    "Alert": "telemetry.alert",
     "HookLogger": "telemetry.logger",
     "Layout": "telemetry.records",
     "Module": "telemetry.records",
@@ -64,7 +56,7 @@ _HOMES = {
     "Sketch": "telemetry.sketch",
     "StepRecord": "telemetry.records",
     "SummaryWriter": "telemetry.events.summary_writer",
-    "TelemetryAlert": "telemetry.records",
+    "TelemetryAlert": "telemetry.alert",
     "TensorRecord": "telemetry.records",
     "clip_gradients": "telemetry.interventions",
     "native": "telemetry.kernel",

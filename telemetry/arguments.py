@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
+from telemetry.alert import Alert
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
 from telemetry.host_copy import HostCopy
 from telemetry.plain_text import check_text
-from telemetry.records import Alert
 from telemetry.rule import AnyRule, Rule, as_rule
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | None] | None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
+from telemetry.alert import Alert, TelemetryAlert
 from telemetry.arguments import (
     Alerts,
     OnAlert,
@@ -44,7 +45,6 @@ from telemetry.pipeline import CLOSE_TIMEOUT_S, Pipeline
 from telemetry.plain_text import check_text
 from telemetry.processing import LoggedScalars, Processor, ReadyValues
 from telemetry.ranks import is_first_rank
-from telemetry.records import Alert, TelemetryAlert
 from telemetry.resuming import (
     STATE_FORMAT,
     FirstStep,

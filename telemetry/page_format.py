@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from telemetry import untrusted
+from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.layers import MISSING, Statistic
-from telemetry.records import Alert, Layout, Module, Parameter, alert_fields, parse_alert
+from telemetry.records import Layout, Module, Parameter
 
 PLUGIN_NAME = "telemetry"
 FORMAT_VERSION = 1

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from telemetry.alert import Alert
 from telemetry.alerts.judging import Judge
 from telemetry.capture import CapturedStep
 from telemetry.events import summaries
@@ -18,7 +19,7 @@ from telemetry.faults import Faults
 from telemetry.host_copy import HostCopy
 from telemetry.plain_text import printable_lines
 from telemetry.ranks import is_first_rank
-from telemetry.records import Alert, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 from telemetry.writing.board import Board, needed_in_every_file
 

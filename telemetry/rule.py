@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from telemetry.records import Alert, StepRecord
+from telemetry.alert import Alert
+from telemetry.records import StepRecord
 
 
 class Rule(ABC):

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from telemetry.alert import Alert
 from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
 from telemetry.capture import Capture, CapturedStep, Content
 from telemetry.faults import Faults
-from telemetry.records import Alert, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import AnyRule, as_rule
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector

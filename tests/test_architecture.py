@@ -16,7 +16,7 @@ LAYERS = [
     {"_native", "moments", "budget", "directory_claim", "palette", "plain_text", "sparkline"}
     | {"untrusted"},
     {"kernel", "sketch", "tag_names"},
-    {"records", "schedule", "faults", "host_copy", "torch_private", "ranks"},
+    {"alert", "records", "schedule", "faults", "host_copy", "torch_private", "ranks"},
     {"layers", "rule", "selection", "measure", "images", "events"},
     {"page_format"},
     {"capture", "alerts", "flight", "writing", "reading"},
@@ -41,6 +41,7 @@ TORCH_FREE = {
     "sparkline",
     "tag_names",
     "untrusted",
+    "alert",
     "records",
     "rule",
     "schedule",

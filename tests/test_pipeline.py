@@ -16,6 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry import pipeline as pipeline_module
+from telemetry.alert import Alert
 from telemetry.capture.captured import CapturedStep, RunTotals
 from telemetry.capture.window import Window
 from telemetry.events.background import BackgroundWriter
@@ -24,7 +25,7 @@ from telemetry.measure import Measurer
 from telemetry.pipeline import Pipeline
 from telemetry.processing import LoggedScalars, Processor
 from telemetry.processing import Sink as AnySink
-from telemetry.records import Alert, Layout, StepRecord
+from telemetry.records import Layout, StepRecord
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.writing.board import Board
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import Course
 from telemetry.alerts.memory import restore, to_plain
-from telemetry.records import Alert, Severity, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 _EXPLOSIONS = {"exploding_gradient", "exploding_activation"}

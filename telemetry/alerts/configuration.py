@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, get_args
 
+from telemetry.alert import Severity
 from telemetry.alerts.causes import OneCause
 from telemetry.alerts.course import Course, CourseRule
 from telemetry.alerts.dead_units import DeadUnits
@@ -19,7 +20,6 @@ from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.saturated_units import SaturatedUnits
 from telemetry.alerts.suspicion import Suspicion
 from telemetry.alerts.vanishing_gradient import VanishingGradient
-from telemetry.records import Severity
 from telemetry.rule import Rule
 
 Settings = Mapping[str, "float | str"]

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import Forward
 from telemetry.layers.module_types import TWO_SIDED
 from telemetry.plain_text import called
-from telemetry.records import Alert, Output, StepRecord, TensorRecord
+from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.rule import Rule
 
 

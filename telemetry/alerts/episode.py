@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from telemetry.records import Alert
+from telemetry.alert import Alert
 
 
 class Episode:

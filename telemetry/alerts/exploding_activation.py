@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
 from telemetry.alerts.depth import forward_growth
 from telemetry.alerts.episode import Episode
 from telemetry.plain_text import called
-from telemetry.records import Alert, Output, StepRecord
+from telemetry.records import Output, StepRecord
 
 
 class ExplodingActivation(CourseRule):

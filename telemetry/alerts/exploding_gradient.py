@@ -8,13 +8,14 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
 from telemetry.alerts.depth import backward_growth, forward_growth, gain
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import History
 from telemetry.alerts.modules import Modules
 from telemetry.plain_text import called
-from telemetry.records import Alert, Output, StepRecord
+from telemetry.records import Output, StepRecord
 
 
 class ExplodingGradient(CourseRule):

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from telemetry.alert import Alert
 from telemetry.faults import Faults
-from telemetry.records import Alert, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from telemetry.alert import Alert
 from telemetry.alerts.course import LARGE_STEP, NEVER, CourseRule
 from telemetry.alerts.episode import Episode
-from telemetry.records import Alert, StepRecord
+from telemetry.records import StepRecord
 
 
 class LossDivergence(CourseRule):

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import History
-from telemetry.records import Alert, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator
 
+from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.layers.module_types import STANDARD
 from telemetry.plain_text import called, printable
-from telemetry.records import Alert, StepRecord, TensorRecord
+from telemetry.records import StepRecord, TensorRecord
 from telemetry.rule import Rule
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import Forward
@@ -21,7 +22,7 @@ from telemetry.layers.module_types import (
     bucket_of,
 )
 from telemetry.plain_text import called
-from telemetry.records import Alert, Output, StepRecord
+from telemetry.records import Output, StepRecord
 from telemetry.sketch import Sketch
 
 

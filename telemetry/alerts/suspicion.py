@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.alert import Alert
 from telemetry.alerts.modules import Modules
-from telemetry.records import Alert, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.modules import Modules
 from telemetry.plain_text import called
-from telemetry.records import Alert, StepRecord
+from telemetry.records import StepRecord
 
 
 class VanishingGradient(CourseRule):

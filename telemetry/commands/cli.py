@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from telemetry.alert import Alert
 from telemetry.commands.report import write_report
 from telemetry.events import list_event_files
 from telemetry.flight import explain
@@ -22,7 +23,6 @@ from telemetry.plain_text import printable
 from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_summary import LayerSummary, summarize
-from telemetry.records import Alert
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 _STEADY = 1.25  # a trend by a smaller factor counts as steady

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from telemetry import untrusted
+from telemetry.alert import parse_alert
 from telemetry.flight.document import COLUMNS, MAX_ALERTS, MAX_MODULES, When
-from telemetry.records import parse_alert
 
 _MEASURED = untrusted.listed(untrusted.optional(untrusted.number))
 _NAMES = untrusted.listed(untrusted.name, most=MAX_MODULES)
@@ -46,7 +46,7 @@ def check(contents: Any) -> dict[str, Any]:
     """The fields of a flight file that :mod:`telemetry.flight.explaining` uses.
 
     Returns:
-        The fields, with each alert as an :class:`~telemetry.records.Alert`, and numbers as floats.
+        The fields, with each alert as an :class:`~telemetry.alert.Alert`, and numbers as floats.
 
     Raises:
         ValueError: A field is missing or has a wrong value; the message names it.

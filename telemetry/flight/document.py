@@ -15,7 +15,7 @@ measured are ``null``. The keys:
     Where the fault began, if known, as in ``named_modules()``; null if it was not in a module.
 ``alerts``
     The alerts before and after it so far, each with the fields of
-    :class:`~telemetry.records.Alert`.
+    :class:`~telemetry.alert.Alert`.
 ``exception``
     ``type``, ``message`` and ``traceback`` of the exception that ended the training, or null.
 ``random``
@@ -47,10 +47,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from telemetry.alert import Alert
 from telemetry.flight import sketches
 from telemetry.flight.snapshot import Snapshot
 from telemetry.layers import STATISTICS
-from telemetry.records import Alert, Module, Output
+from telemetry.records import Module, Output
 from telemetry.sketch import Sketch
 from telemetry.untrusted import MAX_TEXT
 

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from telemetry.alert import Alert, TelemetryAlert
 from telemetry.events.plain_files import write_whole
 from telemetry.faults import Faults
 from telemetry.flight.document import MAX_ALERTS, Flight, compose, describe
 from telemetry.flight.file import encode_flight, flight_path
 from telemetry.flight.snapshot import Snapshot, detail, snapshot
-from telemetry.records import Alert, StepRecord, TelemetryAlert
+from telemetry.records import StepRecord
 
 log = logging.getLogger("telemetry")
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.alert import alert_fields
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.page_format import FORMAT_VERSION
 from telemetry.reading import builtin_tags
@@ -18,7 +19,6 @@ from telemetry.reading.matrix import Matrix
 from telemetry.reading.run_data import LayerSeries, Overview
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import Point, Problems, RunSource
-from telemetry.records import alert_fields
 
 MAX_PICTURE_PIXELS = 1 << 22
 """Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws."""

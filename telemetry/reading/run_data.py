@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.alert import Alert
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.page_format import ALERT_PREFIX, PLUGIN_NAME, ChunkKind, NewerFormatError
 from telemetry.reading import derived
@@ -26,7 +27,6 @@ from telemetry.reading.sessions import (
     is_layout,
 )
 from telemetry.reading.sources import Point, RunSource
-from telemetry.records import Alert
 
 MAX_ALERTS = 10_000
 """Alerts of one run; the page lists every one."""

@@ -13,6 +13,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.alert import Alert
 from telemetry.page_format import (
     LAYOUT_PREFIX,
     ChunkKind,
@@ -22,7 +23,7 @@ from telemetry.page_format import (
     parse_layout_tag,
 )
 from telemetry.reading.sources import Point, Problems
-from telemetry.records import Alert, Layout, Parameter
+from telemetry.records import Layout, Parameter
 from telemetry.untrusted import MAX_WHOLE
 
 MAX_TEXT_BYTES = 32 << 20

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from telemetry.alert import Alert
 from telemetry.events.plain_files import PlainFiles
 from telemetry.page_format import encode_alert
-from telemetry.records import Alert
 
 
 class AlertFile:

@@ -8,9 +8,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.custom_scalar import metadata as charts_metadata
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 
+from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.page_format import LAYOUT_PREFIX
-from telemetry.records import Alert, StepRecord
+from telemetry.records import StepRecord
 from telemetry.writing import custom_scalars, spread, tags
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.learning_rates import LearningRates

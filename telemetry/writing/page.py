@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.layers import MATRIX_STATISTICS, MISSING, table
 from telemetry.page_format import (
@@ -22,7 +23,7 @@ from telemetry.page_format import (
     layout_tag,
     new_session_id,
 )
-from telemetry.records import Alert, Layout, StepRecord
+from telemetry.records import Layout, StepRecord
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 

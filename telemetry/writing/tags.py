@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.images import encode_png
 from telemetry.layers import PARAMETER_STATISTICS, table
 from telemetry.plain_text import printable
-from telemetry.records import Alert, Layout, Output, Parameter, StepRecord, TensorRecord
+from telemetry.records import Layout, Output, Parameter, StepRecord, TensorRecord
 from telemetry.selection import spread
 from telemetry.tag_names import TOTAL_GRAD_NORM, numbered
 from telemetry.writing.magnitudes import log10_histogram

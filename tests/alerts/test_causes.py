@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from telemetry.alert import Alert, Severity, Stage
 from telemetry.alerts.causes import OneCause
-from telemetry.records import Alert, Layout, Severity, Stage, StepRecord
+from telemetry.records import Layout, StepRecord
 from telemetry.rule import as_rule
 
 

@@ -13,10 +13,11 @@ import pytest
 from interrupted_runs import RUNS, train
 from numpy.typing import NDArray
 
+from telemetry.alert import Alert
 from telemetry.alerts import default_rules
 from telemetry.alerts.causes import OneCause
 from telemetry.alerts.memory import restore, to_plain
-from telemetry.records import Alert, StepRecord
+from telemetry.records import StepRecord
 
 
 def forgotten(used: object, new: object, path: str) -> set[str]:

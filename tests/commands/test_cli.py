@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from known_runs import alert_at, layout_of, write_run
 
+from telemetry.alert import Alert
 from telemetry.commands.cli import main
-from telemetry.records import Alert
 
 ESCAPE = "\x1b[2Jcleared"
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from telemetry.alert import Alert
 from telemetry.flight import FlightRecorder, explain
-from telemetry.records import Alert, Layout, Module, Output, Parameter, StepRecord, TensorRecord
+from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 
 

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from telemetry.alert import Alert
 from telemetry.flight import FlightRecorder, flight_files, read_flight
 from telemetry.flight import file as file_module
 from telemetry.flight.document import MAX_MODULES, number
 from telemetry.flight.sketches import encode
-from telemetry.records import Alert, Layout, Module, Output, Parameter, StepRecord, TensorRecord
+from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.sketch import Sketch, sketch_array
 
 ANY_FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)

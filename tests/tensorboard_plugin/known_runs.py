@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.alert import Alert
 from telemetry.events import FileWriter, summaries
 from telemetry.layers import MATRIX_STATISTICS
 from telemetry.page_format import (
@@ -20,7 +21,7 @@ from telemetry.page_format import (
     layout_tag,
 )
 from telemetry.reading.run_data import RunData
-from telemetry.records import Alert, Layout, Module, Parameter
+from telemetry.records import Layout, Module, Parameter
 
 COLUMN = {statistic.name: index for index, statistic in enumerate(MATRIX_STATISTICS)}
 ValuesOf = Callable[[int], NDArray[np.float32]]

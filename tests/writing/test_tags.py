@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from telemetry.records import Alert, Layout, Module, Output, Parameter, StepRecord, TensorRecord
+from telemetry.alert import Alert
+from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 from telemetry.writing.tags import alert_value, values_of
 
