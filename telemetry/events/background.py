@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sized
 from typing import Generic, Protocol, TypeVar
@@ -76,6 +77,7 @@ class BackgroundWriter(Generic[Record]):
         self._flush_wanted = True  # the first round begins the file
         self._closing = False
         self._rounds_begun = 0
+        self._round_began_s = time.monotonic()
         self._rounds_done = 0
         self._finished = False
         self._closed = False
@@ -138,7 +140,7 @@ class BackgroundWriter(Generic[Record]):
             # this very thread in put(), and only a wait here gives its lock away.
             self._changed.wait_for(lambda: self._finished, timeout_s)
             self._closed = True
-        self._report_losses(timeout_s)
+        self._report_losses()
 
     def _is_due(self) -> bool:
         # After a failure only the clock or a wish to flush makes for another attempt.
@@ -158,9 +160,10 @@ class BackgroundWriter(Generic[Record]):
         else:
             self._refused_count += 1
 
-    def _report_losses(self, timeout_s: float) -> None:
+    def _report_losses(self) -> None:
         losses = []
-        hang = "" if self._finished else f"the latest write has not ended within {timeout_s:g} s"
+        ago_s = time.monotonic() - self._round_began_s
+        hang = "" if self._finished else f"a write that began {ago_s:.1f} s ago has not ended"
         if self.dropped_count:
             losses.append(f"{self.dropped_count} measurements were dropped, the queue was full")
         if self.lost_count:
@@ -192,6 +195,7 @@ class BackgroundWriter(Generic[Record]):
             self._flush_wanted = False
             last = self._closing
             self._rounds_begun += 1
+            self._round_began_s = time.monotonic()
         self._write(records, urgent)
         with self._changed:
             self._writing = deque()
