@@ -1,4 +1,4 @@
-"""Arguments of :class:`telemetry.HookLogger` and its methods: what is refused, and why."""
+"""Checks the arguments of :class:`telemetry.HookLogger` and its methods."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise"] | None
 
 
 def check_model(model: object) -> None:
-    """Refuse what cannot be trained."""
+    """Check that this is a model with parameters."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"HookLogger(model=...): must be a torch.nn.Module, not {type_of(model)}")
     if next(model.parameters(), None) is None:
         raise ValueError(
-            f"HookLogger(model={type(model).__name__}): has no parameters, nothing can be trained"
+            f"HookLogger(model={type(model).__name__}): has no parameters, so it cannot be trained"
         )
 
 
@@ -36,7 +36,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
     """The optimizer that runs the hooks, if one is given."""
     if optimizer is None:
         return None
-    # Lightning and Accelerate wrap optimizers; it is the wrapped one that runs the hooks.
+    # Lightning and Accelerate wrap optimizers; only the wrapped one runs hooks.
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, Optimizer):
         raise TypeError(
@@ -50,7 +50,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
 
 
 def check_rules(alerts: Any) -> Sequence[Rule]:
-    """The rules that ``alerts`` stands for."""
+    """The rules given as ``alerts``."""
     if alerts is None or isinstance(alerts, Mapping):
         return rules_from(alerts or {})
     if not isinstance(alerts, Iterable) or isinstance(alerts, str):
@@ -85,14 +85,14 @@ def log_dir_of(writer: object) -> str:
 def scalars_of(
     scalars: object, named: Mapping[str, object]
 ) -> tuple[dict[str, float | HostCopy], list[TypeError | ValueError]]:
-    """What ``log`` is to write, and why it does not write the others.
+    """The scalars that ``log`` writes, and an error for each of the others.
 
     Raises:
-        TypeError: ``scalars`` is no mapping.
+        TypeError: ``scalars`` is not a mapping.
     """
     if not isinstance(scalars, Mapping | None):
         raise TypeError(
-            f"HookLogger.log({reprlib.repr(scalars)}): takes numbers by their tags, "
+            f"HookLogger.log({reprlib.repr(scalars)}): must be numbers by tag, such as "
             "log(loss=0.5) or log({'loss': 0.5})"
         )
     values: dict[str, float | HostCopy] = {}
@@ -110,8 +110,8 @@ def _scalar(name: str, value: object) -> float | HostCopy:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
-                f"HookLogger.log({name}=...): has {value.numel()} elements; reduce it to one, "
-                "for example by .mean()"
+                f"HookLogger.log({name}=...): must have one element, not {value.numel()}; "
+                "reduce it, for example by .mean()"
             )
         if value.is_complex() or value.is_meta:
             raise TypeError(f"HookLogger.log({name}={value!r}): must be a real number")
@@ -123,7 +123,7 @@ def _scalar(name: str, value: object) -> float | HostCopy:
 
 
 def type_of(value: object) -> str:
-    """What a message calls the type of ``value``."""
+    """The name of the type of ``value`` in messages."""
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     return f"the class {name}" if kind is value else name

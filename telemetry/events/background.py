@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sized
 from typing import Generic, Protocol, TypeVar
@@ -75,6 +76,7 @@ class BackgroundWriter(Generic[Item]):
         self._flush_wanted = True  # the first round begins the file
         self._closing = False
         self._rounds_begun = 0
+        self._round_began_s = time.monotonic()
         self._rounds_done = 0
         self._finished = False
         self._closed = False
@@ -137,7 +139,7 @@ class BackgroundWriter(Generic[Item]):
             # this very thread in put(), and only this wait releases its lock.
             self._changed.wait_for(lambda: self._finished, timeout_s)
             self._closed = True
-        self._report_losses(timeout_s)
+        self._report_losses()
 
     def _is_due(self) -> bool:
         # After a failure, only the clock or flush() starts another attempt.
@@ -157,9 +159,10 @@ class BackgroundWriter(Generic[Item]):
         else:
             self._refused_count += 1
 
-    def _report_losses(self, timeout_s: float) -> None:
+    def _report_losses(self) -> None:
         losses = []
-        hang = "" if self._finished else f"the latest write has not ended within {timeout_s:g} s"
+        ago_s = time.monotonic() - self._round_began_s
+        hang = "" if self._finished else f"a write that began {ago_s:.1f} s ago has not ended"
         if self.dropped_count:
             losses.append(f"{self.dropped_count} measurements were dropped, the queue was full")
         if self.lost_count:
@@ -191,6 +194,7 @@ class BackgroundWriter(Generic[Item]):
             self._flush_wanted = False
             last = self._closing
             self._rounds_begun += 1
+            self._round_began_s = time.monotonic()
         self._write(items, urgent)
         with self._changed:
             self._writing = deque()

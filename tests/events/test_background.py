@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -284,15 +285,17 @@ def test_a_disk_that_hangs_costs_the_time_given_and_what_is_left_is_counted(
     with files.hanging():
         start_hanging_write(writer, files)
         put(writer, b"a", b"b")
-        assert not writer.flush(timeout_s=0.01)
-        writer.close(timeout_s=0.05)
+        assert not writer.flush(timeout_s=0.25)
+        writer.close(timeout_s=0)  # others have taken all the time
         writer.close()  # has nothing more to wait for
         assert writer.lost_count == 3
         (reported,) = caplog.messages
 
-    assert (
-        "3 events could not be written (the latest write has not ended within 0.05 s)" in reported
+    found = re.search(
+        r"3 events could not .* \(a write that began (.*) s ago has not ended\)", told
     )
+    assert found is not None
+    assert float(found[1]) >= 0.2
     writer._thread.join(WAIT_S)
     assert files.written == [b"in flight", b"a", b"b"]
     assert writer.lost_count == 0  # the disk took them after all
