@@ -1,4 +1,4 @@
-"""Of the faults that follow from each other the first is told, with the others listed."""
+"""Of the faults that follow from each other the first is reported, with the others listed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def alert(kind: str, step: int, stage: Stage = "begin", severity: Severity = "er
     )
 
 
-def told(*found: Alert) -> list[tuple[int, str, str]]:
+def reported(*found: Alert) -> list[tuple[int, str, str]]:
     def script(record: StepRecord) -> Iterable[Alert]:
         return [alert for alert in found if alert.step == record.step]
 
@@ -48,16 +48,16 @@ def told(*found: Alert) -> list[tuple[int, str, str]]:
     return [(alert.step, alert.stage, alert.kind) for alert in alerts]
 
 
-def test_a_consequence_is_not_told() -> None:
-    assert told(alert("loss_divergence", 5), alert("exploding_gradient", 7)) == [
+def test_a_consequence_is_not_reported() -> None:
+    assert reported(alert("loss_divergence", 5), alert("exploding_gradient", 7)) == [
         (5, "begin", "loss_divergence")
     ]
 
 
 @pytest.mark.parametrize("state", ["dead_units", "saturated_units", "nonfinite"])
-def test_a_lasting_state_is_told_when_its_cause_is_over(state: str) -> None:
+def test_a_lasting_state_is_reported_when_its_cause_is_over(state: str) -> None:
     cause, over = alert("loss_divergence", 5), alert("loss_divergence", 30, "end")
-    assert told(cause, alert(state, 7), over) == [
+    assert reported(cause, alert(state, 7), over) == [
         (5, "begin", "loss_divergence"),
         (30, "end", "loss_divergence"),
         (30, "begin", state),
@@ -67,7 +67,7 @@ def test_a_lasting_state_is_told_when_its_cause_is_over(state: str) -> None:
 def test_an_explosion_passes_with_its_cause() -> None:
     cause, over = alert("loss_divergence", 5), alert("loss_divergence", 30, "end")
     later = alert("exploding_gradient", 60, "end")
-    assert told(cause, alert("exploding_gradient", 7), over, later) == [
+    assert reported(cause, alert("exploding_gradient", 7), over, later) == [
         (5, "begin", "loss_divergence"),
         (30, "end", "loss_divergence"),
     ]
