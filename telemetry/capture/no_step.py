@@ -14,10 +14,10 @@ PASSES_WITHOUT_EVIDENCE = 200
 
 
 class NoStepWatch:
-    """Follows the backward passes of one step, and says once what keeps the step from ending."""
+    """Follows the backward passes of one step, and explains once why the step does not end."""
 
     def __init__(self) -> None:
-        self._told = False
+        self._explained = False
         self._passes = 0
         self._other_steps = 0
         self._cleared = 0
@@ -29,14 +29,14 @@ class NoStepWatch:
         self._other_steps += 1
 
     def backward_ended(self, parameters: Iterable[Tensor]) -> str | None:
-        """A backward pass has reached ``parameters``; what to tell the user, if anything."""
+        """A backward pass has reached ``parameters``; what to log, if anything."""
         self._passes += 1
         self._look_at(next(iter(parameters)))
         evidence = max(self._other_steps, self._cleared, self._changed)
         few = PASSES_WITHOUT_STEP // 2
         if self._passes != (PASSES_WITHOUT_STEP if evidence >= few else PASSES_WITHOUT_EVIDENCE):
             return None
-        self._told = True
+        self._explained = True
         return (
             f"{self._passes} backward passes have reached this model without a step of an "
             "optimizer that holds its parameters, and nothing is logged until there is one. "
@@ -44,12 +44,11 @@ class NoStepWatch:
         )
 
     def at_the_end(self, ran: str) -> str | None:
-        """What to tell the user if the run ends before its first step; None if that was told.
+        """What to log if the run ends before its first step; None if it was logged.
 
-        Args:
-            ran: What is known of the model's forward passes, if there was no backward pass.
+        ``ran`` says what is known of the forward passes, for a step without a backward pass.
         """
-        if self._told:
+        if self._explained:
             return None
         passes = f"{self._passes} backward pass{'es' * (self._passes != 1)}"
         if self._other_steps:
