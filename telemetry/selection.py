@@ -1,4 +1,4 @@
-"""Which modules and parameters of a model a user has selected."""
+"""Which modules and parameters of a model are meant."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Selection:
         return self._filter(_candidates(model))
 
     def check(self, model: nn.Module) -> None:
-        """Check that the selection fits the model.
+        """Refuse what cannot be meant for this model.
 
         Raises:
             ValueError: A glob matches no module, or nothing is left of what was asked for.

@@ -110,8 +110,7 @@ class Capture:
         """Take every hook off; harmless when done twice."""
         self._end_waiting()
         self._optimizers.remove()
-        self._passes.end()
-        self._modules.remove()
+        self._remove_hooks()
         self._reader.forget()
 
     def end(self) -> None:
@@ -122,6 +121,10 @@ class Capture:
             if message is not None:
                 self._watch.faults.tell(message)
         self.detach()
+
+    def _remove_hooks(self) -> None:
+        self._passes.end()
+        self._modules.remove()
 
     # --- a step begins -------------------------------------------------------------------------
 
@@ -146,8 +149,7 @@ class Capture:
                     self._passes.begin(self._window, self._modules.pictured)
         except Exception:
             self._watch.faults.report("to attach its hooks")
-            self._passes.end()
-            self._modules.remove()
+            self._remove_hooks()
 
     # --- its passes: called by the hooks on modules ----------------------------------------------
 

@@ -17,7 +17,7 @@ class NoStepWatch:
     """Follows the backward passes of one step, and explains once why the step does not end."""
 
     def __init__(self) -> None:
-        self._explained = False
+        self._told = False
         self._passes = 0
         self._other_steps = 0
         self._cleared = 0
@@ -36,7 +36,7 @@ class NoStepWatch:
         few = PASSES_WITHOUT_STEP // 2
         if self._passes != (PASSES_WITHOUT_STEP if evidence >= few else PASSES_WITHOUT_EVIDENCE):
             return None
-        self._explained = True
+        self._told = True
         return (
             f"{self._passes} backward passes have reached this model without a step of an "
             "optimizer that holds its parameters, and nothing is logged until there is one. "
@@ -44,11 +44,11 @@ class NoStepWatch:
         )
 
     def at_the_end(self, ran: str) -> str | None:
-        """What to log if the run ends before its first step; None if it was logged.
+        """What to tell the user if the run ends before its first step; None if that was told.
 
         ``ran`` says what is known of the forward passes, for a step without a backward pass.
         """
-        if self._explained:
+        if self._told:
             return None
         passes = f"{self._passes} backward pass{'es' * (self._passes != 1)}"
         if self._other_steps:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from telemetry.host_copy import HostCopy
 from telemetry.selection import cleaned
 from telemetry.torch_private import calling_scaler
 
-Indexed: TypeAlias = Sequence[tuple[int, Tensor]]
+Indexed = Sequence[tuple[int, Tensor]]
 """Parameters or gradients, each with its index among the model's parameters."""
 
 _BY_HAND = 0
