@@ -1,4 +1,16 @@
-"""Hooks on a model and on its optimizers: what happens in training, as one value per step."""
+"""Hooks on a model and on its optimizers: what happens in training, as one value per step.
+
+PyTorch calls our hooks (:mod:`hooks`, :mod:`optimizer_hooks`), each hook calls :mod:`capture`, and
+that hands the :class:`~window.Window` of the step in progress to one piece after the other:
+
+1. begin: :mod:`costs` says how much is affordable, :mod:`modules` puts hooks on what is watched;
+2. forward and backward passes: :mod:`passes` says which are training and adds what the modules
+   return, :mod:`backward` the gradients of that;
+3. optimizer steps: :mod:`reader` adds gradients, parameters and what the step changes;
+4. end: :mod:`hand_over` delivers a :class:`CapturedStep`, and the next step begins.
+
+:mod:`captured` makes the record of it, on the background thread.
+"""
 
 from telemetry.capture.capture import Capture
 from telemetry.capture.captured import CapturedStep

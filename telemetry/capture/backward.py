@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -21,15 +22,10 @@ from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task, 
 
 @dataclass(kw_only=True, eq=False)
 class _Pass:
-    """One run of the autograd engine.
-
-    Attributes:
-        tally: What was observed in it.
-        accumulated: Parameters whose gradient has accumulated, by identity. None in a probe:
-            ``autograd.grad`` changes no gradient.
-    """
+    """What one run of the autograd engine brought."""
 
     tally: Tally = field(default_factory=Tally)
+    # Parameters whose gradient has changed, by identity; ``autograd.grad`` changes none.
     accumulated: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -49,8 +45,9 @@ class BackwardPasses:
         self._running: dict[int, _Pass] = {}
         self._probes = Tally()
         self._over = False
+        accumulated = partial(watch.contain, "to follow a backward pass", self._accumulated)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            parameter.register_post_accumulate_grad_hook(accumulated)
             for parameter in parameters
             if not is_lazy(parameter) and parameter.requires_grad and parameter.is_leaf
         ]
@@ -90,9 +87,6 @@ class BackwardPasses:
         return running
 
     def _accumulated(self, parameter: Tensor) -> None:
-        self.watch.contain("to follow a backward pass", self._follow, parameter)
-
-    def _follow(self, parameter: Tensor) -> None:
         """A gradient has accumulated, so this backward pass is one of training."""
         current = None if self._over else self._current()
         if current is not None:

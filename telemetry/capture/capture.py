@@ -21,7 +21,7 @@ from telemetry.capture.optimizer_hooks import OptimizerHooks
 from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.passes import ForwardPasses, Passes
 from telemetry.capture.reader import StepReader
-from telemetry.capture.watch import Content, Switch, Watch
+from telemetry.capture.watch import Content, Switch, Watch, alone
 from telemetry.capture.window import Window
 from telemetry.faults import Faults
 from telemetry.measure import Measurer
@@ -36,8 +36,7 @@ class Capture:
     The model is held weakly. Hooks are on its modules only during steps that ``is_due`` names; on
     all other steps the norms of the gradients are taken and nothing else is done.
 
-    PyTorch calls our hooks, these call the methods here, and the methods here call the pieces in
-    turn, each with the window of the step in progress. None of the pieces calls back.
+    The hooks call the methods here, and these call the pieces in turn; no piece calls back.
 
     Args:
         model: The model in training.
@@ -156,52 +155,47 @@ class Capture:
             if full or attaching:
                 self._modules.install(self)
             if full:
-                self._begin_full(self._window)
+                self._window.left_out = self._costs.left_out(self._hand_over.layout().modules)
+                alone(self._reader.begin, self._window)
+                with undisturbed():
+                    self._passes.begin(self._window, self._modules.pictured)
         except Exception:
             self._watch.faults.report("to attach its hooks")
             self._remove_hooks()
-
-    def _begin_full(self, window: Window) -> None:
-        window.left_out = self._costs.left_out(self._hand_over.layout().modules)
-        with undisturbed() as alone:
-            if alone:
-                self._reader.begin(window)
-            self._passes.begin(window, self._modules.pictured)
 
     # --- its passes: called by the hooks on modules ----------------------------------------------
 
     def on_input(self, hook: InputHook, given: Any) -> None:
         """The model is called with ``given``."""
-        self._show(hook, ForwardPasses.on_input, given)
+        forward = self._passes_of(hook, torch.is_grad_enabled())
+        if forward is not None:
+            alone(forward.on_input, given)
 
     def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
         """A module was called with ``args`` and returned ``output``."""
-        self._show(hook, ForwardPasses.on_output, hook, args, output)
+        forward = self._passes_of(hook, torch.is_grad_enabled())
+        if forward is not None:
+            alone(forward.on_output, hook, args, output)
 
     def on_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:
         """A compiled graph shows an output of a module, or the gradient of one."""
-        if not backward:
-            # Without gradients only the graphs of a phase show anything.
-            show = ForwardPasses.on_graph_output
-            self._show(hook, show, hook, tensor, place, grad_enabled=True)
-        elif self._passes.backward is not None:
-            self._passes.backward.on_output_grad(hook, place, tensor)
-
-    def _show(
-        self, hook: ModuleHook, show: Callable[..., None], *args: Any, grad_enabled: bool = False
-    ) -> None:
-        """Show a call to the passes that it belongs to; it may be the first of the next step."""
-        grad_enabled = grad_enabled or torch.is_grad_enabled()
-        forward = self._passes.of_call(hook, grad_enabled=grad_enabled)
-        in_training = forward is not None and forward is self._passes.forward
-        # What checkpointing runs again, in a backward pass, begins no other pass.
-        if self._window.optimizers and in_training and backward_task() == NO_TASK:
-            self._end_waiting()
-            forward = self._passes.of_call(hook, grad_enabled=grad_enabled)
+        if backward:
+            if self._passes.backward is not None:
+                self._passes.backward.on_output_grad(hook, place, tensor)
+            return
+        # Without gradients only the graphs of a phase show anything.
+        forward = self._passes_of(hook, grad_enabled=True)
         if forward is not None:
-            with undisturbed() as alone:
-                if alone:
-                    show(forward, *args)
+            alone(forward.on_graph_output, hook, tensor, place)
+
+    def _passes_of(self, hook: ModuleHook, grad_enabled: bool) -> ForwardPasses | None:
+        """Those that a module's call belongs to; it may be the first call of the next step."""
+        forward = self._passes.of_call(hook, grad_enabled)
+        # What checkpointing runs again, in a backward pass, begins no other pass.
+        if forward is not None and forward.window.optimizers and backward_task() == NO_TASK:
+            self._end_waiting()
+            forward = self._passes.of_call(hook, grad_enabled)
+        return forward
 
     # --- its optimizer steps: called by the hooks on optimizers -----------------------------------
 

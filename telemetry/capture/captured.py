@@ -43,10 +43,7 @@ class RunTotals:
         self._clipped = 0
 
     def clipped_fraction(self, before: float | None, after: float) -> float | None:
-        """Share of the steps so far whose gradient norm was clipped, this one included.
-
-        None where the norm before clipping is unknown; that step does not count.
-        """
+        """Share of the full steps so far that were clipped; None if ``before`` is unknown."""
         if before is None:
             return None
         self._full += 1
@@ -65,7 +62,7 @@ class CapturedStep:
         totals: Shared by all steps of the run.
         measurements: What the window's measurer took.
         overflow_ends: See :meth:`Window.overflow_ends`.
-        faults: Where to tell what failed.
+        faults: Where to report what failed.
     """
 
     window: Window
@@ -266,11 +263,7 @@ class CapturedStep:
         return max((int(end.wait()) for end in self.overflow_ends), default=0)
 
     def _tensors(self, overflown: int) -> dict[str, Any]:
-        """By kind the observations of one name merged, in the order of first calls.
-
-        Args:
-            overflown: So many of the first observations are left out.
-        """
+        """By kind and name the merged observations, without the first ``overflown`` of all."""
         merged: dict[str, dict[Any, TensorRecord]] = {kind: {} for kind in get_args(Kind)}
         if self.measurements is None:
             return merged

@@ -1,4 +1,4 @@
-"""What each step takes, and how much of that is telemetry's own."""
+"""What each step costs, and how much of that is telemetry's own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from telemetry.torch_private import undisturbed
 class StepCosts:
     """Asks a budget, if there is one, how much of a step to measure, and enters the step into it.
 
-    On the CPU, wall time is told from CPU time that the training thread spends inside of
-    :attr:`own`. On a CUDA device, where both only queue work, an event is recorded at the end of
-    each step; a step is entered once the device has come to it, which nobody waits for.
+    On the CPU, telemetry's share of a step is the CPU time that the training thread spends inside
+    of :attr:`own`. On a CUDA device, which only queues work, an event is recorded at the end of
+    each step; the step is entered once the device has reached it, which nobody waits for.
     """
 
     def __init__(self, budget: Budget | None) -> None:

@@ -1,4 +1,4 @@
-"""Who hands a finished step over to the background thread, with the layout of the model."""
+"""Hands each finished step over to the background thread, with the layout of the model."""
 
 from __future__ import annotations
 
@@ -85,9 +85,5 @@ class HandOver:
             if name in shown:
                 ranked.append((last, name))
         ranked.sort(key=lambda pair: pair[0])
-        return Layout(
-            modules=tuple(
-                Module(name=name, type_name=type(modules[name]).__name__) for _, name in ranked
-            ),
-            parameters=parameters,
-        )
+        shown_modules = (Module(name=n, type_name=type(modules[n]).__name__) for _, n in ranked)
+        return Layout(modules=tuple(shown_modules), parameters=parameters)

@@ -86,6 +86,7 @@ class ForwardHook(ModuleHook):
 
     Attributes:
         name: The module's.
+        called: What to call the module in a message.
         ran_eagerly: Whether Python has called the hook, not only the compiler.
         traced: Whether a compiled graph has shown something for it.
         units: Which axis of its outputs counts units or channels: "first", "last" or "unknown".
@@ -94,19 +95,12 @@ class ForwardHook(ModuleHook):
     def __init__(self, watch: Watch, receiver: Receiver, name: str, module: nn.Module) -> None:
         super().__init__(watch, receiver, module)
         self.name = name
+        self.called = name or "the model"
         self.ran_eagerly = False
         self.traced = False
-        self.units = "unknown"
-        if isinstance(module, _CHANNELS_FIRST):
-            self.units = "first"
-        elif isinstance(module, _UNITS_LAST):
-            self.units = "last"
+        last = "last" if isinstance(module, _UNITS_LAST) else "unknown"
+        self.units = "first" if isinstance(module, _CHANNELS_FIRST) else last
         self._number = compiled.register(self)
-
-    @property
-    def called(self) -> str:
-        """What to call the module in a message."""
-        return self.name or "the model"
 
     def _put_on(self, module: nn.Module) -> RemovableHandle:
         return module.register_forward_hook(self)

@@ -111,7 +111,7 @@ class WatchedModules:
         if window.order:
             return "the model ran, but no backward pass has reached its parameters"
         if self._watch.model() is None:
-            return "the model is gone, for HookLogger does not keep it"
+            return "the model is gone: HookLogger does not keep it alive"
         if not window.full:
             return "no backward pass followed"
         if any(hook.ran_eagerly for hook in self._on_modules().values()):

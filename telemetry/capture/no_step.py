@@ -17,7 +17,7 @@ NEVER_RAN = "the model never ran"
 
 
 class NoStepWatch:
-    """Follows the backward passes of one step, and says once what keeps the step from ending."""
+    """Follows the backward passes of one step, and explains once why the step does not end."""
 
     def __init__(self) -> None:
         self._told = False
@@ -32,7 +32,7 @@ class NoStepWatch:
         self._other_steps += 1
 
     def backward_ended(self, parameters: Iterable[Tensor]) -> str | None:
-        """A backward pass has reached ``parameters``; what to tell the user, if anything."""
+        """A backward pass has reached ``parameters``; what to log, if anything."""
         self._passes += 1
         self._look_at(next(iter(parameters)))
         evidence = max(self._other_steps, self._cleared, self._changed)
@@ -51,8 +51,7 @@ class NoStepWatch:
 
         Nothing is lost where nothing ran. None if it was reported before.
 
-        Args:
-            ran: What is known of the model's forward passes, if there was no backward pass.
+        ``ran`` says what is known of the forward passes, for a step without a backward pass.
         """
         if self._told:
             return None, logging.NOTSET

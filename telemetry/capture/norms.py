@@ -20,7 +20,6 @@ from telemetry.torch_private import joined, norms_of
 SMALL = 65_536
 """Elements up to which a parameter's update is measured in full; above, a sample of as many."""
 
-
 _CPU = torch.device("cpu")
 
 _SMALL = 256
@@ -127,7 +126,7 @@ def _norms_of_group(pairs: Sequence[tuple[int, Tensor]], wide: torch.dtype) -> N
         return Norms(indices=indices, values=norms)
     on_host = _on_host(indices, norms)
     if on_host.known_nonfinite and wide is torch.float32:
-        # Squares beyond 3e38 overflow float32: an infinite norm does not tell infinite elements.
+        # Squares beyond 3e38 overflow float32: an infinite norm need not mean infinite elements.
         return _norms_of_group(pairs, torch.float64)
     return on_host
 

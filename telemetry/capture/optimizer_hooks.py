@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -41,7 +42,6 @@ class OptimizerHooks:
     before or after, nor which library calls it. The receiver and the optimizers are held weakly.
 
     Args:
-        receiver: What is called.
         primary: Whose steps count; None: see :class:`StepClock`.
         safe_point: Called between two steps, and may raise into the training loop.
 
@@ -167,8 +167,7 @@ class StepClock:
         # Has stepped while there is no primary, and others may be about to.
         self._waiting: weakref.ref[Optimizer] | None = None
         # Of each other optimizer, since the primary last stepped.
-        self._steps_without: weakref.WeakKeyDictionary[Optimizer, int]
-        self._steps_without = weakref.WeakKeyDictionary()
+        self._steps_without: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def step_begins(self, optimizer: Optimizer) -> bool:
         """Whether that ends the step before: it waited, and the same optimizer took it."""

@@ -19,12 +19,7 @@ from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
 from telemetry.host_copy import HostCopy
 from telemetry.records import Output
-from telemetry.torch_private import (
-    NO_TASK,
-    backward_is_compiled,
-    backward_task,
-    is_being_traced,
-)
+from telemetry.torch_private import NO_TASK, backward_is_compiled, backward_task, is_being_traced
 
 
 class Passes:
@@ -80,7 +75,7 @@ class Passes:
             self._phase = outer
             self._watch.switch.turn(in_phase=outer is not None)
 
-    def of_call(self, hook: ModuleHook, *, grad_enabled: bool) -> ForwardPasses | None:
+    def of_call(self, hook: ModuleHook, grad_enabled: bool) -> ForwardPasses | None:
         """Where a module's call belongs; None if it is neither training nor in a phase."""
         thread = threading.get_ident()
         if self._phase is not None and self._phase.window.thread == thread:
@@ -146,7 +141,8 @@ class ForwardPasses:
         """A module was called with ``args`` and returned ``output``."""
         given = args if self._awaits_input else ()
         self._awaits_input = False
-        self._observe_inputs(hook.name, given)
+        if given:
+            self._observe_inputs(hook.name, given)
         if not self._takes(hook):
             return
         for place, tensor in enumerate(tensors_in(output)):

@@ -22,6 +22,9 @@ from telemetry.host_copy import HostCopy
 from telemetry.selection import cleaned
 from telemetry.torch_private import calling_scaler
 
+Indexed = Sequence[tuple[int, Tensor]]
+"""Parameters or gradients, each with its index among the model's parameters."""
+
 _BY_HAND = 0
 """Stands for the optimizer in a loop that has none."""
 
@@ -99,7 +102,7 @@ class StepReader:
         self,
         window: Window,
         optimizer: int,
-        parameters: Sequence[tuple[int, Tensor]],
+        parameters: Indexed,
         *,
         scaled: bool,
     ) -> None:
@@ -109,7 +112,7 @@ class StepReader:
         window.optimizers[optimizer] = OptimizerReading(
             norms=[group.sent() for group in norms], scaled=scaled
         )
-        # After the step all is NaN; only now can a broken parameter be told from a bad batch.
+        # After the step all is NaN; only now does a broken parameter differ from a bad batch.
         weights_measured = window.full and self._content.weights
         if not weights_measured and (window.full or any(g.known_nonfinite for g in norms)):
             window.parameter_norms += [group.sent() for group in take_norms(parameters)]
@@ -123,9 +126,7 @@ class StepReader:
         if self._content.images:
             self._take_filters(window)
 
-    def _in_turn(
-        self, window: Window, tensors: Sequence[tuple[int, Tensor]]
-    ) -> Sequence[tuple[int, Tensor]]:
+    def _in_turn(self, window: Window, tensors: Indexed) -> Indexed:
         """Those of the parameters that are measured in this window."""
         if not window.left_out:
             return tensors
@@ -133,12 +134,7 @@ class StepReader:
         return [(i, t) for i, t in tensors if described[i].module_name not in window.left_out]
 
     def _observe(
-        self,
-        window: Window,
-        kind: Kind,
-        tensors: Sequence[tuple[int, Tensor]],
-        *,
-        scaled: bool = False,
+        self, window: Window, kind: Kind, tensors: Indexed, *, scaled: bool = False
     ) -> None:
         for index, tensor in tensors:
             name = self._table.parameters[index].name

@@ -1,7 +1,7 @@
 """GradScaler: the factor that is on the gradients, and the steps that it skipped.
 
-No hook runs for a step that is skipped. But the scaler shrinks its factor then, so the factors seen
-at two steps that did happen tell how many were skipped in between.
+No hook runs for a step that is skipped. But the scaler then shrinks its factor, so the factors at
+two steps that were taken show how many were skipped in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Says why watched modules were not seen running."""
+"""Explains why watched modules were not seen running."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ def explain_silence(
 
     Modules without parameters are left out: many only run at random, or where they do something.
 
+    The message is empty if there is nothing to say.
+
     Args:
-        model: Whose modules.
         watched: The hooks, by the names of their modules.
         window: What the step has shown.
         trained: Names of all modules with a parameter that got a gradient in it.
-
-    Returns:
-        An empty message if there is nothing to say.
     """
     ran, step = window.order, window.step
     silent = {name: hook for name, hook in watched.items() if name not in ran}
@@ -84,9 +82,11 @@ def _why_none(model: nn.Module, silent: Mapping[str, ForwardHook], uncalled: Seq
 
 
 def _did_not_run(names: Sequence[str], watched: int, step: int) -> str:
+    shown = ", ".join(name or "the model" for name in names[:_NAMED_AT_MOST])
+    more = len(names) - _NAMED_AT_MOST
     return (
         f"{len(names)} of {watched} watched modules did not run at step {step}, nothing is "
-        f"logged for their outputs: {_listed(names)}"
+        f"logged for their outputs: {shown}{f' and {more} more' if more > 0 else ''}"
     )
 
 
@@ -97,9 +97,3 @@ def _is_inside(name: str, part: str) -> bool:
 def _has_parameters(hook: ForwardHook) -> bool:
     module = hook.module()
     return module is not None and next(module.parameters(), None) is not None
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(name or "the model" for name in names[:_NAMED_AT_MOST])
-    more = len(names) - _NAMED_AT_MOST
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -91,11 +91,12 @@ class Watch:
                 self.faults.report(doing)
 
     def contain_alone(self, doing: str, act: Callable[..., None], *args: Any) -> None:
-        """The same where none of the caller's modes sees it; not at all where that cannot be."""
-        with self.own_time:
-            try:
-                with undisturbed() as alone:
-                    if alone:
-                        act(*args)
-            except Exception:
-                self.faults.report(doing)
+        """The same by :func:`alone`."""
+        self.contain(doing, alone, act, *args)
+
+
+def alone(act: Callable[..., None], *args: Any) -> None:
+    """Act where no mode of the caller's sees it; do nothing where that cannot be."""
+    with undisturbed() as possible:
+        if possible:
+            act(*args)

@@ -134,8 +134,6 @@ class Window:
         """Measure ``tensor`` as it is now; False if that is not possible.
 
         Args:
-            kind: What it is.
-            name: Whose it is.
             tensor: Not kept.
             unit_axis: See :meth:`Measurer.add`.
             scaled: Whether it still has the factor of a ``GradScaler`` on it, if there is one.
@@ -144,15 +142,16 @@ class Window:
         if self.measurer is None:
             return True
         tally = self.tally if tally is None else tally
-        if self._measured >= MANY_OBSERVATIONS and self._seen[kind, name] >= FEW_CALLS:
-            tally.calls[kind, name] += 1
+        key = kind, name
+        if self._measured >= MANY_OBSERVATIONS and self._seen[key] >= FEW_CALLS:
+            tally.calls[key] += 1
             return True
         measurement = self.measurer.add(tensor, unit_axis=unit_axis)
         if measurement is None:
             return False
         self._measured += 1
-        self._seen[kind, name] += 1
-        tally.calls[kind, name] += 1
+        self._seen[key] += 1
+        tally.calls[key] += 1
         tally.observations.append(Observation(kind, name, measurement, scaled))
         return True
 

@@ -189,7 +189,7 @@ def test_a_model_that_nobody_keeps_is_said_to_be_gone(
     HookLogger(mlp(), tmp_path)
     gc.collect()
     [record] = caplog.records
-    assert "0 steps recorded, the model is gone, for HookLogger" in record.getMessage()
+    assert "0 steps recorded, the model is gone: HookLogger" in record.getMessage()
 
 
 def test_a_phase_or_an_exception_is_reason_enough_for_no_step(
