@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"test accuracy     {accuracy(model, test_set, device):.2%}")
     print(f"alerts            {len(logger.alerts) or 'none'}")
     for alert in logger.alerts:
-        print(f"  {alert.title}")
+        print(f"  {alert.title}: {alert.message.splitlines()[0]}")
     print(f"\nLook at it with:\n{how_to_look(args.log_dir)}")
 
 

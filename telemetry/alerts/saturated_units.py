@@ -14,8 +14,8 @@ from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import Forward
 from telemetry.layers import table
 from telemetry.layers.module_types import (
+    AFFINE,
     BOUNDED,
-    NORMALIZATIONS,
     STANDARD,
     Bounded,
     Flat,
@@ -110,7 +110,7 @@ class SaturatedUnits(CourseRule):
                 if not forward.is_gate(index):
                     yield output, _share_flat(record, output, BOUNDED[type_name])
             elif forward.owned[index]:
-                if forward.owned[index + 1] and forward.types[index + 1] not in NORMALIZATIONS:
+                if forward.types[index + 1] in AFFINE:
                     yield output, _share_lost(record, output, after)
             elif type_name not in STANDARD and index > 0:
                 yield output, self._share_at_ends(record, output, forward.outputs[index - 1])

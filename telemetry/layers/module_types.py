@@ -124,10 +124,10 @@ UNBOUNDED = frozenset(
 """Activations without two flat ends, and distributions, which are flat for other reasons."""
 
 CONVOLUTIONS = frozenset(["Conv1d", "Conv2d", "Conv3d"])
-LINEAR = CONVOLUTIONS | frozenset(
-    ["Linear", "Bilinear", "LSTM", "GRU", "LSTMCell", "GRUCell"]
-    + [f"ConvTranspose{n}d" for n in (1, 2, 3)]
-)
+AFFINE = CONVOLUTIONS | frozenset(["Linear", *(f"ConvTranspose{n}d" for n in (1, 2, 3))])
+"""Their outputs grow in proportion to what they are given."""
+
+LINEAR = AFFINE | frozenset(["Bilinear", "LSTM", "GRU", "LSTMCell", "GRUCell"])
 NORMALIZATIONS = frozenset(
     [
         "BatchNorm1d",

@@ -258,6 +258,35 @@ def test_a_hidden_layer_after_pooling_is_no_gate(
     assert (first.kind, first.module_name) == ("saturated_units", "6")
 
 
+class ResidualsBeforeRecurrence(nn.Module):
+    """An LSTM bounds what it returns, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residuals = nn.ModuleList(nn.Linear(4, 4) for _ in range(48))
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for residual in self.residuals:
+            x = x + residual(x)
+        y: Tensor = self.recurrent(x)[0]
+        return y
+
+
+def test_layers_before_a_recurrent_one_are_not_saturated(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ResidualsBeforeRecurrence()
+    optimizer = SGD(model.parameters(), 1e-2)
+    with HookLogger(model, tmp_path, every_n_steps=1, images=False) as logger:
+        for _ in range(41):
+            loss = model(torch.randn(4, 3, 4)).square().mean()
+            logger.log(loss=loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert [alert for alert in logger.alerts if alert.kind == "saturated_units"] == []
+
+
 @pytest.mark.parametrize("lr", [3.0, 10.0, 30.0])
 def test_a_learning_rate_that_is_far_too_high_diverges(
     digits: tuple[Tensor, Tensor], tmp_path: Path, lr: float

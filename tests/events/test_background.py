@@ -292,7 +292,7 @@ def test_a_disk_that_hangs_costs_the_time_given_and_what_is_left_is_counted(
         (reported,) = caplog.messages
 
     found = re.search(
-        r"3 events could not .* \(a write that began (.*) s ago has not ended\)", told
+        r"3 events could not .* \(a write that began (.*) s ago has not ended\)", reported
     )
     assert found is not None
     assert float(found[1]) >= 0.2

@@ -246,7 +246,7 @@ def test_a_disk_that_hangs_costs_the_time_given_once(
         assert writer.lost_count == 300
         (reported,) = caplog.messages
 
-    assert "300 events could not be written (a write that began " in told
+    assert "300 events could not be written (a write that began " in reported
 
 
 def test_what_readers_need_is_repeated_where_a_file_is_begun_anew(tmp_path: Path) -> None:

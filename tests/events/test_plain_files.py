@@ -146,8 +146,8 @@ def test_a_disk_that_hangs_holds_nobody_up(
         assert time.monotonic() - begun < 1
         (reported,) = caplog.messages
 
-    assert "100 alerts and flight files could not be written" in told
-    assert "s ago has not ended" in told
+    assert "100 alerts and flight files could not be written" in reported
+    assert "s ago has not ended" in reported
     for thread in threads_of_files():
         thread.join(5)
     assert lines.read_bytes().split(b"\n")[1:4] == [b"0", b"1", b"2"]  # it took them after all
