@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from multiprocessing.util import Finalize
-from threading import Thread
 from types import TracebackType
 from typing import Any
 
-import torch
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
-from telemetry.alert import Alert, TelemetryAlert
+from telemetry.alert import Alert
 from telemetry.arguments import (
     Alerts,
     OnAlert,
@@ -34,41 +30,28 @@ from telemetry.arguments import (
 from telemetry.budget import Budget
 from telemetry.capture import Capture, Content
 from telemetry.directory_claim import DirectoryClaim
-from telemetry.events.file_writer import FileWriter
 from telemetry.events.given_writer import GivenWriter
-from telemetry.events.plain_files import PlainFiles
-from telemetry.events.summary_writer import SummaryWriter
 from telemetry.faults import Faults
-from telemetry.flight import FlightRecorder
-from telemetry.page_format import new_session_id
-from telemetry.pipeline import CLOSE_TIMEOUT_S, Pipeline
+from telemetry.pipeline import CLOSE_TIMEOUT_S
 from telemetry.plain_text import check_text
-from telemetry.processing import LoggedScalars, Processor, ReadyValues
-from telemetry.ranks import is_first_rank
 from telemetry.resuming import (
     STATE_FORMAT,
     FirstStep,
-    LaterSteps,
     check_first_step,
     checked_state,
     resolved,
 )
-from telemetry.rule import Rule
+from telemetry.run import Run
 from telemetry.schedule import every
 from telemetry.selection import Selection, Selector
 from telemetry.writing import hparams, links
-from telemetry.writing.alert_file import AlertFile
-from telemetry.writing.board import Board
 from telemetry.writing.hparams import Hyperparameter
 
 log = logging.getLogger("telemetry")
 
-_FLUSH_S = 0.75
-"""A step waits in the pipeline, and on the page for as long, before it comes to the writer; two
-seconds later it is in the file."""
-
-_HAND_ON_S = 30.0
-"""The longest time for which a flush of the writer makes its caller wait for us."""
+_LOGGED_TOO_LATE = (
+    "HookLogger.log() after close() writes nothing; call it earlier, or inside of the with block"
+)
 
 
 class HookLogger:
@@ -169,26 +152,23 @@ class HookLogger:
         check_first_step(first_step)
         self._claim = DirectoryClaim(model, log_dir_of(writer), self.close)
         first_step = resolved(first_step, log_dir_of(writer))
-        self._writer = _open_writer(writer, first_step)
-        self._claim.hold(writer if isinstance(self._writer, GivenWriter) else self._writer)
-        self._on_alert = on_alert
-        self._alerts: list[Alert] = []
-        self._to_raise: Alert | None = None
-        self._ended = False
         self._faults = Faults()
-        self._later_steps = LaterSteps(self.log_dir, self._faults)
-        if first_step > 0:
-            self._later_steps.expect_them()
-        self._pipeline = pipeline = self._make_pipeline(rules, pictures=images)
-        if isinstance(self._writer, GivenWriter):
-            self._writer.call_before_flush(self._hand_on)
+        self._run = run = Run(
+            writer,
+            rules=rules,
+            on_alert=on_alert,
+            pictures=images,
+            first_step=first_step,
+            faults=self._faults,
+        )
+        self._claim.hold(writer if isinstance(run.writer, GivenWriter) else run.writer)
         self._capture = Capture(
             model,
             selection=selection,
-            is_due=lambda step: schedule(step) or pipeline.full_wanted,
+            is_due=lambda step: schedule(step) or run.pipeline.full_wanted,
             content=content,
-            deliver=pipeline.submit,
-            safe_point=self._raise_if_asked,
+            deliver=run.pipeline.submit,
+            safe_point=run.raise_if_asked,
             primary=primary,
             faults=self._faults,
             first_step=first_step,
@@ -198,30 +178,8 @@ class HookLogger:
         # atexit it also runs in a process of multiprocessing, and before the writer's own (0).
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self._capture.attach()
-        self._write(self._board.first_values())
-        _say_where(self.log_dir)
-
-    def _make_pipeline(self, rules: Sequence[Rule], *, pictures: bool) -> Pipeline:
-        """The background thread, and what it writes beside the event file."""
-        session = new_session_id()
-        self._files = PlainFiles(self.log_dir)
-        self._alert_file = AlertFile(self.log_dir, session=session, files=self._files)
-        self._flight = FlightRecorder(
-            self.log_dir,
-            seed=torch.initial_seed(),
-            faults=self._faults,
-            write=self._files.write_whole,
-        )
-        self._board = Board(pictures=pictures, session_id=session)
-        processor = Processor(
-            board=self._board,
-            sink=self._writer,
-            rules=rules,
-            observers=(self._flight.on_step, self._later_steps.on_step),
-            on_alert=self._note_alert,
-            faults=self._faults,
-        )
-        return Pipeline(processor, self._faults)
+        run.begin(self._capture.step)
+        links.log_once(self.log_dir)
 
     def __repr__(self) -> str:
         state = "attached" if self._capture.attached else "removed"
@@ -237,20 +195,18 @@ class HookLogger:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        deadline = _Deadline(CLOSE_TIMEOUT_S)
-        if exception is not None and is_first_rank():
-            self._pipeline.flush(deadline.left_s)
-            self._flight.on_exception(exception, self._capture.step)
+        began = time.monotonic()
         if exception is not None:
+            self._run.note_exception(exception, self._capture.step)
             self._capture.detach()  # which is reason enough for a run without steps
-        self.close(deadline.left_s)
+        self.close(max(0.0, CLOSE_TIMEOUT_S - (time.monotonic() - began)))
         if exception is None:
-            self._raise_if_asked()
+            self._run.raise_if_asked()
 
     @property
     def log_dir(self) -> str:
         """The log directory or URL."""
-        return self._writer.get_logdir()
+        return self._run.log_dir
 
     @property
     def current_step(self) -> int:
@@ -260,8 +216,7 @@ class HookLogger:
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """The alerts so far, oldest first; waits until the rules have seen all steps so far."""
-        self._pipeline.flush()
-        return tuple(self._alerts)
+        return self._run.alerts
 
     def log(
         self, scalars: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor
@@ -283,12 +238,10 @@ class HookLogger:
             self._faults.tell(_LOGGED_TOO_LATE)
             return
         values, refused = scalars_of(scalars, named)
-        self._pipeline.submit_logged(
-            LoggedScalars(step=self._capture.step, wall_time=time.time(), values=values)
-        )
+        self._run.log(values, self._capture.step)
         if refused:
             raise refused[0]
-        self._raise_if_asked()
+        self._run.raise_if_asked()
 
     def hparams(
         self, values: Mapping[str, Hyperparameter], *, metrics: Iterable[str] = ("loss",)
@@ -302,7 +255,7 @@ class HookLogger:
         Raises:
             TypeError: A value has another type.
         """
-        self._write(hparams.values_of(values, metrics))
+        self._run.write(hparams.values_of(values, metrics), self._capture.step)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the activations of a phase that is not training, under separate tags.
@@ -335,14 +288,11 @@ class HookLogger:
         """
         if self._capture.attached:
             self._capture.manual_step()
-        self._raise_if_asked()
+        self._run.raise_if_asked()
 
     def flush(self) -> None:
         """Wait until the rules have seen all steps so far and all is written; at most a minute."""
-        deadline = _Deadline(CLOSE_TIMEOUT_S)
-        self._pipeline.flush(deadline.left_s)
-        self._files.flush(deadline.left_s)
-        self._writer.flush(deadline.left_s)
+        self._run.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """The current step and the state of the alerts, for a checkpoint; call it between steps.
@@ -355,7 +305,7 @@ class HookLogger:
             ``load_state_dict(state)``.
         """
         capture = self._capture.state_dict()
-        return {"format": STATE_FORMAT, **capture, **self._pipeline.state_dict(capture["step"])}
+        return {"format": STATE_FORMAT, **capture, **self._run.pipeline.state_dict(capture["step"])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what :meth:`state_dict` returned, in this process or another one.
@@ -377,19 +327,17 @@ class HookLogger:
             )
         if not self._finalizer.still_active():
             raise ValueError("HookLogger.load_state_dict(): the logger is closed; make a new one")
-        self._later_steps.expect_them()
+        self._run.later_steps.expect_them()
         usable, misfits = checked_state(state)
         attached = self._capture.attached
         self._capture.detach()
-        self._pipeline.flush()
+        self._run.flush()
         self._capture.load_state_dict(usable)
-        if isinstance(self._writer, FileWriter):
-            self._writer.purge(self._capture.step)
         # The step in progress is measured as it was; what the rules want is for those after it.
-        self._pipeline.full_wanted = usable.get("full") is True
+        self._run.pipeline.full_wanted = usable.get("full") is True
         if attached:
             self._capture.attach()
-        misfits += self._pipeline.load_state_dict(usable, self._capture.step)
+        misfits += self._run.load_state(usable, self._capture.step)
         if misfits:
             log.warning("telemetry: load_state_dict() left out %s", "; ".join(misfits))
 
@@ -418,98 +366,13 @@ class HookLogger:
         """
         self._finalizer.cancel()
         self._capture.end()
-        if self._pipeline.on_own_thread():  # on_alert closes; the rules see the rest afterwards
-            Thread(target=self._end, args=(timeout_s,), name="telemetry-close").start()
-        else:
-            self._end(timeout_s)
-
-    def _end(self, timeout_s: float) -> None:
-        if self._ended:
-            return
-        deadline = _Deadline(timeout_s)
-        self._pipeline.close(deadline.left_s)
-        self._flight.close()
-        self._files.close(deadline.left_s)
-        self._writer.close(deadline.left_s)
-        self._claim.release()
-        self._ended = True
-
-    def _hand_on(self) -> None:
-        """Write what waits before someone else flushes or closes the writer."""
-        if not self._pipeline.is_late:
-            self._pipeline.flush(_HAND_ON_S)
+        self._run.close(timeout_s, self._claim.release)
 
     def _write_costs(self, step: int) -> None:
         """Write the curves of the budget, after a step that was measured in full."""
         if self._budget is None:
             return
-        self._pipeline.submit_logged(
-            LoggedScalars(step=step, wall_time=time.time(), values=self._budget.scalars())
-        )
+        self._run.log(self._budget.scalars(), step)
         news = self._budget.news()
         if news is not None:
             log.warning("telemetry: %s", news)
-
-    def _write(self, values: Sequence[Summary.Value]) -> None:
-        self._pipeline.submit_logged(
-            ReadyValues(step=self._capture.step, wall_time=time.time(), values=values)
-        )
-
-    def _note_alert(self, alert: Alert, wall_time: float) -> None:
-        self._alerts.append(alert)
-        if is_first_rank():
-            self._flight.on_alert(alert)
-            with self._faults.contained("to append to alerts.jsonl"):
-                self._alert_file.write(alert, wall_time)
-        if self._on_alert == "raise":
-            if alert.stage != "end":
-                self._to_raise = self._to_raise or alert
-        elif self._on_alert is not None:
-            self._on_alert(alert)
-
-    def _raise_if_asked(self) -> None:
-        if self._to_raise is not None and not self._pipeline.on_own_thread():
-            alert, self._to_raise = self._to_raise, None
-            raise TelemetryAlert(alert)
-
-
-class _Deadline:
-    """One time limit for several waits."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._end = time.monotonic() + timeout_s
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self._end - time.monotonic())
-
-
-def _open_writer(writer: object, first_step: int) -> FileWriter | GivenWriter:
-    if isinstance(writer, tensorboard.SummaryWriter):
-        return GivenWriter(writer)
-    log_dir = log_dir_of(writer)
-    try:
-        opened = SummaryWriter(log_dir, purge_step=first_step or None, flush_secs=_FLUSH_S)
-    except OSError as error:
-        raise type(error)(f"HookLogger(writer={log_dir!r}): cannot be written: {error}") from error
-    return opened._get_file_writer()
-
-
-_where_was_said = False
-
-
-def _say_where(log_dir: str) -> None:
-    """Log once in this process how to open its runs; without INFO logs, print it to a terminal."""
-    global _where_was_said
-    if _where_was_said or not is_first_rank():
-        return
-    _where_was_said = True
-    if log.isEnabledFor(logging.INFO):
-        log.info("%s", links.command(log_dir))
-    elif sys.stderr is not None and sys.stderr.isatty():
-        print(links.command(log_dir), file=sys.stderr)
-
-
-_LOGGED_TOO_LATE = (
-    "HookLogger.log() after close() writes nothing; call it earlier, or inside of the with block"
-)

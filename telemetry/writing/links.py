@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
+import sys
 from urllib.parse import quote
 
+from telemetry.ranks import is_first_rank
 from telemetry.tag_names import TOTAL_GRAD_NORM
+
+log = logging.getLogger("telemetry")
 
 
 def command(log_dir: str) -> str:
     """The command that starts TensorBoard on this run and its neighbors."""
     return f"tensorboard --logdir {shlex.quote(_folder_and_run(log_dir)[0])}"
+
+
+_logged = False
+
+
+def log_once(log_dir: str) -> None:
+    """Log once in this process how to open its runs; without INFO logs, print it to a terminal."""
+    global _logged
+    if _logged or not is_first_rank():
+        return
+    _logged = True
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", command(log_dir))
+    elif sys.stderr is not None and sys.stderr.isatty():
+        print(command(log_dir), file=sys.stderr)
 
 
 def how_to_look(log_dir: str, *, port: int = 6006) -> str:
