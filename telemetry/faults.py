@@ -32,7 +32,7 @@ class Faults:
         except Exception:
             self.report(doing)
 
-    def tell(self, message: str, *, kind: str = "", level: int = logging.WARNING) -> None:
+    def log_once(self, message: str, *, kind: str = "", level: int = logging.WARNING) -> None:
         """Log what cannot be measured; once for each message, or for each ``kind`` of message."""
         if (kind or message) not in self._logged:
             self._logged.add(kind or message)

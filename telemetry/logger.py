@@ -235,7 +235,7 @@ class HookLogger:
                 others are written.
         """
         if not self._finalizer.still_active():
-            self._faults.tell(_LOGGED_TOO_LATE)
+            self._faults.log_once(_LOGGED_TOO_LATE)
             return
         values, refused = scalars_of(scalars, named)
         self._run.log(values, self._capture.step)

@@ -79,7 +79,7 @@ class LaterSteps:
 
     def _compare(self, last: int | None, step: int) -> None:
         if last is not None and last > step:
-            self._faults.tell(
+            self._faults.log_once(
                 f"{self._log_dir} already holds steps up to {last}, and this run counts from "
                 f"{step} again. To resume that run: HookLogger(first_step={last + 1}) or "
                 'first_step="auto", or load_state_dict() with the state of a checkpoint. '

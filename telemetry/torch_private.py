@@ -1,7 +1,7 @@
 """PyTorch's private functions that capture relies on, each with what happens where it is missing.
 
 Everything here may change between releases of PyTorch. Each function falls back to a documented
-answer when the name behind it is gone, and tells once what that costs, so that a new release costs
+answer when the name behind it is gone, and logs once what that costs, so that a new release costs
 detail and never a run.
 """
 
@@ -30,14 +30,14 @@ _MAX_FRAMES_BELOW_SCALER = 16
 NO_TASK = -1
 """What :func:`backward_task` answers outside a backward pass."""
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def _find(owner: object, name: str, loss: str) -> Any:
-    """A private attribute; None where it is gone, and then ``loss`` is told once."""
+    """A private attribute; None where it is gone, and then ``loss`` is logged once."""
     found = getattr(owner, name, None)
-    if found is None and name not in _told:
-        _told.add(name)
+    if found is None and name not in _logged:
+        _logged.add(name)
         log.warning("telemetry: PyTorch %s has no %s; %s", torch.__version__, name, loss)
     return found
 
@@ -49,7 +49,7 @@ def backward_task() -> int:
     """Number of the backward pass that this thread is in; :data:`NO_TASK` outside of one.
 
     Without ``torch._C._current_graph_task_id`` always :data:`NO_TASK`: backward passes cannot be
-    told apart, so gradients of ``autograd.grad`` probes count as those of the step, and what
+    distinguished, so gradients of ``autograd.grad`` probes count as those of the step, and what
     checkpointing runs again as another call.
     """
     current = _find(
@@ -313,7 +313,7 @@ def before_scripting(callback: Callable[[nn.Module], None]) -> Callable[[], None
     """Have ``callback`` called with each module that ``torch.jit.script`` is about to compile.
 
     It compiles forward hooks along with a module, and fails at any that is not written for it. The
-    one way to be told is ``__prepare_scriptable__``, which a class may define to be asked; until
+    one way to be called is ``__prepare_scriptable__``, which a class may define to be asked; until
     what is returned here is called, ``nn.Module`` has one.
     """
     _before_scripting.append(callback)

@@ -108,7 +108,7 @@ class BackwardPasses:
                     self._reader.end_pass(self._window, ended.tally, parameters)
                 message = self._window.no_step.backward_ended(parameters)
             if message is not None:
-                self.watch.faults.tell(message)
+                self.watch.faults.log_once(message)
                 self.watch.switch.turn(training=False)
 
 

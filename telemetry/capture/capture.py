@@ -120,7 +120,7 @@ class Capture:
             ran = self._modules.how_they_ran(self._window)
             message, level = self._window.no_step.at_the_end(ran)
             if message is not None:
-                self._watch.faults.tell(message, level=level)
+                self._watch.faults.log_once(message, level=level)
         self.detach()
 
     def _remove_hooks(self) -> None:

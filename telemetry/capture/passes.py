@@ -46,7 +46,7 @@ class Passes:
         compiled = backward_is_compiled()
         watch.switch.output_grads = watch.content.activation_gradients and not compiled
         if compiled:
-            watch.faults.tell(
+            watch.faults.log_once(
                 "activation gradients are not measured: compiled autograd is on, which does not "
                 "work with hooks on them"
             )
@@ -147,7 +147,7 @@ class ForwardPasses:
             return
         for place, tensor in enumerate(tensors_in(output)):
             if is_being_traced(tensor):
-                self._faults.tell(
+                self._faults.log_once(
                     "passes in which the model is traced or transformed, or is on the meta "
                     "device, have no values to measure"
                 )
@@ -188,7 +188,7 @@ class ForwardPasses:
         axis = self._unit_axis(hook, tensor)
         if not self.window.observe("outputs", output, tensor, unit_axis=axis):
             what = described(tensor)
-            self._faults.tell(
+            self._faults.log_once(
                 f"what {hook.called} returned is not measured: {what} cannot be", kind=what
             )
 

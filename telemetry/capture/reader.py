@@ -141,7 +141,7 @@ class StepReader:
             values = local(tensor.detach())
             if not window.observe(kind, name, values, scaled=scaled):
                 what = described(values)
-                self._watch.faults.tell(
+                self._watch.faults.log_once(
                     f"{kind} of {name} are not measured: {what} cannot be", kind=what
                 )
 

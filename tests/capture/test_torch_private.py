@@ -25,7 +25,7 @@ from telemetry import HookLogger, torch_private
 
 @pytest.fixture(autouse=True)
 def nothing_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_private, "_told", set())
+    monkeypatch.setattr(torch_private, "_logged", set())
 
 
 def told(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
