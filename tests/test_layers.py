@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from telemetry.layers import MATRIX_STATISTICS, STATISTICS, make_table, table
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
+from telemetry.testing import alerts_of
 
 LAYOUT = Layout(
     modules=(Module(name="first", type_name="Linear"), Module(name="act", type_name="Tanh")),
@@ -154,3 +156,15 @@ def test_a_model_without_layers_has_an_empty_table() -> None:
 
 def test_a_step_takes_few_bytes_per_layer() -> None:
     assert 4 * len(MATRIX_STATISTICS) + 2 * 4 <= 56  # with the norms of a weight and a bias
+
+
+def test_rules_make_no_table_of_a_step_that_is_not_measured_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(
+        sys.modules["telemetry.layers.table"], "make_table", lambda *_: made.append(1)
+    )
+    light = [record(step=step, full=False, scalars={"loss": 1.0}) for step in range(30)]
+    assert alerts_of(light) == []
+    assert not made

@@ -54,6 +54,8 @@ def _profile(record: StepRecord, statistic: str) -> list[tuple[str, float]]:
     Leaves out layers where it is zero or not finite, and embeddings, which have a scale of their
     own.
     """
+    if not record.outputs and not record.output_grads:
+        return []  # as at most steps, which need no table then
     layers = zip(record.layout.modules, table(record).column(statistic), strict=True)
     return [
         (module.name, math.log10(rms))
