@@ -3,9 +3,7 @@
 A layer is a module. Its parameters count as one long vector, and so do all tensors that it
 returned. Everything that shows or judges layers reads :func:`table`: TensorBoard's curves, the
 Telemetry page, the commands, flight files and alerts. To add a statistic, add an entry to
-:data:`STATISTICS`.
-
-Statistics of single parameters have their own table, :data:`PARAMETER_STATISTICS`.
+:data:`STATISTICS`. Single parameters have a table of their own, :data:`PARAMETER_STATISTICS`.
 """
 
 from __future__ import annotations
