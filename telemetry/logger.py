@@ -126,8 +126,8 @@ class HookLogger:
         gradients: bool = True,
         weights: bool = True,
         images: bool = True,
-        alerts: Alerts | None = None,
-        on_alert: OnAlert | None = None,
+        alerts: Alerts = None,
+        on_alert: OnAlert = None,
         first_step: FirstStep = 0,
     ) -> None:
         check_model(model)
@@ -331,7 +331,7 @@ class HookLogger:
         usable, misfits = checked_state(state)
         attached = self._capture.attached
         self._capture.detach()
-        self._run.flush()
+        self._run.pipeline.flush()
         self._capture.load_state_dict(usable)
         # The step in progress is measured as it was; what the rules want is for those after it.
         self._run.pipeline.full_wanted = usable.get("full") is True

@@ -13,6 +13,7 @@ from torch.utils import tensorboard
 
 from telemetry.alert import Alert, TelemetryAlert
 from telemetry.arguments import OnAlert, log_dir_of
+from telemetry.events.background import each_within
 from telemetry.events.file_writer import FileWriter
 from telemetry.events.given_writer import GivenWriter
 from telemetry.events.plain_files import PlainFiles
@@ -139,7 +140,7 @@ class Run:
 
     def flush(self) -> None:
         """Wait until the rules have seen all steps so far and all is written; at most a minute."""
-        _each_within(CLOSE_TIMEOUT_S, self.pipeline.flush, self._files.flush, self.writer.flush)
+        each_within(CLOSE_TIMEOUT_S, self.pipeline.flush, self._files.flush, self.writer.flush)
 
     def note_exception(self, exception: BaseException, step: int) -> None:
         """The training ends in an exception during ``step``; its flight file is written."""
@@ -161,7 +162,7 @@ class Run:
 
     def _end(self, timeout_s: float, then: Callable[[], None]) -> None:
         if not self._ended:
-            _each_within(
+            each_within(
                 timeout_s,
                 self.pipeline.close,
                 lambda left_s: self._flight.close(),
@@ -187,13 +188,6 @@ class Run:
                 self._to_raise = self._to_raise or alert
         elif self._on_alert is not None:
             self._on_alert(alert)
-
-
-def _each_within(timeout_s: float, *waits: Callable[[float], object]) -> None:
-    """Do all of this in one time limit; each is given the seconds that are left."""
-    deadline = time.monotonic() + timeout_s
-    for wait in waits:
-        wait(max(0.0, deadline - time.monotonic()))
 
 
 def _open_writer(writer: object, first_step: int) -> FileWriter | GivenWriter:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from typing import Generic, Protocol, TypeVar
 
 _logger = logging.getLogger(__name__)
@@ -221,3 +221,10 @@ class BackgroundWriter(Generic[Item]):
 
 def _total_bytes(items: Iterable[Sized]) -> int:
     return sum(len(item) + _ITEM_OVERHEAD_BYTES for item in items)
+
+
+def each_within(timeout_s: float, *waits: Callable[[float], object]) -> None:
+    """Do all of this in one time limit; each is given the seconds that are left."""
+    deadline = time.monotonic() + timeout_s
+    for wait in waits:
+        wait(max(0.0, deadline - time.monotonic()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -12,7 +12,7 @@ from torch.utils import tensorboard
 from torch.utils.tensorboard.summary import hparams, scalar
 
 from telemetry.events import summaries
-from telemetry.events.background import PATIENCE_S
+from telemetry.events.background import PATIENCE_S, each_within
 from telemetry.events.file_writer import FileWriter
 
 
@@ -81,7 +81,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
 
     def flush(self) -> None:
         """Waits until everything so far is in the files, at most 30 s."""
-        _within(PATIENCE_S, (self.all_writers or {}).values(), FileWriter.flush)
+        each_within(PATIENCE_S, *(w.flush for w in (self.all_writers or {}).values()))
 
     def close(self) -> None:
         """Writes what waits, in at most 30 s, and logs what was lost. Later calls open a new file.
@@ -93,7 +93,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
         writers = self.all_writers
         # First, so that other threads write to a new file while this waits for the disk.
         self.file_writer = self.all_writers = None
-        _within(PATIENCE_S, writers.values(), FileWriter.close)
+        each_within(PATIENCE_S, *(writer.close for writer in writers.values()))
 
     def add_scalar(
         self,
@@ -148,15 +148,6 @@ class SummaryWriter(tensorboard.SummaryWriter):
             file_writer.add_summary(summary, global_step)
         file_writer.write_values(metrics, global_step)
         file_writer.close()
-
-
-def _within(
-    timeout_s: float, writers: Iterable[FileWriter], act: Callable[[FileWriter, float], object]
-) -> None:
-    """Call ``act`` with each writer and the time that is left of ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    for writer in writers:
-        act(writer, max(0.0, deadline - time.monotonic()))
 
 
 def _scalar(tag: str, value: Any) -> Summary.Value:

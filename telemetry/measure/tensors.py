@@ -43,10 +43,6 @@ class Values:
     unit_axis: int | None
     implied_zeros: int = 0
 
-    @property
-    def working_dtype(self) -> torch.dtype:
-        return WORKING_DTYPE[self.tensor.dtype]
-
     def collapsed(self) -> Values:
         """The same values with one axis, or with three: ``[outer, units, inner]``.
 
