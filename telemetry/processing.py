@@ -16,9 +16,9 @@ from telemetry.alerts.judging import Judge
 from telemetry.capture import CapturedStep
 from telemetry.events import summaries
 from telemetry.faults import Faults
+from telemetry.first_rank import is_first_rank
 from telemetry.host_copy import HostCopy
 from telemetry.plain_text import printable_lines
-from telemetry.ranks import is_first_rank
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
 from telemetry.writing.board import Board, needed_in_every_file

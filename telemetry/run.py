@@ -19,12 +19,12 @@ from telemetry.events.given_writer import GivenWriter
 from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import SummaryWriter
 from telemetry.faults import Faults
+from telemetry.first_rank import is_first_rank
 from telemetry.flight import FlightRecorder
 from telemetry.host_copy import HostCopy
 from telemetry.page_format import new_session_id
 from telemetry.pipeline import CLOSE_TIMEOUT_S, Pipeline
 from telemetry.processing import LoggedScalars, Processor, ReadyValues
-from telemetry.ranks import is_first_rank
 from telemetry.resuming import LaterSteps
 from telemetry.rule import Rule
 from telemetry.writing.alert_file import AlertFile

@@ -16,9 +16,9 @@ LAYERS = [
     {"_native", "moments", "budget", "directory_claim", "palette", "plain_text", "sparkline"}
     | {"untrusted"},
     {"kernel", "sketch", "tag_names"},
-    {"alert", "records", "schedule", "faults", "host_copy", "torch_private", "ranks"},
+    {"alert", "records", "schedule", "faults", "host_copy", "torch_private", "first_rank"},
     {"layers", "rule", "selection", "measure", "images", "events"},
-    {"page_format"},
+    {"page_format", "ranks"},
     {"capture", "alerts", "flight", "writing", "reading"},
     {"resuming", "processing", "interventions"},
     {"pipeline"},

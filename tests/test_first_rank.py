@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.ranks import is_first_rank
+from telemetry.first_rank import is_first_rank
 
 SCRIPT = Path(__file__).parent / "launched.py"
 VARIABLES = [

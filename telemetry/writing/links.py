@@ -9,7 +9,7 @@ import shlex
 import sys
 from urllib.parse import quote
 
-from telemetry.ranks import is_first_rank
+from telemetry.first_rank import is_first_rank
 from telemetry.tag_names import TOTAL_GRAD_NORM
 
 log = logging.getLogger("telemetry")

@@ -1,0 +1,1 @@
+"""Several processes that train one model together: what each measured becomes one record."""
