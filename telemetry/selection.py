@@ -14,6 +14,7 @@ from torch import nn
 T = TypeVar("T")
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Selector: TypeAlias = str | type[nn.Module] | Predicate
+Selectors: TypeAlias = Selector | Iterable[Selector]
 
 # Where wrappers keep the module they wrap: torch.compile, FSDP1, activation checkpointing.
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -38,10 +39,7 @@ class Selection:
     exclude: tuple[Predicate, ...] = ()
 
     @staticmethod
-    def parse(
-        modules: Selector | Iterable[Selector] | None = None,
-        exclude: Selector | Iterable[Selector] | None = None,
-    ) -> Selection:
+    def parse(modules: Selectors | None = None, exclude: Selectors | None = None) -> Selection:
         """A selection from the arguments of ``HookLogger``.
 
         Args:
@@ -73,12 +71,8 @@ class Selection:
             ValueError: A glob matches no module, or no module is selected.
         """
         candidates = _candidates(model)
-        for argument, predicates in (("modules", self.modules or ()), ("exclude", self.exclude)):
-            for glob in predicates:
-                if isinstance(glob, _Glob) and not _filter_by(glob, candidates):
-                    raise ValueError(
-                        _explain_no_match(f"HookLogger({argument}", glob.pattern, candidates)
-                    )
+        _check_globs("HookLogger(modules", self.modules or (), candidates)
+        _check_globs("HookLogger(exclude", self.exclude, candidates)
         if (self.modules is not None or self.exclude) and not self._filter(candidates):
             at_fault = "exclude" if replace(self, exclude=())._filter(candidates) else "modules"
             raise ValueError(
@@ -96,7 +90,7 @@ class Selection:
 
 
 def select_modules(
-    model: nn.Module, select: Selector | Iterable[Selector] | None, *, caller: str
+    model: nn.Module, select: Selectors | None, *, caller: str
 ) -> dict[str, nn.Module]:
     """Modules of ``model`` by clean name, as ``HookLogger(modules=...)`` selects them.
 
@@ -112,9 +106,7 @@ def select_modules(
     _check_model(model, caller)
     candidates = _candidates(model)
     wanted = None if select is None else _parse(f"{caller}(select", select)
-    for glob in wanted or ():
-        if isinstance(glob, _Glob) and not _filter_by(glob, candidates):
-            raise ValueError(_explain_no_match(f"{caller}(select", glob.pattern, candidates))
+    _check_globs(f"{caller}(select", wanted or (), candidates)
     selected = Selection(modules=wanted)._filter(candidates)
     if not selected:
         raise ValueError(f"{caller}(select=...): selects none of the {_count(candidates)}")
@@ -122,7 +114,7 @@ def select_modules(
 
 
 def select_parameters(
-    model: nn.Module, select: Selector | Iterable[Selector] | None, *, caller: str
+    model: nn.Module, select: Selectors | None, *, caller: str
 ) -> dict[str, nn.Parameter]:
     """Parameters of ``model`` by clean name; one with several names appears once, under the first.
 
@@ -237,8 +229,10 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     return {n: module for n, module in model.named_modules() if not _is_wrapper(n, module)}
 
 
-def _filter_by(predicate: Predicate, candidates: dict[str, nn.Module]) -> list[str]:
-    return [name for name, module in candidates.items() if predicate(name, module)]
+def _check_globs(argument: str, wanted: Iterable[Predicate], names: Collection[str]) -> None:
+    for glob in wanted:
+        if isinstance(glob, _Glob) and not any(map(glob.matches, names)):
+            raise ValueError(_explain_no_match(argument, glob.pattern, names))
 
 
 def _owners(parameter: str) -> Iterator[str]:
@@ -254,7 +248,7 @@ def _check_model(model: object, caller: str) -> None:
         )
 
 
-def _parse(argument: str, value: Selector | Iterable[Selector]) -> tuple[Predicate, ...]:
+def _parse(argument: str, value: Selectors) -> tuple[Predicate, ...]:
     if isinstance(value, (str, type)) or not isinstance(value, Iterable):
         value = (value,)
     return tuple(_to_predicate(argument, item) for item in value)
