@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from telemetry.capture.inert import Inert
 from telemetry.capture.outputs import tensors_in
 from telemetry.faults import Faults
 from telemetry.interventions.intervention import Intervention
-from telemetry.selection import Selector, select_modules
+from telemetry.selection import Selectors, select_modules
 from telemetry.torch_private import (
     NO_TASK,
     backward_task,
@@ -51,12 +51,7 @@ class Captured:
         return tuple(self._grads)
 
 
-def capture(
-    model: nn.Module,
-    select: Selector | Iterable[Selector] | None = None,
-    *,
-    calls: int = 1,
-) -> Capturing:
+def capture(model: nn.Module, select: Selectors | None = None, *, calls: int = 1) -> Capturing:
     """Capture the inputs and outputs of modules, and the gradients of the outputs.
 
     ::
