@@ -12,7 +12,7 @@ from telemetry.capture.inert import Inert
 from telemetry.capture.outputs import map_tensors
 from telemetry.interventions.intervention import Intervention, check_number
 from telemetry.selection import Selectors, select_modules
-from telemetry.torch_private import drop_compiled_code
+from telemetry.torch_compiler import drop_compiled_code
 
 
 def prune_activations(

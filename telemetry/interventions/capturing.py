@@ -19,13 +19,8 @@ from telemetry.capture.outputs import tensors_in
 from telemetry.faults import Faults
 from telemetry.interventions.intervention import Intervention
 from telemetry.selection import Selectors, select_modules
-from telemetry.torch_private import (
-    NO_TASK,
-    backward_task,
-    drop_compiled_code,
-    is_being_traced,
-    undisturbed,
-)
+from telemetry.torch_compiler import drop_compiled_code
+from telemetry.torch_private import NO_TASK, backward_task, is_being_traced, undisturbed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
