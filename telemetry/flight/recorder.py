@@ -25,7 +25,7 @@ MAX_DETAIL_BYTES = 48 * 2**20
 MAX_FILES = 8
 
 _DETAILS = 16
-"""At most this many full measurements are kept of ``steps`` steps, and the latest two."""
+"""Full measurements that are kept of ``steps`` steps at most, besides the latest two."""
 
 
 class FlightRecorder:

@@ -33,8 +33,13 @@ class Intervention:
 
     def remove(self) -> None:
         """Remove the hooks. Harmless when repeated."""
-        while self._handles:
-            self._handles.pop().remove()
+        remove_all(self._handles)
+
+
+def remove_all(handles: list[RemovableHandle]) -> None:
+    """Remove hooks, and empty the list of their handles."""
+    while handles:
+        handles.pop().remove()
 
 
 def check_number(caller: str, name: str, value: object) -> float:
