@@ -22,7 +22,7 @@ from telemetry.plain_text import check_text, type_of
 from telemetry.resuming import FirstStep, check_first_step
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.schedule import Schedule
-from telemetry.selection import Selection
+from telemetry.selection import Selection, check_model
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | None] | None
 OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise"] | None
@@ -34,13 +34,11 @@ class Options:
 
     Attributes:
         schedule: Which steps are measured in full.
-        budget: What measuring may cost; None: as much as it does.
-        optimizer: Whose steps count; None: the first that steps the model's parameters.
+        budget: What measuring may cost; None: no limit.
+        optimizer, on_alert, first_step: As in :class:`telemetry.HookLogger`.
         selection: Which modules are watched.
         content: What a full measurement holds.
         rules: Judge each step.
-        on_alert: As in :class:`telemetry.HookLogger`, like the next one.
-        first_step: Number of the first step.
 
     Raises:
         TypeError, ValueError: ``on_alert`` or ``first_step`` is invalid.
@@ -62,16 +60,13 @@ class Options:
             )
         check_first_step(self.first_step)
 
-    def check(self, model: object) -> None:
-        """Check that this is a model in training, and that the options fit it.
+    def check(self, model: nn.Module) -> None:
+        """Check that this is a model with parameters, and that the options fit it.
 
         Raises:
             TypeError, ValueError: It is not, or they do not.
         """
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"HookLogger(model=...): must be a torch.nn.Module, not {type_of(model)}"
-            )
+        check_model(model, "HookLogger")
         if next(model.parameters(), None) is None:
             raise ValueError(
                 f"HookLogger(model={type(model).__name__}): has no parameters, so it cannot be "

@@ -69,10 +69,10 @@ class LaterSteps:
 
     def on_step(self, record: StepRecord) -> None:
         """Compare the first step with those that are there."""
-        if self._earlier:
+        earlier, self._earlier = self._earlier, ()
+        if earlier:
             with self._faults.contained("to look for earlier steps"):
-                self._compare(last_step(self._earlier, max_bytes=_FEW_BYTES), record.step)
-            self._earlier = ()
+                self._compare(last_step(earlier, max_bytes=_FEW_BYTES), record.step)
 
     def expect_them(self) -> None:
         """Do not warn: the run was resumed."""

@@ -11,6 +11,8 @@ from typing import TypeAlias, TypeVar
 
 from torch import nn
 
+from telemetry.plain_text import type_of
+
 T = TypeVar("T")
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Selector: TypeAlias = str | type[nn.Module] | Predicate
@@ -103,7 +105,7 @@ def select_modules(
         TypeError: An argument has the wrong type.
         ValueError: A glob matches no module, or nothing is selected.
     """
-    _check_model(model, caller)
+    check_model(model, caller)
     candidates = _candidates(model)
     wanted = None if select is None else _parse(f"{caller}(select", select)
     _check_globs(f"{caller}(select", wanted or (), candidates)
@@ -128,7 +130,7 @@ def select_parameters(
         TypeError: An argument has the wrong type.
         ValueError: A glob matches no parameter and no module, or nothing is selected.
     """
-    _check_model(model, caller)
+    check_model(model, caller)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
     wanted = (_Glob("*"),) if select is None else _parse(f"{caller}(select", select)
@@ -148,6 +150,11 @@ def select_parameters(
         )
     selected = {id(p): name for name, p in reversed(parameters.items()) if name in chosen}
     return cleaned((name, p) for name, p in parameters.items() if selected.get(id(p)) == name)
+
+
+def check_model(model: object, caller: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}(model=...): must be a torch.nn.Module, not {type_of(model)}")
 
 
 def clean_name(name: str) -> str:
@@ -194,14 +201,6 @@ class _Glob:
         return self.pattern in names or any(fnmatchcase(name, self.pattern) for name in names)
 
 
-@dataclass(frozen=True)
-class _IsInstance:
-    module_type: type[nn.Module]
-
-    def __call__(self, name: str, module: nn.Module) -> bool:
-        return isinstance(module, self.module_type)
-
-
 def _is_leaf(name: str, module: nn.Module) -> bool:
     """Whether it computes something itself, rather than through its children."""
     if _PARAMETRIZATIONS in name.split(".") or not _computes(module):
@@ -241,13 +240,6 @@ def _owners(parameter: str) -> Iterator[str]:
     return (".".join(parts[:length]) for length in range(len(parts) + 1))
 
 
-def _check_model(model: object, caller: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{caller}(model=...): must be a torch.nn.Module, not {type(model).__name__}"
-        )
-
-
 def _parse(argument: str, value: Selectors) -> tuple[Predicate, ...]:
     if isinstance(value, (str, type)) or not isinstance(value, Iterable):
         value = (value,)
@@ -258,11 +250,12 @@ def _to_predicate(argument: str, selector: Selector) -> Predicate:
     if isinstance(selector, str):
         return _Glob(selector)
     if isinstance(selector, type) and issubclass(selector, nn.Module):
-        return _IsInstance(selector)
+        return lambda name, module: isinstance(module, selector)
     if callable(selector) and not isinstance(selector, (type, nn.Module)):
         return selector
-    is_module = isinstance(selector, nn.Module)
-    shown = f"{type(selector).__name__}(...)" if is_module else reprlib.repr(selector)
+    shown = reprlib.repr(selector)
+    if isinstance(selector, nn.Module):  # its repr shows all that is inside of it
+        shown = f"{type(selector).__name__}(...)"
     raise TypeError(
         f"{argument}={shown}): must be a glob over names, a module class, "
         "a predicate(name, module), or several of these"

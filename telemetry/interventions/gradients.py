@@ -145,7 +145,9 @@ def _clip(
 
 
 def _bound_norm(grad: Tensor, limit: float | Tensor) -> Tensor:
-    values = _values(grad.detach())
+    values = grad.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
     # Squares of exploding gradients overflow float32; only Apple's devices have nothing wider.
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, wide))
@@ -167,12 +169,7 @@ def _bound_values(grad: Tensor, limit: float | Tensor) -> Tensor:
     return torch.where(too_large, grad.sgn() * limit, grad).to(grad.dtype)
 
 
-def _values(grad: Tensor) -> Tensor:
-    """The elements that are set."""
-    return grad.coalesce().values() if grad.is_sparse else grad
-
-
 def _factor(scaler: GradScaler | None, grad: Tensor) -> float | Tensor:
     """The factor by which ``scaler`` has multiplied the loss, on the gradient's device."""
-    state = scaler_state(scaler) if scaler is not None and scaler.is_enabled() else None
+    state = scaler_state(scaler) if scaler is not None else None
     return 1.0 if state is None else state[0].to(grad.device, non_blocking=True).reshape(())
