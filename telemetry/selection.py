@@ -97,7 +97,6 @@ def select_modules(
     """Modules of ``model`` by clean name, as ``HookLogger(modules=...)`` selects them.
 
     Args:
-        model: The model.
         select: See :meth:`Selection.parse`; None: every leaf module.
         caller: The public function, for error messages.
 
@@ -120,15 +119,8 @@ def select_parameters(
 ) -> dict[str, nn.Parameter]:
     """Parameters of ``model`` by clean name; one with several names appears once, under the first.
 
-    Args:
-        model: The model.
-        select: As for :func:`select_modules`, but a module stands for all parameters inside of it,
-            and a glob may also match parameters; None: every parameter.
-        caller: The public function, for error messages.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: A glob matches no parameter and no module, or nothing is selected.
+    Like :func:`select_modules`, but a module stands for all parameters inside of it, a glob may
+    also match parameters, and None selects every parameter.
     """
     check_model(model, caller)
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -62,11 +62,6 @@ class CapturedRun:
         self.records.append(record)
         self.alerts += self._judge.judge(record)
 
-    def _replay(self, record: StepRecord) -> None:
-        if record.loss is not None:
-            self.alerts += self._judge.judge_loss(record.step, record.loss)
-        self._add(record)
-
 
 def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = None) -> list[Alert]:
     """What rules find in records.
@@ -80,7 +75,9 @@ def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = N
     """
     run = CapturedRun(rules)
     for record in records:
-        run._replay(record)
+        if record.loss is not None:
+            run.alerts += run._judge.judge_loss(record.step, record.loss)
+        run._add(record)
     return run.alerts
 
 

@@ -75,7 +75,6 @@ class FlightRecorder:
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
         self._flight: Flight | None = None
         self._files: set[Path] = set()
-        self._reported_remote = False
 
     # --- what happens --------------------------------------------------------------------------
 
@@ -179,9 +178,8 @@ class FlightRecorder:
     def _write(self, *, complete: bool) -> None:
         assert self._flight is not None
         if "://" in self._log_dir:
-            if not self._reported_remote:
-                log.info("telemetry: flight files are not written to %s", self._log_dir)
-                self._reported_remote = True
+            message = f"flight files are not written to {self._log_dir}"
+            self._faults.log_once(message, level=logging.INFO)
             return
         path = flight_path(Path(self._log_dir), self._flight.step)
         if path not in self._files and len(self._files) >= MAX_FILES:
