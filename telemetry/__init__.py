@@ -10,39 +10,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from telemetry.alert import Alert, TelemetryAlert
-    from telemetry.events.summary_writer import SummaryWriter
-    from telemetry.interventions import (
-        clip_gradients,
-        prune_activations,
-        scale_gradients,
-        zero_gradients,
-    )
+    from telemetry.alert import Alert as Alert
+    from telemetry.alert import TelemetryAlert as TelemetryAlert
+    from telemetry.events.summary_writer import SummaryWriter as SummaryWriter
+    from telemetry.interventions import clip_gradients as clip_gradients
+    from telemetry.interventions import prune_activations as prune_activations
+    from telemetry.interventions import scale_gradients as scale_gradients
+    from telemetry.interventions import zero_gradients as zero_gradients
     from telemetry.kernel import native as native
-    from telemetry.logger import HookLogger
-    from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
-    from telemetry.rule import Rule
-    from telemetry.sketch import Sketch
+    from telemetry.logger import HookLogger as HookLogger
+    from telemetry.records import Layout as Layout
+    from telemetry.records import Module as Module
+    from telemetry.records import Output as Output
+    from telemetry.records import Parameter as Parameter
+    from telemetry.records import StepRecord as StepRecord
+    from telemetry.records import TensorRecord as TensorRecord
+    from telemetry.rule import Rule as Rule
+    from telemetry.sketch import Sketch as Sketch
 
-__all__ = [
-    "Alert",
-    "HookLogger",
-    "Layout",
-    "Module",
-    "Output",
-    "Parameter",
-    "Rule",
-    "Sketch",
-    "StepRecord",
-    "SummaryWriter",
-    "TelemetryAlert",
-    "TensorRecord",
-    "__version__",
-    "clip_gradients",
-    "prune_activations",
-    "scale_gradients",
-    "zero_gradients",
-]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -64,6 +49,7 @@ _HOMES = {
     "scale_gradients": "telemetry.interventions",
     "zero_gradients": "telemetry.interventions",
 }
+__all__ = sorted({*_HOMES, "__version__"} - {"native"})
 
 
 def __getattr__(name: str) -> object:

@@ -1,10 +1,11 @@
-"""Checks the arguments of :class:`telemetry.HookLogger` and its methods."""
+"""The arguments of :class:`telemetry.HookLogger` and its methods, checked."""
 
 from __future__ import annotations
 
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -14,25 +15,71 @@ from torch.utils import tensorboard
 from telemetry.alert import Alert
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
+from telemetry.budget import Budget
+from telemetry.capture import Content
 from telemetry.host_copy import HostCopy
-from telemetry.plain_text import check_text
+from telemetry.plain_text import check_text, type_of
+from telemetry.resuming import FirstStep, check_first_step
 from telemetry.rule import AnyRule, Rule, as_rule
+from telemetry.schedule import Schedule
+from telemetry.selection import Selection, check_model
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | None] | None
 OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise"] | None
 
 
-def check_model(model: object) -> None:
-    """Check that this is a model with parameters."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"HookLogger(model=...): must be a torch.nn.Module, not {type_of(model)}")
-    if next(model.parameters(), None) is None:
-        raise ValueError(
-            f"HookLogger(model={type(model).__name__}): has no parameters, so it cannot be trained"
-        )
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """What a logger is asked to do, in a form that is checked.
+
+    Attributes:
+        schedule: Which steps are measured in full.
+        budget: What measuring may cost; None: no limit.
+        optimizer, on_alert, first_step: As in :class:`telemetry.HookLogger`.
+        selection: Which modules are watched.
+        content: What a full measurement holds.
+        rules: Judge each step.
+
+    Raises:
+        TypeError, ValueError: ``on_alert`` or ``first_step`` is invalid.
+    """
+
+    schedule: Schedule
+    budget: Budget | None
+    optimizer: Optimizer | None
+    selection: Selection
+    content: Content
+    rules: Sequence[Rule]
+    on_alert: OnAlert
+    first_step: FirstStep
+
+    def __post_init__(self) -> None:
+        if not (self.on_alert is None or self.on_alert == "raise" or callable(self.on_alert)):
+            raise TypeError(
+                f'HookLogger(on_alert={self.on_alert!r}): must be a callable or "raise"'
+            )
+        check_first_step(self.first_step)
+
+    def check(self, model: nn.Module) -> None:
+        """Check that this is a model with parameters, and that the options fit it.
+
+        Raises:
+            TypeError, ValueError: It is not, or they do not.
+        """
+        check_model(model, "HookLogger")
+        if next(model.parameters(), None) is None:
+            raise ValueError(
+                f"HookLogger(model={type(model).__name__}): has no parameters, so it cannot be "
+                "trained"
+            )
+        self.selection.check(model)
+        if self.optimizer is not None:
+            ours = {id(parameter) for parameter in model.parameters()}
+            if not any(id(p) in ours for g in self.optimizer.param_groups for p in g["params"]):
+                raise ValueError("HookLogger(optimizer=...): holds none of the model's parameters")
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
+def check_optimizer(optimizer: Any) -> Optimizer | None:
     """The optimizer that runs the hooks, if one is given."""
     if optimizer is None:
         return None
@@ -43,9 +90,6 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
             f"HookLogger(optimizer=...): must be a torch.optim.Optimizer, not "
             f"{type_of(optimizer)}; call logger.step() in a loop that has none"
         )
-    ours = {id(parameter) for parameter in model.parameters()}
-    if not any(id(p) in ours for group in inner.param_groups for p in group["params"]):
-        raise ValueError("HookLogger(optimizer=...): holds none of the model's parameters")
     return inner
 
 
@@ -62,11 +106,6 @@ def check_rules(alerts: Any) -> Sequence[Rule]:
         return [as_rule(rule) for rule in alerts]
     except TypeError as error:
         raise TypeError(f"HookLogger(alerts=...): {error}") from None
-
-
-def check_on_alert(on_alert: object) -> None:
-    if not (on_alert is None or on_alert == "raise" or callable(on_alert)):
-        raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable or "raise"')
 
 
 def log_dir_of(writer: object) -> str:
@@ -120,10 +159,3 @@ def _scalar(name: str, value: object) -> float | HostCopy:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"HookLogger.log({name}={reprlib.repr(value)}): must be a number") from None
-
-
-def type_of(value: object) -> str:
-    """The name of the type of ``value`` in messages."""
-    kind = value if isinstance(value, type) else type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    return f"the class {name}" if kind is value else name

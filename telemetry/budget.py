@@ -83,21 +83,17 @@ class Budget:
     Args:
         max_overhead: The share, such as 0.01.
         every_n_steps: The interval between measurements if the budget allows it.
-        entered: Called with the number of each step that was measured in full, when its cost is
-            known.
 
     Raises:
         TypeError: ``max_overhead`` is not a number.
         ValueError: ``max_overhead`` is not above 0 and at most 1.
+
+    Attributes:
+        entered: Called with this and the number of each step that was measured in full, when its
+            cost is known; does nothing until it is set.
     """
 
-    def __init__(
-        self,
-        *,
-        max_overhead: float,
-        every_n_steps: int,
-        entered: Callable[[int], None] = lambda step: None,
-    ) -> None:
+    def __init__(self, *, max_overhead: float, every_n_steps: int) -> None:
         if not isinstance(max_overhead, int | float) or isinstance(max_overhead, bool):
             raise TypeError(f"HookLogger(max_overhead={max_overhead!r}): must be a number")
         if not 0 < max_overhead <= 1:
@@ -107,7 +103,7 @@ class Budget:
             )
         self._share = max_overhead
         self._every_n_steps = every_n_steps
-        self._entered = entered
+        self.entered: Callable[[Budget, int], None] = lambda budget, step: None
         self._own_s = 0.0
         self._bare_s = 0.0
         self._norms_s = 0.0
@@ -185,7 +181,7 @@ class Budget:
         self._last_full = step
         self._full_own_s.append(own_s * self._turn.parts)
         self._fit_parts()
-        self._entered(step)
+        self.entered(self, step)
 
     def scalars(self) -> Mapping[str, float]:
         """The overhead so far, relative to bare training, and the latest interval.
@@ -237,3 +233,10 @@ class Budget:
         if earned_s <= 0:
             return never
         return min(max(ceil(self._usual_full_s() / earned_s), self._every_n_steps), never)
+
+
+def budget_of(max_overhead: float | None, every_n_steps: int) -> Budget | None:
+    """The budget with this limit; None if there is no limit."""
+    if max_overhead is None:
+        return None
+    return Budget(max_overhead=max_overhead, every_n_steps=every_n_steps)

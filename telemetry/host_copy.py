@@ -1,4 +1,4 @@
-"""Values of tensors on their way to the host, without the training thread waiting for them."""
+"""Copies tensors to the host without making the training thread wait."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 _WITH_STREAMS = {"cuda"}
-"""Types of devices with streams like CUDA's; ROCm's goes by that name, too."""
+"""Types of devices with CUDA's streams; ROCm has the same name."""
 
 
 class HostCopy:
-    """The values that ``tensor`` has now, to be read later and from any thread.
+    """The values that ``tensor`` has now, to be read later and on any thread.
 
-    The values of a CPU tensor are copied at once. Those of a CUDA tensor are copied on the device
-    and wait there, until :func:`send` or the first :meth:`wait` brings all that have gathered to
-    the host together. Those of another accelerator's tensor go to the host one by one.
+    A CPU tensor is copied at once. A CUDA tensor is copied on the device; :func:`send`, or the
+    first :meth:`wait`, transfers all such copies to the host together. A tensor of another
+    accelerator is transferred by itself.
 
     Attributes:
         nbytes: Host memory that the values take.
 
     Raises:
-        RuntimeError: The tensor is part of a CUDA graph that is being captured.
+        RuntimeError: A CUDA graph is being captured.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -55,7 +55,7 @@ class HostCopy:
         """The values, on the CPU; same shape and dtype."""
         if self._outbox is not None:
             self._outbox.send()
-        assert self._outbox is None, "to send the values has failed"
+        assert self._outbox is None, "the transfer has failed"
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -63,60 +63,57 @@ class HostCopy:
 
 
 def send(device: torch.device) -> None:
-    """Start the transfer of all values that are waiting on a device."""
+    """Start the transfer of all copies on this device."""
     if device.type in _WITH_STREAMS:
         _outbox(device).send()
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that this thread gives the device's work to; None where there are none."""
+    """The stream on which this thread queues work for the device; None if it has no streams."""
     if device.type not in _WITH_STREAMS:
         return None
     return torch.get_device_module(device).current_stream(device)
 
 
 class _Outbox:
-    """What is waiting on one device: goes to pinned memory in one copy, on a stream of its own."""
+    """The copies on one device, transferred to pinned memory together, on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._backend: Any = torch.get_device_module(device)
         self._stream = self._backend.Stream(device)
         self._waiting: deque[weakref.ref[HostCopy]] = deque()
-        # Of each stream that gave values: recorded behind the last of them.
-        self._given: dict[Any, Any] = {}
-        # Reentrant, for the garbage collector may close another logger on the same thread.
+        # For each stream that makes copies: an event after the latest one.
+        self._copied: dict[Any, Any] = {}
+        # Reentrant, because the garbage collector may close another logger on this thread.
         self._lock = threading.RLock()
 
     def add(self, copy: HostCopy) -> None:
-        """Take values that the current stream makes; they are sent if anyone still holds them."""
+        """Add a copy that is made on the current stream; sent unless it is freed before."""
         stream = self._backend.current_stream(self._device)
-        if stream not in self._given:
-            self._given[stream] = self._backend.Event()
-        self._given[stream].record(stream)
-        self._waiting.append(weakref.ref(copy))  # once the event is there for another thread
+        if stream not in self._copied:
+            self._copied[stream] = self._backend.Event()
+        self._copied[stream].record(stream)
+        self._waiting.append(weakref.ref(copy))  # last, because another thread may send it now
 
     def send(self) -> None:
-        """Start the transfer of all that was added; returns when each has an event to wait for."""
+        """Start the transfer of all copies; afterwards each has an event to wait for."""
         with self._lock:
-            copies = []
-            while self._waiting:
-                copy = self._waiting.popleft()()
-                if copy is not None:
-                    copies.append(copy)
+            added = [self._waiting.popleft()() for _ in range(len(self._waiting))]
+            copies = [copy for copy in added if copy is not None]
             if copies:
                 self._send(copies)
 
     def _send(self, copies: list[HostCopy]) -> None:
-        # The widest numbers first, so that all are aligned.
+        # The widest dtypes first, so that all are aligned.
         copies.sort(key=lambda copy: -copy._values.element_size())
         sources = [copy._values for copy in copies]
         parts = [source.view(-1).view(torch.uint8) for source in sources]
         with self._backend.stream(self._stream):
-            for event in list(self._given.values()):
+            for event in list(self._copied.values()):
                 self._stream.wait_event(event)
             on_host = torch.cat(parts).to("cpu", non_blocking=True)
-            arrived = self._backend.Event(blocking=True)  # whoever waits is not to spin
+            arrived = self._backend.Event(blocking=True)  # wait without spinning
             arrived.record(self._stream)
         targets = on_host.split([part.numel() for part in parts])
         for copy, source, target in zip(copies, sources, targets, strict=True):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from multiprocessing.util import Finalize
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,42 +13,18 @@ from torch.optim import Optimizer
 from torch.utils import tensorboard
 
 from telemetry.alert import Alert
-from telemetry.arguments import (
-    Alerts,
-    OnAlert,
-    check_model,
-    check_on_alert,
-    check_optimizer,
-    check_rules,
-    log_dir_of,
-    scalars_of,
-    type_of,
-)
-from telemetry.budget import Budget
-from telemetry.capture import Capture, Content
-from telemetry.directory_claim import DirectoryClaim
-from telemetry.events.given_writer import GivenWriter
-from telemetry.faults import Faults
+from telemetry.arguments import Alerts, OnAlert, Options, check_optimizer, check_rules, scalars_of
+from telemetry.budget import budget_of
+from telemetry.capture import Content
+from telemetry.events.background import each_within
 from telemetry.pipeline import CLOSE_TIMEOUT_S
 from telemetry.plain_text import check_text
-from telemetry.resuming import (
-    STATE_FORMAT,
-    FirstStep,
-    check_first_step,
-    checked_state,
-    resolved,
-)
+from telemetry.resuming import FirstStep
 from telemetry.run import Run
 from telemetry.schedule import every
-from telemetry.selection import Selection, Selector
-from telemetry.writing import hparams, links
+from telemetry.selection import Selection, Selectors
+from telemetry.writing import hparams
 from telemetry.writing.hparams import Hyperparameter
-
-log = logging.getLogger("telemetry")
-
-_LOGGED_TOO_LATE = (
-    "HookLogger.log() after close() writes nothing; call it earlier, or inside of the with block"
-)
 
 
 class HookLogger:
@@ -59,16 +32,15 @@ class HookLogger:
 
     ::
 
-        with HookLogger(model, SummaryWriter("runs/mnist"), every_n_steps=100):
+        with HookLogger(model, "runs/mnist", every_n_steps=100):
             train()  # an unchanged loop
 
     A step is one step of the optimizer. At steps 0, N, 2N, ... everything is measured; at all
-    others only the norms of the gradients, which most alerts need. Training is not changed: losses,
-    gradients, parameters and random numbers stay the same. Errors of the logger itself are logged
-    and never raised into the loop.
+    others only the norms of the gradients, which most alerts need. Losses, gradients, parameters
+    and random numbers stay the same. Errors of the logger itself are logged and never raised.
 
-    The logger does not keep the model alive. Without ``with``, it works until :meth:`close`, until
-    the model is garbage-collected, or until the interpreter exits; you need not keep a reference.
+    Without ``with``, it works until :meth:`close`, until the model is garbage-collected, or until
+    the interpreter exits; you need not keep a reference.
 
     Args:
         model: The model in training, on any device. It may be wrapped or moved afterwards.
@@ -77,11 +49,11 @@ class HookLogger:
             opened. When others flush or close a given writer, everything that waits here is written
             first; the next step reopens a closed one, as its own methods do.
         every_n_steps: Measure in full at steps 0, N, 2N, ...
-        max_overhead: Share of the training time that the logger may take on the training thread,
-            such as 0.01: on the CPU its CPU time there, on a CUDA device the time by which measured
-            steps take longer. Measurements are then less frequent; if they would be more than ten
-            times as rare, each takes a part of the layers in turn. Gradient norms are skipped if
-            they alone take more than half. The result is logged as ``telemetry/overhead`` and
+        max_overhead: Share of the training time that the logger may take, such as 0.01: on the CPU,
+            CPU time of the training thread; on a CUDA device, the time by which measured steps take
+            longer. Measurements become less frequent; if they would be more than ten times as rare,
+            each takes a part of the layers in turn. Gradient norms are skipped if they alone take
+            more than half. The result is logged as ``telemetry/overhead`` and
             ``telemetry/every_n_steps``. Each rank decides for itself. None: no limit.
         optimizer: The optimizer whose steps count; default: the first torch optimizer that steps
             parameters of this model.
@@ -119,8 +91,8 @@ class HookLogger:
         every_n_steps: int = 100,
         max_overhead: float | None = None,
         optimizer: Optimizer | None = None,
-        modules: Selector | Iterable[Selector] | None = None,
-        exclude: Selector | Iterable[Selector] | None = None,
+        modules: Selectors | None = None,
+        exclude: Selectors | None = None,
         activations: bool = True,
         activation_gradients: bool = True,
         gradients: bool = True,
@@ -130,78 +102,39 @@ class HookLogger:
         on_alert: OnAlert = None,
         first_step: FirstStep = 0,
     ) -> None:
-        check_model(model)
-        schedule = every(every_n_steps)
-        self._budget = None
-        if max_overhead is not None:
-            self._budget = Budget(
-                max_overhead=max_overhead, every_n_steps=every_n_steps, entered=self._write_costs
-            )
-        selection = Selection.parse(modules, exclude)
-        selection.check(model)
-        content = Content(
-            activations=activations,
-            activation_gradients=activation_gradients,
-            gradients=gradients,
-            weights=weights,
-            images=images,
-        )
-        primary = check_optimizer(optimizer, model)
-        rules = check_rules(alerts)
-        check_on_alert(on_alert)
-        check_first_step(first_step)
-        self._claim = DirectoryClaim(model, log_dir_of(writer), self.close)
-        first_step = resolved(first_step, log_dir_of(writer))
-        self._faults = Faults()
-        self._run = run = Run(
-            writer,
-            rules=rules,
+        options = Options(
+            schedule=every(every_n_steps),
+            budget=budget_of(max_overhead, every_n_steps),
+            optimizer=check_optimizer(optimizer),
+            selection=Selection.parse(modules, exclude),
+            content=Content(
+                activations=activations,
+                activation_gradients=activation_gradients,
+                gradients=gradients,
+                weights=weights,
+                images=images,
+            ),
+            rules=check_rules(alerts),
             on_alert=on_alert,
-            pictures=images,
             first_step=first_step,
-            faults=self._faults,
         )
-        self._claim.hold(writer if isinstance(run.writer, GivenWriter) else run.writer)
-        self._capture = Capture(
-            model,
-            selection=selection,
-            is_due=lambda step: schedule(step) or run.pipeline.full_wanted,
-            content=content,
-            deliver=run.pipeline.submit,
-            safe_point=run.raise_if_asked,
-            primary=primary,
-            faults=self._faults,
-            first_step=first_step,
-            budget=self._budget,
-        )
-        # Keeps this logger until the model is gone or the process exits, and then closes it. Unlike
-        # atexit it also runs in a process of multiprocessing, and before the writer's own (0).
-        self._finalizer = Finalize(model, self.close, exitpriority=10)
-        self._capture.attach()
-        run.begin(self._capture.step)
-        links.log_once(self.log_dir)
+        self._run = Run(model, writer, options, self.close)
+        self._run.start()
 
     def __repr__(self) -> str:
-        state = "attached" if self._capture.attached else "removed"
-        return f"<HookLogger {state} step={self._capture.step} log_dir={self.log_dir!r}>"
+        state = "attached" if self._run.capture.attached else "removed"
+        return f"<HookLogger {state} step={self._run.capture.step} log_dir={self.log_dir!r}>"
 
     def __enter__(self) -> HookLogger:
         self.attach()
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        began = time.monotonic()
+    def __exit__(self, kind: object, exception: BaseException | None, traceback: object) -> None:
         if exception is not None:
-            self._run.note_exception(exception, self._capture.step)
-            self._capture.detach()  # which is reason enough for a run without steps
-        self.close(max(0.0, CLOSE_TIMEOUT_S - (time.monotonic() - began)))
-        if exception is None:
-            self._run.raise_if_asked()
+            each_within(CLOSE_TIMEOUT_S, partial(self._run.note_exception, exception), self.close)
+            return
+        self.close()
+        self._run.raise_if_asked()
 
     @property
     def log_dir(self) -> str:
@@ -211,7 +144,7 @@ class HookLogger:
     @property
     def current_step(self) -> int:
         """Number of the step in progress: ``first_step`` and the optimizer steps since."""
-        return self._capture.step
+        return self._run.capture.step
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
@@ -234,11 +167,14 @@ class HookLogger:
             ValueError: A tensor has more than one element, or a tag cannot be encoded in UTF-8. All
                 others are written.
         """
-        if not self._finalizer.still_active():
-            self._faults.log_once(_LOGGED_TOO_LATE)
+        if self._run.closed:
+            self._run.faults.log_once(
+                "HookLogger.log() after close() writes nothing; call it earlier, or inside of the "
+                "with block"
+            )
             return
         values, refused = scalars_of(scalars, named)
-        self._run.log(values, self._capture.step)
+        self._run.log(values, self._run.capture.step)
         if refused:
             raise refused[0]
         self._run.raise_if_asked()
@@ -255,7 +191,7 @@ class HookLogger:
         Raises:
             TypeError: A value has another type.
         """
-        self._run.write(hparams.values_of(values, metrics), self._capture.step)
+        self._run.write(hparams.values_of(values, metrics))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the activations of a phase that is not training, under separate tags.
@@ -279,15 +215,15 @@ class HookLogger:
         check_text(f"HookLogger.phase(name={name!r}): it", name)
         if not name:
             raise ValueError("HookLogger.phase(name=''): must not be empty, it begins the tags")
-        return self._capture.phase(name)
+        return self._run.capture.phase(name)
 
     def step(self) -> None:
         """End a step in a loop that has no ``torch.optim.Optimizer``.
 
         Call it after the update and before gradients are cleared.
         """
-        if self._capture.attached:
-            self._capture.manual_step()
+        if self._run.capture.attached:
+            self._run.capture.manual_step()
         self._run.raise_if_asked()
 
     def flush(self) -> None:
@@ -304,8 +240,7 @@ class HookLogger:
             Lightning and Accelerate. Your own rules are included if they have ``state_dict()`` and
             ``load_state_dict(state)``.
         """
-        capture = self._capture.state_dict()
-        return {"format": STATE_FORMAT, **capture, **self._run.pipeline.state_dict(capture["step"])}
+        return self._run.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what :meth:`state_dict` returned, in this process or another one.
@@ -321,29 +256,11 @@ class HookLogger:
             TypeError: ``state`` is not a dict.
             ValueError: The logger is closed.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"HookLogger.load_state_dict({type_of(state)}): must be what state_dict() returned"
-            )
-        if not self._finalizer.still_active():
-            raise ValueError("HookLogger.load_state_dict(): the logger is closed; make a new one")
-        self._run.later_steps.expect_them()
-        usable, misfits = checked_state(state)
-        attached = self._capture.attached
-        self._capture.detach()
-        self._run.pipeline.flush()
-        self._capture.load_state_dict(usable)
-        # The step in progress is measured as it was; what the rules want is for those after it.
-        self._run.pipeline.full_wanted = usable.get("full") is True
-        if attached:
-            self._capture.attach()
-        misfits += self._run.load_state(usable, self._capture.step)
-        if misfits:
-            log.warning("telemetry: load_state_dict() left out %s", "; ".join(misfits))
+        self._run.load_state_dict(state)
 
     def remove(self) -> None:
         """Remove all hooks; :meth:`attach` puts them back and continues the count."""
-        self._capture.detach()
+        self._run.capture.detach()
 
     def attach(self) -> None:
         """Put the hooks back after :meth:`remove`. Harmless when repeated.
@@ -351,9 +268,9 @@ class HookLogger:
         Raises:
             ValueError: The logger is closed.
         """
-        if not self._finalizer.still_active():
+        if self._run.closed:
             raise ValueError("HookLogger.attach(): the logger is closed; make a new one")
-        self._capture.attach()
+        self._run.capture.attach()
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Remove all hooks, write what is waiting, log what was lost. Harmless when repeated.
@@ -364,15 +281,4 @@ class HookLogger:
             timeout_s: The longest time in seconds that this takes, even if the disk does not answer
                 or a rule does not return. What is not written by then is counted and logged.
         """
-        self._finalizer.cancel()
-        self._capture.end()
-        self._run.close(timeout_s, self._claim.release)
-
-    def _write_costs(self, step: int) -> None:
-        """Write the curves of the budget, after a step that was measured in full."""
-        if self._budget is None:
-            return
-        self._run.log(self._budget.scalars(), step)
-        news = self._budget.news()
-        if news is not None:
-            log.warning("telemetry: %s", news)
+        self._run.close(timeout_s)

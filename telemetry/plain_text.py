@@ -23,6 +23,13 @@ def called(module_name: str) -> str:
     return printable(module_name) or "the model"
 
 
+def type_of(value: object) -> str:
+    """The name of the type of ``value`` in messages."""
+    kind = value if isinstance(value, type) else type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    return f"the class {name}" if kind is value else name
+
+
 def check_text(what: str, text: object) -> None:
     """Refuse what cannot be written as text.
 

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from telemetry.faults import Faults
+from telemetry.plain_text import type_of
 from telemetry.reading.last_step import EventFile, event_files, last_step
 from telemetry.records import StepRecord
 
@@ -68,10 +69,10 @@ class LaterSteps:
 
     def on_step(self, record: StepRecord) -> None:
         """Compare the first step with those that are there."""
-        if self._earlier:
+        earlier, self._earlier = self._earlier, ()
+        if earlier:
             with self._faults.contained("to look for earlier steps"):
-                self._compare(last_step(self._earlier, max_bytes=_FEW_BYTES), record.step)
-            self._earlier = ()
+                self._compare(last_step(earlier, max_bytes=_FEW_BYTES), record.step)
 
     def expect_them(self) -> None:
         """Do not warn: the run was resumed."""
@@ -88,7 +89,15 @@ class LaterSteps:
 
 
 def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The usable part of a logger's state, and in words what cannot be used."""
+    """The usable part of a logger's state, and in words what cannot be used.
+
+    Raises:
+        TypeError: ``state`` is not a dict.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"HookLogger.load_state_dict({type_of(state)}): must be what state_dict() returned"
+        )
     usable: dict[str, Any] = {}
     misfits = []
     step, order = state.get("step"), state.get("forward_order")

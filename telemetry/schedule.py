@@ -5,13 +5,11 @@ A suspicious rule may ask for more steps, and :mod:`telemetry.budget` may postpo
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
-
-class Schedule(Protocol):
-    """Whether a step is measured in full. The answer must be the same on all ranks."""
-
-    def __call__(self, step: int) -> bool: ...
+Schedule: TypeAlias = Callable[[int], bool]
+"""Whether a step is measured in full. The answer must be the same on all ranks."""
 
 
 def every(n: int) -> Schedule:

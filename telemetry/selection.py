@@ -11,9 +11,12 @@ from typing import TypeAlias, TypeVar
 
 from torch import nn
 
+from telemetry.plain_text import type_of
+
 T = TypeVar("T")
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Selector: TypeAlias = str | type[nn.Module] | Predicate
+Selectors: TypeAlias = Selector | Iterable[Selector]
 
 # Where wrappers keep the module they wrap: torch.compile, FSDP1, activation checkpointing.
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -38,10 +41,7 @@ class Selection:
     exclude: tuple[Predicate, ...] = ()
 
     @staticmethod
-    def parse(
-        modules: Selector | Iterable[Selector] | None = None,
-        exclude: Selector | Iterable[Selector] | None = None,
-    ) -> Selection:
+    def parse(modules: Selectors | None = None, exclude: Selectors | None = None) -> Selection:
         """A selection from the arguments of ``HookLogger``.
 
         Args:
@@ -73,12 +73,8 @@ class Selection:
             ValueError: A glob matches no module, or no module is selected.
         """
         candidates = _candidates(model)
-        for argument, predicates in (("modules", self.modules or ()), ("exclude", self.exclude)):
-            for glob in predicates:
-                if isinstance(glob, _Glob) and not _filter_by(glob, candidates):
-                    raise ValueError(
-                        _explain_no_match(f"HookLogger({argument}", glob.pattern, candidates)
-                    )
+        _check_globs("HookLogger(modules", self.modules or (), candidates)
+        _check_globs("HookLogger(exclude", self.exclude, candidates)
         if (self.modules is not None or self.exclude) and not self._filter(candidates):
             at_fault = "exclude" if replace(self, exclude=())._filter(candidates) else "modules"
             raise ValueError(
@@ -96,12 +92,11 @@ class Selection:
 
 
 def select_modules(
-    model: nn.Module, select: Selector | Iterable[Selector] | None, *, caller: str
+    model: nn.Module, select: Selectors | None, *, caller: str
 ) -> dict[str, nn.Module]:
     """Modules of ``model`` by clean name, as ``HookLogger(modules=...)`` selects them.
 
     Args:
-        model: The model.
         select: See :meth:`Selection.parse`; None: every leaf module.
         caller: The public function, for error messages.
 
@@ -109,12 +104,10 @@ def select_modules(
         TypeError: An argument has the wrong type.
         ValueError: A glob matches no module, or nothing is selected.
     """
-    _check_model(model, caller)
+    check_model(model, caller)
     candidates = _candidates(model)
     wanted = None if select is None else _parse(f"{caller}(select", select)
-    for glob in wanted or ():
-        if isinstance(glob, _Glob) and not _filter_by(glob, candidates):
-            raise ValueError(_explain_no_match(f"{caller}(select", glob.pattern, candidates))
+    _check_globs(f"{caller}(select", wanted or (), candidates)
     selected = Selection(modules=wanted)._filter(candidates)
     if not selected:
         raise ValueError(f"{caller}(select=...): selects none of the {_count(candidates)}")
@@ -122,21 +115,14 @@ def select_modules(
 
 
 def select_parameters(
-    model: nn.Module, select: Selector | Iterable[Selector] | None, *, caller: str
+    model: nn.Module, select: Selectors | None, *, caller: str
 ) -> dict[str, nn.Parameter]:
     """Parameters of ``model`` by clean name; one with several names appears once, under the first.
 
-    Args:
-        model: The model.
-        select: As for :func:`select_modules`, but a module stands for all parameters inside of it,
-            and a glob may also match parameters; None: every parameter.
-        caller: The public function, for error messages.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: A glob matches no parameter and no module, or nothing is selected.
+    Like :func:`select_modules`, but a module stands for all parameters inside of it, a glob may
+    also match parameters, and None selects every parameter.
     """
-    _check_model(model, caller)
+    check_model(model, caller)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
     wanted = (_Glob("*"),) if select is None else _parse(f"{caller}(select", select)
@@ -156,6 +142,11 @@ def select_parameters(
         )
     selected = {id(p): name for name, p in reversed(parameters.items()) if name in chosen}
     return cleaned((name, p) for name, p in parameters.items() if selected.get(id(p)) == name)
+
+
+def check_model(model: object, caller: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}(model=...): must be a torch.nn.Module, not {type_of(model)}")
 
 
 def clean_name(name: str) -> str:
@@ -202,14 +193,6 @@ class _Glob:
         return self.pattern in names or any(fnmatchcase(name, self.pattern) for name in names)
 
 
-@dataclass(frozen=True)
-class _IsInstance:
-    module_type: type[nn.Module]
-
-    def __call__(self, name: str, module: nn.Module) -> bool:
-        return isinstance(module, self.module_type)
-
-
 def _is_leaf(name: str, module: nn.Module) -> bool:
     """Whether it computes something itself, rather than through its children."""
     if _PARAMETRIZATIONS in name.split(".") or not _computes(module):
@@ -237,8 +220,10 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     return {n: module for n, module in model.named_modules() if not _is_wrapper(n, module)}
 
 
-def _filter_by(predicate: Predicate, candidates: dict[str, nn.Module]) -> list[str]:
-    return [name for name, module in candidates.items() if predicate(name, module)]
+def _check_globs(argument: str, wanted: Iterable[Predicate], names: Collection[str]) -> None:
+    for glob in wanted:
+        if isinstance(glob, _Glob) and not any(map(glob.matches, names)):
+            raise ValueError(_explain_no_match(argument, glob.pattern, names))
 
 
 def _owners(parameter: str) -> Iterator[str]:
@@ -247,14 +232,7 @@ def _owners(parameter: str) -> Iterator[str]:
     return (".".join(parts[:length]) for length in range(len(parts) + 1))
 
 
-def _check_model(model: object, caller: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{caller}(model=...): must be a torch.nn.Module, not {type(model).__name__}"
-        )
-
-
-def _parse(argument: str, value: Selector | Iterable[Selector]) -> tuple[Predicate, ...]:
+def _parse(argument: str, value: Selectors) -> tuple[Predicate, ...]:
     if isinstance(value, (str, type)) or not isinstance(value, Iterable):
         value = (value,)
     return tuple(_to_predicate(argument, item) for item in value)
@@ -264,11 +242,12 @@ def _to_predicate(argument: str, selector: Selector) -> Predicate:
     if isinstance(selector, str):
         return _Glob(selector)
     if isinstance(selector, type) and issubclass(selector, nn.Module):
-        return _IsInstance(selector)
+        return lambda name, module: isinstance(module, selector)
     if callable(selector) and not isinstance(selector, (type, nn.Module)):
         return selector
-    is_module = isinstance(selector, nn.Module)
-    shown = f"{type(selector).__name__}(...)" if is_module else reprlib.repr(selector)
+    shown = reprlib.repr(selector)
+    if isinstance(selector, nn.Module):  # its repr shows all that is inside of it
+        shown = f"{type(selector).__name__}(...)"
     raise TypeError(
         f"{argument}={shown}): must be a glob over names, a module class, "
         "a predicate(name, module), or several of these"

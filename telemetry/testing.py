@@ -20,7 +20,7 @@ from telemetry.faults import Faults
 from telemetry.records import StepRecord
 from telemetry.rule import AnyRule, as_rule
 from telemetry.schedule import every
-from telemetry.selection import Selection, Selector
+from telemetry.selection import Selection, Selectors
 
 __all__ = ["CapturedRun", "alerts_of", "capture_run"]
 
@@ -62,11 +62,6 @@ class CapturedRun:
         self.records.append(record)
         self.alerts += self._judge.judge(record)
 
-    def _replay(self, record: StepRecord) -> None:
-        if record.loss is not None:
-            self.alerts += self._judge.judge_loss(record.step, record.loss)
-        self._add(record)
-
 
 def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = None) -> list[Alert]:
     """What rules find in records.
@@ -80,7 +75,9 @@ def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = N
     """
     run = CapturedRun(rules)
     for record in records:
-        run._replay(record)
+        if record.loss is not None:
+            run.alerts += run._judge.judge_loss(record.step, record.loss)
+        run._add(record)
     return run.alerts
 
 
@@ -91,8 +88,8 @@ def capture_run(
     every_n_steps: int = 1,
     rules: Iterable[AnyRule] | None = None,
     optimizer: Optimizer | None = None,
-    modules: Selector | Iterable[Selector] | None = None,
-    exclude: Selector | Iterable[Selector] | None = None,
+    modules: Selectors | None = None,
+    exclude: Selectors | None = None,
     images: bool = False,
 ) -> Iterator[CapturedRun]:
     """Record a model while the body trains it.
@@ -104,27 +101,17 @@ def capture_run(
         assert [alert.kind for alert in run.alerts] == ["dead_units"]
 
     Args:
-        model: In training, on any device.
-        every_n_steps: Measure in full at steps 0, N, 2N, ..., and at the step after one at which a
-            rule asks for it.
+        every_n_steps: Measure in full at steps 0, N, 2N, ..., and wherever a rule asks for it.
         rules: As in :func:`alerts_of`.
-        optimizer: As in :class:`~telemetry.HookLogger`, likewise the others.
-        modules: Which are watched.
-        exclude: Which are not.
         images: Whether records hold pictures.
+        model, optimizer, modules, exclude: As in :class:`~telemetry.HookLogger`.
     """
     schedule, run = every(every_n_steps), CapturedRun(rules)
     run._capture = capture = Capture(
         model,
         selection=Selection.parse(modules, exclude),
         is_due=lambda step: schedule(step) or run._judge.wants_full,
-        content=Content(
-            activations=True,
-            activation_gradients=True,
-            gradients=True,
-            weights=True,
-            images=images,
-        ),
+        content=Content(images=images),
         deliver=run._take,
         safe_point=lambda: None,
         primary=optimizer,

@@ -1,8 +1,7 @@
-"""PyTorch's private functions that capture relies on, each with what happens where it is missing.
+"""PyTorch's private functions that capture relies on; those of compilers: ``torch_compiler.py``.
 
-Everything here may change between releases of PyTorch. Each function falls back to a documented
-answer when the name behind it is gone, and logs once what that costs, so that a new release costs
-detail and never a run.
+Any of them may be missing in another release of PyTorch. The functions here then do without it, and
+log once what is lost: a new release costs detail and never a run.
 """
 
 from __future__ import annotations
@@ -13,28 +12,30 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch._utils
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.utils import _python_dispatch
 
 log = logging.getLogger("telemetry")
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _MAX_FRAMES_BELOW_SCALER = 16
 """Calls between ``GradScaler.step`` and an optimizer's hook: 6 in PyTorch, more with wrappers."""
 
 NO_TASK = -1
-"""What :func:`backward_task` answers outside a backward pass."""
+"""What :func:`backward_task` returns outside of a backward pass."""
 
 _logged: set[str] = set()
 
 
-def _find(owner: object, name: str, loss: str) -> Any:
-    """A private attribute; None where it is gone, and then ``loss`` is logged once."""
+def find(owner: object, name: str, loss: str) -> Any:
+    """A private attribute. None if it is missing; what that costs, ``loss``, is then logged once.
+
+    ``owner`` may be None, if it is missing itself.
+    """
     found = getattr(owner, name, None)
     if found is None and name not in _logged:
         _logged.add(name)
@@ -48,11 +49,9 @@ def _find(owner: object, name: str, loss: str) -> Any:
 def backward_task() -> int:
     """Number of the backward pass that this thread is in; :data:`NO_TASK` outside of one.
 
-    Without ``torch._C._current_graph_task_id`` always :data:`NO_TASK`: backward passes cannot be
-    distinguished, so gradients of ``autograd.grad`` probes count as those of the step, and what
-    checkpointing runs again as another call.
+    Without the private name always :data:`NO_TASK`.
     """
-    current = _find(
+    current = find(
         torch._C,
         "_current_graph_task_id",
         "probes by autograd.grad and recomputation by checkpointing count as training",
@@ -61,14 +60,16 @@ def backward_task() -> int:
 
 
 def at_end_of_backward(callback: Callable[[], object], *, deferred: int = 0) -> bool:
-    """Run ``callback`` when the backward pass that this thread is in has ended.
+    """Call ``callback`` when the backward pass that this thread is in ends.
 
-    Such callbacks run in the order in which they were queued. A deferred one is then queued again,
-    so many times, to come after others.
+    Args:
+        callback: Callbacks are called in the order in which they were queued.
+        deferred: How many times it is then put at the end of the queue again.
 
-    Returns False, and does nothing, where the autograd engine offers no queue.
+    Returns:
+        False if there is no queue; ``callback`` is then never called.
     """
-    queue = _find(
+    queue = find(
         getattr(torch.autograd.Variable, "_execution_engine", None),
         "queue_callback",
         "gradient norms before clipping are not measured, and a step that is taken inside of a "
@@ -82,35 +83,29 @@ def at_end_of_backward(callback: Callable[[], object], *, deferred: int = 0) -> 
     return True
 
 
-def backward_is_compiled() -> bool:
-    """Whether compiled autograd is on, which would trace hooks on gradients and break at ours."""
-    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
-    return bool(getattr(config, "compiled_autograd", False))
-
-
-# --- staying out of what the caller does ---------------------------------------------------------
+# --- modes ---------------------------------------------------------------------------------------
 
 
 class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
-    """Run PyTorch operations that neither autograd nor any mode of the caller sees.
+    """Run PyTorch operations that autograd and the modes of the caller do not see.
 
-    Switches off gradients, inference mode, autocast, torch-function and torch-dispatch modes: the
-    statistics must not enter the cache of selective checkpointing, be recorded as a graph or run in
-    half precision.
+    Switches off gradients, inference mode, autocast, and torch-function and torch-dispatch modes,
+    so that our statistics are not recorded as a graph, not computed in half precision, and not put
+    into the cache of selective checkpointing.
 
-    Gives False where nothing may be done inside: where a torch-dispatch mode is active and there is
-    no way to leave it, for selective checkpointing would take it for the model's; and while the
-    work of a GPU is captured as a CUDA graph, for it would be done at every replay.
+    The value of the ``with`` statement is False if the body must not do anything: there is a
+    torch-dispatch mode that cannot be left, or a CUDA graph is being captured, which would repeat
+    our operations at each replay.
 
-    A class, because entering a generator costs more than most of what runs inside.
+    It is a class because entering a generator takes longer than most bodies.
     """
 
     __slots__ = ("_autocast", "_grad_enabled", "_stack")
 
     def __enter__(self) -> bool:
         self._grad_enabled = torch.is_grad_enabled()
-        in_mode = torch.is_inference_mode_enabled() or _dispatch_modes() or _function_modes()
-        # First of all, for torch-function modes see the rest.
+        in_mode = torch.is_inference_mode_enabled() or _in_dispatch_mode() or _in_function_mode()
+        # First, because torch-function modes see what follows.
         self._stack = _without_modes() if in_mode else None
         torch.set_grad_enabled(False)
         self._autocast = tuple(filter(torch.is_autocast_enabled, _device_types()))
@@ -118,7 +113,7 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
             torch.set_autocast_enabled(device_type, False)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return False
-        return self._stack is None or _leave_dispatch_modes() is not None or not _dispatch_modes()
+        return self._stack is None or _leave_dispatch_modes() is not None or not _in_dispatch_mode()
 
     def __exit__(self, *exception: object) -> None:
         for device_type in self._autocast:
@@ -128,24 +123,21 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
             self._stack.close()
 
 
-def _dispatch_modes() -> bool:
-    count = _find(
-        torch._C, "_len_torch_dispatch_stack", "all active modes are left at each measurement"
-    )
-    return count is None or count() > 0
+def _in_dispatch_mode() -> bool:
+    return _any_in("_len_torch_dispatch_stack")
 
 
-def _function_modes() -> bool:
-    count = _find(
-        torch._C, "_len_torch_function_stack", "all active modes are left at each measurement"
-    )
+def _in_function_mode() -> bool:
+    return _any_in("_len_torch_function_stack")
+
+
+def _any_in(stack: str) -> bool:
+    count = find(torch._C, stack, "all active modes are left at each measurement")
     return count is None or count() > 0
 
 
 def _leave_dispatch_modes() -> Callable[[], contextlib.AbstractContextManager[object]] | None:
-    from torch.utils import _python_dispatch
-
-    leave: Callable[[], contextlib.AbstractContextManager[object]] | None = _find(
+    leave: Callable[[], contextlib.AbstractContextManager[object]] | None = find(
         _python_dispatch,
         "_disable_current_modes",
         "modules are not measured where a torch-dispatch mode is active, as it is in selective "
@@ -156,7 +148,7 @@ def _leave_dispatch_modes() -> Callable[[], contextlib.AbstractContextManager[ob
 
 def _without_modes() -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
-    functions_off = _find(torch._C, "DisableTorchFunction", "torch-function modes see measurements")
+    functions_off = find(torch._C, "DisableTorchFunction", "torch-function modes see measurements")
     if functions_off is not None:
         stack.enter_context(functions_off())
     leave = _leave_dispatch_modes()
@@ -174,9 +166,10 @@ def _device_types() -> tuple[str, ...]:
 
 
 def is_being_traced(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has no values to measure: in a trace, a transform, on the meta device.
+    """Whether ``tensor`` has no values that can be read now.
 
-    Nor may a tensor be read while its stream is captured as a CUDA graph.
+    So it is while a function is traced, in transforms of ``torch.func``, on the meta device, and
+    while a CUDA graph is being captured.
     """
     return (
         tensor.is_meta
@@ -189,7 +182,7 @@ def is_being_traced(tensor: Tensor) -> bool:
 
 def _in_transform() -> bool:
     """Whether a transform of ``torch.func`` is running."""
-    level = _find(
+    level = find(
         getattr(torch._C, "_functorch", None),
         "maybe_current_level",
         "tensors inside of torch.func transforms are not recognized",
@@ -201,9 +194,9 @@ def _in_transform() -> bool:
 
 
 def calling_scaler() -> GradScaler | None:
-    """The GradScaler in whose ``step()`` this thread is; None outside of one.
+    """The GradScaler whose ``step()`` this thread is in; None outside of one.
 
-    It is found on the call stack: a scaler announces itself only to fused optimizers.
+    It is found on the call stack, because a scaler announces itself to fused optimizers only.
     """
     step_code = GradScaler.step.__code__
     frame: FrameType | None = sys._getframe(1)
@@ -220,13 +213,13 @@ def calling_scaler() -> GradScaler | None:
 def scaler_state(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:
     """The scaler's factor and its count of good steps, tensors of shape ``[1]`` on its device.
 
-    Its public methods would wait for the device. None where the private names are gone, and for a
-    scaler that is switched off.
+    Its public methods wait for the device. None if the private names are missing, or the scaler is
+    disabled.
     """
     if not scaler.is_enabled():
         return None
     loss = "gradients are logged as GradScaler leaves them, skipped steps are not counted"
-    scale, tracker = _find(scaler, "_scale", loss), _find(scaler, "_growth_tracker", loss)
+    scale, tracker = find(scaler, "_scale", loss), find(scaler, "_growth_tracker", loss)
     if isinstance(scale, Tensor) and isinstance(tracker, Tensor):
         return scale, tracker
     return None
@@ -234,104 +227,8 @@ def scaler_state(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:
 
 def initial_scale(scaler: GradScaler) -> float | None:
     """The factor that the scaler began with, or was loaded with."""
-    scale = _find(scaler, "_init_scale", "steps skipped before the first one are not counted")
+    scale = find(scaler, "_init_scale", "steps skipped before the first one are not counted")
     return None if scale is None else float(scale)
-
-
-# --- the compiler --------------------------------------------------------------------------------
-
-
-def keep_in_graph(operator: torch._ops.OpOverload) -> bool:
-    """Keep an operator without results in compiled graphs, and its calls in order.
-
-    Returns False where that cannot be said: the compiler then drops it as dead code, and compiled
-    modules show no activations.
-    """
-    from torch import _higher_order_ops
-
-    effects = getattr(_higher_order_ops, "effects", None)
-    loss = "modules that torch.compile has compiled show no activations"
-    register = _find(effects, "_register_effectful_op", loss)
-    kinds = _find(effects, "_EffectType", loss)
-    if register is None or kinds is None:
-        return False
-    register(operator, kinds.ORDERED)
-    return True
-
-
-def not_compiled(function: F) -> F:
-    """``function``, which the compiler calls instead of tracing it; torch.compile is not loaded."""
-    disable = _find(
-        torch, "_disable_dynamo", "an optimizer whose step() is compiled is compiled with our hooks"
-    )
-    return function if disable is None else disable(function)
-
-
-def graphs_compiled() -> int:
-    """How many graphs torch.compile has made in this process; 0 while it is not loaded."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:
-        return 0
-    counters = _find(dynamo, "counters", "modules compiled before HookLogger are not recognized")
-    return 0 if counters is None else int(counters["stats"]["unique_graphs"])
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether this module was compiled by itself: by ``module.compile()`` or ``torch.compile``.
-
-    False for one that a compiled function calls, and where the private name is gone.
-    """
-    dynamo = sys.modules.get("torch._dynamo")
-    wrapper = None if dynamo is None else _find(dynamo, "OptimizedModule", "see graphs_compiled")
-    if wrapper is not None and isinstance(module, wrapper):
-        return True
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def drop_compiled_code() -> None:
-    """Have everything that torch.compile has compiled in this process compiled again when called.
-
-    Compiled code does not look whether modules have got hooks since. Without
-    ``torch._dynamo.reset_code_caches`` those do nothing in modules that ran compiled before.
-    """
-    if graphs_compiled() == 0:
-        return
-    reset = _find(
-        sys.modules.get("torch._dynamo"),
-        "reset_code_caches",
-        "hooks put on a model after it was compiled do nothing",
-    )
-    if reset is not None:
-        reset()
-
-
-_ASKED = "__prepare_scriptable__"
-_before_scripting: list[Callable[[nn.Module], None]] = []
-
-
-def before_scripting(callback: Callable[[nn.Module], None]) -> Callable[[], None]:
-    """Have ``callback`` called with each module that ``torch.jit.script`` is about to compile.
-
-    It compiles forward hooks along with a module, and fails at any that is not written for it. The
-    one way to be called is ``__prepare_scriptable__``, which a class may define to be asked; until
-    what is returned here is called, ``nn.Module`` has one.
-    """
-    _before_scripting.append(callback)
-    if not hasattr(nn.Module, _ASKED):
-        setattr(nn.Module, _ASKED, _prepare_scriptable)
-
-    def forget() -> None:
-        _before_scripting.remove(callback)
-        if not _before_scripting and vars(nn.Module).get(_ASKED) is _prepare_scriptable:
-            delattr(nn.Module, _ASKED)
-
-    return forget
-
-
-def _prepare_scriptable(module: nn.Module) -> nn.Module:
-    for callback in _before_scripting:
-        callback(module)
-    return module
 
 
 # --- arithmetic ----------------------------------------------------------------------------------
@@ -339,7 +236,7 @@ def _prepare_scriptable(module: nn.Module) -> nn.Module:
 
 def norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """Vector norm of each tensor, in ``dtype``, which is not narrower than theirs."""
-    at_once = _find(torch, "_foreach_norm", "gradient norms take longer")
+    at_once = find(torch, "_foreach_norm", "gradient norms take longer")
     if at_once is not None:
         return list(at_once(list(tensors), order, dtype=dtype))
     return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
@@ -347,7 +244,7 @@ def norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> lis
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """The elements of dense tensors of one dtype and device, one after the other, 1-D."""
-    at_once = _find(torch._utils, "_flatten_dense_tensors", "gradient norms take longer")
+    at_once = find(torch._utils, "_flatten_dense_tensors", "gradient norms take longer")
     if at_once is not None:
         flat: Tensor = at_once(tensors)
         return flat

@@ -184,7 +184,7 @@ def _at(place: str, check: Check[Checked], value: Any) -> Checked:
     try:
         return check(value)
     except _MisplacedError as error:
-        raise _MisplacedError(place + error.place, error.fault) from None
+        raise _MisplacedError(place + error.place, error.problem) from None
     except ValueError as error:
         raise _MisplacedError(place, str(error)) from None
 
@@ -192,7 +192,7 @@ def _at(place: str, check: Check[Checked], value: Any) -> Checked:
 class _MisplacedError(ValueError):
     """An error with its place in the value: ``steps.loss[3]: must be a number``."""
 
-    def __init__(self, place: str, fault: str) -> None:
-        super().__init__(f"{place.removeprefix('.')}: {fault}")
+    def __init__(self, place: str, problem: str) -> None:
+        super().__init__(f"{place.removeprefix('.')}: {problem}")
         self.place = place
-        self.fault = fault
+        self.problem = problem

@@ -17,7 +17,7 @@ LAYERS = [
     | {"untrusted"},
     {"kernel", "sketch", "tag_names"},
     {"alert", "records", "schedule", "faults", "host_copy", "torch_private", "first_rank"},
-    {"layers", "rule", "selection", "measure", "images", "events"},
+    {"layers", "rule", "selection", "measure", "images", "events", "torch_compiler"},
     {"page_format", "ranks"},
     {"capture", "alerts", "flight", "writing", "reading"},
     {"resuming", "processing", "interventions"},

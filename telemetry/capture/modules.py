@@ -21,7 +21,7 @@ from telemetry.capture.silence import explain_silence
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
 from telemetry.selection import cleaned, spread
-from telemetry.torch_private import before_scripting, graphs_compiled
+from telemetry.torch_compiler import before_scripting, graphs_compiled
 
 log = logging.getLogger("telemetry")
 

@@ -19,7 +19,8 @@ from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
 from telemetry.host_copy import HostCopy
 from telemetry.records import Output
-from telemetry.torch_private import NO_TASK, backward_is_compiled, backward_task, is_being_traced
+from telemetry.torch_compiler import backward_is_compiled
+from telemetry.torch_private import NO_TASK, backward_task, is_being_traced
 
 
 class Passes:

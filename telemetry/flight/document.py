@@ -33,8 +33,8 @@ measured are ``null``. The keys:
 ``profiles``
     The depth profile at up to three steps: ``when`` (``before``, ``at`` or ``after`` the fault),
     ``step``, a list over the modules for each of :data:`COLUMNS`, and ``sketches``:
-    histograms by kind and name (:func:`~telemetry.flight.sketches.encode`), null where they would
-    make the file too large.
+    histograms by kind and name: counts, extremes and power sums, ``buckets`` and ``counts`` as
+    base64 of int16 and float32; null where they would make the file too large.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from typing import Any, Literal
 import numpy as np
 
 from telemetry.alert import Alert
-from telemetry.flight import sketches
 from telemetry.flight.snapshot import Snapshot
 from telemetry.layers import STATISTICS
+from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records import Module, Output
 from telemetry.sketch import Sketch
 from telemetry.untrusted import MAX_TEXT
@@ -150,7 +150,6 @@ def number(value: float | None) -> float | str | None:
 
 
 def numbers(values: Iterable[float | None]) -> list[float | str | None]:
-    """Several of them."""
     return [number(value) for value in values]
 
 
@@ -242,14 +241,24 @@ def _sketches(step: Snapshot, names: set[str]) -> dict[str, dict[str, Any]]:
         # First outputs last: a module that is called rnn[1] keeps that name from rnn's second.
         ordered = sorted(tensors, key=lambda output: -output.place)
         shown = [output for output in ordered if output.module_name in names]
-        return {str(output): sketches.encode(tensors[output]) for output in shown}
+        return {str(output): encode_sketch(tensors[output]) for output in shown}
 
     def of_parameters(tensors: Mapping[str, Sketch]) -> dict[str, Any]:
-        return {n: sketches.encode(s) for n, s in tensors.items() if owner.get(n) in names}
+        return {n: encode_sketch(s) for n, s in tensors.items() if owner.get(n) in names}
 
     return {
         "activations": of_outputs(detail.outputs),
         "activation_grads": of_outputs(detail.output_grads),
         "grads": of_parameters(detail.grads),
         "weights": of_parameters(detail.weights),
+    }
+
+
+def encode_sketch(sketch: Sketch) -> dict[str, Any]:
+    figures = {name: getattr(sketch, name) for name in (*EXTREMES, *POWER_SUMS)}
+    return {
+        **{name: getattr(sketch, name) for name in COUNTS},
+        **{name: float(v) if np.isfinite(v) else None for name, v in figures.items()},
+        "buckets": base64.b64encode(sketch.buckets.astype("<i2").tobytes()).decode(),
+        "counts": base64.b64encode(sketch.counts.astype("<f4").tobytes()).decode(),
     }

@@ -18,7 +18,6 @@ MAX_FILES = 32
 MAX_ROWS = 30
 MAX_POINTS = 60
 
-
 _NAME_WIDTH = 24
 _CELL_WIDTH = 7  # "1.2e-05"
 _MANY_DEAD = 0.5
@@ -72,9 +71,8 @@ def _explain_file(path: Path) -> str:
 def _headline(flight: Mapping[str, Any]) -> str:
     module = flight["first_bad_module"]
     where = "" if module is None else f"; first bad module: {called(module)}"
-    missing = (
-        "" if flight["complete"] else " (not complete: the run is still going on or was killed)"
-    )
+    complete = flight["complete"]
+    missing = "" if complete else " (not complete: the run is still going on or was killed)"
     return f"Something went wrong at step {flight['step']}{where}{missing}"
 
 
@@ -121,7 +119,7 @@ def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
 def _table(flight: Mapping[str, Any]) -> Iterator[str]:
     """The depth profiles side by side, one row per module."""
     profiles, modules = flight["profiles"], flight["modules"]
-    shown = [key for key in _SHOWN if any(_is_known(p[key]) for p in profiles)]
+    shown = [key for key in _SHOWN if any(v is not None for p in profiles for v in p[key])]
     if not shown:
         return
     moments = " → ".join(f"{p['when']} (step {p['step']})" for p in profiles)
@@ -164,7 +162,3 @@ def _notes(profiles: Sequence[Mapping[str, Any]], row: int) -> Iterator[str]:
         if (profile["dead_units"][row] or 0) >= _MANY_DEAD:
             yield f"{profile['dead_units'][row]:.0%} of units dead"
             break
-
-
-def _is_known(column: Sequence[object]) -> bool:
-    return any(value is not None for value in column)

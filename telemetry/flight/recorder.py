@@ -6,7 +6,8 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ MAX_DETAIL_BYTES = 48 * 2**20
 MAX_FILES = 8
 
 _DETAILS = 16
-"""At most this many full measurements are kept of ``steps`` steps, and the latest two."""
+"""Full measurements that are kept of ``steps`` steps at most, besides the latest two."""
 
 
 class FlightRecorder:
@@ -74,17 +75,41 @@ class FlightRecorder:
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
         self._flight: Flight | None = None
         self._files: set[Path] = set()
-        self._reported_remote = False
 
     # --- what happens --------------------------------------------------------------------------
 
     def on_step(self, record: StepRecord) -> None:
         """A step was recorded."""
-        self._contained(lambda: self._add(record))
+        with self._contained():
+            step = snapshot(record)
+            if len(self._steps) == self._count:
+                self._step_bytes -= self._steps.popleft().nbytes
+            self._steps.append(step)
+            # A running count: to sum over all at every step would be most of the work.
+            self._step_bytes = _shrink(self._steps, self._step_bytes + step.nbytes, MAX_STEP_BYTES)
+            if record.full:
+                step = replace(step, detail=detail(record))
+                self._keep_detail(step)
+            flight = self._flight
+            if flight is None:
+                return
+            if flight.at is None or flight.at.step < step.step <= flight.step:
+                flight.at = step  # the alert came with the loss, before its step was recorded
+                flight.last_full = step if record.full else flight.last_full
+            if step.step >= flight.step + max(1, self._count // 4):
+                self._complete()
 
     def on_alert(self, alert: Alert) -> None:
         """A rule has found something."""
-        self._contained(lambda: self._note(alert))
+        with self._contained():
+            is_error = alert.severity == "error" and alert.stage != "end"
+            self._alerts.append(alert)
+            if self._flight is not None:
+                self._flight.alerts.append(alert)
+            elif is_error:
+                self._begin(alert.step)
+            if is_error:
+                self._write(complete=False)
 
     def on_exception(self, exception: BaseException, step: int) -> None:
         """The training ends in an exception, during ``step``.
@@ -93,11 +118,17 @@ class FlightRecorder:
         :class:`TelemetryAlert`.
         """
         if isinstance(exception, Exception) and not isinstance(exception, TelemetryAlert):
-            self._contained(lambda: self._note_exception(exception, step))
+            with self._contained():
+                if self._flight is None:
+                    self._begin(step)
+                assert self._flight is not None
+                self._flight.exception = describe(exception)
+                self._write(complete=False)
 
     def close(self) -> None:
         """Complete the file that was begun, if any; harmless when repeated."""
-        self._contained(self._complete)
+        with self._contained():
+            self._complete()
 
     @property
     def nbytes(self) -> int:
@@ -106,33 +137,15 @@ class FlightRecorder:
 
     # --- under the lock ------------------------------------------------------------------------
 
-    def _contained(self, act: Callable[[], None]) -> None:
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
         try:
             with self._lock:
-                act()
+                yield
         except OSError:
             self._faults.report(f"to write a flight file into {self._log_dir}")
         except Exception:
             self._faults.report("to keep the last steps")
-
-    def _add(self, record: StepRecord) -> None:
-        step = snapshot(record)
-        if len(self._steps) == self._count:
-            self._step_bytes -= self._steps.popleft().nbytes
-        self._steps.append(step)
-        # A running count: to sum over all at every step would be most of the work.
-        self._step_bytes = _shrink(self._steps, self._step_bytes + step.nbytes, MAX_STEP_BYTES)
-        if record.full:
-            step = replace(step, detail=detail(record))
-            self._keep_detail(step)
-        flight = self._flight
-        if flight is None:
-            return
-        if flight.at is None or flight.at.step < step.step <= flight.step:
-            flight.at = step  # the alert came with the loss, before its step was recorded
-            flight.last_full = step if record.full else flight.last_full
-        if step.step >= flight.step + max(1, self._count // 4):
-            self._complete()
 
     def _keep_detail(self, step: Snapshot) -> None:
         kept = self._details
@@ -143,23 +156,6 @@ class FlightRecorder:
         _shrink(kept, sum(step.nbytes for step in kept), MAX_DETAIL_BYTES)
         while len(kept) > 2 and kept[1].step <= step.step - self._count:
             kept.popleft()
-
-    def _note(self, alert: Alert) -> None:
-        is_error = alert.severity == "error" and alert.stage != "end"
-        self._alerts.append(alert)
-        if self._flight is not None:
-            self._flight.alerts.append(alert)
-        elif is_error:
-            self._begin(alert.step)
-        if is_error:
-            self._write(complete=False)
-
-    def _note_exception(self, exception: Exception, step: int) -> None:
-        if self._flight is None:
-            self._begin(step)
-        assert self._flight is not None
-        self._flight.exception = describe(exception)
-        self._write(complete=False)
 
     def _begin(self, step: int) -> None:
         oldest = self._steps[0].step if self._steps else step
@@ -182,9 +178,8 @@ class FlightRecorder:
     def _write(self, *, complete: bool) -> None:
         assert self._flight is not None
         if "://" in self._log_dir:
-            if not self._reported_remote:
-                log.info("telemetry: flight files are not written to %s", self._log_dir)
-                self._reported_remote = True
+            message = f"flight files are not written to {self._log_dir}"
+            self._faults.log_once(message, level=logging.INFO)
             return
         path = flight_path(Path(self._log_dir), self._flight.step)
         if path not in self._files and len(self._files) >= MAX_FILES:

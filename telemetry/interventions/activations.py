@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,16 +10,13 @@ from torch import Tensor, nn
 
 from telemetry.capture.inert import Inert
 from telemetry.capture.outputs import map_tensors
-from telemetry.interventions.intervention import Intervention
-from telemetry.selection import Selector, select_modules
-from telemetry.torch_private import drop_compiled_code
+from telemetry.interventions.intervention import Intervention, check_number
+from telemetry.selection import Selectors, select_modules
+from telemetry.torch_compiler import drop_compiled_code
 
 
 def prune_activations(
-    model: nn.Module,
-    select: Selector | Iterable[Selector] | None = None,
-    *,
-    threshold: float,
+    model: nn.Module, select: Selectors | None = None, *, threshold: float
 ) -> Intervention:
     """Set activations of small magnitude to zero: ``x`` becomes ``0`` where ``|x| < threshold``.
 
@@ -30,9 +26,9 @@ def prune_activations(
             train()
 
     Every floating-point tensor that a selected module returns is pruned, in training and in
-    evaluation; that includes the states of an LSTM. Pruned elements have a gradient of zero, the
-    others keep theirs. NaN and infinity are kept. The module's own tensor is not modified: later
-    modules, and hooks that were registered earlier, receive a pruned copy.
+    evaluation, the states of an LSTM included. Pruned elements have a gradient of zero, the others
+    keep theirs. NaN and infinity are kept. The module's own tensor is not modified: later modules,
+    and hooks that were registered earlier, receive a pruned copy.
 
     A compiled model is compiled again. Under checkpointing, remove the intervention only between
     steps, because the forward pass must run twice in the same way.
@@ -46,9 +42,7 @@ def prune_activations(
         TypeError: An argument has the wrong type.
         ValueError: A glob matches no module, or ``threshold`` is negative or not finite.
     """
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
-        raise TypeError(f"prune_activations(threshold={threshold!r}): must be a number")
-    if not 0 <= threshold < math.inf:
+    if not 0 <= check_number("prune_activations", "threshold", threshold) < math.inf:
         raise ValueError(f"prune_activations(threshold={threshold}): must be finite, at least 0")
     selected = select_modules(model, select, caller="prune_activations")
     hook = _Prune(threshold)

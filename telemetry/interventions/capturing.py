@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -17,14 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from telemetry.capture.inert import Inert
 from telemetry.capture.outputs import tensors_in
 from telemetry.faults import Faults
-from telemetry.interventions.intervention import Intervention
-from telemetry.selection import Selector, select_modules
-from telemetry.torch_private import (
-    NO_TASK,
-    backward_task,
-    drop_compiled_code,
-    is_being_traced,
-    undisturbed,
+from telemetry.interventions.intervention import Intervention, remove_all
+from telemetry.selection import Selectors, select_modules
+from telemetry.torch_compiler import drop_compiled_code
+from telemetry.torch_private import NO_TASK, backward_task, is_being_traced, undisturbed
+
+F = TypeVar("F", bound=Callable[..., None])
+_uncompiled: Callable[[F], F] = torch.compiler.disable(
+    reason="capture() of telemetry needs graph breaks; compile without fullgraph=True"
 )
 
 
@@ -51,12 +51,7 @@ class Captured:
         return tuple(self._grads)
 
 
-def capture(
-    model: nn.Module,
-    select: Selector | Iterable[Selector] | None = None,
-    *,
-    calls: int = 1,
-) -> Capturing:
+def capture(model: nn.Module, select: Selectors | None = None, *, calls: int = 1) -> Capturing:
     """Capture the inputs and outputs of modules, and the gradients of the outputs.
 
     ::
@@ -105,7 +100,7 @@ class Capturing(Intervention, Mapping[str, Captured]):
             for name, module in modules.items()
             for put_on in self._keepers[name].hooks(module)
         )
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, remove_all, self._handles).atexit = False
         drop_compiled_code()
 
     def __getitem__(self, name: str) -> Captured:
@@ -133,11 +128,6 @@ class Capturing(Intervention, Mapping[str, Captured]):
             keeper.stop()
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Call:
     captured: Captured
@@ -153,7 +143,7 @@ class _Call:
                 self.handles.append(tensor.register_hook(partial(_add, grads, index, faults)))
 
     def stop(self) -> None:
-        _remove(self.handles)
+        remove_all(self.handles)
 
 
 def _add(grads: list[Tensor | None], index: int, faults: Faults, grad: Tensor) -> None:
@@ -177,7 +167,7 @@ class _CallKeeper:
 
     def hooks(self, module: nn.Module) -> Iterator[Any]:
         """Functions that register the hooks."""
-        before, after = _Before(self), _After(self)
+        before, after = _Hook(self.before), _Hook(self.after)
         yield partial(module.register_forward_pre_hook, before, with_kwargs=True)
         # Also called after an exception, to forget the inputs.
         yield partial(module.register_forward_hook, after, with_kwargs=True, always_call=True)
@@ -200,7 +190,7 @@ class _CallKeeper:
         except Exception:
             self._faults.report(f"to capture the inputs of {self._name or 'the model'}")
 
-    def after(self, output: Any) -> None:
+    def after(self, args: Any, kwargs: Any, output: Any) -> None:
         """The module returned ``output``, or None after an exception."""
         try:
             if backward_task() != NO_TASK:
@@ -244,30 +234,16 @@ def _same(captured: tuple[Tensor, ...], output: Any) -> bool:
         )
 
 
-F = TypeVar("F", bound=Callable[..., None])
-_uncompiled: Callable[[F], F] = torch.compiler.disable(
-    reason="capture() of telemetry needs graph breaks; compile without fullgraph=True"
-)
-
-
 class _Hook(Inert):
-    __slots__ = ("_keeper",)
+    """Calls a method of an object that may be gone by then."""
 
-    def __init__(self, keeper: _CallKeeper) -> None:
-        self._keeper = weakref.ref(keeper)
+    __slots__ = ("_method",)
 
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = weakref.WeakMethod(method)
 
-class _Before(_Hook):
     @_uncompiled
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        keeper = self._keeper()
-        if keeper is not None:
-            keeper.before(args, kwargs)
-
-
-class _After(_Hook):
-    @_uncompiled
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        keeper = self._keeper()
-        if keeper is not None:
-            keeper.after(output)
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(*given)

@@ -13,21 +13,21 @@ this way and are not changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from telemetry.interventions.intervention import Intervention
-from telemetry.selection import Selector, select_parameters
+from telemetry.interventions.intervention import Intervention, check_number
+from telemetry.selection import Selectors, select_parameters
 from telemetry.torch_private import scaler_state
 
 
 def clip_gradients(
     model: nn.Module,
-    select: Selector | Iterable[Selector] | None = None,
+    select: Selectors | None = None,
     *,
     max_norm: float | None = None,
     max_value: float | None = None,
@@ -40,53 +40,30 @@ def clip_gradients(
         with clip_gradients(model, max_norm=1.0):
             train()
 
-    Each parameter's gradient is bounded separately. The norm over all of them, which
-    ``clip_grad_norm_`` bounds, is known only when the last one has arrived; for ``k`` parameters it
-    is at most ``max_norm * sqrt(k)``. With accumulation, the bound holds for what each backward
-    pass adds.
-
-    NaN and infinity are not hidden: ``max_norm`` does not change a gradient that has any, and
-    ``max_value`` does not change those elements. Nothing waits for an accelerator.
+    Each gradient is bounded separately: the norm over all ``k`` parameters, which
+    ``clip_grad_norm_`` bounds, is then at most ``max_norm * sqrt(k)``. NaN and infinity stay:
+    ``max_norm`` does not change a gradient that has any, and ``max_value`` does not change those
+    elements. Nothing waits for an accelerator.
 
     Args:
         model: The model whose gradients are bounded.
         select: Which parameters; default: all.
         max_norm: Largest L2 norm of one tensor: larger ones are scaled down to it.
         max_value: Largest magnitude of an element: larger ones are set to it, with their sign.
-        scaler: The scaler that multiplies the loss. With it, the bound applies to gradients without
-            its factor; otherwise to gradients as they arrive.
+        scaler: The scaler that multiplies the loss; the bound is then on gradients without its
+            factor.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: A glob matches nothing, all selected parameters are frozen, the bound is not
             positive, or not exactly one of ``max_norm`` and ``max_value`` is given.
     """
-    if isinstance(select, int | float):
-        raise TypeError(
-            f"clip_gradients(select={select!r}): must select parameters; give a bound as "
-            f"max_norm={select!r} or max_value={select!r}"
-        )
-    if (max_norm is None) == (max_value is None):
-        raise ValueError("clip_gradients(): needs either max_norm=... or max_value=...")
-    bound: Callable[[Tensor, float | Tensor], Tensor]
-    if max_norm is not None:
-        name, limit, bound = "max_norm", max_norm, _bound_norm
-    else:
-        assert max_value is not None
-        name, limit, bound = "max_value", max_value, _bound_values
-    _check_number("clip_gradients", name, limit)
-    if not limit > 0:
-        raise ValueError(f"clip_gradients({name}={limit}): must be positive")
-    if not isinstance(scaler, GradScaler | None):
-        raise TypeError("clip_gradients(scaler=...): must be a torch.amp.GradScaler")
-
-    def clip(grad: Tensor) -> Tensor:
-        return bound(grad, limit * _factor(scaler, grad))
-
+    _check_bounds(select, max_norm, max_value, scaler)
+    clip = partial(_clip, max_norm=max_norm, max_value=max_value, scaler=scaler)
     return _on_gradients(model, select, clip, caller="clip_gradients")
 
 
-def zero_gradients(model: nn.Module, select: Selector | Iterable[Selector]) -> Intervention:
+def zero_gradients(model: nn.Module, select: Selectors) -> Intervention:
     """Set gradients to zero as they arrive, NaN and infinity included.
 
     ::
@@ -108,9 +85,7 @@ def zero_gradients(model: nn.Module, select: Selector | Iterable[Selector]) -> I
     return _on_gradients(model, select, torch.zeros_like, caller="zero_gradients")
 
 
-def scale_gradients(
-    model: nn.Module, select: Selector | Iterable[Selector], factor: float
-) -> Intervention:
+def scale_gradients(model: nn.Module, select: Selectors, factor: float) -> Intervention:
     """Multiply gradients as they arrive, for layers that learn more slowly or, below 0, in reverse.
 
     Optimizers that normalize by the gradient's size, such as Adam, cancel a constant factor.
@@ -125,22 +100,13 @@ def scale_gradients(
         ValueError: A glob matches nothing, all selected parameters are frozen, or ``factor`` is not
             finite.
     """
-    _check_number("scale_gradients", "factor", factor)
-    if not math.isfinite(factor):
+    if not math.isfinite(check_number("scale_gradients", "factor", factor)):
         raise ValueError(f"scale_gradients(factor={factor}): must be finite")
-
-    def scale(grad: Tensor) -> Tensor:
-        return grad * factor
-
-    return _on_gradients(model, select, scale, caller="scale_gradients")
+    return _on_gradients(model, select, lambda grad: grad * factor, caller="scale_gradients")
 
 
 def _on_gradients(
-    model: nn.Module,
-    select: Selector | Iterable[Selector] | None,
-    change: Callable[[Tensor], Tensor],
-    *,
-    caller: str,
+    model: nn.Module, select: Selectors | None, change: Callable[[Tensor], Tensor], *, caller: str
 ) -> Intervention:
     selected = select_parameters(model, select, caller=caller)
     trained = [parameter for parameter in selected.values() if parameter.requires_grad]
@@ -153,8 +119,35 @@ def _on_gradients(
     return Intervention([partial(parameter.register_hook, change) for parameter in trained])
 
 
+def _check_bounds(select: object, max_norm: object, max_value: object, scaler: object) -> None:
+    if isinstance(select, int | float):
+        raise TypeError(
+            f"clip_gradients(select={select!r}): must select parameters; give a bound as "
+            f"max_norm={select!r} or max_value={select!r}"
+        )
+    if (max_norm is None) == (max_value is None):
+        raise ValueError("clip_gradients(): needs either max_norm=... or max_value=...")
+    name, limit = ("max_value", max_value) if max_norm is None else ("max_norm", max_norm)
+    if not check_number("clip_gradients", name, limit) > 0:
+        raise ValueError(f"clip_gradients({name}={limit}): must be positive")
+    if not isinstance(scaler, GradScaler | None):
+        raise TypeError("clip_gradients(scaler=...): must be a torch.amp.GradScaler")
+
+
+def _clip(
+    grad: Tensor, *, max_norm: float | None, max_value: float | None, scaler: GradScaler | None
+) -> Tensor:
+    factor = _factor(scaler, grad)
+    if max_norm is not None:
+        return _bound_norm(grad, max_norm * factor)
+    assert max_value is not None
+    return _bound_values(grad, max_value * factor)
+
+
 def _bound_norm(grad: Tensor, limit: float | Tensor) -> Tensor:
-    values = _values(grad.detach())
+    values = grad.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
     # Squares of exploding gradients overflow float32; only Apple's devices have nothing wider.
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, wide))
@@ -176,17 +169,7 @@ def _bound_values(grad: Tensor, limit: float | Tensor) -> Tensor:
     return torch.where(too_large, grad.sgn() * limit, grad).to(grad.dtype)
 
 
-def _values(grad: Tensor) -> Tensor:
-    """The elements that are set."""
-    return grad.coalesce().values() if grad.is_sparse else grad
-
-
 def _factor(scaler: GradScaler | None, grad: Tensor) -> float | Tensor:
     """The factor by which ``scaler`` has multiplied the loss, on the gradient's device."""
-    state = scaler_state(scaler) if scaler is not None and scaler.is_enabled() else None
+    state = scaler_state(scaler) if scaler is not None else None
     return 1.0 if state is None else state[0].to(grad.device, non_blocking=True).reshape(())
-
-
-def _check_number(caller: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{caller}({name}={value!r}): must be a number")

@@ -1,9 +1,8 @@
-"""The handle that removes an intervention's hooks."""
+"""What all interventions share: the handle that removes their hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import TypeVar
 
 from torch.utils.hooks import RemovableHandle
@@ -29,15 +28,22 @@ class Intervention:
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
     def remove(self) -> None:
         """Remove the hooks. Harmless when repeated."""
-        while self._handles:
-            self._handles.pop().remove()
+        remove_all(self._handles)
+
+
+def remove_all(handles: list[RemovableHandle]) -> None:
+    """Remove hooks, and empty the list of their handles."""
+    while handles:
+        handles.pop().remove()
+
+
+def check_number(caller: str, name: str, value: object) -> float:
+    """The argument ``name`` of a public function, if it is a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{caller}({name}={value!r}): must be a number")
+    return value

@@ -20,7 +20,7 @@ from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from twins import assert_left_alone
 
-from telemetry import HookLogger, torch_private
+from telemetry import HookLogger, torch_compiler, torch_private
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +35,12 @@ def told(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
 
 def hide(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Have a name be missing that PyTorch itself cannot do without."""
-    find = torch_private._find
+    find = torch_private.find
 
     def find_others(owner: object, wanted: str, loss: str) -> Any:
         return find(None if wanted == name else owner, wanted, loss)
 
-    monkeypatch.setattr(torch_private, "_find", find_others)
+    monkeypatch.setattr(torch_private, "find", find_others)
 
 
 def mlp() -> nn.Sequential:
@@ -183,7 +183,7 @@ def test_without_effects_operators_are_not_kept_in_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     monkeypatch.delattr(effects, name)
-    assert not torch_private.keep_in_graph(torch.ops.telemetry.observe.default)
+    assert not torch_compiler.keep_in_graph(torch.ops.telemetry.observe.default)
     [message] = told(caplog, name)
     assert "show no activations" in message
 
@@ -217,9 +217,9 @@ def test_without_effects_a_compiled_model_trains_on(tmp_path: Path) -> None:
 def test_without_reset_code_caches_nothing_is_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch_private, "graphs_compiled", lambda: 1)
+    monkeypatch.setattr(torch_compiler, "graphs_compiled", lambda: 1)
     monkeypatch.delattr(torch._dynamo, "reset_code_caches")
-    torch_private.drop_compiled_code()
+    torch_compiler.drop_compiled_code()
     assert len(told(caplog, "reset_code_caches")) == 1
 
 
@@ -234,8 +234,8 @@ def test_each_missing_name_is_told_once(
 
 def test_the_protocol_of_scripting_is_left_alone_where_it_is_in_use() -> None:
     called: list[nn.Module] = []
-    first = torch_private.before_scripting(called.append)
-    second = torch_private.before_scripting(called.append)
+    first = torch_compiler.before_scripting(called.append)
+    second = torch_compiler.before_scripting(called.append)
     first()
     nn.Linear(1, 1).__prepare_scriptable__()
     assert len(called) == 1

@@ -16,8 +16,7 @@ from hypothesis.extra import numpy as arrays
 from telemetry.alert import Alert
 from telemetry.flight import FlightRecorder, flight_files, read_flight
 from telemetry.flight import file as file_module
-from telemetry.flight.document import MAX_MODULES, number
-from telemetry.flight.sketches import encode
+from telemetry.flight.document import MAX_MODULES, encode_sketch, number
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.sketch import Sketch, sketch_array
 
@@ -111,7 +110,7 @@ def test_sketches_are_read_back(tmp_path: Path) -> None:
 @given(arrays.arrays(np.float32, st.integers(0, 50), elements=ANY_FLOATS))
 def test_every_sketch_survives(values: np.ndarray) -> None:
     want = sketch_array(values)
-    got = decode(encode(want))
+    got = decode(encode_sketch(want))
     np.testing.assert_equal(vars(got), vars(want))
 
 
