@@ -39,6 +39,13 @@
 #define SIMD_EXTREMES _Pragma("omp simd reduction(min:low) reduction(max:high)")
 #endif
 
+/* Have memory fetched that is needed soon; there may be nothing at the address. */
+#if defined(_MSC_VER)
+#define PREFETCH(ADDRESS) ((void)(ADDRESS))
+#else
+#define PREFETCH(ADDRESS) __builtin_prefetch((const void *)(ADDRESS))
+#endif
+
 /* Chosen when the module is loaded, by what the processor can do. */
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && \
     (defined(__clang__) ? __clang_major__ >= 14 : defined(__GNUC__) && __GNUC__ >= 9)
@@ -59,7 +66,7 @@ enum {
     CHUNK = 64,          /* codes of which is seen at once whether any occurs */
     RUN = 16,            /* values that a sample takes together */
     GIL_KEPT = 16384,    /* values that take less time than getting the GIL back may */
-    SHORT_ROW = 64,      /* values of a unit in a row below which rows are compared as a whole */
+    SHORT_ROW = 128,     /* values of a unit in a row below which rows are compared as a whole */
     LONG_ROW = 512,      /* values of all units together; less are compared several times at once */
     WIDE_ROW = 65536     /* values of all units together, up to which their extremes stay in cache */
 };
@@ -87,6 +94,8 @@ typedef struct {
 typedef struct {
     const float *narrow;
     const double *wide; /* or NULL */
+    uintptr_t next;     /* where the next block begins, if there is one */
+    int size;           /* bytes of a value there */
     float narrow_memory[BLOCK];
     double wide_memory[BLOCK];
     double aligned_memory[BLOCK];
@@ -155,6 +164,8 @@ INLINE void read_block(const Tensor *tensor, int64_t first, int count, Block *bl
     const char *values = tensor->values + first * size;
     float *__restrict narrow = block->narrow_memory;
     double *__restrict wide = block->wide_memory;
+    block->size = size;
+    block->next = (uintptr_t)values + (uintptr_t)BLOCK * (uintptr_t)size;
     if ((uintptr_t)values % (uintptr_t)size) {
         memcpy(block->aligned_memory, values, (size_t)count * (size_t)size);
         values = (const char *)block->aligned_memory;
@@ -232,44 +243,51 @@ INLINE int is_nan(double x)
     return (bits << 1) > (0x7FFull << 53);
 }
 
+/* Processors fetch the rest of a page ahead, but not a page on which nothing was read yet. */
+INLINE void fetch_next(const Block *block, int i)
+{
+    PREFETCH(block->next + (uintptr_t)i * (uintptr_t)block->size);
+}
+
 /* Add values that are all finite, a multiple of LANES; if they are not, do nothing and return 0. */
-#define DEFINE_ADD_FINITE(NAME, TYPE, BITS)                                 \
-    INLINE int NAME(const TYPE *values, int count, Lanes *lanes)            \
-    {                                                                       \
-        double sums[4][LANES] = {{0}};                                      \
-        TYPE lows[LANES], highs[LANES];                                     \
-        BITS zeros[LANES] = {0};                                            \
-        int all_finite = 1;                                                 \
-        for (int j = 0; j < LANES; j++) {                                   \
-            lows[j] = INFINITY;                                             \
-            highs[j] = -INFINITY;                                           \
-        }                                                                   \
-        for (int i = 0; i < count; i += LANES) {                            \
-            SIMD for (int j = 0; j < LANES; j++)                            \
-            {                                                               \
-                TYPE x = values[i + j];                                     \
-                BITS bits;                                                  \
-                memcpy(&bits, &x, sizeof bits);                             \
-                double wide = x, square = wide * wide;                      \
-                sums[0][j] += wide;                                         \
-                sums[1][j] += square;                                       \
-                sums[2][j] += square * wide;                                \
-                sums[3][j] += square * square;                              \
-                lows[j] = x < lows[j] ? x : lows[j];                        \
-                highs[j] = x > highs[j] ? x : highs[j];                     \
-                zeros[j] += (BITS)(bits << 1) == 0;                         \
-            }                                                               \
-        }                                                                   \
-        for (int j = 0; j < LANES; j++)                                     \
-            all_finite &= is_finite(sums[1][j]);                            \
-        for (int j = 0; all_finite && j < LANES; j++) {                     \
-            for (int power = 0; power < 4; power++)                         \
-                lanes->sums[power][j] += sums[power][j];                    \
-            lanes->lows[j] = lows[j] < lanes->lows[j] ? lows[j] : lanes->lows[j];       \
-            lanes->highs[j] = highs[j] > lanes->highs[j] ? highs[j] : lanes->highs[j];  \
-            lanes->zeros[j] += (int64_t)zeros[j];                           \
-        }                                                                   \
-        return all_finite;                                                  \
+#define DEFINE_ADD_FINITE(NAME, TYPE, BITS)                                            \
+    INLINE int NAME(const Block *block, const TYPE *values, int count, Lanes *lanes)   \
+    {                                                                                  \
+        double sums[4][LANES] = {{0}};                                                 \
+        TYPE lows[LANES], highs[LANES];                                                \
+        BITS zeros[LANES] = {0};                                                       \
+        int all_finite = 1;                                                            \
+        for (int j = 0; j < LANES; j++) {                                              \
+            lows[j] = INFINITY;                                                        \
+            highs[j] = -INFINITY;                                                      \
+        }                                                                              \
+        for (int i = 0; i < count; i += LANES) {                                       \
+            fetch_next(block, i);                                                      \
+            SIMD for (int j = 0; j < LANES; j++)                                       \
+            {                                                                          \
+                TYPE x = values[i + j];                                                \
+                BITS bits;                                                             \
+                memcpy(&bits, &x, sizeof bits);                                        \
+                double wide = x, square = wide * wide;                                 \
+                sums[0][j] += wide;                                                    \
+                sums[1][j] += square;                                                  \
+                sums[2][j] += square * wide;                                           \
+                sums[3][j] += square * square;                                         \
+                lows[j] = x < lows[j] ? x : lows[j];                                   \
+                highs[j] = x > highs[j] ? x : highs[j];                                \
+                zeros[j] += (BITS)(bits << 1) == 0;                                    \
+            }                                                                          \
+        }                                                                              \
+        for (int j = 0; j < LANES; j++)                                                \
+            all_finite &= is_finite(sums[1][j]);                                       \
+        for (int j = 0; all_finite && j < LANES; j++) {                                \
+            for (int power = 0; power < 4; power++)                                    \
+                lanes->sums[power][j] += sums[power][j];                               \
+            lanes->lows[j] = lows[j] < lanes->lows[j] ? lows[j] : lanes->lows[j];      \
+            lanes->highs[j] = highs[j] > lanes->highs[j] ? highs[j] : lanes->highs[j]; \
+            lanes->zeros[j] += (int64_t)zeros[j];                                      \
+        }                                                                              \
+        return all_finite;                                                             \
     }
 
 DEFINE_ADD_FINITE(add_finite_floats, float, uint32_t)
@@ -307,8 +325,8 @@ INLINE int add_each(const Block *block, int first, int end, Lanes *lanes)
 INLINE int add_moments(const Block *block, int count, Lanes *lanes)
 {
     int whole = count / LANES * LANES;
-    int all_finite = block->wide ? add_finite_doubles(block->wide, whole, lanes)
-                                 : add_finite_floats(block->narrow, whole, lanes);
+    int all_finite = block->wide ? add_finite_doubles(block, block->wide, whole, lanes)
+                                 : add_finite_floats(block, block->narrow, whole, lanes);
     if (!all_finite)
         all_finite = add_each(block, 0, whole, lanes);
     return add_each(block, whole, count, lanes) && all_finite;
@@ -633,10 +651,12 @@ CLONES static void measure(const Tensor *tensor, int64_t sample_step, Statistics
     end_units(&statistics->units);
 }
 
-INLINE double sum_squares(const float *values, int count)
+INLINE double sum_squares(const Block *block, int count)
 {
+    const float *values = block->narrow;
     double sums[LANES] = {0}, total = 0;
     for (int i = 0; i < count; i += LANES) {
+        fetch_next(block, i);
         SIMD for (int j = 0; j < LANES; j++)
         {
             double x = values[i + j];
@@ -656,7 +676,7 @@ CLONES static double squared_norm(const Tensor *tensor)
         int part = tensor->count - first < BLOCK ? (int)(tensor->count - first) : BLOCK, i = 0;
         read_block(tensor, first, part, &block);
         if (!block.wide)
-            total += sum_squares(block.narrow, i = part / LANES * LANES);
+            total += sum_squares(&block, i = part / LANES * LANES);
         for (; i < part; i++)
             total += value_of(&block, i) * value_of(&block, i);
     }
