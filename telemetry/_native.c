@@ -699,65 +699,117 @@ static int fill_tensor(PyObject *address, PyObject *count, int dtype, Tensor *te
     return 1;
 }
 
-static PyObject *statistics_bytes(const Statistics *statistics)
+/* One tensor of a call of measure(), and what was found. */
+typedef struct {
+    Tensor tensor;
+    int64_t units, inner, sample_step;
+    char *result; /* to be freed */
+    size_t size;
+} Request;
+
+/* Fill a request from a tuple of integers; 0 if they do not fit each other. */
+static int fill_request(PyObject *numbers, Request *request)
 {
-    const Buckets *buckets = &statistics->buckets;
-    size_t size = (size_t)buckets->size, units = (size_t)statistics->units.units;
-    struct {
+    int64_t rest[3] = {0};
+    if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != 6) {
+        PyErr_SetString(PyExc_TypeError, "measure() takes a list of tuples of 6 integers");
+        return 0;
+    }
+    long dtype = PyLong_AsLong(PyTuple_GetItem(numbers, 2));
+    for (int i = 0; i < 3; i++)
+        rest[i] = PyLong_AsLongLong(PyTuple_GetItem(numbers, 3 + i));
+    if (!fill_tensor(PyTuple_GetItem(numbers, 0), PyTuple_GetItem(numbers, 1), (int)dtype,
+                     &request->tensor))
+        return 0;
+    int64_t count = request->tensor.count, units = rest[0], inner = rest[1], step = rest[2];
+    if (step < 0 || units < 0 || (units && (inner < 1 || units > count / inner)) ||
+        (!step && count > UINT32_MAX)) {
+        PyErr_SetString(PyExc_ValueError, "units, inner and sample_step do not fit the count");
+        return 0;
+    }
+    request->units = units;
+    request->inner = inner;
+    request->sample_step = step;
+    return 1;
+}
+
+/* Measure one tensor; without memory its result stays NULL. */
+static void serve(Request *request)
+{
+    Statistics statistics;
+    const Buckets *buckets = &statistics.buckets;
+    statistics.units.units = request->units;
+    statistics.units.inner = request->inner;
+    if (!begin_units(&statistics.units, request->tensor.count))
+        return;
+    measure(&request->tensor, request->sample_step, &statistics);
+    size_t size = (size_t)buckets->size, units = (size_t)request->units;
+    const struct {
         const void *source;
         size_t size;
     } parts[] = {
-        {&statistics->moments, sizeof statistics->moments},
+        {&statistics.moments, sizeof statistics.moments},
         {buckets->counts, size * sizeof buckets->counts[0]},
-        {statistics->units.lows, units * sizeof(float)},
-        {statistics->units.highs, units * sizeof(float)},
+        {statistics.units.lows, units * sizeof(float)},
+        {statistics.units.highs, units * sizeof(float)},
         {buckets->buckets, size * sizeof buckets->buckets[0]},
     };
-    size_t total = 0, part_count = sizeof parts / sizeof parts[0];
+    size_t part_count = sizeof parts / sizeof parts[0];
     for (size_t i = 0; i < part_count; i++)
-        total += parts[i].size;
-    PyObject *result = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)total);
-    if (result == NULL)
-        return NULL;
-    char *target = PyByteArray_AsString(result);
-    for (size_t i = 0; i < part_count; target += parts[i++].size)
+        request->size += parts[i].size;
+    char *target = request->result = malloc(request->size);
+    for (size_t i = 0; target != NULL && i < part_count; target += parts[i++].size)
         if (parts[i].size)
             memcpy(target, parts[i].source, parts[i].size);
-    return result;
+    free(statistics.units.lows);
 }
 
-static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
+static PyObject *results_of(const Request *requests, Py_ssize_t size)
+{
+    PyObject *results = PyList_New(size);
+    for (Py_ssize_t i = 0; results != NULL && i < size; i++) {
+        const Request *request = &requests[i];
+        PyObject *result = request->result == NULL
+                               ? PyErr_NoMemory()
+                               : PyByteArray_FromStringAndSize(request->result,
+                                                               (Py_ssize_t)request->size);
+        if (result == NULL)
+            Py_CLEAR(results);
+        else
+            PyList_SetItem(results, i, result);
+    }
+    return results;
+}
+
+static PyObject *python_measure(PyObject *module, PyObject *tensors)
 {
     (void)module;
-    if (arg_count != 6) {
-        PyErr_SetString(PyExc_TypeError, "measure() takes 6 arguments");
+    if (!PyList_Check(tensors)) {
+        PyErr_SetString(PyExc_TypeError, "measure() takes a list");
         return NULL;
     }
-    Tensor tensor;
-    Statistics statistics;
-    long dtype = PyLong_AsLong(args[2]);
-    statistics.units.units = PyLong_AsLongLong(args[3]);
-    statistics.units.inner = PyLong_AsLongLong(args[4]);
-    long long sample_step = PyLong_AsLongLong(args[5]);
-    if (!fill_tensor(args[0], args[1], (int)dtype, &tensor))
-        return NULL;
-    int64_t units = statistics.units.units, inner = statistics.units.inner;
-    if (sample_step < 0 || units < 0 || (units && (inner < 1 || units > tensor.count / inner)) ||
-        (!sample_step && tensor.count > UINT32_MAX)) {
-        PyErr_SetString(PyExc_ValueError, "units, inner and sample_step do not fit the count");
-        return NULL;
+    Py_ssize_t size = PyList_Size(tensors);
+    Request *requests = calloc((size_t)size + 1, sizeof *requests);
+    if (requests == NULL)
+        return PyErr_NoMemory();
+    int64_t total = 0;
+    int fits = 1;
+    for (Py_ssize_t i = 0; fits && i < size; i++) {
+        fits = fill_request(PyList_GetItem(tensors, i), &requests[i]);
+        total += requests[i].tensor.count;
     }
-    int known = begin_units(&statistics.units, tensor.count);
-    if (known && tensor.count > GIL_KEPT) {
-        Py_BEGIN_ALLOW_THREADS
-        measure(&tensor, sample_step, &statistics);
-        Py_END_ALLOW_THREADS
-    } else if (known) {
-        measure(&tensor, sample_step, &statistics);
+    if (fits) {
+        PyThreadState *state = total > GIL_KEPT ? PyEval_SaveThread() : NULL;
+        for (Py_ssize_t i = 0; i < size; i++)
+            serve(&requests[i]);
+        if (state != NULL)
+            PyEval_RestoreThread(state);
     }
-    PyObject *result = known ? statistics_bytes(&statistics) : PyErr_NoMemory();
-    free(statistics.units.lows);
-    return result;
+    PyObject *results = fits ? results_of(requests, size) : NULL;
+    for (Py_ssize_t i = 0; i < size; i++)
+        free(requests[i].result);
+    free(requests);
+    return results;
 }
 
 static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
@@ -799,7 +851,7 @@ static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
 #define METHOD(FUNCTION) ((PyCFunction)(void (*)(void))(FUNCTION))
 
 static PyMethodDef methods[] = {
-    {"measure", METHOD(python_measure), METH_FASTCALL, NULL},
+    {"measure", python_measure, METH_O, NULL},
     {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
