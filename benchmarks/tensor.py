@@ -99,14 +99,15 @@ class Ours:
     """Telemetry's two halves: adding on the training thread, reducing on another."""
 
     def __init__(self, tensor: Tensor, unit_axis: int | None = None) -> None:
-        self._tensor = tensor
+        # Objects of their own: what is measured twice in a row is read once.
+        self._tensors = [tensor.detach() for _ in range(together(tensor))]
         self._unit_axis = unit_axis
         self._measurer = Measurer()
         self._measurements = self._measurer.finish()
 
     def add(self) -> None:
-        for _ in range(together(self._tensor)):
-            self._measurer.add(self._tensor, unit_axis=self._unit_axis)
+        for tensor in self._tensors:
+            self._measurer.add(tensor, unit_axis=self._unit_axis)
         self._measurements = self._measurer.finish()
 
     def reduce(self) -> None:

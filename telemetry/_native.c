@@ -39,6 +39,13 @@
 #define SIMD_EXTREMES _Pragma("omp simd reduction(min:low) reduction(max:high)")
 #endif
 
+/* Have memory fetched that is needed soon; there may be nothing at the address. */
+#if defined(_MSC_VER)
+#define PREFETCH(ADDRESS) ((void)(ADDRESS))
+#else
+#define PREFETCH(ADDRESS) __builtin_prefetch((const void *)(ADDRESS))
+#endif
+
 /* Chosen when the module is loaded, by what the processor can do. */
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && \
     (defined(__clang__) ? __clang_major__ >= 14 : defined(__GNUC__) && __GNUC__ >= 9)
@@ -59,7 +66,7 @@ enum {
     CHUNK = 64,          /* codes of which is seen at once whether any occurs */
     RUN = 16,            /* values that a sample takes together */
     GIL_KEPT = 16384,    /* values that take less time than getting the GIL back may */
-    SHORT_ROW = 64,      /* values of a unit in a row below which rows are compared as a whole */
+    SHORT_ROW = 128,     /* values of a unit in a row below which rows are compared as a whole */
     LONG_ROW = 512,      /* values of all units together; less are compared several times at once */
     WIDE_ROW = 65536     /* values of all units together, up to which their extremes stay in cache */
 };
@@ -87,6 +94,8 @@ typedef struct {
 typedef struct {
     const float *narrow;
     const double *wide; /* or NULL */
+    uintptr_t next;     /* where the next block begins, if there is one */
+    int size;           /* bytes of a value there */
     float narrow_memory[BLOCK];
     double wide_memory[BLOCK];
     double aligned_memory[BLOCK];
@@ -155,6 +164,8 @@ INLINE void read_block(const Tensor *tensor, int64_t first, int count, Block *bl
     const char *values = tensor->values + first * size;
     float *__restrict narrow = block->narrow_memory;
     double *__restrict wide = block->wide_memory;
+    block->size = size;
+    block->next = (uintptr_t)values + (uintptr_t)BLOCK * (uintptr_t)size;
     if ((uintptr_t)values % (uintptr_t)size) {
         memcpy(block->aligned_memory, values, (size_t)count * (size_t)size);
         values = (const char *)block->aligned_memory;
@@ -232,44 +243,51 @@ INLINE int is_nan(double x)
     return (bits << 1) > (0x7FFull << 53);
 }
 
+/* Processors fetch the rest of a page ahead, but not a page on which nothing was read yet. */
+INLINE void fetch_next(const Block *block, int i)
+{
+    PREFETCH(block->next + (uintptr_t)i * (uintptr_t)block->size);
+}
+
 /* Add values that are all finite, a multiple of LANES; if they are not, do nothing and return 0. */
-#define DEFINE_ADD_FINITE(NAME, TYPE, BITS)                                 \
-    INLINE int NAME(const TYPE *values, int count, Lanes *lanes)            \
-    {                                                                       \
-        double sums[4][LANES] = {{0}};                                      \
-        TYPE lows[LANES], highs[LANES];                                     \
-        BITS zeros[LANES] = {0};                                            \
-        int all_finite = 1;                                                 \
-        for (int j = 0; j < LANES; j++) {                                   \
-            lows[j] = INFINITY;                                             \
-            highs[j] = -INFINITY;                                           \
-        }                                                                   \
-        for (int i = 0; i < count; i += LANES) {                            \
-            SIMD for (int j = 0; j < LANES; j++)                            \
-            {                                                               \
-                TYPE x = values[i + j];                                     \
-                BITS bits;                                                  \
-                memcpy(&bits, &x, sizeof bits);                             \
-                double wide = x, square = wide * wide;                      \
-                sums[0][j] += wide;                                         \
-                sums[1][j] += square;                                       \
-                sums[2][j] += square * wide;                                \
-                sums[3][j] += square * square;                              \
-                lows[j] = x < lows[j] ? x : lows[j];                        \
-                highs[j] = x > highs[j] ? x : highs[j];                     \
-                zeros[j] += (BITS)(bits << 1) == 0;                         \
-            }                                                               \
-        }                                                                   \
-        for (int j = 0; j < LANES; j++)                                     \
-            all_finite &= is_finite(sums[1][j]);                            \
-        for (int j = 0; all_finite && j < LANES; j++) {                     \
-            for (int power = 0; power < 4; power++)                         \
-                lanes->sums[power][j] += sums[power][j];                    \
-            lanes->lows[j] = lows[j] < lanes->lows[j] ? lows[j] : lanes->lows[j];       \
-            lanes->highs[j] = highs[j] > lanes->highs[j] ? highs[j] : lanes->highs[j];  \
-            lanes->zeros[j] += (int64_t)zeros[j];                           \
-        }                                                                   \
-        return all_finite;                                                  \
+#define DEFINE_ADD_FINITE(NAME, TYPE, BITS)                                            \
+    INLINE int NAME(const Block *block, const TYPE *values, int count, Lanes *lanes)   \
+    {                                                                                  \
+        double sums[4][LANES] = {{0}};                                                 \
+        TYPE lows[LANES], highs[LANES];                                                \
+        BITS zeros[LANES] = {0};                                                       \
+        int all_finite = 1;                                                            \
+        for (int j = 0; j < LANES; j++) {                                              \
+            lows[j] = INFINITY;                                                        \
+            highs[j] = -INFINITY;                                                      \
+        }                                                                              \
+        for (int i = 0; i < count; i += LANES) {                                       \
+            fetch_next(block, i);                                                      \
+            SIMD for (int j = 0; j < LANES; j++)                                       \
+            {                                                                          \
+                TYPE x = values[i + j];                                                \
+                BITS bits;                                                             \
+                memcpy(&bits, &x, sizeof bits);                                        \
+                double wide = x, square = wide * wide;                                 \
+                sums[0][j] += wide;                                                    \
+                sums[1][j] += square;                                                  \
+                sums[2][j] += square * wide;                                           \
+                sums[3][j] += square * square;                                         \
+                lows[j] = x < lows[j] ? x : lows[j];                                   \
+                highs[j] = x > highs[j] ? x : highs[j];                                \
+                zeros[j] += (BITS)(bits << 1) == 0;                                    \
+            }                                                                          \
+        }                                                                              \
+        for (int j = 0; j < LANES; j++)                                                \
+            all_finite &= is_finite(sums[1][j]);                                       \
+        for (int j = 0; all_finite && j < LANES; j++) {                                \
+            for (int power = 0; power < 4; power++)                                    \
+                lanes->sums[power][j] += sums[power][j];                               \
+            lanes->lows[j] = lows[j] < lanes->lows[j] ? lows[j] : lanes->lows[j];      \
+            lanes->highs[j] = highs[j] > lanes->highs[j] ? highs[j] : lanes->highs[j]; \
+            lanes->zeros[j] += (int64_t)zeros[j];                                      \
+        }                                                                              \
+        return all_finite;                                                             \
     }
 
 DEFINE_ADD_FINITE(add_finite_floats, float, uint32_t)
@@ -307,8 +325,8 @@ INLINE int add_each(const Block *block, int first, int end, Lanes *lanes)
 INLINE int add_moments(const Block *block, int count, Lanes *lanes)
 {
     int whole = count / LANES * LANES;
-    int all_finite = block->wide ? add_finite_doubles(block->wide, whole, lanes)
-                                 : add_finite_floats(block->narrow, whole, lanes);
+    int all_finite = block->wide ? add_finite_doubles(block, block->wide, whole, lanes)
+                                 : add_finite_floats(block, block->narrow, whole, lanes);
     if (!all_finite)
         all_finite = add_each(block, 0, whole, lanes);
     return add_each(block, whole, count, lanes) && all_finite;
@@ -633,10 +651,12 @@ CLONES static void measure(const Tensor *tensor, int64_t sample_step, Statistics
     end_units(&statistics->units);
 }
 
-INLINE double sum_squares(const float *values, int count)
+INLINE double sum_squares(const Block *block, int count)
 {
+    const float *values = block->narrow;
     double sums[LANES] = {0}, total = 0;
     for (int i = 0; i < count; i += LANES) {
+        fetch_next(block, i);
         SIMD for (int j = 0; j < LANES; j++)
         {
             double x = values[i + j];
@@ -656,7 +676,7 @@ CLONES static double squared_norm(const Tensor *tensor)
         int part = tensor->count - first < BLOCK ? (int)(tensor->count - first) : BLOCK, i = 0;
         read_block(tensor, first, part, &block);
         if (!block.wide)
-            total += sum_squares(block.narrow, i = part / LANES * LANES);
+            total += sum_squares(&block, i = part / LANES * LANES);
         for (; i < part; i++)
             total += value_of(&block, i) * value_of(&block, i);
     }
@@ -679,65 +699,117 @@ static int fill_tensor(PyObject *address, PyObject *count, int dtype, Tensor *te
     return 1;
 }
 
-static PyObject *statistics_bytes(const Statistics *statistics)
+/* One tensor of a call of measure(), and what was found. */
+typedef struct {
+    Tensor tensor;
+    int64_t units, inner, sample_step;
+    char *result; /* to be freed */
+    size_t size;
+} Request;
+
+/* Fill a request from a tuple of integers; 0 if they do not fit each other. */
+static int fill_request(PyObject *numbers, Request *request)
 {
-    const Buckets *buckets = &statistics->buckets;
-    size_t size = (size_t)buckets->size, units = (size_t)statistics->units.units;
-    struct {
+    int64_t rest[3] = {0};
+    if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != 6) {
+        PyErr_SetString(PyExc_TypeError, "measure() takes a list of tuples of 6 integers");
+        return 0;
+    }
+    long dtype = PyLong_AsLong(PyTuple_GetItem(numbers, 2));
+    for (int i = 0; i < 3; i++)
+        rest[i] = PyLong_AsLongLong(PyTuple_GetItem(numbers, 3 + i));
+    if (!fill_tensor(PyTuple_GetItem(numbers, 0), PyTuple_GetItem(numbers, 1), (int)dtype,
+                     &request->tensor))
+        return 0;
+    int64_t count = request->tensor.count, units = rest[0], inner = rest[1], step = rest[2];
+    if (step < 0 || units < 0 || (units && (inner < 1 || units > count / inner)) ||
+        (!step && count > UINT32_MAX)) {
+        PyErr_SetString(PyExc_ValueError, "units, inner and sample_step do not fit the count");
+        return 0;
+    }
+    request->units = units;
+    request->inner = inner;
+    request->sample_step = step;
+    return 1;
+}
+
+/* Measure one tensor; without memory its result stays NULL. */
+static void serve(Request *request)
+{
+    Statistics statistics;
+    const Buckets *buckets = &statistics.buckets;
+    statistics.units.units = request->units;
+    statistics.units.inner = request->inner;
+    if (!begin_units(&statistics.units, request->tensor.count))
+        return;
+    measure(&request->tensor, request->sample_step, &statistics);
+    size_t size = (size_t)buckets->size, units = (size_t)request->units;
+    const struct {
         const void *source;
         size_t size;
     } parts[] = {
-        {&statistics->moments, sizeof statistics->moments},
+        {&statistics.moments, sizeof statistics.moments},
         {buckets->counts, size * sizeof buckets->counts[0]},
-        {statistics->units.lows, units * sizeof(float)},
-        {statistics->units.highs, units * sizeof(float)},
+        {statistics.units.lows, units * sizeof(float)},
+        {statistics.units.highs, units * sizeof(float)},
         {buckets->buckets, size * sizeof buckets->buckets[0]},
     };
-    size_t total = 0, part_count = sizeof parts / sizeof parts[0];
+    size_t part_count = sizeof parts / sizeof parts[0];
     for (size_t i = 0; i < part_count; i++)
-        total += parts[i].size;
-    PyObject *result = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)total);
-    if (result == NULL)
-        return NULL;
-    char *target = PyByteArray_AsString(result);
-    for (size_t i = 0; i < part_count; target += parts[i++].size)
+        request->size += parts[i].size;
+    char *target = request->result = malloc(request->size);
+    for (size_t i = 0; target != NULL && i < part_count; target += parts[i++].size)
         if (parts[i].size)
             memcpy(target, parts[i].source, parts[i].size);
-    return result;
+    free(statistics.units.lows);
 }
 
-static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
+static PyObject *results_of(const Request *requests, Py_ssize_t size)
+{
+    PyObject *results = PyList_New(size);
+    for (Py_ssize_t i = 0; results != NULL && i < size; i++) {
+        const Request *request = &requests[i];
+        PyObject *result = request->result == NULL
+                               ? PyErr_NoMemory()
+                               : PyByteArray_FromStringAndSize(request->result,
+                                                               (Py_ssize_t)request->size);
+        if (result == NULL)
+            Py_CLEAR(results);
+        else
+            PyList_SetItem(results, i, result);
+    }
+    return results;
+}
+
+static PyObject *python_measure(PyObject *module, PyObject *tensors)
 {
     (void)module;
-    if (arg_count != 6) {
-        PyErr_SetString(PyExc_TypeError, "measure() takes 6 arguments");
+    if (!PyList_Check(tensors)) {
+        PyErr_SetString(PyExc_TypeError, "measure() takes a list");
         return NULL;
     }
-    Tensor tensor;
-    Statistics statistics;
-    long dtype = PyLong_AsLong(args[2]);
-    statistics.units.units = PyLong_AsLongLong(args[3]);
-    statistics.units.inner = PyLong_AsLongLong(args[4]);
-    long long sample_step = PyLong_AsLongLong(args[5]);
-    if (!fill_tensor(args[0], args[1], (int)dtype, &tensor))
-        return NULL;
-    int64_t units = statistics.units.units, inner = statistics.units.inner;
-    if (sample_step < 0 || units < 0 || (units && (inner < 1 || units > tensor.count / inner)) ||
-        (!sample_step && tensor.count > UINT32_MAX)) {
-        PyErr_SetString(PyExc_ValueError, "units, inner and sample_step do not fit the count");
-        return NULL;
+    Py_ssize_t size = PyList_Size(tensors);
+    Request *requests = calloc((size_t)size + 1, sizeof *requests);
+    if (requests == NULL)
+        return PyErr_NoMemory();
+    int64_t total = 0;
+    int fits = 1;
+    for (Py_ssize_t i = 0; fits && i < size; i++) {
+        fits = fill_request(PyList_GetItem(tensors, i), &requests[i]);
+        total += requests[i].tensor.count;
     }
-    int known = begin_units(&statistics.units, tensor.count);
-    if (known && tensor.count > GIL_KEPT) {
-        Py_BEGIN_ALLOW_THREADS
-        measure(&tensor, sample_step, &statistics);
-        Py_END_ALLOW_THREADS
-    } else if (known) {
-        measure(&tensor, sample_step, &statistics);
+    if (fits) {
+        PyThreadState *state = total > GIL_KEPT ? PyEval_SaveThread() : NULL;
+        for (Py_ssize_t i = 0; i < size; i++)
+            serve(&requests[i]);
+        if (state != NULL)
+            PyEval_RestoreThread(state);
     }
-    PyObject *result = known ? statistics_bytes(&statistics) : PyErr_NoMemory();
-    free(statistics.units.lows);
-    return result;
+    PyObject *results = fits ? results_of(requests, size) : NULL;
+    for (Py_ssize_t i = 0; i < size; i++)
+        free(requests[i].result);
+    free(requests);
+    return results;
 }
 
 static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
@@ -779,7 +851,7 @@ static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
 #define METHOD(FUNCTION) ((PyCFunction)(void (*)(void))(FUNCTION))
 
 static PyMethodDef methods[] = {
-    {"measure", METHOD(python_measure), METH_FASTCALL, NULL},
+    {"measure", python_measure, METH_O, NULL},
     {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

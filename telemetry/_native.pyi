@@ -5,26 +5,23 @@ during the call. ``dtype`` is that of their elements: one of ``?bBhHiIqQefd`` as
 :mod:`struct`, ``E`` for bfloat16, ``4`` and ``5`` for float8 of types e4m3fn and e5m2.
 """
 
-def measure(
-    address: int, count: int, dtype: int, units: int, inner: int, sample_step: int, /
-) -> bytearray:
-    """The statistics of one tensor.
+def measure(tensors: list[tuple[int, int, int, int, int, int]], /) -> list[bytearray]:
+    """The statistics of several tensors, each given by six integers:
 
-    Args:
-        address: Of its first element.
-        count: How many there are.
-        dtype: ``ord`` of its letter.
-        units: How many units there are in its shape ``[outer, units, inner]``; 0 if they are not
-            told apart.
-        inner: Elements of a unit that lie together.
-        sample_step: Elements from one run of 16 elements to the next, of which a histogram is made
-            and scaled up; 0 if all are to be counted, of which there must be less than 2^32.
+    * the address of its first element,
+    * ``count``: how many there are,
+    * ``dtype``: ``ord`` of its letter,
+    * ``units``: how many units there are in its shape ``[outer, units, inner]``; 0 if they are not
+      told apart,
+    * ``inner``: elements of a unit that lie together,
+    * ``sample_step``: elements from one run of 16 elements to the next, of which a histogram is
+      made and scaled up; 0 if all are to be counted, of which there must be less than 2^32.
 
     Returns:
-        One after the other: four int64 (NaN, +inf, -inf, zeros); six float64 (minimum, maximum and
-        the four power sums of the finite values); of ``k`` buckets the counts, float64 ``[k]``; the
-        minimum and the maximum of each unit, float32 ``[units]`` each, NaN where it has one; the
-        buckets, ascending, int16 ``[k]``.
+        Of each, one after the other: four int64 (NaN, +inf, -inf, zeros); six float64 (minimum,
+        maximum and the four power sums of the finite values); of ``k`` buckets the counts, float64
+        ``[k]``; the minimum and the maximum of each unit, float32 ``[units]`` each, NaN where it
+        has one; the buckets, ascending, int16 ``[k]``.
 
     Raises:
         ValueError: The numbers do not fit each other.

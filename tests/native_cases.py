@@ -59,7 +59,8 @@ def read_everything(native: ModuleType, memory: Memory) -> None:
 
 
 def read_in_every_way(native: ModuleType, address: int, count: int, letter: str) -> None:
-    found = native.measure(address, count, ord(letter), 0, 1, 0)
+    dtype = ord(letter)
+    (found,) = native.measure([(address, count, dtype, 0, 1, 0)])
     nan, positive_inf, negative_inf, _ = np.frombuffer(found, np.int64, 4)
     buckets = (len(found) - 80) // 10
     counted = np.frombuffer(found, np.float64, buckets, 80).sum()
@@ -68,9 +69,8 @@ def read_in_every_way(native: ModuleType, address: int, count: int, letter: str)
         for inner in {1, 7, 64, count // units}:
             if inner and units * inner <= count:
                 rows = count // (units * inner)
-                native.measure(address, rows * units * inner, ord(letter), units, inner, 0)
-    for step in (16, 17, 1009):
-        native.measure(address, count, ord(letter), 0, 1, step)
+                native.measure([(address, rows * units * inner, dtype, units, inner, 0)])
+    native.measure([(address, count, dtype, 0, 1, step) for step in (16, 17, 1009)])
     (square,) = np.frombuffer(native.squared_norms([address], [count], letter.encode()))
     assert (square >= 0) | np.isnan(square)
 

@@ -488,6 +488,47 @@ def test_the_values_are_those_at_the_time_of_adding(size: int) -> None:
     assert record.sketch.buckets.tolist() == [int(bucket_indices(np.array(1.0)))]
 
 
+def test_what_comes_again_at_once_is_read_once() -> None:
+    measurer = Measurer()
+    x = torch.tensor([[1.0, -2.0]])
+    first = measurer.add(x, unit_axis=1)
+    assert measurer.add(x, unit_axis=1) == first
+    assert measurer.add(x) != first  # without units
+    again = measurer.add(x, unit_axis=1)
+    x.clamp_(min=0.0)
+    changed = measurer.add(x, unit_axis=1)
+    assert len({first, again, changed}) == 3
+    assert measurer.add(x.clone(), unit_axis=1) != changed
+    records = measurer.finish().reduce()
+    assert [records[i].sketch.min for i in (first, again, changed)] == [-2, -2, 0]
+    assert measurer.add(x, unit_axis=1) == 0  # of the next step
+    assert [record.sketch.min for record in measurer.finish().reduce()] == [0]
+
+
+def test_a_tensor_without_versions_is_read_each_time() -> None:
+    measurer = Measurer()
+    with torch.inference_mode():
+        x = torch.tensor([-1.0])
+        indices = [measurer.add(x), measurer.add(x.relu_())]
+    records = measurer.finish().reduce()
+    assert [records[i].sketch.min for i in indices] == [-1, 0]
+
+
+@SIZES
+def test_many_at_once_are_as_one_by_one(size: int) -> None:
+    tensors = [torch.randn(size), torch.randn(3, 4).T, torch.empty(0), torch.arange(5)]
+    tensors += [torch.eye(3).to_sparse(), torch.randn(2, 6)[:, ::2], torch.zeros(2, device="meta")]
+    measurer = Measurer()
+    together = measurer.add_all(tensors)
+    single = [measurer.add(tensor) for tensor in tensors]
+    assert together == [0, 1, 2, 3, 4, 5, None]
+    assert single == [6, 7, 8, 9, 10, 11, None]
+    records = measurer.finish().reduce()
+    for one, other in zip(records[:6], records[6:], strict=True):
+        for name, value in vars(one.sketch).items():
+            np.testing.assert_array_equal(value, getattr(other.sketch, name), err_msg=name)
+
+
 @ALL_SIZES
 def test_no_tensor_is_kept(size: int) -> None:
     tensor = normal(size)

@@ -36,7 +36,8 @@ needs_extension = pytest.mark.skipif(not kernel.available, reason=kernel.native)
 
 
 def measure(tensor: Tensor, units: int = 0, inner: int = 1, sample_step: int = 0) -> TensorRecord:
-    return native.measure(tensor, units, inner, sample_step)()
+    (pending,) = native.measure([native.request(tensor, units, inner, sample_step)])
+    return pending()
 
 
 def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
@@ -191,9 +192,13 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
         (address, 1 << 40, ord("f"), 0, 1, 0),
     ):
         with pytest.raises(ValueError, match="count"):
-            _native.measure(*arguments)
-    with pytest.raises(TypeError, match="6 arguments"):
-        _native.measure(address)  # type: ignore[call-arg]
+            _native.measure([(address, 6, ord("f"), 0, 1, 0), arguments])
+    for wrong in ([(address,)], [address]):
+        with pytest.raises(TypeError, match="tuples of 6"):
+            _native.measure(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        _native.measure((address, 6))  # type: ignore[arg-type]
+    assert _native.measure([]) == []
     for lists in (([address], [6, 6], b"f"), ([address], [6], b"ff"), ([address], [6])):
         with pytest.raises(ValueError, match="as long"):
             _native.squared_norms(*lists)

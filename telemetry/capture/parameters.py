@@ -123,6 +123,8 @@ def local(tensor: Tensor) -> Tensor:
 
     Waits for a collective that is to deliver them, as the model does when it uses them.
     """
+    if type(tensor) in _PLAIN:
+        return tensor
     if hasattr(tensor, "to_local"):  # DTensor
         tensor = tensor.to_local()
     if type(tensor).__name__ == "AsyncCollectiveTensor":

@@ -136,14 +136,13 @@ class StepReader:
     def _observe(
         self, window: Window, kind: Kind, tensors: Indexed, *, scaled: bool = False
     ) -> None:
-        for index, tensor in tensors:
-            name = self._table.parameters[index].name
-            values = local(tensor.detach())
-            if not window.observe(kind, name, values, scaled=scaled):
-                what = described(values)
-                self._watch.faults.log_once(
-                    f"{kind} of {name} are not measured: {what} cannot be", kind=what
-                )
+        parameters = self._table.parameters
+        named = {parameters[index].name: local(tensor) for index, tensor in tensors}
+        for name in window.observe_parameters(kind, named, scaled=scaled):
+            what = described(named[name])
+            self._watch.faults.log_once(
+                f"{kind} of {name} are not measured: {what} cannot be", kind=what
+            )
 
     def _read_learning_rates(self, window: Window, optimizer: Optimizer) -> None:
         """Of all optimizers, so that each keeps its place where one steps more rarely.

@@ -149,11 +149,28 @@ class Window:
         measurement = self.measurer.add(tensor, unit_axis=unit_axis)
         if measurement is None:
             return False
-        self._measured += 1
         self._seen[key] += 1
-        tally.calls[key] += 1
-        tally.observations.append(Observation(kind, name, measurement, scaled))
+        self._enter(tally, Observation(kind, name, measurement, scaled))
         return True
+
+    def observe_parameters(
+        self, kind: Kind, named: Mapping[str, Tensor], *, scaled: bool = False
+    ) -> Sequence[str]:
+        """Measure parameters, or what belongs to them; the names of those that cannot be."""
+        assert self.measurer is not None, "only in full steps"
+        measurements = self.measurer.add_all(named.values())
+        refused = []
+        for name, measurement in zip(named, measurements, strict=True):
+            if measurement is None:
+                refused.append(name)
+            else:
+                self._enter(self.tally, Observation(kind, name, measurement, scaled))
+        return refused
+
+    def _enter(self, tally: Tally, observation: Observation) -> None:
+        self._measured += 1
+        tally.calls[observation.kind, observation.name] += 1
+        tally.observations.append(observation)
 
     def end_pass(self, tally: Tally, norms: Sequence[Norms]) -> None:
         """A backward pass of training is over.

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from math import inf
 
 import numpy as np
 from torch import Tensor
 
 from telemetry.measure import native
+from telemetry.measure.native import Pending
 from telemetry.measure.sampling import sample_step
 from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
 from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch, sketch_array
 
 
-def measure(values: Values) -> Callable[[], TensorRecord]:
-    """Read a non-empty tensor now. Returns a function that gives its record, on any thread."""
+def measure(several: Sequence[Values]) -> list[Pending]:
+    """Read non-empty tensors now; all that the C extension reads, in one call."""
+    requests = [_request(values) for values in several]
+    read = iter(native.measure([request for request in requests if request is not None]))
+    return [
+        partial(_same, _in_pieces(values.collapsed())) if request is None else next(read)
+        for values, request in zip(several, requests, strict=True)
+    ]
+
+
+def _request(values: Values) -> native.Request | None:
+    """For the C extension; None if it cannot read these values."""
     tensor, axis = values.tensor, values.unit_axis
-    if tensor.dtype in native.DTYPES and tensor.is_contiguous():
-        _, units, inner = (0, 0, 1) if axis is None else unit_shape(tensor.shape, axis)
-        return native.measure(tensor, units, inner, sample_step(tensor.numel()))
-    record = _in_pieces(values.collapsed())
-    return lambda: record
+    if tensor.dtype not in native.DTYPES or not tensor.is_contiguous():
+        return None
+    _, units, inner = (0, 0, 1) if axis is None else unit_shape(tensor.shape, axis)
+    return native.request(tensor, units, inner, sample_step(tensor.numel()))
+
+
+def _same(record: TensorRecord) -> TensorRecord:
+    return record
 
 
 def _in_pieces(values: Values) -> TensorRecord:
@@ -47,7 +62,8 @@ def _in_pieces(values: Values) -> TensorRecord:
 
 def _of_piece(piece: Tensor, axis: int | None) -> TensorRecord:
     if piece.dtype in native.DTYPES:
-        return measure(Values(tensor=piece, unit_axis=axis))()
+        (pending,) = measure([Values(tensor=piece, unit_axis=axis)])
+        return pending()
     array = piece.numpy()
     if axis is None:
         return TensorRecord(sketch=sketch_array(array))

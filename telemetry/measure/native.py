@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,12 +40,26 @@ _LETTERS = {
 DTYPES = {getattr(torch, name): ord(letter) for name, letter in _LETTERS.items() if available}
 """The dtypes that the extension reads; none without the extension."""
 
+Pending = Callable[[], TensorRecord]
+"""Gives the record of a tensor that was read, on any thread."""
+
 _NUMBERS = struct.Struct("=4q6d")
 _NAMES = (*COUNTS[1:], *EXTREMES, *POWER_SUMS)
 
 
-def measure(tensor: Tensor, units: int, inner: int, sample_step: int) -> Callable[[], TensorRecord]:
-    """Read a tensor now. Returns a function that gives its record.
+class Request(NamedTuple):
+    """One tensor, as the extension is told of it: see ``_native.pyi``."""
+
+    address: int
+    elements: int
+    dtype: int
+    units: int
+    inner: int
+    sample_step: int
+
+
+def request(tensor: Tensor, units: int, inner: int, sample_step: int) -> Request:
+    """Asks for the statistics of a tensor, which must be held until they are measured.
 
     Args:
         tensor: Contiguous, not empty, in CPU memory and of one of :data:`DTYPES`.
@@ -52,19 +67,23 @@ def measure(tensor: Tensor, units: int, inner: int, sample_step: int) -> Callabl
         inner: Number of adjacent elements of a unit.
         sample_step: Elements between the starts of two runs of the sample; 0 to count all.
     """
-    count = tensor.numel()
-    found = _native.measure(
-        tensor.data_ptr(), count, DTYPES[tensor.dtype], units, inner, sample_step
-    )
-    return partial(_record, found, count, units)
+    dtype = DTYPES[tensor.dtype]
+    return Request(tensor.data_ptr(), tensor.numel(), dtype, units, inner, sample_step)
 
 
-def _record(found: bytearray, count: int, units: int) -> TensorRecord:
+def measure(requests: Sequence[Request]) -> list[Pending]:
+    """Read tensors now, in one call. Returns functions that give their records."""
+    found = _native.measure([*requests]) if requests else []
+    return [partial(_record, *pair) for pair in zip(found, requests, strict=True)]
+
+
+def _record(found: bytearray, request: Request) -> TensorRecord:
+    units = request.units
     numbers = dict(zip(_NAMES, _NUMBERS.unpack_from(found), strict=True))
     filled = (len(found) - _NUMBERS.size - 8 * units) // 10
     units_at = _NUMBERS.size + 8 * filled
     sketch = Sketch(
-        count=count,
+        count=request.elements,
         **numbers,
         buckets=np.frombuffer(found, np.int16, filled, units_at + 8 * units),
         counts=np.frombuffer(found, np.float64, filled, _NUMBERS.size),
