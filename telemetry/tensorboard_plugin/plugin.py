@@ -80,7 +80,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _serve_runs(self, request: wrappers.Request) -> wrappers.Response:
         experiment = plugin_util.experiment_id(request.environ)
-        runs = list_runs(self._provider, experiment, PLUGIN_NAME)
+        runs = list_runs(self._provider, experiment)
         return _json(request, [{"name": run, "lastStep": step} for run, step in runs.items()])
 
     def _serve_run(self, request: wrappers.Request) -> wrappers.Response:
