@@ -71,8 +71,8 @@ def test_the_good_part_is_read_and_the_rest_is_one_line(name: str) -> None:
             summarize(run, statistic.name, log=statistic.log)
         assert run.matrix("grad_norm").steps.tolist() == list(range(STEPS))
         assert run.matrix("weight_norm").steps.tolist() == list(range(STEPS))
-        for row, layer in enumerate(overview.layers):
-            payloads.layer_series(run.layer_series(row))
+        for layer in overview.layers:
+            payloads.layer_series(run.layer_series(layer.name))
             payloads.histograms(run.source, layer)
             for item in payloads.images(run.source, layer):
                 for step in item["steps"]:
