@@ -73,12 +73,8 @@ class Selection:
             ValueError: A glob matches no module, or no module is selected.
         """
         candidates = _candidates(model)
-        for argument, predicates in (("modules", self.modules or ()), ("exclude", self.exclude)):
-            for glob in predicates:
-                if isinstance(glob, _Glob) and not _filter_by(glob, candidates):
-                    raise ValueError(
-                        _explain_no_match(f"HookLogger({argument}", glob.pattern, candidates)
-                    )
+        _check_globs("HookLogger(modules", self.modules or (), candidates)
+        _check_globs("HookLogger(exclude", self.exclude, candidates)
         if (self.modules is not None or self.exclude) and not self._filter(candidates):
             at_fault = "exclude" if replace(self, exclude=())._filter(candidates) else "modules"
             raise ValueError(
@@ -112,9 +108,7 @@ def select_modules(
     _check_model(model, caller)
     candidates = _candidates(model)
     wanted = None if select is None else _parse(f"{caller}(select", select)
-    for glob in wanted or ():
-        if isinstance(glob, _Glob) and not _filter_by(glob, candidates):
-            raise ValueError(_explain_no_match(f"{caller}(select", glob.pattern, candidates))
+    _check_globs(f"{caller}(select", wanted or (), candidates)
     selected = Selection(modules=wanted)._filter(candidates)
     if not selected:
         raise ValueError(f"{caller}(select=...): selects none of the {_count(candidates)}")
@@ -202,14 +196,6 @@ class _Glob:
         return self.pattern in names or any(fnmatchcase(name, self.pattern) for name in names)
 
 
-@dataclass(frozen=True)
-class _IsInstance:
-    module_type: type[nn.Module]
-
-    def __call__(self, name: str, module: nn.Module) -> bool:
-        return isinstance(module, self.module_type)
-
-
 def _is_leaf(name: str, module: nn.Module) -> bool:
     """Whether it computes something itself, rather than through its children."""
     if _PARAMETRIZATIONS in name.split(".") or not _computes(module):
@@ -237,8 +223,12 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     return {n: module for n, module in model.named_modules() if not _is_wrapper(n, module)}
 
 
-def _filter_by(predicate: Predicate, candidates: dict[str, nn.Module]) -> list[str]:
-    return [name for name, module in candidates.items() if predicate(name, module)]
+def _check_globs(
+    argument: str, predicates: Iterable[Predicate], candidates: Collection[str]
+) -> None:
+    for glob in predicates:
+        if isinstance(glob, _Glob) and not any(map(glob.matches, candidates)):
+            raise ValueError(_explain_no_match(argument, glob.pattern, candidates))
 
 
 def _owners(parameter: str) -> Iterator[str]:
@@ -264,7 +254,7 @@ def _to_predicate(argument: str, selector: Selector) -> Predicate:
     if isinstance(selector, str):
         return _Glob(selector)
     if isinstance(selector, type) and issubclass(selector, nn.Module):
-        return _IsInstance(selector)
+        return lambda name, module: isinstance(module, selector)
     if callable(selector) and not isinstance(selector, (type, nn.Module)):
         return selector
     is_module = isinstance(selector, nn.Module)
