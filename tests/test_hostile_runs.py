@@ -68,11 +68,11 @@ def test_the_good_part_is_read_and_the_rest_is_one_line(name: str) -> None:
         assert [layer.name for layer in overview.layers] == list(kind.layers)
         assert 7 in [alert.step for alert in overview.alerts]
         for statistic in PAGE_STATISTICS:
-            summarize(run, statistic.name, log=statistic.log)
+            summarize(run, statistic)
         assert run.matrix("grad_norm").steps.tolist() == list(range(STEPS))
         assert run.matrix("weight_norm").steps.tolist() == list(range(STEPS))
-        for row, layer in enumerate(overview.layers):
-            payloads.layer_series(run.layer_series(row))
+        for layer in overview.layers:
+            payloads.layer_series(run.layer_series(layer.name))
             payloads.histograms(run.source, layer)
             for item in payloads.images(run.source, layer):
                 for step in item["steps"]:

@@ -83,7 +83,7 @@ def _summary(args: argparse.Namespace, console: Console) -> int:
     statistic = next(known for known in PAGE_STATISTICS if known.name == args.statistic)
     with _opened(args.run) as run:
         overview = run.overview()
-        layers = summarize(run, statistic.name, log=statistic.log, most=_MAX_ROWS)
+        layers = summarize(run, statistic, most=_MAX_ROWS)
     console.print(
         Text(
             f"{len(overview.layers)} layers, steps {overview.first_step} to {overview.last_step}, "

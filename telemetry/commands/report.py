@@ -28,7 +28,6 @@ MAX_LAYERS_IN_DETAIL = 100
 """Of more layers, only those with alerts and some others keep histograms and pictures."""
 MAX_PICTURES_BYTES = 128 << 20
 """All pictures of a report together; browsers still open a report of this size."""
-_PICTURES_PER_TAG = 3
 _IMPORT = re.compile(r'from "\./(\w+\.js)"')
 
 _TEMPLATE = """<!DOCTYPE html>
@@ -166,8 +165,9 @@ def _images(run: RunData, layer: Layer) -> list[dict[str, Any]]:
     found = payloads.images(run.source, layer)
     for item in found:
         steps = item["steps"]
-        places = {round(i * (len(steps) - 1) / (_PICTURES_PER_TAG - 1)) for i in range(3)}
-        item["steps"] = [steps[place] for place in sorted(places)] if steps else []
+        item["steps"] = (
+            sorted({steps[place] for place in (0, len(steps) // 2, -1)}) if steps else []
+        )
     return found
 
 

@@ -1,32 +1,82 @@
-"""Derives layer statistics from the parameters' gradient norms, and builds one layer's curves."""
+"""The statistics of layers: columns of the page's data, or computed from gradient norms."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.layers import MISSING
+from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading.matrix import in_order
 from telemetry.reading.sessions import Segment
 
+EVERY_STEP = tuple(statistic.name for statistic in PAGE_STATISTICS if statistic.every_step)
+"""Statistics that are computed from the parameters' gradient norms, ``n`` tags."""
+
 Series = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Steps and values, shape ``[k]`` each."""
+
+Part = tuple[Segment, NDArray[np.int64], NDArray[np.float32]]
+"""What a tag holds: its segment, its steps ``[k]``, and for each of them the numbers of an ``m``
+tag, ``[k, modules, statistics]``, or of an ``n`` tag, ``[k, parameters]``."""
 
 
-def gradient_statistic(
-    segment: Segment, norms: NDArray[np.float32], name: str
-) -> NDArray[np.float32]:
-    """``grad_norm`` or ``grad_rms`` of each module.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerSeries:
+    """Everything about one layer over time, without curves that have no value.
+
+    Attributes:
+        statistics: By the statistic's name.
+        parameters: The gradient norm of each parameter, by the parameter's name.
+    """
+
+    statistics: dict[str, Series]
+    parameters: dict[str, Series]
+
+
+def layer_series(name: str, full: Iterable[Part], norms: Iterable[Part]) -> LayerSeries:
+    """All curves of the layer with this name, from all ``m`` tags and all ``n`` tags."""
+    statistics: dict[str, list[Series]] = defaultdict(list)
+    parameters: dict[str, list[Series]] = defaultdict(list)
+    for segment, steps, values in full:
+        place = segment.layout.position.get(name)
+        if place is not None:
+            for column, statistic in enumerate(segment.statistic_names):
+                statistics[statistic].append((steps, values[:, place, column]))
+    for segment, steps, values in norms:
+        place = segment.layout.position.get(name)
+        if place is not None:
+            for statistic in EVERY_STEP:
+                every_module = _from_norms(segment, values, statistic)
+                statistics[statistic].append((steps, every_module[:, place]))
+            for index in np.flatnonzero(segment.owners == place):
+                parameters[segment.layout.parameters[index].name].append((steps, values[:, index]))
+    return LayerSeries(statistics=_joined(statistics), parameters=_joined(parameters))
+
+
+def of_modules(
+    segment: Segment, values: NDArray[np.float32], name: str
+) -> NDArray[np.float32] | None:
+    """One statistic of the segment's modules, ``[k, modules]``; None if the segment lacks it.
 
     Args:
-        segment: The segment that the norms are from; its layout says which module owns a parameter.
-        norms: The norm of each parameter's gradient, shape ``[k, parameters]``.
+        segment: The segment.
+        values: The numbers of one of its ``n`` tags for a statistic of :data:`EVERY_STEP`, of one
+            of its ``m`` tags for another.
         name: The statistic's name.
-
-    Returns:
-        Shape ``[k, modules]``; missing where no parameter of the module had a gradient.
     """
+    if name in EVERY_STEP:
+        return _from_norms(segment, values, name)
+    if name not in segment.statistic_names:
+        return None
+    return values[:, :, segment.statistic_names.index(name)]
+
+
+def _from_norms(segment: Segment, norms: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+    """``grad_norm`` or ``grad_rms``; missing where no parameter of the module had a gradient."""
     present = norms != MISSING
     squares = np.where(present, np.square(norms, dtype=np.float64), 0.0)
     total = _sum_by_owner(segment, squares)
@@ -49,40 +99,7 @@ def _sum_by_owner(segment: Segment, values: NDArray[np.float64]) -> NDArray[np.f
     return sums
 
 
-class SeriesBuilder:
-    """Collects the curves of one layer from pieces in the order of steps."""
-
-    def __init__(self) -> None:
-        self._statistics: dict[str, list[Series]] = defaultdict(list)
-        self._parameters: dict[str, list[Series]] = defaultdict(list)
-
-    def add_matrix(
-        self, segment: Segment, place: int, steps: NDArray[np.int64], values: NDArray[np.float32]
-    ) -> None:
-        """Adds values of an ``m`` tag, ``[k, modules, statistics]``."""
-        for column, name in enumerate(segment.statistic_names):
-            self._statistics[name].append((steps, values[:, place, column]))
-
-    def add_norms(
-        self, segment: Segment, place: int, steps: NDArray[np.int64], norms: NDArray[np.float32]
-    ) -> None:
-        """Adds norms of an ``n`` tag, ``[k, parameters]``."""
-        for name in ("grad_norm", "grad_rms"):
-            of_modules = gradient_statistic(segment, norms, name)
-            self._statistics[name].append((steps, of_modules[:, place]))
-        for index in np.flatnonzero(segment.owners == place):
-            name = segment.layout.parameters[index].name
-            self._parameters[name].append((steps, norms[:, index]))
-
-    def statistics(self) -> dict[str, Series]:
-        return _joined(self._statistics)
-
-    def parameters(self) -> dict[str, Series]:
-        return _joined(self._parameters)
-
-
 def _joined(pieces: dict[str, list[Series]]) -> dict[str, Series]:
-    """Each curve in one piece, without those that have no value."""
     joined = {}
     for name, parts in pieces.items():
         steps = np.concatenate([steps for steps, _ in parts])

@@ -53,8 +53,8 @@ class FileSource:
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         self.problems = Problems()
-        self._tensors: dict[str, dict[str, list[Point]]] = defaultdict(dict)
-        self._scalars: dict[str, list[tuple[int, float]]] = {}
+        # By plugin and tag, each value behind its step: numbers of scalars, points of all others.
+        self._values: dict[str, dict[str, list[tuple[int, Any]]]] = defaultdict(dict)
         self._room = dict(MAX_KEPT_BYTES)
         paths = list_event_files(log_dir) if Path(log_dir).is_dir() else []
         if not paths:
@@ -64,31 +64,30 @@ class FileSource:
         self._sort()
 
     def tensor_tags(self, plugin_name: str) -> Mapping[str, int]:
-        return {tag: points[-1].step for tag, points in self._tensors[plugin_name].items()}
+        return {tag: series[-1][0] for tag, series in self._values[plugin_name].items()}
 
     def read_tensors(
         self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
     ) -> Mapping[str, Sequence[Point]]:
-        known = self._tensors[plugin_name]
-        return {tag: known[tag][-1:] if sampled else known[tag] for tag in tags if tag in known}
+        known = self._values[plugin_name]
+        first = -1 if sampled else 0
+        return {tag: [point for _, point in known[tag][first:]] for tag in tags if tag in known}
 
     def scalar_tags(self) -> Sequence[str]:
-        return list(self._scalars)
+        return list(self._values["scalars"])
 
     def read_scalars(self, tags: Sequence[str]) -> Mapping[str, Sequence[tuple[int, float]]]:
-        return {tag: self._scalars[tag] for tag in tags if tag in self._scalars}
+        return {tag: self._values["scalars"][tag] for tag in tags if tag in self._values["scalars"]}
 
     def image_tags(self) -> Sequence[str]:
-        return list(self._tensors["images"])
+        return list(self._values["images"])
 
     def image_steps(self, tag: str) -> Sequence[int]:
-        return [point.step for point in self._tensors["images"].get(tag, ())]
+        return [step for step, _ in self._values["images"].get(tag, ())]
 
     def read_image(self, tag: str, step: int) -> bytes | None:
-        for point in self._tensors["images"].get(tag, ()):
-            if point.step == step and isinstance(point.value, bytes):
-                return point.value
-        return None
+        point = dict(self._values["images"].get(tag, ())).get(step)
+        return None if point is None else bytes(point.value)
 
     def _read(self, path: Path) -> None:
         events = read_events(path)
@@ -107,7 +106,7 @@ class FileSource:
             self._purge(event.step)
         for value in event.summary.value:
             if value.HasField("simple_value"):
-                self._take_scalar(value.tag, event.step, value.simple_value)
+                self._keep("scalars", value.tag, event.step, value.simple_value)
             elif (plugin_name := value.metadata.plugin_data.plugin_name) in self._room:
                 try:
                     self._take_tensor(plugin_name, value, event)
@@ -115,53 +114,44 @@ class FileSource:
                     self.problems.add(value.tag, error)
 
     def _take_tensor(self, plugin_name: str, value: Summary.Value, event: Event) -> None:
-        decode = _picture if plugin_name == "images" else decode_tensor
+        decode = _picture if plugin_name == "images" else _decode
         content = decode(value.tensor)
         if plugin_name == "scalars":
             if not isinstance(content, np.ndarray) or content.size != 1:
                 raise ValueError("not a single number")
-            self._take_scalar(value.tag, event.step, float(content.reshape(())))
+            self._keep("scalars", value.tag, event.step, float(content.reshape(())))
         elif content is not None:
             nbytes = content.nbytes if isinstance(content, np.ndarray) else len(content)
-            if self._has_room(plugin_name, value.tag, nbytes):
-                point = Point(step=event.step, wall_time=event.wall_time, value=content)
-                self._tensors[plugin_name].setdefault(value.tag, []).append(point)
+            point = Point(step=event.step, wall_time=event.wall_time, value=content)
+            self._keep(plugin_name, value.tag, event.step, point, nbytes)
 
-    def _take_scalar(self, tag: str, step: int, value: float) -> None:
-        if self._has_room("scalars", tag, 0):
-            self._scalars.setdefault(tag, []).append((step, value))
-
-    def _has_room(self, plugin_name: str, tag: str, nbytes: int) -> bool:
+    def _keep(
+        self, plugin_name: str, tag: str, step: int, value: float | Point, nbytes: int = 0
+    ) -> None:
         nbytes += _OVERHEAD_BYTES + len(tag)
         if nbytes > self._room[plugin_name]:
             limit = MAX_KEPT_BYTES[plugin_name] >> 20
             self.problems.add(f"the rest of {plugin_name}", f"there are more than {limit} MiB")
-            return False
+            return
         self._room[plugin_name] -= nbytes
-        return True
+        self._values[plugin_name].setdefault(tag, []).append((step, value))
 
     def _purge(self, step: int) -> None:
-        for tag, series in self._scalars.items():
-            self._scalars[tag] = [item for item in series if item[0] < step]
-        for plugin_name, tags in self._tensors.items():
+        for plugin_name, tags in self._values.items():
             if plugin_name != PLUGIN_NAME:  # the page's data has its own sessions
-                for tag, points in tags.items():
-                    tags[tag] = [point for point in points if point.step < step]
+                for tag, series in tags.items():
+                    tags[tag] = [item for item in series if item[0] < step]
 
     def _sort(self) -> None:
         """Sorts by step, and keeps what was written last for each step."""
-        for tag, series in self._scalars.items():
-            self._scalars[tag] = sorted(dict(series).items())
-        self._scalars = {tag: series for tag, series in self._scalars.items() if series}
-        for plugin_name, tags in self._tensors.items():
+        for plugin_name, tags in self._values.items():
             if plugin_name != PLUGIN_NAME:
-                for tag, points in tags.items():
-                    latest = {point.step: point for point in points}
-                    tags[tag] = [latest[step] for step in sorted(latest)]
-            self._tensors[plugin_name] = {tag: points for tag, points in tags.items() if points}
+                self._values[plugin_name] = {
+                    tag: sorted(dict(series).items()) for tag, series in tags.items() if series
+                }
 
 
-def decode_tensor(tensor: TensorProto) -> NDArray[Any] | bytes:
+def _decode(tensor: TensorProto) -> NDArray[Any] | bytes:
     """The array in a tensor, or the first of its strings.
 
     Raises:

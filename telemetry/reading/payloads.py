@@ -14,9 +14,10 @@ from telemetry.alert import alert_fields
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.page_format import FORMAT_VERSION
 from telemetry.reading import builtin_tags
+from telemetry.reading.derived import LayerSeries
 from telemetry.reading.distributions import distribution, histogram_table
 from telemetry.reading.matrix import Matrix
-from telemetry.reading.run_data import LayerSeries, Overview
+from telemetry.reading.run_data import Overview
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import Point, Problems, RunSource
 
@@ -26,7 +27,6 @@ MAX_PICTURE_BYTES = 4 * MAX_PICTURE_PIXELS
 """Even a picture that does not compress stays below this."""
 
 _ALIGNMENT = 8
-_TYPES = {np.dtype(np.float32): "f4", np.dtype(np.float64): "f8"}
 
 
 def overview(run: Overview) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def matrix(part: Matrix) -> bytes:
         "stepFactor": part.step_factor,
         "sampled": part.sampled,
     }
-    return pack(header, {"steps": _steps(part.steps), "values": part.values})
+    return pack(header, {"steps": part.steps, "values": part.values})
 
 
 def scalars(source: RunSource) -> bytes:
@@ -82,8 +82,9 @@ def scalars(source: RunSource) -> bytes:
         if series := found.get(tag):
             number = len(header)
             header.append({"kind": kind, "tag": tag})
-            arrays[f"steps{number}"] = np.array([step for step, _ in series], dtype=np.float64)
-            arrays[f"values{number}"] = np.array([value for _, value in series], dtype=np.float32)
+            steps, values = zip(*series, strict=True)
+            arrays[f"steps{number}"] = np.array(steps, dtype=np.int64)
+            arrays[f"values{number}"] = np.array(values, dtype=np.float32)
     return pack({"curves": header}, arrays)
 
 
@@ -94,7 +95,7 @@ def layer_series(series: LayerSeries) -> bytes:
     for group, curves in (("statistics", series.statistics), ("parameters", series.parameters)):
         for number, (name, (steps, values)) in enumerate(curves.items()):
             header[group].append(name)
-            arrays[f"{group}{number}.steps"] = _steps(steps)
+            arrays[f"{group}{number}.steps"] = steps
             arrays[f"{group}{number}.values"] = values
     return pack(header, arrays)
 
@@ -110,7 +111,7 @@ def histograms(source: RunSource, layer: Layer) -> bytes:
         if found is not None:
             number = len(header)
             header.append({"kind": kind, "name": name, "unit": found.unit})
-            arrays[f"steps{number}"] = _steps(found.steps)
+            arrays[f"steps{number}"] = found.steps
             arrays[f"edges{number}"] = found.edges
             arrays[f"shares{number}"] = found.shares
     return pack({"histograms": header}, arrays)
@@ -166,23 +167,17 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes
     """The header's length as 8 little-endian bytes, the header, then the arrays.
 
     Header and arrays begin at multiples of 8 bytes. The header's ``arrays`` gives the ``type``
-    (``f4`` or ``f8``, little-endian), ``shape`` and ``offset`` from the header's end of each array.
+    (``f4``, or ``f8`` also for int64, little-endian), ``shape`` and ``offset`` from the header's
+    end of each array.
     """
     descriptions, blobs, offset = {}, [], 0
     for name, array in arrays.items():
-        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+        kind = "f4" if array.dtype == np.float32 else "f8"
+        data = array.astype(f"<{kind}", copy=False).tobytes()
         data += bytes(-len(data) % _ALIGNMENT)
-        descriptions[name] = {
-            "type": _TYPES[array.dtype],
-            "shape": array.shape,
-            "offset": offset,
-        }
+        descriptions[name] = {"type": kind, "shape": array.shape, "offset": offset}
         blobs.append(data)
         offset += len(data)
     text = json.dumps({**header, "arrays": descriptions}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return b"".join([len(text).to_bytes(_ALIGNMENT, "little"), text, *blobs])
-
-
-def _steps(steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    return steps.astype(np.float64)

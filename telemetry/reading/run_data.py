@@ -30,7 +30,6 @@ from telemetry.reading.sources import Point, RunSource
 
 MAX_ALERTS = 10_000
 """Alerts of one run; the page lists every one."""
-_EVERY_STEP = {statistic.name for statistic in PAGE_STATISTICS if statistic.every_step}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,19 +51,6 @@ class Overview:
     last_step: int
     alerts: tuple[Alert, ...]
     session_count: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerSeries:
-    """Everything about one layer over time.
-
-    Attributes:
-        statistics: Steps ``[k]`` and values ``[k]``, by the statistic's name.
-        parameters: The same for the gradient norm of each parameter, by the parameter's name.
-    """
-
-    statistics: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]
-    parameters: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]
 
 
 class RunData:
@@ -121,44 +107,22 @@ class RunData:
             self._refresh()
             count = len(self._structure.layers)
             rows = region.layers(count)
-            kind: ChunkKind = "n" if statistic in _EVERY_STEP else "m"
-            sampled, parts = self._read(kind, region)
+            sampled, parts = self._read("n" if statistic in derived.EVERY_STEP else "m", region)
             steps, values = [np.empty(0, np.int64)], [np.empty((0, count), np.float32)[:, rows]]
-            for segment, numbers in parts:
-                of_modules = _statistic(segment, numbers.values, statistic)
-                if of_modules is None:
-                    continue
-                inside = region.holds(numbers.steps) & (numbers.steps < segment.end)
-                steps.append(numbers.steps[inside])
-                values.append(_spread(of_modules[inside], segment.rows, count)[:, rows])
+            for segment, part_steps, numbers in parts:
+                of_modules = derived.of_modules(segment, numbers, statistic)
+                if of_modules is not None:
+                    steps.append(part_steps)
+                    values.append(_spread(of_modules, segment.rows, count)[:, rows])
         all_steps, all_values = in_order(np.concatenate(steps), np.concatenate(values))
         return Matrix(steps=all_steps, values=all_values, first_layer=rows.start, sampled=sampled)
 
-    def layer_series(self, layer: int) -> LayerSeries:
-        """All statistics of one layer at all steps.
-
-        Args:
-            layer: Its index in ``overview().layers``.
-
-        Raises:
-            IndexError: The run has fewer layers.
-        """
+    def layer_series(self, name: str) -> derived.LayerSeries:
+        """All statistics of the layer with this name at all steps; empty if the run lacks it."""
         with self._lock:
             self._refresh()
-            name = self._structure.layers[layer].name
-            series = derived.SeriesBuilder()
-            for kind in ("m", "n"):
-                for segment, numbers in self._read(kind, Region())[1]:
-                    place = segment.layout.position.get(name)
-                    if place is None:
-                        continue
-                    valid = numbers.steps < segment.end
-                    steps, values = numbers.steps[valid], numbers.values[valid]
-                    if kind == "m":
-                        series.add_matrix(segment, place, steps, values)
-                    else:
-                        series.add_norms(segment, place, steps, values)
-        return LayerSeries(statistics=series.statistics(), parameters=series.parameters())
+            full, norms = self._read("m", Region())[1], self._read("n", Region())[1]
+            return derived.layer_series(name, full, norms)
 
     def _version(self) -> str:
         """A hash that changes when columns read earlier no longer fit new ones."""
@@ -223,10 +187,8 @@ class RunData:
                 if points:
                     yield tag, points[-1]
 
-    def _read(
-        self, kind: ChunkKind, region: Region
-    ) -> tuple[bool, Iterator[tuple[Segment, Numbers]]]:
-        """Whether steps are left out, and the content of the tags that reach into the region."""
+    def _read(self, kind: ChunkKind, region: Region) -> tuple[bool, Iterator[derived.Part]]:
+        """Whether steps are left out, and what the tags hold at steps inside of the region."""
         structure = self._structure
         wanted = [
             Wanted(kind=kind, segment=segment, tag=tag, layer_count=len(structure.layers))
@@ -234,7 +196,8 @@ class RunData:
             for tag in segment.tags[kind]
             if _reaches(tag, segment, region)
         ]
-        return self._numbers.read(self.source, wanted)
+        sampled, found = self._numbers.read(self.source, wanted)
+        return sampled, (_cut(segment, numbers, region) for segment, numbers in found)
 
 
 def _reaches(tag: TagRange, segment: Segment, region: Region) -> bool:
@@ -245,15 +208,12 @@ def _reaches(tag: TagRange, segment: Segment, region: Region) -> bool:
     return region.last_step is None or tag.after < region.last_step
 
 
-def _statistic(
-    segment: Segment, values: NDArray[np.float32], name: str
-) -> NDArray[np.float32] | None:
-    """One statistic of the segment's modules, ``[k, modules]``; None if the segment lacks it."""
-    if name in _EVERY_STEP:
-        return derived.gradient_statistic(segment, values, name)
-    if name not in segment.statistic_names:
-        return None
-    return values[:, :, segment.statistic_names.index(name)]
+def _cut(segment: Segment, numbers: Numbers, region: Region) -> derived.Part:
+    """What lies inside of the region and was not replaced by a later session."""
+    inside = region.holds(numbers.steps) & (numbers.steps < segment.end)
+    if inside.all():
+        return segment, numbers.steps, numbers.values
+    return segment, numbers.steps[inside], numbers.values[inside]
 
 
 def _spread(values: NDArray[np.float32], rows: NDArray[np.intp], count: int) -> NDArray[np.float32]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.layers import MISSING
+from telemetry.layers import MISSING, Statistic
 from telemetry.reading.run_data import RunData
 from telemetry.reading.sessions import Layer
 from telemetry.sparkline import sparkline
@@ -40,26 +40,20 @@ class LayerSummary:
     alert_count: int
 
 
-def summarize(
-    run: RunData, statistic: str, *, log: bool, most: int | None = None
-) -> list[LayerSummary]:
+def summarize(run: RunData, statistic: Statistic, *, most: int | None = None) -> list[LayerSummary]:
     """The layers that have the statistic, in forward order.
 
     Args:
         run: The run to read.
-        statistic: The statistic's name.
-        log: Whether curves show magnitudes.
+        statistic: One that the page shows.
         most: Largest number of layers: those with alerts first, then the first ones.
-
-    Raises:
-        KeyError: The page has no statistic of this name.
     """
-    overview, matrix = run.overview(), run.matrix(statistic)
+    overview, matrix = run.overview(), run.matrix(statistic.name)
     alerts = Counter(alert.module_name for alert in overview.alerts)
     rows = np.flatnonzero((matrix.values != MISSING).any(axis=0)).tolist()
     by_importance = sorted(rows, key=lambda row: not alerts[overview.layers[row].name])
     return [
-        _summarize(overview.layers[row], matrix.values[:, row], alerts, log=log)
+        _summarize(overview.layers[row], matrix.values[:, row], alerts, log=statistic.log)
         for row in sorted(by_importance[:most])
     ]
 

@@ -59,9 +59,6 @@ class Problems(Iterable[str]):
         if self._more:
             yield f"skipped {self._more} more"
 
-    def __len__(self) -> int:
-        return len(self._lines) + bool(self._more)
-
 
 def _shortened(text: str) -> str:
     return printable(text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}…")

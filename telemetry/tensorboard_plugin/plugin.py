@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any
 
 from tensorboard import plugin_util
@@ -15,7 +16,7 @@ from telemetry.layers import PAGE_STATISTICS
 from telemetry.page_format import PLUGIN_NAME, NewerFormatError
 from telemetry.reading import payloads
 from telemetry.reading.matrix import Region, thin
-from telemetry.reading.run_data import Overview, RunData
+from telemetry.reading.run_data import RunData
 from telemetry.reading.sessions import Layer
 from telemetry.tensorboard_plugin.provider_source import ProviderSource, list_runs
 from telemetry.tensorboard_plugin.requests import (
@@ -23,11 +24,10 @@ from telemetry.tensorboard_plugin.requests import (
     NotFoundError,
     answer,
     number,
-    required_number,
     send,
     text,
 )
-from telemetry.tensorboard_plugin.static_files import content_type, read_static_files
+from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, read_static_files
 
 MAX_ROWS = 2048
 MAX_CELLS = 4_000_000
@@ -73,14 +73,13 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _serve_static(self, request: wrappers.Request) -> wrappers.Response:
         name = request.path.rpartition("/static/")[2]
-        content, kind = self._static.get(name), content_type(name)
-        if content is None or kind is None:
+        if name not in self._static:
             raise NotFoundError(f"no such file: {name}")
-        return send(request, content, kind)
+        return send(request, self._static[name], CONTENT_TYPES[PurePath(name).suffix])
 
     def _serve_runs(self, request: wrappers.Request) -> wrappers.Response:
         experiment = plugin_util.experiment_id(request.environ)
-        runs = list_runs(self._provider, experiment, PLUGIN_NAME)
+        runs = list_runs(self._provider, experiment)
         return _json(request, [{"name": run, "lastStep": step} for run, step in runs.items()])
 
     def _serve_run(self, request: wrappers.Request) -> wrappers.Response:
@@ -110,8 +109,8 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _serve_layer(self, request: wrappers.Request) -> wrappers.Response:
         run = self._run(request)
-        layer = self._layer_index(request, run.overview())
-        return _bytes(request, payloads.layer_series(run.layer_series(layer)))
+        name = self._layer(request, run).name
+        return _bytes(request, payloads.layer_series(run.layer_series(name)))
 
     def _serve_histograms(self, request: wrappers.Request) -> wrappers.Response:
         run = self._run(request)
@@ -122,7 +121,9 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return _json(request, payloads.images(run.source, self._layer(request, run)))
 
     def _serve_image(self, request: wrappers.Request) -> wrappers.Response:
-        run, tag, step = self._run(request), text(request, "tag"), required_number(request, "step")
+        run, tag, step = self._run(request), text(request, "tag"), number(request, "step")
+        if step is None:
+            raise BadRequestError("step is missing")
         png = payloads.picture(run.source, tag, step)
         if png is None:
             raise NotFoundError(f"no picture of {tag} at step {step}")
@@ -142,16 +143,12 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 self._runs.popitem(last=False)
         return known
 
-    def _layer(self, request: wrappers.Request, run: RunData) -> Layer:
-        overview = run.overview()
-        return overview.layers[self._layer_index(request, overview)]
-
     @staticmethod
-    def _layer_index(request: wrappers.Request, overview: Overview) -> int:
+    def _layer(request: wrappers.Request, run: RunData) -> Layer:
         name = text(request, "layer")
-        for index, layer in enumerate(overview.layers):
+        for layer in run.overview().layers:
             if layer.name == name:
-                return index
+                return layer
         raise NotFoundError(f"the run has no such layer: {name}")
 
 

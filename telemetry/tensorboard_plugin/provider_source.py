@@ -11,6 +11,7 @@ import numpy as np
 from tensorboard import context
 from tensorboard.data.provider import DataProvider, RunTagFilter
 
+from telemetry.page_format import PLUGIN_NAME
 from telemetry.reading.sources import Point, Problems
 
 _ALL = 10**9  # 0 would mean none
@@ -21,9 +22,9 @@ _UNDECODABLE = (ValueError, TypeError, KeyError, OverflowError, MemoryError)
 log = logging.getLogger(__name__)
 
 
-def list_runs(provider: DataProvider, experiment: str, plugin_name: str) -> dict[str, int]:
-    """The runs that have data of a plugin, and the last step of that data."""
-    listing = provider.list_tensors(_CONTEXT, experiment_id=experiment, plugin_name=plugin_name)
+def list_runs(provider: DataProvider, experiment: str) -> dict[str, int]:
+    """The runs that have data for the page, and the last step of that data."""
+    listing = provider.list_tensors(_CONTEXT, experiment_id=experiment, plugin_name=PLUGIN_NAME)
     return {
         run: max(series.max_step for series in tags.values())
         for run, tags in listing.items()
@@ -50,66 +51,30 @@ class ProviderSource:
         self._run = run
 
     def tensor_tags(self, plugin_name: str) -> Mapping[str, int]:
-        listing = self._provider.list_tensors(
-            _CONTEXT,
-            experiment_id=self._experiment,
-            plugin_name=plugin_name,
-            run_tag_filter=RunTagFilter(runs=[self._run]),
-        )
-        return {tag: series.max_step for tag, series in listing.get(self._run, {}).items()}
+        listing = self._list(self._provider.list_tensors, plugin_name)
+        return {tag: series.max_step for tag, series in listing.items()}
 
     def read_tensors(
         self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
     ) -> Mapping[str, Sequence[Point]]:
-        found = self._read(
-            tags,
-            lambda some: self._provider.read_tensors(
-                _CONTEXT,
-                experiment_id=self._experiment,
-                plugin_name=plugin_name,
-                downsample=1 if sampled else _ALL,
-                run_tag_filter=RunTagFilter(runs=[self._run], tags=some),
-            ),
-        )
+        most = 1 if sampled else _ALL
+        found = self._read(self._provider.read_tensors, plugin_name, tags, most)
         return {tag: [_point(datum) for datum in data] for tag, data in found.items()}
 
     def scalar_tags(self) -> Sequence[str]:
-        listing = self._provider.list_scalars(
-            _CONTEXT,
-            experiment_id=self._experiment,
-            plugin_name="scalars",
-            run_tag_filter=RunTagFilter(runs=[self._run]),
-        )
-        return list(listing.get(self._run, {}))
+        return list(self._list(self._provider.list_scalars, "scalars"))
 
     def read_scalars(self, tags: Sequence[str]) -> Mapping[str, Sequence[tuple[int, float]]]:
-        found = self._read(
-            tags,
-            lambda some: self._provider.read_scalars(
-                _CONTEXT,
-                experiment_id=self._experiment,
-                plugin_name="scalars",
-                downsample=_ALL,
-                run_tag_filter=RunTagFilter(runs=[self._run], tags=some),
-            ),
-        )
-        # The slow loader also lists a text as a scalar.
-        for tag, data in found.items():
-            if not all(isinstance(datum.value, (int, float)) for datum in data):
+        curves = {}
+        for tag, data in self._read(self._provider.read_scalars, "scalars", tags).items():
+            # The slow loader also lists a text as a scalar.
+            curves[tag] = [(d.step, d.value) for d in data if isinstance(d.value, (int, float))]
+            if len(curves[tag]) < len(data):
                 self.problems.add(f"some of {tag}", "not a number")
-        return {
-            tag: [(d.step, d.value) for d in data if isinstance(d.value, (int, float))]
-            for tag, data in found.items()
-        }
+        return curves
 
     def image_tags(self) -> Sequence[str]:
-        listing = self._provider.list_blob_sequences(
-            _CONTEXT,
-            experiment_id=self._experiment,
-            plugin_name="images",
-            run_tag_filter=RunTagFilter(runs=[self._run]),
-        )
-        return list(listing.get(self._run, {}))
+        return list(self._list(self._provider.list_blob_sequences, "images"))
 
     def image_steps(self, tag: str) -> Sequence[int]:
         return [datum.step for datum in self._images(tag)]
@@ -128,38 +93,45 @@ class ProviderSource:
         return None
 
     def _images(self, tag: str) -> Sequence[Any]:
-        found = self._read(
-            [tag],
-            lambda some: self._provider.read_blob_sequences(
-                _CONTEXT,
-                experiment_id=self._experiment,
-                plugin_name="images",
-                downsample=_ALL,
-                run_tag_filter=RunTagFilter(runs=[self._run], tags=some),
-            ),
+        return self._read(self._provider.read_blob_sequences, "images", [tag]).get(tag, ())
+
+    def _list(self, list_tags: Callable[..., Any], plugin_name: str) -> Mapping[str, Any]:
+        """What TensorBoard says about each tag of a plugin."""
+        listing: Mapping[str, Mapping[str, Any]] = list_tags(
+            _CONTEXT,
+            experiment_id=self._experiment,
+            plugin_name=plugin_name,
+            run_tag_filter=RunTagFilter(runs=[self._run]),
         )
-        return found.get(tag, ())
+        return listing.get(self._run, {})
 
     def _read(
-        self, tags: Sequence[str], read: Callable[[Sequence[str]], Mapping[str, Any]]
+        self, read: Callable[..., Any], plugin_name: str, tags: Sequence[str], most: int = _ALL
     ) -> Mapping[str, Sequence[Any]]:
-        """The data of each tag, without those that TensorBoard cannot decode."""
+        """At most so many values of each tag, without tags that TensorBoard cannot decode."""
         if not tags:
             return {}
         try:
-            found: Mapping[str, Sequence[Any]] = read(tags).get(self._run, {})
-            return found
+            found: Mapping[str, Mapping[str, Sequence[Any]]] = read(
+                _CONTEXT,
+                experiment_id=self._experiment,
+                plugin_name=plugin_name,
+                downsample=most,
+                run_tag_filter=RunTagFilter(runs=[self._run], tags=tags),
+            )
+            return found.get(self._run, {})
         except _UNDECODABLE as error:
             reason = error
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:  # too large for a message
                 raise
             reason = error.details()
-        if len(tags) > 1:
-            half = len(tags) // 2
-            return {**self._read(tags[:half], read), **self._read(tags[half:], read)}
-        self.problems.add(tags[0], reason)
-        return {}
+        if len(tags) == 1:
+            self.problems.add(tags[0], reason)
+            return {}
+        half = len(tags) // 2
+        first = self._read(read, plugin_name, tags[:half], most)
+        return {**first, **self._read(read, plugin_name, tags[half:], most)}
 
 
 def _point(datum: Any) -> Point:

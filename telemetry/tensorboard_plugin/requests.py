@@ -64,14 +64,6 @@ def number(request: wrappers.Request, name: str) -> int | None:
     return int(value)
 
 
-def required_number(request: wrappers.Request, name: str) -> int:
-    """A required whole number of 0 or more."""
-    text(request, name)
-    value = number(request, name)
-    assert value is not None
-    return value
-
-
 def send(
     request: wrappers.Request, content: Any, content_type: str, **options: Any
 ) -> wrappers.Response:

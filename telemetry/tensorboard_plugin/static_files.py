@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from pathlib import PurePath
 
 from telemetry import palette
 
-CONTENT_TYPES = {
-    ".js": "text/javascript",
-    ".css": "text/css",
-}
+CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
+"""By the ending of a file's name."""
 
 
 def read_static_files() -> dict[str, bytes]:
@@ -19,7 +18,7 @@ def read_static_files() -> dict[str, bytes]:
     found = {
         entry.name: entry.read_bytes()
         for entry in folder.iterdir()
-        if content_type(entry.name) is not None
+        if PurePath(entry.name).suffix in CONTENT_TYPES
     }
     return {**found, "colors.js": _colors()}
 
@@ -29,8 +28,3 @@ def _colors() -> bytes:
     constants = {name: value for name, value in vars(palette).items() if name.isupper()}
     lines = [f"export const {name} = {json.dumps(value)};" for name, value in constants.items()]
     return "\n".join(lines).encode()
-
-
-def content_type(name: str) -> str | None:
-    """The content type for a file name; None if the page has no such files."""
-    return next((kind for ending, kind in CONTENT_TYPES.items() if name.endswith(ending)), None)

@@ -73,4 +73,4 @@ def test_of_too_much_the_rest_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(files.MAX_KEPT_BYTES, "scalars", 2000)
     source = FileSource(tmp_path)
     assert [step for step, _ in source.read_scalars(["loss"])["loss"]] == [0, 1, 2, 3]
-    assert len(source.problems) == 1
+    assert len(list(source.problems)) == 1

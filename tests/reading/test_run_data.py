@@ -95,7 +95,7 @@ def test_layers_that_come_or_go_keep_their_rows(tmp_path: Path, open_run: OpenRu
 
 def test_one_layer_over_time(tmp_path: Path, open_run: OpenRun) -> None:
     write_run(tmp_path, LAYOUT, steps=range(30), norms=norms, matrices=matrices, every=10)
-    series = open_run(tmp_path).layer_series(1)
+    series = open_run(tmp_path).layer_series("b.x")
     steps, values = series.statistics["weight_norm"]
     assert steps.tolist() == values.tolist() == [0, 10, 20]
     steps, values = series.parameters["b.x.weight"]
@@ -162,7 +162,7 @@ def test_nothing_is_read_twice(tmp_path: Path) -> None:
     run.matrix("weight_norm")
     assert len(source.reads) == len(set(source.reads)) == 21
     run.matrix("grad_rms")
-    run.layer_series(0)
+    run.layer_series("a")
     run.matrix("grad_norm", Region(first_step=50))
     assert len(source.reads) == 21
 
