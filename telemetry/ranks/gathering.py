@@ -50,8 +50,8 @@ class Gathering:
     Each rank sends its steps in their order. So a rank that has sent a later step will not send an
     earlier one, and nobody waits for it: ranks that log at different intervals do not hold each
     other up. A step is complete when no rank is left that may still send it. Otherwise it ends
-    after ``patience_s``, or when too many bytes wait, and the ranks that it lacks are not waited
-    for again until something comes from them.
+    when nothing has come from those ranks for ``patience_s``, or when too many bytes wait; they are
+    not waited for again until something comes from them.
 
     No rank counts twice. If a part overlaps with others, because its sender did not know that they
     had arrived another way, the larger one stays.
@@ -59,7 +59,7 @@ class Gathering:
     Args:
         world_size: How many ranks there are.
         merge: Makes one payload of several.
-        patience_s: How long a step waits for ranks that are late.
+        patience_s: How long a step waits for a rank of which nothing comes.
         start_s: How long nothing is complete unless it holds all ranks of the world, because
             others may not have joined yet.
         forwards_late: Whether what comes after its step has ended is handed on by itself, because
@@ -90,6 +90,7 @@ class Gathering:
         self._ended = -1
         self._stragglers: list[Part] = []
         self._last = np.full(world_size, -1, np.int64)
+        self._heard = np.zeros(world_size)
         self._joined = np.zeros(world_size, np.bool_)
         self._left = np.zeros(world_size, np.bool_)
         self._silent = np.zeros(world_size, np.bool_)
@@ -118,6 +119,7 @@ class Gathering:
     def add(self, part: Part, now: float) -> None:
         """Take a part of a step, or the notice that ranks have joined or left."""
         index = np.fromiter(part.ranks, np.int64, len(part.ranks))
+        self._heard[index] = now
         self._left[index] = part.kind == Kind.LEFT
         self._silent[index] = False
         if part.kind == Kind.LEFT:
@@ -149,11 +151,10 @@ class Gathering:
             return None
         place = min(self._open)
         awaited = self._awaited(place, now)
-        if awaited.any():
-            waited_s = now - self._open[place].since
-            if waited_s < self._patience_s and self._bytes <= self._max_bytes and not hurry:
-                return None
-            self._silent |= awaited & self._joined
+        waited_s = now - np.maximum(self._heard[awaited], self._open[place].since)
+        if (waited_s < self._patience_s).any() and self._bytes <= self._max_bytes and not hurry:
+            return None
+        self._silent |= awaited & self._joined
         self._ended = place
         return self._whole(self._open.pop(place).parts)
 

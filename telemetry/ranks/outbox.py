@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from itertools import islice
 
 MAX_BYTES = 64 * 2**20
-MAX_SENT = 8
-"""How many parts may wait on the other side, where they take memory."""
+MAX_SENT = 64
+MAX_SENT_BYTES = 8 * 2**20
+"""How many parts, and how large ones, may wait on the other side, which holds them in memory. One
+may, however large it is."""
 
 
 class Outbox:
@@ -48,10 +51,16 @@ class Outbox:
     def to_send(self) -> tuple[int, list[bytes]]:
         """What may be sent now, and the number of the first of it on this connection."""
         with self._lock:
-            begin = self._sent - self._taken
-            parts = [data for data, _ in list(self._waiting)[begin:MAX_SENT]]
+            first, size = self._sent, 0
+            parts: list[bytes] = []
+            for index, (data, _) in enumerate(islice(self._waiting, MAX_SENT)):
+                size += len(data)
+                if size > MAX_SENT_BYTES and index > 0:
+                    break
+                if index >= first - self._taken:
+                    parts.append(data)
             self._sent += len(parts)
-            return self._sent - len(parts), parts
+            return first, parts
 
     def take(self, count: int) -> None:
         """The other side has taken so many parts of this connection."""

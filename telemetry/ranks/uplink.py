@@ -21,6 +21,7 @@ LAST_S = 4.0
 """How long the threads have at the end; a store that is being opened takes the longest."""
 
 POLL_S = 0.25
+_BUSY_S = 0.02
 _SEVER_S = 0.2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 30.0
 
@@ -104,7 +105,7 @@ class _Sender(threading.Thread):
             self.news, self.dismissed = reply.news, reply.leaves
             if reply.leaves or (stopping and self._outbox.is_empty):
                 break
-            self._wake.wait(_FIRST_PAUSE_S if stopping else POLL_S)
+            self._wake.wait(POLL_S if self._outbox.is_empty else _BUSY_S)
             self._wake.clear()
         leave(store)
 
