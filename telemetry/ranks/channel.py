@@ -118,7 +118,7 @@ class Channel:
         else:
             greeting = Part(kind=Kind.JOINED, ranks=frozenset({rank}))
             search = Search(self._name, rank, self._open_inbox)
-            self._uplink = Uplink(search, greeting.to_bytes())
+            self._uplink = Uplink(search, greeting.to_bytes(), patience_s)
         self._thread = threading.Thread(target=self._run, name="telemetry-ranks", daemon=True)
         self._thread.start()
 

@@ -14,9 +14,6 @@ from telemetry.ranks.inbox import exchange, join, leave
 from telemetry.ranks.meeting import Search, default_store, delete_keys
 from telemetry.ranks.outbox import Outbox
 
-ANSWER_S = 5.0
-"""After so long without an answer, a rank turns to the first rank instead of its parent."""
-
 LAST_S = 4.0
 """How long the threads have at the end; a store that is being opened takes the longest."""
 
@@ -122,23 +119,25 @@ class _Sender(threading.Thread):
 class Uplink:
     """Sends parts to the rank above. Nothing here waits; :meth:`look` is called now and then.
 
-    If the rank above does not answer for five seconds, has died, or says that it leaves, this rank
+    If the rank above does not answer for some seconds, has died, or says that it leaves, this rank
     turns to the first rank of all and repeats what may be lost. Nobody replaces that one: if it is
     stopped, it is waited for; if it is gone, it is looked for again; if it leaves, that is the end.
 
     Args:
         search: Looks for this rank's place in the tree.
         greeting: What everybody new is sent first.
+        patience_s: How long to wait for an answer of a rank that is not the first.
 
     Attributes:
         outbox: What waits to be sent.
         ended: Whether the first rank has left.
     """
 
-    def __init__(self, search: Search, greeting: bytes) -> None:
+    def __init__(self, search: Search, greeting: bytes, patience_s: float) -> None:
         self._search = search
         self.outbox = Outbox()
         self.outbox.greeting = greeting
+        self._patience_s = patience_s
         self._news = b""
         self._at_first = False
         self._pause_s = 0.0
@@ -166,7 +165,7 @@ class Uplink:
             self._answers, self._answered_at = sender.answers, now
         if sender.news is not None:
             self._news, self._pause_s = sender.news, 0.0
-        hangs = now - self._answered_at > ANSWER_S and not self._at_first
+        hangs = now - self._answered_at > self._patience_s and not self._at_first
         if not self.ended and (hangs or not sender.is_alive()):
             self._go_elsewhere()
         return self._news

@@ -157,6 +157,12 @@ class Member:
         while self.channels["run"]._inbox is None:
             time.sleep(0.01)
 
+    def expects(self, rank: int) -> None:
+        """Wait until this rank waits for another one's measurements."""
+        gathering = self.channels["run"]._gathering
+        while gathering is None or rank not in gathering.members:
+            time.sleep(0.01)
+
     def threads(self) -> list[str]:
         return sorted(t.name for t in threading.enumerate() if t.name.startswith("telemetry"))
 

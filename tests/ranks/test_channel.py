@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from members import Process, every, ranks, total, value
+from members import Process, every, ranks, total
 
 PATIENT = 1000.0
 """Patience with which a test would not end if anybody waited for who is late."""
@@ -82,7 +82,7 @@ def test_a_rank_that_dies_is_missed_once(four: list[Process]) -> None:
 
 def test_a_rank_that_hangs_is_missed_and_comes_back(four: list[Process]) -> None:
     first, *_, last = four
-    every(four, "open", patience_s=0.5)
+    every(four, "open")
     every(four, "send", range(5))
     first.do("got", 4)
     last.signal(signal.SIGSTOP)
@@ -90,6 +90,7 @@ def test_a_rank_that_hangs_is_missed_and_comes_back(four: list[Process]) -> None
     assert first.do("got", 9)[9] == (9, [0, 1, 2], total([0, 1, 2], 9))
     last.signal(signal.SIGCONT)
     last.do("send", range(5, 20))
+    first.do("expects", 3)
     every(four[:3], "send", range(10, 20))
     assert first.do("got", 19)[19] == (19, [0, 1, 2, 3], total(range(4), 19))
     assert told(first, "the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
@@ -224,6 +225,7 @@ def test_ranks_below_one_that_goes_turn_to_the_first(
         if number == signal.SIGSTOP:
             leader.signal(signal.SIGCONT)
             leader.do("send", range(9, 12))
+            first.do("expects", 2)
             every(others, "send", range(9, 12))
             assert first.do("got", 11)[11] == (11, everyone, total(everyone, 11))
         if number is None:
