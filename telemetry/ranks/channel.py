@@ -37,8 +37,8 @@ has heard from the one below, which waited."""
 CLOSE_S = 20.0
 _BUSY_S, _IDLE_S = 0.02, 0.2
 _LEAVE_S = 2.0
-_LAP = 2**40
-"""Steps that a run may have. A run that goes back to an earlier step begins another lap."""
+_LAP = 2**44
+"""Twice the steps that a run may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,13 @@ class Merged:
 
     Attributes:
         step: Its number.
+        phase: Name of a part of the run that is not training; empty for a step of training.
         ranks: Whose measurements these are.
         payload: The measurements, merged.
     """
 
     step: int
+    phase: str
     ranks: frozenset[int]
     payload: bytes
 
@@ -101,7 +103,7 @@ class Channel:
         self._clock = RunningClock()
         self._now = 0.0
         self._given: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lap, self._last_step = 0, -1
+        self._lap, self._last = 0, (-1, "")
         self._gathering: Gathering | None = None
         self._inbox: Inbox | None = None
         self._uplink: Uplink | None = None
@@ -124,9 +126,15 @@ class Channel:
 
     # --- from any thread -------------------------------------------------------------------------
 
-    def send(self, step: int, payload: bytes) -> None:
-        """Hand over what this rank measured at a step, or in a block of steps up to this one."""
-        self._give(lambda: self._send(step, payload))
+    def send(self, step: int, payload: bytes, *, phase: str = "") -> None:
+        """Hand over what this rank measured at a step, or in a block of steps up to this one.
+
+        Args:
+            step: Its number. The phases of a step come before the step itself.
+            payload: What was measured.
+            phase: Name of a part of the run that is not training.
+        """
+        self._give(lambda: self._send(step, payload, phase))
 
     def announce(self, change: Callable[[News], News]) -> None:
         """Change the news; on the first rank."""
@@ -191,11 +199,19 @@ class Channel:
             here = self._gathering.members | {self._rank}
             self._uplink.outbox.greeting = Part(kind=Kind.JOINED, ranks=here).to_bytes()
 
-    def _send(self, step: int, payload: bytes) -> None:
-        self._lap += step <= self._last_step
-        self._last_step = step
-        place = self._lap * _LAP + step
-        self._take(Part(place=place, ranks=frozenset({self._rank}), payload=payload))
+    def _send(self, step: int, payload: bytes, phase: str) -> None:
+        place = 2 * step + (not phase)
+        # A run that goes back, or repeats a phase, begins another lap.
+        self._lap += place < self._last[0] or (place, phase) == self._last
+        self._last = place, phase
+        self._take(
+            Part(
+                place=self._lap * _LAP + place,
+                phase=phase,
+                ranks=frozenset({self._rank}),
+                payload=payload,
+            )
+        )
 
     def _take(self, part: Part) -> None:
         """Something from this rank or from below."""
@@ -215,9 +231,12 @@ class Channel:
                 self._uplink.put(part.to_bytes(), droppable=True)
                 continue
             with self._faults.contained("to record what the ranks measured"):
-                step = part.place % _LAP
-                self._attendance.check(step, part.ranks, gathering)
-                self._deliver(Merged(step=step, ranks=part.ranks, payload=part.payload))
+                step = part.place % _LAP // 2
+                if not part.phase:
+                    self._attendance.check(step, part.ranks, gathering)
+                self._deliver(
+                    Merged(step=step, phase=part.phase, ranks=part.ranks, payload=part.payload)
+                )
 
     def _hear(self, news: bytes) -> None:
         if news and news != self._posted:

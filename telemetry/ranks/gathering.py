@@ -47,9 +47,9 @@ class _Open:
 class Gathering:
     """Collects the parts of each step and merges them, in the order of the steps.
 
-    Each rank sends its steps in their order. So a rank that has sent a later step will not send an
-    earlier one, and nobody waits for it: ranks that log at different intervals do not hold each
-    other up. A step is complete when no rank is left that may still send it. Otherwise it ends
+    Each rank sends its steps in their order; at one place in it there may be several phases. So a
+    rank that has sent a later step will not send an earlier one, and nobody waits for it: ranks
+    that log at different intervals do not hold each other up. A step is complete when no rank is left that may still send it. Otherwise it ends
     when nothing has come from those ranks for ``patience_s``, or when too many bytes wait; they are
     not waited for again until something comes from them.
 
@@ -85,9 +85,10 @@ class Gathering:
         self._start_s = start_s
         self._forwards_late = forwards_late
         self._max_bytes = max_bytes
-        self._open: dict[int, _Open] = {}
+        self._open: dict[tuple[int, str], _Open] = {}
         self._bytes = 0
-        self._ended = -1
+        self._ended_place = -1
+        self._ended_phases: set[str] = set()  # at that place
         self._stragglers: list[Part] = []
         self._last = np.full(world_size, -1, np.int64)
         self._heard = np.zeros(world_size)
@@ -128,8 +129,9 @@ class Gathering:
         if part.kind != Kind.RECORD:
             return
         self._last[index] = np.maximum(self._last[index], part.place)
-        if part.place > self._ended:
-            self._put(part, self._open.setdefault(part.place, _Open(since=now)).parts)
+        if not self._has_ended(part):
+            key = part.place, part.phase
+            self._put(part, self._open.setdefault(key, _Open(since=now)).parts)
         elif self._forwards_late:
             self._stragglers.append(part)
         else:
@@ -149,18 +151,33 @@ class Gathering:
             return self._stragglers.pop(0)
         if not self._open:
             return None
-        place = min(self._open)
-        awaited = self._awaited(place, now)
-        waited_s = now - np.maximum(self._heard[awaited], self._open[place].since)
+        key = min(self._open)
+        awaited = self._awaited(*key, now)
+        waited_s = now - np.maximum(self._heard[awaited], self._open[key].since)
         if (waited_s < self._patience_s).any() and self._bytes <= self._max_bytes and not hurry:
             return None
         self._silent |= awaited & self._joined
-        self._ended = place
-        return self._whole(self._open.pop(place).parts)
+        self._end(*key)
+        return self._whole(self._open.pop(key).parts)
 
-    def _awaited(self, place: int, now: float) -> NDArray[np.bool_]:
-        to_come = (self._last < place) & ~self._left & ~self._silent
+    def _awaited(self, place: int, phase: str, now: float) -> NDArray[np.bool_]:
+        to_come = self._last < place
+        if phase:  # who has sent another phase of the same step may still send this one
+            to_come |= self._last == place
+            for part in self._open[place, phase].parts:
+                to_come[np.fromiter(part.ranks, np.int64, len(part.ranks))] = False
+        to_come &= ~self._left & ~self._silent
         return to_come if now < self._start_s else to_come & self._joined
+
+    def _has_ended(self, part: Part) -> bool:
+        if part.place == self._ended_place:
+            return part.phase in self._ended_phases
+        return part.place < self._ended_place
+
+    def _end(self, place: int, phase: str) -> None:
+        if place > self._ended_place:
+            self._ended_place, self._ended_phases = place, set()
+        self._ended_phases.add(phase)
 
     def _put(self, part: Part, parts: list[Part]) -> None:
         overlapping = [other for other in parts if other.ranks & part.ranks]
@@ -178,6 +195,7 @@ class Gathering:
             return parts[0]
         return Part(
             place=parts[0].place,
+            phase=parts[0].phase,
             ranks=frozenset().union(*(part.ranks for part in parts)),
             payload=self._merge([part.payload for part in parts]),
         )

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import groupby
 
-_HEADER = struct.Struct("<BqI")
+_HEADER = struct.Struct("<BqII")
 
 
 class Kind(IntEnum):
@@ -28,18 +28,21 @@ class Part:
     Attributes:
         kind: What it is.
         place: Its place in the order of steps. Of ``HELD`` the step that a rank will not pass.
+        phase: Name of a part of the run that is not training; there may be several at one place.
         ranks: From whom it is.
         payload: What they measured, merged; only of a record.
     """
 
     kind: Kind = Kind.RECORD
     place: int = 0
+    phase: str = ""
     ranks: frozenset[int]
     payload: bytes = b""
 
     def to_bytes(self) -> bytes:
-        ranks = ranges_of(self.ranks).encode("ascii")
-        return _HEADER.pack(self.kind, self.place, len(ranks)) + ranks + self.payload
+        ranks, phase = ranges_of(self.ranks).encode(), self.phase.encode()
+        head = _HEADER.pack(self.kind, self.place, len(ranks), len(phase))
+        return head + ranks + phase + self.payload
 
     @staticmethod
     def from_bytes(data: bytes) -> Part:
@@ -49,12 +52,18 @@ class Part:
             ValueError: It is something else.
         """
         try:
-            kind, place, length = _HEADER.unpack_from(data)
+            kind, place, ranks, phase = _HEADER.unpack_from(data)
         except struct.error as error:
             raise ValueError(f"no part of a record: {data[:20]!r}") from error
-        payload = _HEADER.size + length
-        ranks = ranks_of(data[_HEADER.size : payload].decode("ascii"))
-        return Part(kind=Kind(kind), place=place, ranks=ranks, payload=data[payload:])
+        phase_at = _HEADER.size + ranks
+        payload_at = phase_at + phase
+        return Part(
+            kind=Kind(kind),
+            place=place,
+            phase=data[phase_at:payload_at].decode(),
+            ranks=ranks_of(data[_HEADER.size : phase_at].decode()),
+            payload=data[payload_at:],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

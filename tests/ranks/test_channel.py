@@ -103,7 +103,7 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_hold_nobody_up(
 ) -> None:
     first, second, third, _ = four
     every(four[:3], "open")
-    every([first, second], "send", range(0, 40))
+    every([first, second], "send", range(40))
     third.do("send", range(0, 40, 4))
     seen = first.do("got", 39)
     assert [step for step, *_ in seen] == list(range(40))
