@@ -1,0 +1,320 @@
+"""One rank's end of the channel between ranks: what it measured goes up, announcements come down.
+
+Ranks form a tree, node first (:mod:`telemetry.ranks.meeting`). Each rank that has others below it
+hosts a ``torch.distributed.TCPStore``, to which those send (:mod:`telemetry.ranks.inbox`); it
+merges what belongs to one step (:mod:`telemetry.ranks.gathering`) and sends that on
+(:mod:`telemetry.ranks.uplink`). The first rank has the whole. Announcements are posted on each of
+these stores, where the ranks below ask for them four times a second, and whenever they send.
+
+No collective takes part, no process group is made, and no rank waits for another except on its
+background threads, each time for a bounded time and with bounded memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+
+from telemetry.faults import Faults
+from telemetry.ranks.attendance import Attendance
+from telemetry.ranks.gathering import Gathering, Merge, RunningClock
+from telemetry.ranks.inbox import Inbox
+from telemetry.ranks.meeting import FAN_OUT, Meeting, Search
+from telemetry.ranks.part import Kind, News, Part
+from telemetry.ranks.raising import Agreement, Vote
+from telemetry.ranks.uplink import LAST_S, Uplink
+
+PATIENCE_S = 5.0
+"""How long a step waits for late ranks at the lowest level; further up a multiple, so that a level
+has heard from the one below, which waited."""
+
+CLOSE_S = 20.0
+_BUSY_S, _IDLE_S = 0.02, 0.2
+_LEAVE_S = 2.0
+_LAP = 2**44
+"""Twice the steps that a run may have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """What ranks measured at one step.
+
+    Attributes:
+        step: Its number.
+        phase: Name of a part of the run that is not training; empty for a step of training.
+        ranks: Whose measurements these are.
+        payload: The measurements, merged.
+    """
+
+    step: int
+    phase: str
+    ranks: frozenset[int]
+    payload: bytes
+
+
+class Channel:
+    """Connects one logger with those of the other ranks. It has threads of its own.
+
+    The ranks meet as soon as there is a default process group. Until then the first rank has only
+    its own measurements, and what the others send waits. A forked child ignores everything.
+
+    Args:
+        name: The same for the loggers of one run on all ranks, and no other logger's.
+        rank: Of this process; 0 is the first.
+        world_size: How many ranks there are.
+        merge: Makes one payload of several, in any order and grouping; on the channel's thread.
+        deliver: Called on the first rank with each step, in order, on the channel's thread.
+        heard: Called on all ranks with each version of the news, on the channel's thread.
+        faults: Where failures are reported.
+        first_step: The number of the first step.
+        patience_s: As :data:`PATIENCE_S`.
+
+    Attributes:
+        agreement: Asked by the training thread at the end of each step whether to raise.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        world_size: int,
+        merge: Merge,
+        deliver: Callable[[Merged], None],
+        heard: Callable[[News], None],
+        faults: Faults,
+        first_step: int = 0,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._name = hashlib.sha256(name.encode()).hexdigest()[:16]
+        self._rank = rank
+        self._world_size = world_size
+        self._merge = merge
+        self._deliver = deliver
+        self._heard = heard
+        self._faults = faults
+        self._patience_s = patience_s
+        self._clock = RunningClock()
+        self._now = 0.0
+        self._given: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lap, self._last = 0, (-1, "")
+        self._gathering: Gathering | None = None
+        self._inbox: Inbox | None = None
+        self._uplink: Uplink | None = None
+        self._news, self._posted = News(), b""
+        self._vote: Vote | None = None
+        self._answered = False
+        self._attendance = Attendance(world_size)
+        self._pid = os.getpid()
+        self._closing = False
+        self._close_at = math.inf
+        self.agreement = Agreement(first_step)
+        if rank == 0:
+            self._meeting = Meeting(self._name, self._open_inbox())
+        else:
+            greeting = Part(kind=Kind.JOINED, ranks=frozenset({rank}))
+            search = Search(self._name, rank, self._open_inbox)
+            self._uplink = Uplink(search, greeting.to_bytes(), patience_s)
+        self._thread = threading.Thread(target=self._run, name="telemetry-ranks", daemon=True)
+        self._thread.start()
+
+    # --- from any thread -------------------------------------------------------------------------
+
+    def send(self, step: int, payload: bytes, *, phase: str = "") -> None:
+        """Hand over what this rank measured at a step, or in a block of steps up to this one.
+
+        Args:
+            step: Its number. The phases of a step come before the step itself.
+            payload: What was measured.
+            phase: Name of a part of the run that is not training.
+        """
+        self._give(lambda: self._send(step, payload, phase))
+
+    def announce(self, change: Callable[[News], News]) -> None:
+        """Change the news; on the first rank."""
+        self._give(lambda: self._post(change(self._news)))
+
+    def raise_together(self, message: str) -> None:
+        """Have all ranks raise at the end of one step, the same one; on the first rank."""
+        self._give(lambda: self._call_vote(message))
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Send what waits, let the ranks below go elsewhere, and end. Harmless when repeated.
+
+        The first rank waits for what others measured at the steps that it has, as long as for any
+        late rank, and all within ``timeout_s``; threads that hang have four seconds more.
+        """
+        if os.getpid() != self._pid:
+            return
+        if not self._closing:
+            self._closing, self._close_at = True, time.monotonic() + timeout_s
+            self._given.put(lambda: None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s + LAST_S)
+
+    def _give(self, act: Callable[[], None]) -> None:
+        if os.getpid() == self._pid and not self._closing:
+            self._given.put(act)
+
+    # --- on the channel's thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._turn()
+        with self._faults.contained("to end the exchange with other ranks"):
+            self._end()
+
+    def _turn(self, *, hurry: bool = False) -> None:
+        """Do what there is to do, after a wait of a moment for more of it."""
+        with self._faults.contained("to exchange records with other ranks"):
+            self._do_given()
+            self._now = self._clock.now()
+            self._receive()
+            self._hand_on(hurry=hurry)
+            if self._uplink is not None:
+                self._hear(self._uplink.look(self._now))
+            self._count_votes()
+
+    def _do_given(self) -> None:
+        busy = self._gathering is not None and self._gathering.waiting > 0
+        try:
+            act = self._given.get(timeout=_BUSY_S if busy else _IDLE_S)
+            while True:
+                act()
+                act = self._given.get_nowait()
+        except Empty:
+            pass
+
+    def _receive(self) -> None:
+        arrived = [] if self._inbox is None else self._inbox.collect()
+        for data in arrived:
+            self._take(Part.from_bytes(data))
+        if arrived and self._uplink is not None and self._gathering is not None:
+            here = self._gathering.members | {self._rank}
+            self._uplink.outbox.greeting = Part(kind=Kind.JOINED, ranks=here).to_bytes()
+
+    def _send(self, step: int, payload: bytes, phase: str) -> None:
+        place = 2 * step + (not phase)
+        # A run that goes back, or repeats a phase, begins another lap.
+        self._lap += place < self._last[0] or (place, phase) == self._last
+        self._last = place, phase
+        self._take(
+            Part(
+                place=self._lap * _LAP + place,
+                phase=phase,
+                ranks=frozenset({self._rank}),
+                payload=payload,
+            )
+        )
+
+    def _take(self, part: Part) -> None:
+        """Something from this rank or from below."""
+        if self._gathering is not None and part.kind != Kind.HELD:
+            self._gathering.add(part, self._now)
+        if self._uplink is not None:
+            if self._gathering is None or part.kind != Kind.RECORD:
+                self._uplink.put(part.to_bytes(), droppable=part.kind == Kind.RECORD)
+        elif part.kind == Kind.HELD and self._vote is not None:
+            self._vote.add(part.ranks, part.place)
+
+    def _hand_on(self, *, hurry: bool) -> None:
+        """Send or deliver the steps that are complete."""
+        gathering = self._gathering
+        while gathering is not None and (part := gathering.take(self._now, hurry=hurry)):
+            if self._uplink is not None:
+                self._uplink.put(part.to_bytes(), droppable=True)
+                continue
+            with self._faults.contained("to record what the ranks measured"):
+                step = part.place % _LAP // 2
+                if not part.phase:
+                    self._attendance.check(step, part.ranks, gathering)
+                self._deliver(
+                    Merged(step=step, phase=part.phase, ranks=part.ranks, payload=part.payload)
+                )
+
+    def _hear(self, news: bytes) -> None:
+        if news and news != self._posted:
+            self._pass_on(News.from_bytes(news), news)
+
+    def _post(self, news: News) -> None:
+        self._pass_on(news, news.to_bytes())
+
+    def _pass_on(self, news: News, data: bytes) -> None:
+        """To the ranks below, and to this one."""
+        self._news, self._posted = news, data
+        if self._inbox is not None:
+            self._inbox.post(data)
+        if news.hold and not self._answered:
+            self._answered = True
+            held = self.agreement.hold()
+            self._take(Part(kind=Kind.HELD, place=held, ranks=frozenset({self._rank})))
+        if news.raise_at is not None:
+            self.agreement.decide(news.raise_at)
+        self._heard(news)
+
+    def _call_vote(self, message: str) -> None:
+        if self._vote is None:
+            self._vote = Vote(self._now)
+            self._post(replace(self._news, hold=True, message=message))
+
+    def _count_votes(self) -> None:
+        if self._vote is not None and self._gathering is not None:
+            voters = self._gathering.members | {self._rank}
+            if self._vote.choose(voters, self._now):
+                self._post(replace(self._news, raise_at=self._vote.decided))
+
+    def _open_inbox(self) -> Inbox:
+        """On the first rank; and on a thread of the uplink's if this rank turns out to be one to
+        which others send."""
+        patience_s = start_s = self._patience_s
+        if self._rank == 0:
+            height = 1 + math.ceil(math.log(self._world_size + 1, FAN_OUT))
+            patience_s = start_s = patience_s * height
+        else:
+            start_s /= 4
+        inbox = Inbox()
+        inbox.post(self._posted)
+        self._gathering = Gathering(
+            world_size=self._world_size,
+            merge=self._merge,
+            patience_s=patience_s,
+            start_s=self._now + start_s,
+            forwards_late=self._rank != 0,
+        )
+        self._inbox = inbox
+        return inbox
+
+    def _end(self) -> None:
+        if self._uplink is not None:
+            self._send_children_elsewhere()
+            self._turn(hurry=True)
+            left = Part(kind=Kind.LEFT, ranks=frozenset({self._rank}))
+            self._uplink.put(left.to_bytes(), droppable=False)
+            self._uplink.close(self._close_at - time.monotonic())
+        else:
+            while self._gathering is not None and self._gathering.waiting and self._has_time:
+                self._turn()
+            self._turn(hurry=True)
+            self._send_children_elsewhere()
+            self._meeting.close()
+        self.agreement.decide(self._news.raise_at)
+        self._inbox = None  # which ends its server
+
+    def _send_children_elsewhere(self) -> None:
+        """Those of the first rank have nowhere else to go, and end."""
+        if self._inbox is None:
+            return
+        self._inbox.dismiss()
+        give_up = min(self._close_at, time.monotonic() + _LEAVE_S)
+        while self._inbox.children and time.monotonic() < give_up:
+            self._turn()
+
+    @property
+    def _has_time(self) -> bool:
+        return time.monotonic() < self._close_at

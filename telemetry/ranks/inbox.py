@@ -1,0 +1,105 @@
+"""A rank's own store, to which the ranks below it in the tree send.
+
+Keys on it: ``children`` and ``gone`` count the connections that were opened and given up.
+Connection ``n`` sends its parts as ``n/0``, ``n/1``, ... and then rings ``bell``, another counter.
+``n/taken`` says how many of them have been taken (and deleted), so that a child knows how many wait
+and what it has to send again elsewhere. ``news`` is what the ranks below are to know; its first
+byte says whether this rank is about to leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from telemetry.ranks.address import open_server
+
+_STAYS, _LEAVES = b"+", b"-"
+
+
+class Inbox:
+    """The receiving side: opens a server and reads what arrives. Its calls take microseconds.
+
+    Attributes:
+        store: The server.
+    """
+
+    def __init__(self) -> None:
+        self.store: TCPStore = open_server()
+        self._rung = 0
+        self._taken: list[int] = []
+        self._news = b""
+        self.post(b"")
+
+    def collect(self) -> list[bytes]:
+        """What has arrived since the last call, in the order in which each child sent it."""
+        rung = self.store.add("bell", 0)
+        if rung == self._rung:
+            return []
+        self._rung = rung
+        count = self.store.add("children", 0)
+        self._taken += [0] * (count - len(self._taken))
+        return [data for child in range(count) for data in self._collect_from(child)]
+
+    def post(self, news: bytes) -> None:
+        """Tell the ranks below."""
+        self._news = news
+        self.store.set("news", (_STAYS + news).decode("latin-1"))
+
+    def dismiss(self) -> None:
+        """Have the ranks below send elsewhere."""
+        self.store.set("news", (_LEAVES + self._news).decode("latin-1"))
+
+    @property
+    def children(self) -> int:
+        """How many connections are in use, as far as they have said."""
+        return self.store.add("children", 0) - self.store.add("gone", 0)
+
+    def _collect_from(self, child: int) -> list[bytes]:
+        found = []
+        while self.store.check([key := f"{child}/{self._taken[child]}"]):
+            found.append(bytes(self.store.get(key)))
+            self.store.delete_key(key)
+            self._taken[child] += 1
+        if found:
+            self.store.set(f"{child}/taken", str(self._taken[child]))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What the other side says at an exchange.
+
+    Attributes:
+        taken: How many parts it has taken so far.
+        leaves: Whether it is about to leave.
+        news: What it has posted.
+    """
+
+    taken: int
+    leaves: bool
+    news: bytes
+
+
+def join(store: Store) -> int:
+    """Open a connection to an inbox; its number."""
+    child = store.add("children", 1) - 1
+    store.set(f"{child}/taken", "0")
+    return child
+
+
+def exchange(store: Store, child: int, first: int, parts: Sequence[bytes]) -> Reply:
+    """Send parts, of which the first has this number, and hear what is new: one round trip."""
+    for number, part in enumerate(parts, start=first):
+        store.set(f"{child}/{number}", part)  # type: ignore[arg-type]  # bytes are taken, too
+    if parts:
+        store.add("bell", 1)
+    taken, news = store.multi_get([f"{child}/taken", "news"])
+    return Reply(taken=int(taken), leaves=news[:1] == _LEAVES, news=bytes(news[1:]))
+
+
+def leave(store: Store) -> None:
+    """Give the connection up."""
+    store.add("gone", 1)

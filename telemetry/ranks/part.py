@@ -1,0 +1,112 @@
+"""What travels between ranks: what some of them measured at one step, and short notices."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from itertools import groupby
+
+_HEADER = struct.Struct("<BqII")
+
+
+class Kind(IntEnum):
+    """What a part is."""
+
+    RECORD = 0
+    JOINED = 1
+    LEFT = 2
+    HELD = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Something from some of the ranks, on its way to the first.
+
+    Attributes:
+        kind: What it is.
+        place: Its place in the order of steps. Of ``HELD`` the step that a rank will not pass.
+        phase: Name of a part of the run that is not training; there may be several at one place.
+        ranks: From whom it is.
+        payload: What they measured, merged; only of a record.
+    """
+
+    kind: Kind = Kind.RECORD
+    place: int = 0
+    phase: str = ""
+    ranks: frozenset[int]
+    payload: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        ranks, phase = ranges_of(self.ranks).encode(), self.phase.encode()
+        head = _HEADER.pack(self.kind, self.place, len(ranks), len(phase))
+        return head + ranks + phase + self.payload
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Part:
+        """The inverse of :meth:`to_bytes`.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            kind, place, ranks, phase = _HEADER.unpack_from(data)
+        except struct.error as error:
+            raise ValueError(f"no part of a record: {data[:20]!r}") from error
+        phase_at = _HEADER.size + ranks
+        payload_at = phase_at + phase
+        return Part(
+            kind=Kind(kind),
+            place=place,
+            phase=data[phase_at:payload_at].decode(),
+            ranks=ranks_of(data[_HEADER.size : phase_at].decode()),
+            payload=data[payload_at:],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What the first rank tells all others; each version replaces the former.
+
+    Attributes:
+        settings: Of the first rank's logger, as its owner writes them, such as its interval.
+        full_steps: Steps that are measured in full although the schedule does not name them.
+        end_at: The last step of the run; None while it goes on.
+        hold: Whether every rank shall stop at the end of a step, since one is about to be chosen.
+        raise_at: The step at whose end all raise; None if none is chosen.
+        message: What they raise, as its owner writes it.
+    """
+
+    settings: str = ""
+    full_steps: tuple[int, ...] = ()
+    end_at: int | None = None
+    hold: bool = False
+    raise_at: int | None = None
+    message: str = ""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> News:
+        found = json.loads(data)
+        return News(**{**found, "full_steps": tuple(found["full_steps"])})
+
+
+def ranges_of(ranks: Iterable[int]) -> str:
+    """Ranks in words: ``0-3,7``."""
+    runs = []
+    for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ",".join(runs)
+
+
+def ranks_of(ranges: str) -> frozenset[int]:
+    """The inverse of :func:`ranges_of`."""
+    bounds = (text.partition("-") for text in ranges.split(",") if text)
+    return frozenset(
+        rank for first, _, last in bounds for rank in range(int(first), int(last or first) + 1)
+    )

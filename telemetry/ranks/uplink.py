@@ -1,0 +1,207 @@
+"""A rank's way up the tree: finds whom to send to, sends, and goes elsewhere if need be."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch import distributed
+
+from telemetry.ranks.address import Address, Peer, open_client, reach, sever
+from telemetry.ranks.inbox import exchange, join, leave
+from telemetry.ranks.meeting import Search, default_store, delete_keys
+from telemetry.ranks.outbox import Outbox
+
+LAST_S = 4.0
+"""How long the threads have at the end; a store that is being opened takes the longest."""
+
+POLL_S = 0.25
+_BUSY_S = 0.02
+_SEVER_S = 0.2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 30.0
+
+
+class _Sender(threading.Thread):
+    """Sends what is in the outbox to one other rank, until told to stop. Its calls may hang.
+
+    Args:
+        outbox: What to send.
+        find: Says where to; None if that is not known so far.
+        pause_s: How long to wait before anything else.
+
+    Attributes:
+        news: What the other side has posted; None before it has answered.
+        dismissed: Whether the other side has said that it leaves.
+        answers: How often the other side has answered.
+        found: Whether it is known where to send.
+    """
+
+    def __init__(self, outbox: Outbox, find: Callable[[], Address | None], pause_s: float) -> None:
+        super().__init__(name="telemetry-send", daemon=True)
+        self._outbox = outbox
+        self._find = find
+        self._pause_s = pause_s
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._abandoned = False
+        self._peer: Peer | None = None
+        self.news: bytes | None = None
+        self.dismissed = False
+        self.answers = 0
+        self.found = False
+        self.start()
+
+    def run(self) -> None:
+        # What a store raises are RuntimeErrors; addresses, OSErrors; old or foreign keys, others.
+        with suppress(RuntimeError, OSError, ValueError):
+            if not self._stopping.wait(self._pause_s):
+                self._send_all()
+
+    def hurry(self) -> None:
+        """There is something to send."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End when all is sent."""
+        self._stopping.set()
+        self._wake.set()
+
+    def abandon(self) -> None:
+        """Send nothing more, and end as soon as the other side answers."""
+        self._abandoned = True
+        self.stop()
+
+    def end(self, timeout_s: float) -> None:
+        """Wait for the end, and have a call that hangs fail."""
+        give_up = time.monotonic() + timeout_s
+        self.join(min(timeout_s, _SEVER_S))
+        while self.is_alive() and self._peer is not None and time.monotonic() < give_up:
+            sever(self._peer)
+            self.join(_SEVER_S)
+
+    def _send_all(self) -> None:
+        address = self._search()
+        if address is None:
+            return
+        self.found = True
+        self._peer = reach(address)
+        store = open_client(self._peer)
+        child = join(store)
+        if not self._abandoned:
+            self._outbox.connect()
+        while not self._abandoned:
+            stopping = self._stopping.is_set()
+            first, parts = self._outbox.to_send()
+            reply = exchange(store, child, first, parts)
+            self.answers += 1
+            if self._abandoned:
+                break
+            self._outbox.take(reply.taken)
+            self.news, self.dismissed = reply.news, reply.leaves
+            if reply.leaves or (stopping and self._outbox.is_empty):
+                break
+            self._wake.wait(POLL_S if self._outbox.is_empty else _BUSY_S)
+            self._wake.clear()
+        leave(store)
+
+    def _search(self) -> Address | None:
+        """Where to send, as soon as that is known; asks ever more seldom."""
+        pause_s = _FIRST_PAUSE_S
+        while (address := self._find()) is None:
+            if self._stopping.wait(pause_s):
+                return None
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        return address
+
+
+class Uplink:
+    """Sends parts to the rank above. Nothing here waits; :meth:`look` is called now and then.
+
+    If the rank above does not answer for some seconds, has died, or says that it leaves, this rank
+    turns to the first rank of all and repeats what may be lost. Nobody replaces that one: if it is
+    stopped, it is waited for; if it is gone, it is looked for again; if it leaves, that is the end.
+
+    Args:
+        search: Looks for this rank's place in the tree.
+        greeting: What everybody new is sent first.
+        patience_s: How long to wait for an answer of a rank that is not the first.
+
+    Attributes:
+        outbox: What waits to be sent.
+        ended: Whether the first rank has left.
+    """
+
+    def __init__(self, search: Search, greeting: bytes, patience_s: float) -> None:
+        self._search = search
+        self.outbox = Outbox()
+        self.outbox.greeting = greeting
+        self._patience_s = patience_s
+        self._news = b""
+        self._at_first = False
+        self._pause_s = 0.0
+        self._keys: tuple[str, ...] = ()
+        self._sender = _Sender(self.outbox, self._find_place, 0.0)
+        self._abandoned: list[_Sender] = []
+        self._answers = 0
+        self._answered_at = 0.0
+        self.ended = False
+
+    def put(self, data: bytes, *, droppable: bool) -> None:
+        """Send a part, or keep it until it can be sent; of too many records the oldest go."""
+        if not self.ended:
+            self.outbox.put(data, droppable=droppable)
+            self._sender.hurry()
+
+    def look(self, now: float) -> bytes:
+        """Go elsewhere if need be; returns the latest news, empty if there are none.
+
+        Args:
+            now: Time of a clock that stands while this process is stopped.
+        """
+        sender = self._sender
+        if sender.answers != self._answers or not sender.found:
+            self._answers, self._answered_at = sender.answers, now
+        if sender.news is not None:
+            self._news, self._pause_s = sender.news, 0.0
+        hangs = now - self._answered_at > self._patience_s and not self._at_first
+        if not self.ended and (hangs or not sender.is_alive()):
+            self._go_elsewhere()
+        return self._news
+
+    def close(self, timeout_s: float) -> None:
+        """Send what waits, within a time limit, and end."""
+        give_up = time.monotonic() + timeout_s
+        self._sender.stop()
+        while self._sender.is_alive() and time.monotonic() < give_up:
+            self._sender.join(_SEVER_S)
+        self.ended = True
+        for sender in [self._sender, *self._abandoned]:
+            sender.abandon()
+            sender.end(LAST_S)
+        delete_keys(self._keys)
+
+    def _go_elsewhere(self) -> None:
+        if self._sender.dismissed and self._at_first:
+            self.ended = True
+            return
+        self._sender.abandon()
+        self._abandoned = [s for s in [*self._abandoned, self._sender] if s.is_alive()]
+        self._at_first = self._search.first is not None
+        find = self._find_first if self._at_first else self._find_place
+        self._sender = _Sender(self.outbox, find, self._pause_s)
+        self._answers, self._pause_s = 0, min(2 * self._pause_s + 0.5, _LONGEST_PAUSE_S)
+
+    def _find_first(self) -> Address | None:
+        return self._search.first
+
+    def _find_place(self) -> Address | None:
+        if not distributed.is_initialized():
+            return None
+        place = self._search.go_on(default_store())
+        if place is None:
+            return None
+        self._keys = place.keys
+        self._at_first = place.parent == place.first
+        return place.parent

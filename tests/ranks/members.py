@@ -1,0 +1,253 @@
+"""Ranks in processes of their own, which do what a test tells them and answer when it is done.
+
+So tests wait for events and never for time. The processes are forked from one that has loaded
+torch, which takes seconds each time otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from telemetry.faults import Faults
+from telemetry.ranks.channel import Channel, Merged
+from telemetry.ranks.part import News
+
+ANSWER_S = 60.0
+"""A test fails when something takes longer."""
+
+
+def merge(payloads: Sequence[bytes]) -> bytes:
+    """Payloads are numbers, and their merger is their sum."""
+    return struct.pack("<q", sum(struct.unpack("<q", payload)[0] for payload in payloads))
+
+
+def value(rank: int, step: int) -> int:
+    """What a rank sends at a step: in a sum, each rank has three digits of its own."""
+    return int(1000**rank * (step + 1))
+
+
+def total(ranks: Sequence[int], step: int) -> int:
+    return sum(value(rank, step) for rank in ranks)
+
+
+@dataclass(kw_only=True, eq=False)
+class Ear:
+    """What one channel has brought."""
+
+    merged: list[Merged] = field(default_factory=list)
+    news: News = field(default_factory=News)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def deliver(self, merged: Merged) -> None:
+        with self.changed:
+            self.merged.append(merged)
+            self.changed.notify_all()
+
+    def hear(self, news: News) -> None:
+        with self.changed:
+            self.news = news
+            self.changed.notify_all()
+
+
+class Member:
+    """One rank, in its own process. Each method is a command."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.channels: dict[str, Channel] = {}
+        self.ears: dict[str, Ear] = {}
+        self.raised: int | None = None
+
+    def init(self, method: str) -> None:
+        dist.init_process_group(
+            "gloo", init_method=method, rank=self.rank, world_size=self.world_size
+        )
+
+    def open(self, name: str = "run", patience_s: float = 1.0) -> None:
+        ear = self.ears[name] = Ear()
+        self.channels[name] = Channel(
+            name=name,
+            rank=self.rank,
+            world_size=self.world_size,
+            merge=merge,
+            deliver=ear.deliver,
+            heard=ear.hear,
+            faults=Faults(),
+            patience_s=patience_s,
+        )
+
+    def send(self, steps: Sequence[int], name: str = "run") -> None:
+        for step in steps:
+            self.channels[name].send(step, struct.pack("<q", value(self.rank, step)))
+
+    def got(self, step: int, name: str = "run", count: int = 1) -> list[tuple[int, list[int], int]]:
+        """Wait for a merged step; then all so far: step, ranks, sum."""
+        ear = self.ears[name]
+        with ear.changed:
+            ear.changed.wait_for(lambda: sum(m.step == step for m in ear.merged) >= count)
+            return [
+                (m.step, sorted(m.ranks), struct.unpack("<q", m.payload)[0]) for m in ear.merged
+            ]
+
+    def announce(self, step: int) -> None:
+        self.channels["run"].announce(lambda news: replace(news, full_steps=(step,)))
+
+    def heard(self, step: int, name: str = "run") -> None:
+        ear = self.ears[name]
+        with ear.changed:
+            ear.changed.wait_for(lambda: step in ear.news.full_steps)
+
+    def alert(self) -> None:
+        self.channels["run"].raise_together("alert")
+
+    def train(self, steps: int, pause_s: float, *, together: bool) -> None:
+        """Steps in the background until one raises."""
+
+        def run() -> None:
+            for step in range(steps):
+                if together:
+                    dist.barrier()
+                time.sleep(pause_s)
+                if self.channels["run"].agreement.step_ended(step):
+                    self.raised = step
+                    return
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def trained(self) -> int | None:
+        """Wait for the end of the training; the step at which it raised."""
+        self.thread.join()
+        return self.raised
+
+    def close(self, name: str = "run", timeout_s: float = 20.0) -> float:
+        """Returns how many seconds that took."""
+        began = time.monotonic()
+        self.channels.pop(name).close(timeout_s)
+        return time.monotonic() - began
+
+    def keys(self) -> int:
+        """How many keys the store of the group has."""
+        return int(dist.distributed_c10d._get_default_store().num_keys())
+
+    def keys_below(self) -> int:
+        """How many keys this rank's own store has, where others send to it."""
+        inbox = self.channels["run"]._inbox
+        return -1 if inbox is None else int(inbox.store.num_keys())
+
+    def serve(self) -> None:
+        """Wait until others can send to this rank."""
+        while self.channels["run"]._inbox is None:
+            time.sleep(0.01)
+
+    def expects(self, rank: int) -> None:
+        """Wait until this rank waits for another one's measurements."""
+        gathering = self.channels["run"]._gathering
+        while gathering is None or rank not in gathering.members:
+            time.sleep(0.01)
+
+    def threads(self) -> list[str]:
+        return sorted(t.name for t in threading.enumerate() if t.name.startswith("telemetry"))
+
+    def exit(self) -> None:
+        sys.exit()
+
+
+class Process:
+    """A test's handle on a member."""
+
+    def __init__(self, rank: int, world_size: int, log: Path, network: str | None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["members"])
+        self._connection, other = context.Pipe()
+        self.rank = rank
+        self.log = log
+        self.process = context.Process(target=serve, args=(other, rank, world_size, log, network))
+        self.process.start()
+        other.close()
+
+    def begin(self, command: str, *arguments: Any, **named: Any) -> None:
+        self._connection.send((command, arguments, named))
+
+    def answer(self) -> Any:
+        assert self._connection.poll(ANSWER_S), f"rank {self.rank}: {self.log.read_text()}"
+        return self._connection.recv()
+
+    def do(self, command: str, *arguments: Any, **named: Any) -> Any:
+        self.begin(command, *arguments, **named)
+        return self.answer()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            stat = Path(f"/proc/{self.process.pid}/stat")
+            while stat.read_text().rpartition(")")[2].split()[0] != "T":
+                pass
+        elif number == signal.SIGKILL:
+            self.process.join()
+
+    def exit_code(self) -> int | None:
+        self.begin("exit")
+        self.process.join(ANSWER_S)
+        return self.process.exitcode
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def serve(
+    connection: Connection, rank: int, world_size: int, log: Path, network: str | None
+) -> None:
+    """In the new process: carry out commands until told to exit."""
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if network is None else "veth"
+    if network is not None:
+        with open(f"/run/netns/{network}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    member = Member(rank, world_size)
+    while True:
+        command, arguments, named = connection.recv()
+        connection.send(getattr(member, command)(*arguments, **named))
+
+
+def every(processes: Sequence[Process], command: str, *arguments: Any, **named: Any) -> list[Any]:
+    """All do the same at the same time."""
+    for process in processes:
+        process.begin(command, *arguments, **named)
+    return [process.answer() for process in processes]
+
+
+@contextmanager
+def ranks(folder: Path, count: int, networks: Sequence[str] = ()) -> Iterator[list[Process]]:
+    """So many processes; ``networks`` names the network namespace of each."""
+    processes = [
+        Process(r, count, folder / f"{r}.log", networks[r] if networks else None)
+        for r in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.end()

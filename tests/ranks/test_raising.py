@@ -1,0 +1,86 @@
+"""All ranks raise at the end of the same step, and none waits for ever."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from telemetry.ranks import raising
+from telemetry.ranks.raising import Agreement, Vote
+
+
+def ask(agreement: Agreement, step: int) -> tuple[threading.Thread, list[bool]]:
+    """A training thread that ends a step."""
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(agreement.step_ended(step)))
+    thread.start()
+    return thread, answers
+
+
+def test_a_rank_that_waits_goes_on_to_the_step_that_another_is_in() -> None:
+    """The other is in a collective of step 11 and needs the one that waits at the end of 10."""
+    behind, ahead = Agreement(), Agreement()
+    assert not behind.step_ended(9)
+    assert not ahead.step_ended(10)
+    vote = Vote(0.0)
+    vote.add(frozenset({0}), behind.hold())
+    assert not vote.choose(frozenset({0, 1}), 0.0)
+    waiting, answers = ask(behind, 10)
+    vote.add(frozenset({1}), ahead.hold())
+    assert vote.choose(frozenset({0, 1}), 0.0)
+    assert vote.decided == 11
+    assert waiting.is_alive()
+    behind.decide(vote.decided)
+    ahead.decide(vote.decided)
+    waiting.join()
+    assert answers == [False]
+    assert behind.step_ended(11)
+    assert ahead.step_ended(11)
+    assert not ahead.step_ended(12), "once"
+
+
+def test_a_rank_that_ends_its_step_while_it_is_told_is_right_either_way() -> None:
+    agreement = Agreement(first_step=5)
+    assert agreement.hold() == 5
+    waiting, answers = ask(agreement, 5)
+    agreement.decide(5)
+    waiting.join()
+    assert answers == [True]
+
+
+def test_the_dead_are_not_waited_for_and_who_comes_back_raises_at_once() -> None:
+    vote, late = Vote(0.0), Agreement()
+    vote.add(frozenset({0}), 7)
+    assert not vote.choose(frozenset({0, 1}), raising.ANSWER_S)
+    assert vote.choose(frozenset({0, 1}), raising.ANSWER_S + 1)
+    assert not vote.choose(frozenset({0, 1}), raising.ANSWER_S + 2), "once"
+    assert not late.step_ended(20)
+    late.hold()
+    late.decide(vote.decided)
+    assert late.step_ended(21)
+
+
+def test_training_goes_on_if_the_first_rank_goes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(raising, "HOLD_S", 0.01)
+    silent, closed = Agreement(), Agreement()
+    silent.hold()
+    assert not silent.step_ended(3)
+    assert not silent.step_ended(4)
+    assert len(caplog.messages) == 1
+    closed.hold()
+    closed.decide(None)
+    assert not closed.step_ended(3)
+    assert len(caplog.messages) == 1
+
+
+def test_what_is_decided_for_a_step_that_never_comes_is_raised_at_the_end() -> None:
+    agreement = Agreement()
+    assert not agreement.training_ended()
+    assert not agreement.step_ended(3)
+    agreement.hold()
+    agreement.decide(4)
+    assert agreement.training_ended()
+    assert not agreement.training_ended()
