@@ -19,6 +19,7 @@ import torch
 import torch._utils
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 log = logging.getLogger("telemetry")
 
@@ -26,6 +27,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _MAX_FRAMES_BELOW_SCALER = 16
 """Calls between ``GradScaler.step`` and an optimizer's hook: 6 in PyTorch, more with wrappers."""
+
+_MAX_FRAMES_BELOW_STAGE = 48
+"""Calls between a pipeline stage's forward pass and a hook on its module or a child of it."""
 
 NO_TASK = -1
 """What :func:`backward_task` answers outside a backward pass."""
@@ -332,6 +336,56 @@ def _prepare_scriptable(module: nn.Module) -> nn.Module:
     for callback in _before_scripting:
         callback(module)
     return module
+
+
+# --- several ranks -------------------------------------------------------------------------------
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The DDP wrapper in whose forward pass this thread is; None outside of one."""
+    loss = "parameters are not shared among the ranks to be measured"
+    active = _find(DistributedDataParallel, "_get_active_ddp_module", loss)
+    wrapper = None if active is None else active()
+    return wrapper if isinstance(wrapper, DistributedDataParallel) else None
+
+
+def calling_stage() -> int | None:
+    """Number of the pipeline stage whose forward pass this thread is in; None outside of one.
+
+    It is found on the call stack, for a stage does not announce itself to its module.
+    """
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    if module is None:
+        return None
+    loss = "stages of a pipeline with equal names are taken for copies of each other"
+    base = _find(module, "_PipelineStageBase", loss)
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MAX_FRAMES_BELOW_STAGE):
+        if frame is None or base is None:
+            return None
+        stage = frame.f_locals.get("self") if frame.f_code.co_filename == module.__file__ else None
+        if isinstance(stage, base):
+            return int(stage.stage_index)
+        frame = frame.f_back
+    return None
+
+
+def fsdp_mesh(module: nn.Module) -> Any | None:
+    """The device mesh that ``fully_shard`` shards a module's parameters over; None without one."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return None
+    loss = "dimensions of meshes are told apart by their names: dp, tp, ..."
+    get_state = _find(module, "_get_fsdp_state", loss)
+    group = None if get_state is None else getattr(get_state(), "_fsdp_param_group", None)
+    return getattr(getattr(group, "mesh_info", None), "mesh", None)
+
+
+def made_local(node: object) -> Any | None:
+    """The ``DTensorSpec`` of the ``DTensor`` that was made local by this node of the graph."""
+    if type(node).__name__ != "_ToTorchTensorBackward":
+        return None
+    return _find(node, "dtensor_spec", "outputs of tensor-parallel modules are not told apart")
 
 
 # --- arithmetic ----------------------------------------------------------------------------------
