@@ -171,12 +171,7 @@ def pipeline(model: Net, rank: int, size: int) -> Setup:
         model.head = nn.Identity()  # type: ignore[assignment]
     else:
         model.blocks[0] = nn.Identity()
-    shape = (BATCH // 2, LENGTH, WIDTH)
-    out = shape if rank == 0 else (BATCH // 2, LENGTH, CLASSES)
-    stage = PipelineStage(
-        model, rank, size, torch.device("cpu"),
-        input_args=torch.zeros(shape), output_args=torch.zeros(out),
-    )  # fmt: skip
+    stage = PipelineStage(model, rank, size, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, _: loss_of(out))
 
     def run(batch: Tensor) -> float | None:
