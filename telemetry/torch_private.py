@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch._utils
@@ -30,6 +30,8 @@ _MAX_FRAMES_BELOW_SCALER = 16
 
 _MAX_FRAMES_BELOW_STAGE = 48
 """Calls between a pipeline stage's forward pass and a hook on its module or a child of it."""
+
+_PROBES_OF_STAGES = {"_forward_metadata_inference", "_shape_inference"}
 
 NO_TASK = -1
 """What :func:`backward_task` answers outside a backward pass."""
@@ -349,8 +351,15 @@ def active_ddp() -> DistributedDataParallel | None:
     return wrapper if isinstance(wrapper, DistributedDataParallel) else None
 
 
-def calling_stage() -> int | None:
-    """Number of the pipeline stage whose forward pass this thread is in; None outside of one.
+class CallingStage(NamedTuple):
+    """A stage of a pipeline: its number, and whether it only tries out what shapes there are."""
+
+    number: int
+    probes: bool
+
+
+def calling_stage() -> CallingStage | None:
+    """The pipeline stage whose forward pass this thread is in; None outside of one.
 
     It is found on the call stack, for a stage does not announce itself to its module.
     """
@@ -360,14 +369,19 @@ def calling_stage() -> int | None:
     loss = "stages of a pipeline with equal names are taken for copies of each other"
     base = _find(module, "_PipelineStageBase", loss)
     frame: FrameType | None = sys._getframe(1)
+    number, functions = None, set()
     for _ in range(_MAX_FRAMES_BELOW_STAGE):
         if frame is None or base is None:
-            return None
-        stage = frame.f_locals.get("self") if frame.f_code.co_filename == module.__file__ else None
-        if isinstance(stage, base):
-            return int(stage.stage_index)
+            break
+        if frame.f_code.co_filename == module.__file__:
+            stage = frame.f_locals.get("self")
+            if isinstance(stage, base):
+                number = int(stage.stage_index)
+                functions.add(frame.f_code.co_name)
         frame = frame.f_back
-    return None
+    if number is None:
+        return None
+    return CallingStage(number, not _PROBES_OF_STAGES.isdisjoint(functions))
 
 
 def fsdp_mesh(module: nn.Module) -> Any | None:

@@ -19,7 +19,13 @@ from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
 from telemetry.host_copy import HostCopy
 from telemetry.records import Output
-from telemetry.torch_private import NO_TASK, backward_is_compiled, backward_task, is_being_traced
+from telemetry.torch_private import (
+    NO_TASK,
+    backward_is_compiled,
+    backward_task,
+    calling_stage,
+    is_being_traced,
+)
 
 
 class Passes:
@@ -84,6 +90,9 @@ class Passes:
         if forward is None or not self._watch.switch.training or not grad_enabled:
             return None
         if model is None or module is None or not (model.training or module.training):
+            return None
+        stage = calling_stage()
+        if stage is not None and stage.probes:
             return None
         if backward_task() != NO_TASK:  # checkpointing runs the forward pass again
             return None if hook in forward.ran else forward

@@ -88,7 +88,10 @@ class PartMaker:
             norms=record.grad_norms,
             present=record.grad_present,
             finite=record.grad_finite,
-            before=captured.norms_before_clipping(record.grad_norms, record.grad_present),
+            # The schedule of a pipeline divides gradients by the number of micro-batches later.
+            before=None
+            if self._standing.is_in_pipeline
+            else captured.norms_before_clipping(record.grad_norms, record.grad_present),
             parameter_copies=copies if record.full else None,
             moved=moved if record.full else None,
             sizes=sizes if record.full else None,

@@ -189,7 +189,7 @@ class Standing:
             self._take_replicas(wrapper)
         stage = calling_stage()
         if stage is not None:
-            self.stage, self.is_in_pipeline = stage, True
+            self.stage, self.is_in_pipeline = stage.number, True
 
     def of_parameter(self, tensor: Any, index: int) -> Share:
         """Which part of a parameter, its gradient or its state this rank holds.

@@ -66,6 +66,8 @@ class RankObserver:
         if model is not None and not notes.outputs:
             self.standing.look_at(model)
         self.standing.look_at_call()
+        if name and self.standing.same_data.copies > 1:
+            return False  # it may be a part of what the model was given, and nothing says which
         stage = self.standing.stage  # the first stage's inputs are the model's
         share = self.standing.same_data.share(first=stage * self.standing.size)
         notes.outputs[name] = share

@@ -30,6 +30,8 @@ _OF_OUTPUTS = ("outputs", "output_grads")
 _OF_PARAMETERS = ("grads", "weights", "second_moments")
 
 
+_PLACEHOLDER = "Identity"
+
 # Clipping scales by at most 1, so a ratio of norms below this is no rounding.
 _CLIPPED = 1 - 1e-3
 
@@ -93,7 +95,8 @@ class Whole:
 class _Joined:
     """The layouts of all stages as one, and where each stage's names went.
 
-    Names that stages have in common are preceded by ``stage0.`` and so forth.
+    If stages have names of parameters in common, all names are preceded by ``stage0.`` and so
+    forth. An ``Identity`` that stands for a module of another stage is left out.
 
     Args:
         layouts: With the numbers of their stages, in that order.
@@ -106,12 +109,20 @@ class _Joined:
         for stage, layout in layouts:
             for module in layout.modules:
                 name = self.name(stage, module.name)
-                modules.setdefault(name, replace(module, name=name))
+                if name not in modules or modules[name].type_name == _PLACEHOLDER:
+                    modules[name] = replace(module, name=name)
             for parameter in layout.parameters:
                 name = self.name(stage, parameter.name)
                 owner = self.name(stage, parameter.module_name)
                 parameters.setdefault(name, replace(parameter, name=name, module_name=owner))
         self.layout = Layout(modules=tuple(modules.values()), parameters=tuple(parameters.values()))
+        self._placeholders = {
+            (stage, module.name)
+            for stage, layout in layouts
+            for module in layout.modules
+            if module.type_name == _PLACEHOLDER
+            and modules[self.name(stage, module.name)].type_name != _PLACEHOLDER
+        }
         place = {name: index for index, name in enumerate(parameters)}
         self.places: list[NDArray[np.intp]] = [
             np.array([place[self.name(stage, p.name)] for p in layout.parameters], np.intp)
@@ -124,17 +135,20 @@ class _Joined:
             return name
         return f"stage{stage}.{name}" if name else f"stage{stage}"
 
+    def is_placeholder(self, stage: int, module_name: str) -> bool:
+        """Whether a module of a stage stands for one of another stage."""
+        return (stage, module_name) in self._placeholders
+
     def names(self, stages: Iterable[StagePart], field: str) -> frozenset[str]:
         """Those that a field of the stages holds."""
         return frozenset(self.name(s.stage, name) for s in stages for name in getattr(s, field))
 
 
 def _share_names(layouts: Sequence[tuple[int, Layout]]) -> bool:
-    """Whether two stages have modules or parameters of the same name."""
+    """Whether two stages have parameters of the same name."""
     names: dict[int, set[str]] = {}
     for stage, layout in layouts:
-        names.setdefault(stage, set()).update(m.name for m in layout.modules)
-        names[stage].update(p.name for p in layout.parameters)
+        names.setdefault(stage, set()).update(p.name for p in layout.parameters)
     return len(set().union(*names.values())) < sum(map(len, names.values()))
 
 
@@ -204,6 +218,8 @@ def _tensors(part: RankPart, joined: _Joined, dropped: frozenset[str]) -> dict[s
     """By kind and name what was measured, modules and parameters in the order of the layout."""
     found: dict[str, dict[Any, TensorRecord]] = {}
     for row, record in part.tensors.records().items():
+        if row.kind in _OF_OUTPUTS and joined.is_placeholder(row.stage, row.name):
+            continue
         found.setdefault(row.kind, {})[_name_of(row, joined)] = record
     owner = {p.name: p.module_name for p in joined.layout.parameters}
     for stage, at in _of_stages(part, joined):
@@ -264,7 +280,9 @@ def _spreads(part: RankPart, joined: _Joined, kind: str) -> Mapping[Output, Spre
             high_rank=int(rms.high_rank[index]),
         )
         for index, row in enumerate(part.tensors.rows)
-        if row.kind == kind and rms.low_rank[index] >= 0
+        if row.kind == kind
+        and rms.low_rank[index] >= 0
+        and not joined.is_placeholder(row.stage, row.name)
     }
 
 

@@ -62,14 +62,13 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.ModuleDict({"0": Block(), "1": Block()})
+        self.head: nn.Linear | None = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in self.blocks.values():
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return x if self.head is None else self.head(x)
 
 
 @dataclass
@@ -110,12 +109,12 @@ def setup(name: str, rank: int, size: int) -> Setup:
     if name == "by hand":
         return Setup(model, (rank, size), by_hand(model, size))
     if name == "fsdp":
-        fully_shard(model.blocks[0])
+        fully_shard(model.blocks["0"])
         fully_shard(model)
         return Setup(model, (rank, size), plainly(model))
     if name == "hsdp":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-        fully_shard(model.blocks[0], mesh=mesh)
+        fully_shard(model.blocks["0"], mesh=mesh)
         fully_shard(model, mesh=mesh)
         return Setup(model, (rank, size), plainly(model))
     if name in ("tp", "sequence"):
@@ -127,7 +126,7 @@ def setup(name: str, rank: int, size: int) -> Setup:
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
         data = mesh["dp"]
         tensor_parallel(model, mesh["tp"], in_sequence=True)
-        fully_shard(model.blocks[0], mesh=data)
+        fully_shard(model.blocks["0"], mesh=data)
         fully_shard(model, mesh=data)
         return Setup(model, (data.get_local_rank(), 2), plainly(model))
     assert name == "pipeline"
@@ -167,10 +166,10 @@ def pipeline(model: Net, rank: int, size: int) -> Setup:
     """Two stages with global names: each deletes what it does not have."""
     assert size == 2
     if rank == 0:
-        model.blocks[1] = nn.Identity()
-        model.head = nn.Identity()  # type: ignore[assignment]
+        del model.blocks["1"]
+        model.head = None
     else:
-        model.blocks[0] = nn.Identity()
+        del model.blocks["0"]
     stage = PipelineStage(model, rank, size, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, _: loss_of(out))
 
@@ -180,7 +179,7 @@ def pipeline(model: Net, rank: int, size: int) -> Setup:
             schedule.step(batch)
             return None
         schedule.step(target=batch, losses=losses)
-        return float(torch.stack(losses).mean())
+        return float(torch.stack(losses).detach().mean())
 
     return Setup(model, (0, 1), run, clips=False)
 
@@ -223,20 +222,24 @@ def own(tensor: Tensor) -> Tensor:
 
 
 def train(
-    name: str, rank: int, size: int, *, watch: bool, tamper: bool = False
+    name: str, rank: int, size: int, *, watch: bool, fault: str = ""
 ) -> tuple[dict[str, Any], list[StepRecord], list[bytes]]:
     """What training left behind, the records of this rank, and its parts."""
     seed(0)
     made = setup(name, rank, size)
     optimizer = torch.optim.Adam(made.watched.parameters(), lr=0.01)
     taken: list[CapturedStep] = []
-    losses, norms = [], []
+    losses: list[float | None] = []
+    norms: list[float] = []
 
     def loop() -> None:
         for step, batch in enumerate(batches()):
-            if tamper and step == 2 and rank == size - 1:
-                with torch.no_grad():
-                    own(next(made.watched.parameters())).view(-1)[0] += 1
+            if step == 2 and rank == size - 1:
+                if fault == "tampered":
+                    with torch.no_grad():
+                        own(next(made.watched.parameters())).view(-1)[0] += 1
+                elif fault == "poisoned":
+                    batch[-1] = torch.nan
             index, count = made.share
             optimizer.zero_grad()
             losses.append(made.run(batch.chunk(count)[index]))
@@ -245,7 +248,8 @@ def train(
                 norms.append(float(total.full_tensor() if isinstance(total, DTensor) else total))
             optimizer.step()
 
-    records, parts = [], []
+    records: list[StepRecord] = []
+    parts: list[bytes] = []
     if watch:
         with watched(made.watched, rank, size, taken.append) as (_, ranks):
             loop()
@@ -268,13 +272,12 @@ def run(rank: int, size: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     told: dict[str, Any] = {}
     for name in names:
-        tamper = name.startswith("tampered ")
-        kind = name.removeprefix("tampered ")
-        bare, _, _ = train(kind, rank, size, watch=False, tamper=tamper)
-        seen, _, parts = train(kind, rank, size, watch=True, tamper=tamper)
+        kind, _, fault = name.partition(", ")
+        bare, _, _ = train(kind, rank, size, watch=False, fault=fault)
+        seen, _, parts = train(kind, rank, size, watch=True, fault=fault)
         told[name] = {"bare": bare, "watched": seen}
         for step, part in enumerate(parts):
-            (folder / f"{name}-{step}-{rank}").write_bytes(part)
+            (folder / f"{size}-{name}-{step}-{rank}").write_bytes(part)
     (folder / f"{size}-{rank}.json").write_text(json.dumps(told))
 
 
