@@ -20,7 +20,8 @@ class Alert:
     Attributes:
         kind: What is wrong. The default rules report ``exploding_gradient``,
             ``exploding_activation``, ``vanishing_gradient``, ``nonfinite``, ``dead_units``,
-            ``saturated_units``, ``loss_divergence`` and ``no_learning``; your own may use others.
+            ``saturated_units``, ``loss_divergence``, ``ranks_diverge`` and ``no_learning``;
+            your own may use others.
         severity: ``error`` if the run is lost unless something changes, else ``warning``.
         step: Optimizer steps completed when the measurement was taken, from 0.
         module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.

@@ -17,7 +17,8 @@ LAYERS = [
     | {"untrusted"},
     {"kernel", "sketch", "tag_names"},
     {"alert", "records", "schedule", "faults", "host_copy", "torch_private", "first_rank"},
-    {"layers", "rule", "selection", "measure", "images", "events", "torch_compiler"},
+    {"layers", "rule", "selection", "measure", "images", "events"}
+    | {"torch_compiler", "torch_ranks"},
     {"page_format", "ranks"},
     {"capture", "alerts", "flight", "writing", "reading"},
     {"resuming", "processing", "interventions"},

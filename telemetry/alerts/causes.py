@@ -24,7 +24,7 @@ CAUSES: dict[str, set[str]] = {
     "saturated_units": _EXPLOSIONS | {"loss_divergence"},
     "dead_units": _EXPLOSIONS | {"loss_divergence", "nonfinite", "vanishing_gradient"},
     "vanishing_gradient": _EXPLOSIONS | {"dead_units", "saturated_units", "loss_divergence"},
-    "nonfinite": _EXPLOSIONS | {"loss_divergence"},
+    "nonfinite": _EXPLOSIONS | {"loss_divergence", "ranks_diverge"},
     "loss_divergence": _EXPLOSIONS | {"dead_units", "saturated_units", "nonfinite"},
     "no_learning": {"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"},
 }

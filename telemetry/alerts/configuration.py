@@ -17,6 +17,7 @@ from telemetry.alerts.exploding_gradient import ExplodingGradient
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.alerts.no_learning import NoLearning
 from telemetry.alerts.nonfinite import Nonfinite
+from telemetry.alerts.ranks_diverge import RanksDiverge
 from telemetry.alerts.saturated_units import SaturatedUnits
 from telemetry.alerts.suspicion import Suspicion
 from telemetry.alerts.vanishing_gradient import VanishingGradient
@@ -35,6 +36,7 @@ _RULES: Mapping[str, Callable[..., Rule]] = {
         DeadUnits,
         ExplodingActivation,
         VanishingGradient,
+        RanksDiverge,
         Nonfinite,
         NoLearning,
     )

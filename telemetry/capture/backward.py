@@ -59,6 +59,9 @@ class BackwardPasses:
         current = self._current()
         tally = None if current is None else current.tally
         output = Output(hook.name, place)
+        ranks, notes = self.watch.ranks, self._window.ranks
+        if ranks is not None and not ranks.takes_output_grad(notes, output, grad):
+            return
         with undisturbed() as alone:
             if alone:
                 self._window.observe("output_grads", output, local(grad), scaled=True, tally=tally)

@@ -25,6 +25,7 @@ from telemetry.capture.watch import Content, Switch, Watch, alone
 from telemetry.capture.window import Window
 from telemetry.faults import Faults
 from telemetry.measure import Measurer
+from telemetry.ranks.observer import RankObserver
 from telemetry.schedule import Schedule
 from telemetry.selection import Selection
 from telemetry.torch_private import NO_TASK, backward_task, undisturbed
@@ -49,6 +50,7 @@ class Capture:
         faults: Where to report what failed.
         first_step: Number of the first step.
         budget: What this may cost, and takes note of it; None: whatever is due is done.
+        ranks: Tells what this rank is to measure for all ranks together; None: everything.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Capture:
         faults: Faults,
         first_step: int = 0,
         budget: Budget | None = None,
+        ranks: RankObserver | None = None,
     ) -> None:
         self._is_due = is_due
         self._costs = StepCosts(budget)
@@ -76,6 +79,7 @@ class Capture:
             switch=Switch(output_grads=content.activation_gradients),
             faults=faults,
             own_time=self._costs.own,
+            ranks=ranks,
         )
         self._modules = WatchedModules(self._watch)
         self._reader = StepReader(self._watch)

@@ -129,7 +129,8 @@ class CapturedStep:
         """
         window = self.window
         norms, present, finite = self._grad_norms()
-        before = self._total_before_clipping(norms, present)
+        each_before = self.norms_before_clipping(norms, present)
+        before = None if each_before is None else float(np.linalg.norm(each_before))
         overflown = self._overflown(bool(finite.all()))
         tensors = self._tensors(overflown)
         record = StepRecord(
@@ -202,9 +203,9 @@ class CapturedStep:
                 present[at] = True
         return norms, present, finite
 
-    def _total_before_clipping(
+    def norms_before_clipping(
         self, norms: NDArray[np.float64], present: NDArray[np.bool_]
-    ) -> float | None:
+    ) -> NDArray[np.float64] | None:
         """Of the gradients that were used; those that no backward pass reached were there."""
         readings = self.window.before_clipping
         if not readings:
@@ -214,7 +215,7 @@ class CapturedStep:
         for index, (reading, place) in readings.items():
             if present[index]:
                 before[index] = values[id(reading)][place] / self._factor
-        return float(np.linalg.norm(before))
+        return before
 
     def _learning_rates(self) -> tuple[float, ...]:
         return tuple(

@@ -21,6 +21,7 @@ from telemetry.host_copy import HostCopy
 from telemetry.records import Output
 from telemetry.torch_compiler import backward_is_compiled
 from telemetry.torch_private import NO_TASK, backward_task, is_being_traced
+from telemetry.torch_ranks import calling_stage
 
 
 class Passes:
@@ -86,6 +87,9 @@ class Passes:
             return None
         if model is None or module is None or not (model.training or module.training):
             return None
+        stage = calling_stage()
+        if stage is not None and stage.probes:
+            return None
         if backward_task() != NO_TASK:  # checkpointing runs the forward pass again
             return None if hook in forward.ran else forward
         if forward.window.thread is None:
@@ -126,6 +130,8 @@ class ForwardPasses:
         self._faults = watch.faults
         self._pictured = pictured
         self._backward = backward
+        self._ranks = watch.ranks
+        self._model = watch.model
         # Whether what the next watched module is given comes from outside.
         self._awaits_input = True
         # Identities of the tensors that the model was given in the pass in progress.
@@ -173,7 +179,9 @@ class ForwardPasses:
 
     def _observe_inputs(self, name: str, given: Any) -> None:
         """Measure what comes from outside, each tensor once though it is handed on."""
-        if self.window.phase or not self._content.activations:
+        ranks, notes = self._ranks, self.window.ranks
+        taken = ranks is None or ranks.takes_inputs(notes, name, self._model())
+        if self.window.phase or not self._content.activations or not taken:
             return
         for tensor in tensors_in(given):
             can_be_nonfinite = tensor.is_floating_point() or tensor.is_complex()
@@ -185,8 +193,11 @@ class ForwardPasses:
     def _observe_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         if not self._content.activations:
             return
-        output, tensor = Output(hook.name, place), local(tensor)
+        output, returned, tensor = Output(hook.name, place), tensor, local(tensor)
         axis = self._unit_axis(hook, tensor)
+        ranks, notes = self._ranks, self.window.ranks
+        if ranks is not None and not ranks.takes_output(notes, output, returned, axis):
+            return
         if not self.window.observe("outputs", output, tensor, unit_axis=axis):
             what = described(tensor)
             self._faults.log_once(

@@ -12,6 +12,7 @@ from torch import nn
 
 from telemetry.capture.parameters import ParameterTable
 from telemetry.faults import Faults
+from telemetry.ranks.observer import RankObserver
 from telemetry.selection import Selection
 from telemetry.torch_private import undisturbed
 
@@ -72,6 +73,7 @@ class Watch:
         switch: What the hooks on its modules look at.
         faults: Where to report what failed.
         own_time: Entered while anything is done on the training thread.
+        ranks: Tells what this rank is to measure for all; None: everything.
     """
 
     model: weakref.ref[nn.Module]
@@ -81,6 +83,7 @@ class Watch:
     switch: Switch
     faults: Faults
     own_time: AbstractContextManager[None]
+    ranks: RankObserver | None = None
 
     def contain(self, doing: str, act: Callable[..., None], *args: Any) -> None:
         """Act from inside of a hook; an exception is reported and not raised."""

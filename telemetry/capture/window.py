@@ -15,6 +15,7 @@ from telemetry.capture.norms import NormReading, Norms, UpdateReading
 from telemetry.capture.scaler import ScalerReading
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
+from telemetry.ranks.observer import RankNotes
 from telemetry.records import Output
 
 MANY_OBSERVATIONS = 8192
@@ -80,6 +81,7 @@ class Window:
         learning_rates: Of every optimizer known by then, of each parameter group.
         before_clipping: Of each parameter that a backward pass has reached, the norms that were
             taken at the end of the last one, and its place among them.
+        ranks: How the tensors relate to those of all ranks together.
     """
 
     step: int
@@ -104,6 +106,7 @@ class Window:
     filters: dict[str, HostCopy] = field(default_factory=dict)
     input: HostCopy | None = None
     random_states: Mapping[str, bytes] = field(default_factory=dict)
+    ranks: RankNotes = field(default_factory=RankNotes)
 
     def __post_init__(self) -> None:
         self._seen: Counter[tuple[Kind, Name]] = Counter()

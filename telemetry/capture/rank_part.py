@@ -1,0 +1,222 @@
+"""What one rank measured at a step, ready to be merged with what the others did."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.capture.captured import CapturedStep
+from telemetry.ranks.checks import Checks
+from telemetry.ranks.figures import Figure
+from telemetry.ranks.meshes import Standing
+from telemetry.ranks.observer import RankNotes
+from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
+from telemetry.ranks.share import WHOLE, Share
+from telemetry.ranks.stage_part import StagePart
+from telemetry.ranks.tensor_table import Row, TensorTable
+from telemetry.records import Layout, StepRecord, TensorRecord
+
+
+class PartMaker:
+    """Makes the parts of one rank, in the order of its steps; not on the training thread.
+
+    Args:
+        standing: Where this rank stands among the others.
+    """
+
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+        self._host = socket.gethostname()
+        self._sent_layout: Layout | None = None
+        self._layout_id = ""
+        self._last: tuple[int, float] | None = None
+
+    def part(self, captured: CapturedStep, record: StepRecord) -> RankPart:
+        """What this rank measured.
+
+        Args:
+            captured: A step.
+            record: Made of it.
+        """
+        rank, notes = self._standing.rank, captured.window.ranks
+        full = record.full or bool(record.phase)
+        bad = self._nonfinite(record)
+        return RankPart(
+            step=record.step,
+            wall_time=record.wall_time,
+            phase=record.phase,
+            full=record.full,
+            size=self._standing.size,
+            ranks=frozenset((rank,)),
+            stages=(self._stage(captured, record, full=full),),
+            tensors=TensorTable.of(rank, _tensors(record, notes, self._standing.stage)),
+            common=Common(
+                rank=rank,
+                learning_rates=record.learning_rates,
+                loss_scale=record.loss_scale,
+                skipped_steps=record.skipped_steps,
+                skipped=record.skipped,
+            ),
+            scalars={name: Figure.of(rank, value) for name, value in record.scalars.items()},
+            own=self._own(record),
+            hosts={self._host: frozenset((rank,))} if full else {},
+            nonfinite=bad is not None,
+            first_nonfinite=bad,
+            not_known=frozenset(notes.not_known) | _unknown_grads(record.layout, notes),
+        )
+
+    def _stage(self, captured: CapturedStep, record: StepRecord, *, full: bool) -> StagePart:
+        layout, notes = record.layout, captured.window.ranks
+        is_new = layout is not self._sent_layout
+        if is_new:
+            names = "\n".join(parameter.name for parameter in layout.parameters)
+            self._layout_id = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
+            self._sent_layout = layout
+        copies = _copies(layout, notes.parameters, self._standing)
+        moved, sizes = _updates(captured, record)
+        return StagePart(
+            stage=self._standing.stage,
+            layout_id=self._layout_id,
+            layout=layout if full or is_new else None,
+            copies=_copies(layout, notes.grads, self._standing),
+            norms=record.grad_norms,
+            present=record.grad_present,
+            finite=record.grad_finite,
+            # The schedule of a pipeline divides gradients by the number of micro-batches later.
+            before=None
+            if self._standing.is_in_pipeline
+            else captured.norms_before_clipping(record.grad_norms, record.grad_present),
+            parameter_copies=copies if record.full else None,
+            moved=moved if record.full else None,
+            sizes=sizes if record.full else None,
+            addends=_addends(record, notes),
+            checks=Checks.of(self._standing.rank, _sums(notes)),
+            left_out=record.left_out,
+            nan_buffers=frozenset(record.nan_buffers),
+            nonfinite_parameters=frozenset(record.nonfinite_parameters),
+        )
+
+    def _own(self, record: StepRecord) -> dict[str, Figure]:
+        """The seconds since the step before, if that is known."""
+        if record.phase:
+            return {}
+        last, self._last = self._last, (record.step, record.wall_time)
+        if last is None or last[0] != record.step - 1:
+            return {}
+        return {"step_s": Figure.of(self._standing.rank, record.wall_time - last[1])}
+
+    def _nonfinite(self, record: StepRecord) -> Nonfinite | None:
+        """Where this rank has NaN or infinity of its own; not said where ranks share their data.
+
+        Ranks that are given the same data, and stages of a pipeline, have their values from each
+        other.
+        """
+        where = _where_nonfinite(record)
+        if where is None or self._standing.same_data.copies > 1 or self._standing.is_in_pipeline:
+            return None
+        return Nonfinite(rank=self._standing.rank, where=where)
+
+
+def _where_nonfinite(record: StepRecord) -> str | None:
+    for name in record.nonfinite_parameters:
+        return f"the parameter {name}"
+    for output, tensor in record.outputs.items():
+        # A mask holds -inf.
+        if tensor.sketch.nan_count or tensor.sketch.positive_inf_count:
+            return f"the output of {output}"
+    loss = record.loss
+    return "the loss" if loss is not None and not math.isfinite(loss) else None
+
+
+def _tensors(
+    record: StepRecord, notes: RankNotes, stage: int
+) -> Mapping[Row, tuple[Share, TensorRecord]]:
+    index = {parameter.name: i for i, parameter in enumerate(record.layout.parameters)}
+    found: dict[Row, tuple[Share, TensorRecord]] = {}
+    for name, tensor in record.inputs.items():
+        found[Row(0, "inputs", name)] = notes.outputs.get(name, WHOLE), tensor
+    shares: Mapping[Any, Share]
+    for kind, tensors, shares in (
+        ("outputs", record.outputs, notes.outputs),
+        ("output_grads", record.output_grads, notes.output_grads),
+    ):
+        for output, tensor in tensors.items():
+            row = Row(stage, kind, output.module_name, output.place)
+            found[row] = shares.get(output, WHOLE), tensor
+    for kind, named, by_index in (
+        ("grads", record.grads, notes.grads),
+        ("weights", record.weights, notes.parameters),
+        ("second_moments", record.second_moments, notes.parameters),
+    ):
+        for name, tensor in named.items():
+            found[Row(stage, kind, name)] = by_index.get(index[name], WHOLE), tensor
+    return found
+
+
+def _copies(layout: Layout, shares: Mapping[int, Share], standing: Standing) -> NDArray[np.int64]:
+    """Of each parameter; those that were not seen are taken for copies of this rank's own."""
+    unknown = Share(copy=standing.rank * standing.size)
+    count = len(layout.parameters)
+    return np.array([shares.get(index, unknown).copy for index in range(count)], np.int64)
+
+
+def _updates(
+    captured: CapturedStep, record: StepRecord
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Norms of how far parameters moved and of their sizes before, NaN where not measured.
+
+    Of large parameters the ratio of the two is that of a sample, so it is applied to the whole
+    size. Where that is zero, what the sample moved stands for all.
+    """
+    count = len(record.layout.parameters)
+    moved, sizes = np.full(count, np.nan), np.full(count, np.nan)
+    for update in captured.window.updates:
+        norms = update.moved.read()[0]
+        for index, moved_norm in zip(update.moved.indices, norms, strict=True):
+            name = record.layout.parameters[index].name
+            weight = record.weights.get(name)
+            if weight is not None:
+                finite = not weight.sketch.nonfinite_count
+                size = sizes[index] = weight.sketch.norm if finite else math.nan
+                ratio = record.update_ratios.get(name, math.nan)
+                moved[index] = ratio * size if size else moved_norm
+    for index, parameter in enumerate(record.layout.parameters):
+        weight = record.weights.get(parameter.name)
+        if weight is not None and weight.sketch.count == 0:  # an empty shard
+            moved[index] = sizes[index] = 0.0
+    return moved, sizes
+
+
+def _addends(record: StepRecord, notes: RankNotes) -> dict[int, NDArray[np.float64]]:
+    """Gradients of which this rank holds an addend, as the optimizer used them."""
+    addends = {}
+    for index, copy in notes.addends.items():
+        values = copy.wait().double().numpy().reshape(-1)
+        norm, used = float(np.linalg.norm(values)), float(record.grad_norms[index])
+        # Without a scaler's factor.
+        factor = used / norm if norm > 0 and math.isfinite(norm) and math.isfinite(used) else 1.0
+        is_mean = notes.grads[index].reduction == "mean"
+        addends[index] = values * factor / (notes.grads[index].reduced if is_mean else 1)
+    return addends
+
+
+def _sums(notes: RankNotes) -> list[tuple[int, int, int]]:
+    return [
+        (index, notes.parameters[index].shard, total)
+        for sums in notes.bit_sums
+        for index, total in sums.read()
+    ]
+
+
+def _unknown_grads(layout: Layout, notes: RankNotes) -> frozenset[str]:
+    return frozenset(
+        f"the gradient of {layout.parameters[index].name}"
+        for index, share in notes.grads.items()
+        if share.reduction == "unknown"
+    )

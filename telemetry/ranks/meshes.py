@@ -1,0 +1,219 @@
+"""Where this rank stands: in the meshes of ``DTensor``, in DDP's groups, in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from telemetry.ranks.share import Reduction, Share, flat_index
+from telemetry.torch_ranks import active_ddp, calling_stage, fsdp_mesh
+
+_OF_DATA = (
+    "dp",
+    "ddp",
+    "fsdp",
+    "hsdp",
+    "data",
+    "batch",
+    "replicate",
+    "shard",
+    "cp",
+    "ep",
+    "expert",
+)
+"""Beginnings of the names of mesh dimensions along which ranks are given different data: parts of
+the batch, of the sequences (context parallel), or tokens for their experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Ranks that hold equal parameters.
+
+    Attributes:
+        index: Of this rank among them.
+        count: How many they are.
+        first: Number of the copy that the first of them has.
+    """
+
+    index: int
+    count: int
+    first: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """How a local tensor lies in a whole one.
+
+    Attributes:
+        copy: Which of several equal tensors this is.
+        copies: How many there are.
+        shards: Axis, counted from the end (-1 is the last), this rank's place along it and the
+            number of places, for each axis that is spread over ranks.
+        reduction, reduced: See :class:`Share`.
+    """
+
+    copy: int = 0
+    copies: int = 1
+    shards: tuple[tuple[int, int, int], ...] = ()
+    reduction: Reduction = ""
+    reduced: int = 1
+
+    def share(self, *, first: int = 0, turn: int = 0, axis: int | None = None) -> Share:
+        """Which part of the whole this is.
+
+        Args:
+            first: Number of the first copy.
+            turn: The copy whose turn it is to count, modulo the number of copies.
+            axis: That of units, counted from the end.
+        """
+        along = [(place, places) for at, place, places in self.shards if at == axis]
+        places, sizes = [place for place, _ in along], [size for _, size in along]
+        every = flat_index([p for _, p, _ in self.shards], [n for _, _, n in self.shards])
+        pieces = 1
+        for size in sizes:
+            pieces *= size
+        later = (self.copy - turn) % self.copies
+        return Share(
+            copy=first + later,
+            copies=self.copies,
+            counts=later == 0,
+            piece=flat_index(places, sizes),
+            pieces=pieces,
+            shard=every,
+            reduction=self.reduction,
+            reduced=self.reduced,
+        )
+
+
+def placed(tensor: Any) -> Placed:
+    """How the local tensor of a ``DTensor`` lies in it."""
+    return placed_by(tensor.device_mesh, tensor.placements, tensor.dim())
+
+
+def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Placed:
+    """How a local tensor lies in a whole one of so many axes."""
+    copies: list[tuple[int, int]] = []
+    shards: list[tuple[int, int, int]] = []
+    reduction: Reduction = ""
+    reduced = 1
+    coordinates = mesh.get_coordinate() or [0] * mesh.ndim
+    for coordinate, size, placement in zip(coordinates, mesh.shape, placements, strict=True):
+        if placement.is_replicate():
+            copies.append((coordinate, size))
+        elif placement.is_partial():
+            reduction = _reduction(placement, reduction)
+            reduced *= size
+        elif size > 1:
+            shards.append((placement.dim - dims, coordinate, size))
+    count = 1
+    for _, size in copies:
+        count *= size
+    index = flat_index([c for c, _ in copies], [size for _, size in copies])
+    return Placed(
+        copy=index, copies=count, shards=tuple(shards), reduction=reduction, reduced=reduced
+    )
+
+
+def _reduction(placement: Any, before: Reduction) -> Reduction:
+    known: dict[str, Reduction] = {"sum": "sum", "avg": "mean"}
+    found = known.get(getattr(placement, "reduce_op", ""), "unknown")
+    return found if before in ("", found) else "unknown"
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a ``DTensor``; does not load the module where nobody has."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def local_values(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor."""
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local
+
+
+@dataclass(kw_only=True, eq=False)
+class Standing:
+    """Where this rank stands among those that train with it.
+
+    Attributes:
+        rank: This one.
+        size: How many there are.
+        stage: Which stage of a pipeline runs here; 0 without one.
+        is_in_pipeline: Whether there is one.
+        replicas: Ranks that hold equal parameters, apart from what a ``DTensor`` says; None if they
+            are not known. Then those of the lowest rank that has a parameter count.
+        same_data: This rank's place among those that are given the same data, and their number.
+    """
+
+    rank: int
+    size: int
+    stage: int = 0
+    is_in_pipeline: bool = False
+    replicas: Replicas | None = None
+    same_data: Placed = field(default_factory=Placed)
+
+    def look_at(self, model: nn.Module) -> None:
+        """Read from a model's parameters which dimensions of their meshes are given the same data.
+
+        Those are the dimensions that FSDP does not shard over and whose names do not say otherwise.
+        """
+        if isinstance(model, DistributedDataParallel):
+            self._take_replicas(model)
+        of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
+        data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
+        found: dict[str, tuple[int, int]] = {}
+        parameters: Iterable[Any] = model.parameters()
+        meshes = {id(p.device_mesh): p.device_mesh for p in parameters if is_dtensor(p)}
+        for mesh in meshes.values():
+            names = mesh.mesh_dim_names
+            if names is None:
+                names = ("",) * mesh.ndim if not of_fsdp else ()
+            coordinates = mesh.get_coordinate() or [0] * mesh.ndim
+            for name, coordinate, size in zip(names, coordinates, mesh.shape, strict=False):
+                if name not in data_names and not name.startswith(_OF_DATA):
+                    found[name] = (coordinate, size)
+        count = 1
+        for _, size in found.values():
+            count *= size
+        index = flat_index([c for c, _ in found.values()], [size for _, size in found.values()])
+        self.same_data = Placed(copy=index, copies=count)
+
+    def look_at_call(self) -> None:
+        """Find out, while a module of the model is called, what calls it: DDP, or a pipeline."""
+        wrapper = active_ddp()
+        if wrapper is not None:
+            self._take_replicas(wrapper)
+        stage = calling_stage()
+        if stage is not None:
+            self.stage, self.is_in_pipeline = stage.number, True
+
+    def of_parameter(self, tensor: Any, index: int) -> Share:
+        """Which part of a parameter, its gradient or its state this rank holds.
+
+        Args:
+            tensor: It.
+            index: Of the parameter; copies take turns in being measured.
+        """
+        if is_dtensor(tensor):
+            mesh = tensor.device_mesh
+            first = int(min(mesh.mesh.flatten().tolist()))
+            share = placed(tensor).share(first=first * self.size, turn=index)
+            # Ranks outside of the mesh may have copies of their own.
+            return share if mesh.size() == self.size else replace(share, copies=0)
+        if self.replicas is None:
+            return Share(copy=self.rank * self.size, copies=0 if self.size > 1 else 1)
+        where = Placed(copy=self.replicas.index, copies=self.replicas.count)
+        return where.share(first=self.replicas.first * self.size, turn=index)
+
+    def _take_replicas(self, wrapper: DistributedDataParallel) -> None:
+        from torch import distributed
+
+        group = wrapper.process_group
+        ranks = sorted(distributed.get_process_group_ranks(group))
+        self.replicas = Replicas(
+            index=distributed.get_rank(group), count=len(ranks), first=ranks[0]
+        )

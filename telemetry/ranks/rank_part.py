@@ -1,0 +1,119 @@
+"""What one rank, or several together, measured at one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from telemetry.ranks.figures import Figure, merge_figures
+from telemetry.ranks.stage_part import StagePart, merge_stages
+from telemetry.ranks.tensor_table import TensorTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """What all ranks have alike; the lowest rank's counts.
+
+    Attributes:
+        rank: Whose it is.
+        learning_rates, loss_scale, skipped_steps, skipped: As in
+            :class:`telemetry.records.StepRecord`.
+    """
+
+    rank: int
+    learning_rates: tuple[float, ...] = ()
+    loss_scale: float | None = None
+    skipped_steps: int = 0
+    skipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Nonfinite:
+    """Where one rank holds NaN or infinity that was not there before it ran.
+
+    Attributes:
+        rank: Which.
+        where: In words.
+    """
+
+    rank: int
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankPart:
+    """What some of the ranks measured at one step; :func:`merge` makes one of several.
+
+    Merging is associative and commutative: counts and minima exactly, sums up to the order of
+    addition. So a tree may merge in whatever order parts arrive.
+
+    Attributes:
+        step, wall_time, phase, full: As in :class:`telemetry.records.StepRecord`.
+        size: How many ranks train together.
+        ranks: Which of them this holds.
+        stages: Their parameters, one for each stage of a pipeline and each different layout.
+        tensors: What was in their tensors.
+        scalars: What the user logged.
+        own: What each rank has of its own: ``step_s``, the seconds from step to step.
+        hosts: Ranks by the name of their host; empty where it was sent before.
+        nonfinite: How many ranks hold NaN or infinity of their own.
+        first_nonfinite: The lowest of them.
+        common: What they have alike.
+        not_known: Tensors of which every rank holds an addend, and nothing is known of the sum.
+    """
+
+    step: int
+    wall_time: float
+    size: int
+    ranks: frozenset[int]
+    stages: tuple[StagePart, ...]
+    tensors: TensorTable
+    common: Common
+    phase: str = ""
+    full: bool = False
+    scalars: Mapping[str, Figure] = field(default_factory=dict)
+    own: Mapping[str, Figure] = field(default_factory=dict)
+    hosts: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    nonfinite: int = 0
+    first_nonfinite: Nonfinite | None = None
+    not_known: frozenset[str] = frozenset()
+
+
+def merge(parts: Sequence[RankPart]) -> RankPart:
+    """What all of these ranks measured.
+
+    Raises:
+        ValueError: There are none, they are of different steps, or two hold the same rank.
+    """
+    if len({(part.step, part.phase) for part in parts}) != 1:
+        raise ValueError(f"merge: parts of steps {sorted({part.step for part in parts})}")
+    ranks = frozenset().union(*(part.ranks for part in parts))
+    if len(ranks) != sum(len(part.ranks) for part in parts):
+        raise ValueError(f"merge: two parts of step {parts[0].step} hold the same rank")
+    if len(parts) == 1:
+        return parts[0]
+    stages: dict[tuple[int, str], list[StagePart]] = {}
+    hosts: dict[str, frozenset[int]] = {}
+    for part in parts:
+        for stage in part.stages:
+            stages.setdefault(stage.key, []).append(stage)
+        for host, there in part.hosts.items():
+            hosts[host] = hosts.get(host, frozenset()) | there
+    bad = [part.first_nonfinite for part in parts if part.first_nonfinite is not None]
+    return RankPart(
+        step=parts[0].step,
+        phase=parts[0].phase,
+        wall_time=max(part.wall_time for part in parts),
+        size=max(part.size for part in parts),
+        ranks=ranks,
+        full=any(part.full for part in parts),
+        stages=tuple(merge_stages(stages[key]) for key in sorted(stages)),
+        tensors=TensorTable.merge_all([part.tensors for part in parts]),
+        scalars=merge_figures(part.scalars for part in parts),
+        own=merge_figures(part.own for part in parts),
+        hosts=hosts,
+        nonfinite=sum(part.nonfinite for part in parts),
+        first_nonfinite=min(bad, default=None),
+        common=min((part.common for part in parts), key=lambda common: common.rank),
+        not_known=frozenset().union(*(part.not_known for part in parts)),
+    )

@@ -1,0 +1,201 @@
+"""What several ranks measured of many tensors, as columns of numbers that merge at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
+from telemetry.ranks.share import Share
+from telemetry.ranks.spreads import Spreads
+from telemetry.ranks.units import Units
+from telemetry.records import TensorRecord
+from telemetry.sketch import LAST_BUCKET, Sketch
+
+FIGURES = (*COUNTS, *POWER_SUMS, *EXTREMES)
+"""The columns of :attr:`TensorTable.figures`."""
+
+_LOW, _HIGH = len(FIGURES) - 2, len(FIGURES) - 1
+_CODES = 4096
+"""More than there are buckets; a bucket of a row is one number in the order of both."""
+
+
+class Row(NamedTuple):
+    """Which tensor: the pipeline stage, the kind as in :class:`StepRecord`, and its name there."""
+
+    stage: int
+    kind: str
+    name: str
+    place: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorTable:
+    """What was measured of many tensors; merging takes a handful of NumPy calls.
+
+    Attributes:
+        rows: Which tensors, each once.
+        copies: See :class:`Share`, int64 ``[rows]``.
+        calls: Number of tensors that each rank saw, the largest of all, int64 ``[rows]``.
+        figures: Counts, sums and extremes, float64 ``[rows, FIGURES]``.
+        bucket_sizes: How many buckets each row has, int64 ``[rows]``.
+        buckets: As in :class:`Sketch`, row after row, int16.
+        counts: Likewise, float64.
+        units: Extremes of units.
+        rms: Of each rank's root mean square, the smallest and the largest.
+    """
+
+    rows: tuple[Row, ...]
+    copies: NDArray[np.int64]
+    calls: NDArray[np.int64]
+    figures: NDArray[np.float64]
+    bucket_sizes: NDArray[np.int64]
+    buckets: NDArray[np.int16]
+    counts: NDArray[np.float64]
+    units: Units
+    rms: Spreads
+
+    @staticmethod
+    def of(rank: int, tensors: Mapping[Row, tuple[Share, TensorRecord]]) -> TensorTable:
+        """What one rank measured."""
+        shares = [share for share, _ in tensors.values()]
+        records = [record for _, record in tensors.values()]
+        sketches = [record.sketch for record in records]
+        figures = [[getattr(s, name) for name in FIGURES] for s in sketches]
+        return TensorTable(
+            rows=tuple(tensors),
+            copies=np.array([share.copy for share in shares], np.int64),
+            calls=np.array([record.calls for record in records], np.int64),
+            figures=np.array(figures, np.float64).reshape(-1, len(FIGURES)),
+            bucket_sizes=np.array([s.buckets.size for s in sketches], np.int64),
+            buckets=_joined([s.buckets for s in sketches], np.int16),
+            counts=_joined([s.counts for s in sketches], np.float64),
+            units=Units.of(
+                [(s, r.unit_min, r.unit_max) for s, r in zip(shares, records, strict=True)]
+            ),
+            rms=Spreads.of(rank, [s.rms for s in sketches]),
+        )
+
+    @staticmethod
+    def merge_all(tables: Sequence[TensorTable]) -> TensorTable:
+        """As if one rank had held what all of them did; the order does not matter."""
+        if len(tables) == 1:
+            return tables[0]
+        rows, places = union([table.rows for table in tables])
+        copies = np.full(len(rows), np.iinfo(np.int64).max)
+        calls = np.zeros(len(rows), np.int64)
+        for table, at in zip(tables, places, strict=True):
+            copies[at] = np.minimum(copies[at], table.copies)
+            calls[at] = np.maximum(calls[at], table.calls)
+        counting = [t.copies == copies[at] for t, at in zip(tables, places, strict=True)]
+        figures = np.zeros((len(rows), len(FIGURES)))
+        figures[:, _LOW:] = np.nan
+        kept: list[NDArray[np.int64]] = []
+        for table, at, counts in zip(tables, places, counting, strict=True):
+            some, mine = at[counts], table.figures[counts]
+            with np.errstate(over="ignore", invalid="ignore"):
+                figures[some, :_LOW] += mine[:, :_LOW]
+            figures[some, _LOW] = np.fmin(figures[some, _LOW], mine[:, _LOW])
+            figures[some, _HIGH] = np.fmax(figures[some, _HIGH], mine[:, _HIGH])
+            kept.append(np.where(counts, at, -1))
+        sizes, buckets, counts_ = _merge_buckets(tables, kept, len(rows))
+        return TensorTable(
+            rows=rows,
+            copies=copies,
+            calls=calls,
+            figures=figures,
+            bucket_sizes=sizes,
+            buckets=buckets,
+            counts=counts_,
+            units=Units.merge_all([table.units for table in tables], kept),
+            rms=Spreads.merge_all([table.rms for table in tables], places, len(rows)),
+        )
+
+    def without(self, drop: Callable[[Row], bool]) -> TensorTable:
+        """The same without some rows."""
+        keep = np.array([not drop(row) for row in self.rows], np.bool_)
+        if keep.all():
+            return self
+        places = np.where(keep, np.cumsum(keep) - 1, -1)
+        some = np.repeat(keep, self.bucket_sizes)
+        return TensorTable(
+            rows=tuple(row for row, kept in zip(self.rows, keep, strict=True) if kept),
+            copies=self.copies[keep],
+            calls=self.calls[keep],
+            figures=self.figures[keep],
+            bucket_sizes=self.bucket_sizes[keep],
+            buckets=self.buckets[some],
+            counts=self.counts[some],
+            units=Units.merge_all([self.units], [places]),
+            rms=self.rms.at(keep),
+        )
+
+    @cached_property
+    def index(self) -> Mapping[Row, int]:
+        """Number of each row."""
+        return {row: index for index, row in enumerate(self.rows)}
+
+    def records(self) -> dict[Row, TensorRecord]:
+        """What was measured of each tensor as a whole."""
+        ends = np.cumsum(self.bucket_sizes)
+        starts = ends - self.bucket_sizes
+        extremes = self.units.whole()
+        records = {}
+        for index, row in enumerate(self.rows):
+            some = slice(starts[index], ends[index])
+            low, high = extremes.get(index, (None, None))
+            records[row] = TensorRecord(
+                sketch=Sketch.of(self._moments(index), self.buckets[some], self.counts[some]),
+                calls=int(self.calls[index]),
+                unit_min=low,
+                unit_max=high,
+            )
+        return records
+
+    def _moments(self, index: int) -> Moments:
+        figures: dict[str, Any] = dict(zip(FIGURES, self.figures[index].tolist(), strict=True))
+        return Moments(**figures | {name: int(figures[name]) for name in COUNTS})
+
+
+def union(
+    lists: Sequence[tuple[Row, ...]],
+) -> tuple[tuple[Row, ...], list[NDArray[np.int64]]]:
+    """All rows, each once, and for each list the places of its rows among them."""
+    if all(rows == lists[0] for rows in lists):
+        return lists[0], [np.arange(len(lists[0]))] * len(lists)
+    index: dict[Row, int] = {}
+    for rows in lists:
+        for row in rows:
+            index.setdefault(row, len(index))
+    return tuple(index), [np.array([index[r] for r in rows], np.int64) for rows in lists]
+
+
+def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def _merge_buckets(
+    tables: Sequence[TensorTable], places: Sequence[NDArray[np.int64]], rows: int
+) -> tuple[NDArray[np.int64], NDArray[np.int16], NDArray[np.float64]]:
+    """Sizes, buckets and counts of the merged rows; rows at place -1 are left out."""
+    codes, counts = [], []
+    for table, at in zip(tables, places, strict=True):
+        row = np.repeat(at, table.bucket_sizes)
+        kept = row >= 0
+        codes.append(row[kept] * _CODES + table.buckets[kept] + LAST_BUCKET)
+        counts.append(table.counts[kept])
+    all_codes = np.concatenate(codes)
+    order = np.argsort(all_codes, kind="stable")  # fast where runs are sorted already
+    sorted_codes = all_codes[order]
+    first = np.ones(sorted_codes.size, np.bool_)
+    first[1:] = sorted_codes[1:] != sorted_codes[:-1]
+    starts = np.flatnonzero(first)
+    added = np.concatenate(counts)[order]
+    summed = np.add.reduceat(added, starts) if starts.size else added
+    row, bucket = np.divmod(sorted_codes[starts], _CODES)
+    return np.bincount(row, minlength=rows), (bucket - LAST_BUCKET).astype(np.int16), summed

@@ -1,0 +1,299 @@
+"""From what all ranks measured at a step to the record that one process would have made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.ranks.rank_part import RankPart
+from telemetry.ranks.spreads import Spreads
+from telemetry.ranks.stage_part import StagePart
+from telemetry.ranks.tensor_table import Row
+from telemetry.records import (
+    Divergence,
+    Layout,
+    Module,
+    Output,
+    Parameter,
+    RankFacts,
+    Spread,
+    StepRecord,
+    TensorRecord,
+)
+from telemetry.sketch import sketch_array
+
+_OF_OUTPUTS = ("outputs", "output_grads")
+_OF_PARAMETERS = ("grads", "weights", "second_moments")
+
+
+_PLACEHOLDER = "Identity"
+
+# Clipping scales by at most 1, so a ratio of norms below this is no rounding.
+_CLIPPED = 1 - 1e-3
+
+
+class Whole:
+    """Makes records of merged parts, in the order of their steps.
+
+    It remembers layouts and hosts, which ranks send only when they have changed.
+    """
+
+    def __init__(self) -> None:
+        self._layouts: dict[tuple[int, str], Layout] = {}
+        self._host_of: dict[int, str] = {}
+        self._joined: dict[tuple[tuple[int, str], ...], _Joined] = {}
+        self._full = self._clipped = 0
+
+    def record(self, part: RankPart, own: StepRecord | None = None) -> StepRecord | None:
+        """The record of one step.
+
+        Args:
+            part: Of all ranks that are there.
+            own: What the writing rank measured; pictures and random states are taken from it.
+
+        Returns:
+            None if a layout is not known: the part of that rank that held it was lost.
+        """
+        for stage in part.stages:
+            if stage.layout is not None:
+                self._layouts[stage.key] = stage.layout
+        self._host_of.update({rank: host for host, ranks in part.hosts.items() for rank in ranks})
+        keys = tuple(stage.key for stage in part.stages)
+        if any(key not in self._layouts for key in keys):
+            return None
+        joined = self._joined.get(keys)
+        if joined is None:
+            joined = _Joined([(key[0], self._layouts[key]) for key in keys])
+            self._joined = {keys: joined}  # changes rarely, so only the last one is kept
+        record = _record_of(part, joined)
+        record = replace(
+            record,
+            clipped_fraction=self._clipped_fraction(record),
+            ranks=replace(
+                facts := _facts(part, joined),
+                hosts={rank: self._host_of[rank] for rank in _named(facts) & set(self._host_of)},
+            ),
+        )
+        if own is None:
+            return record
+        pictures = ("feature_maps", "filters", "input", "random_states")
+        return replace(record, **{name: getattr(own, name) for name in pictures})
+
+    def _clipped_fraction(self, record: StepRecord) -> float | None:
+        before = record.total_grad_norm_before_clipping
+        if before is None:
+            return None
+        self._full += 1
+        self._clipped += record.total_grad_norm < before * _CLIPPED
+        return self._clipped / self._full
+
+
+class _Joined:
+    """The layouts of all stages as one, and where each stage's names went.
+
+    If stages have names of parameters in common, all names are preceded by ``stage0.`` and so
+    forth. An ``Identity`` that stands for a module of another stage is left out.
+
+    Args:
+        layouts: With the numbers of their stages, in that order.
+    """
+
+    def __init__(self, layouts: Sequence[tuple[int, Layout]]) -> None:
+        self._prefixed = _share_names(layouts)
+        modules: dict[str, Module] = {}
+        parameters: dict[str, Parameter] = {}
+        for stage, layout in layouts:
+            for module in layout.modules:
+                name = self.name(stage, module.name)
+                if name not in modules or modules[name].type_name == _PLACEHOLDER:
+                    modules[name] = replace(module, name=name)
+            for parameter in layout.parameters:
+                name = self.name(stage, parameter.name)
+                owner = self.name(stage, parameter.module_name)
+                parameters.setdefault(name, replace(parameter, name=name, module_name=owner))
+        self.layout = Layout(modules=tuple(modules.values()), parameters=tuple(parameters.values()))
+        self._placeholders = {
+            (stage, module.name)
+            for stage, layout in layouts
+            for module in layout.modules
+            if module.type_name == _PLACEHOLDER
+            and modules[self.name(stage, module.name)].type_name != _PLACEHOLDER
+        }
+        place = {name: index for index, name in enumerate(parameters)}
+        self.places: list[NDArray[np.intp]] = [
+            np.array([place[self.name(stage, p.name)] for p in layout.parameters], np.intp)
+            for stage, layout in layouts
+        ]
+
+    def name(self, stage: int, name: str) -> str:
+        """A module's or parameter's name in all stages together."""
+        if not self._prefixed:
+            return name
+        return f"stage{stage}.{name}" if name else f"stage{stage}"
+
+    def is_placeholder(self, stage: int, module_name: str) -> bool:
+        """Whether a module of a stage stands for one of another stage."""
+        return (stage, module_name) in self._placeholders
+
+    def names(self, stages: Iterable[StagePart], field: str) -> frozenset[str]:
+        """Those that a field of the stages holds."""
+        return frozenset(self.name(s.stage, name) for s in stages for name in getattr(s, field))
+
+
+def _share_names(layouts: Sequence[tuple[int, Layout]]) -> bool:
+    """Whether two stages have parameters of the same name."""
+    names: dict[int, set[str]] = {}
+    for stage, layout in layouts:
+        names.setdefault(stage, set()).update(p.name for p in layout.parameters)
+    return len(set().union(*names.values())) < sum(map(len, names.values()))
+
+
+def _record_of(part: RankPart, joined: _Joined) -> StepRecord:
+    layout, stages = joined.layout, part.stages
+    count = len(layout.parameters)
+    norms, present, finite = np.zeros(count), np.zeros(count, bool), np.ones(count, bool)
+    before, lowest = np.full(count, np.nan), np.full(count, np.iinfo(np.int64).max)
+    ratios: dict[str, float] = {}
+    for stage, at in _of_stages(part, joined):
+        new = stage.present & (~present[at] | (stage.copies < lowest[at]))
+        places = at[new]
+        stage_norms = stage.norms.copy()
+        for index, norm in stage.whole_norms().items():
+            stage_norms[index] = norm
+        norms[places], present[places] = stage_norms[new], True
+        finite[places], lowest[places] = stage.finite[new], stage.copies[new]
+        stage_before = stage.whole_before()
+        before[places] = np.nan if stage_before is None else stage_before[new]
+        ratios |= _update_ratios(stage, [layout.parameters[index].name for index in at])
+    has_before = any(stage.before is not None for stage in stages)
+    dropped = joined.names(stages, "left_out")
+    record = StepRecord(
+        step=part.step,
+        wall_time=part.wall_time,
+        layout=layout,
+        grad_norms=norms,
+        grad_present=present,
+        grad_finite=finite,
+        phase=part.phase,
+        learning_rates=part.common.learning_rates,
+        scalars={name: figure.mean for name, figure in part.scalars.items()},
+        loss_scale=part.common.loss_scale,
+        skipped_steps=part.common.skipped_steps,
+        skipped=part.common.skipped,
+        full=part.full,
+        left_out=dropped,
+        total_grad_norm_before_clipping=float(np.linalg.norm(before[present]))
+        if has_before
+        else None,
+        nan_buffers=tuple(sorted(joined.names(stages, "nan_buffers"))),
+        nonfinite_parameters=_in_order(layout, joined.names(stages, "nonfinite_parameters")),
+        update_ratios={p.name: ratios[p.name] for p in layout.parameters if p.name in ratios},
+    )
+    return replace(record, **_tensors(part, joined, dropped))
+
+
+def _of_stages(part: RankPart, joined: _Joined) -> Iterator[tuple[StagePart, NDArray[np.intp]]]:
+    yield from zip(part.stages, joined.places, strict=True)
+
+
+def _in_order(layout: Layout, names: frozenset[str]) -> tuple[str, ...]:
+    return tuple(p.name for p in layout.parameters if p.name in names)
+
+
+def _update_ratios(stage: StagePart, names: Sequence[str]) -> dict[str, float]:
+    """``||after - before|| / ||before||``: inf if zeros moved, NaN if they stayed."""
+    if stage.moved is None or stage.sizes is None:
+        return {}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = stage.moved / stage.sizes
+    measured = ~np.isnan(stage.sizes)
+    return {names[i]: float(ratios[i]) for i in np.flatnonzero(measured).tolist()}
+
+
+def _tensors(part: RankPart, joined: _Joined, dropped: frozenset[str]) -> dict[str, Any]:
+    """By kind and name what was measured, modules and parameters in the order of the layout."""
+    found: dict[str, dict[Any, TensorRecord]] = {}
+    for row, record in part.tensors.records().items():
+        if row.kind in _OF_OUTPUTS and joined.is_placeholder(row.stage, row.name):
+            continue
+        found.setdefault(row.kind, {})[_name_of(row, joined)] = record
+    owner = {p.name: p.module_name for p in joined.layout.parameters}
+    for stage, at in _of_stages(part, joined):
+        for index, values in stage.addends.items() if part.full else ():
+            name = joined.layout.parameters[at[index]].name
+            found.setdefault("grads", {})[name] = TensorRecord(sketch=sketch_array(values))
+    last = len(joined.layout.modules)
+    position = joined.layout.position
+    for kind in _OF_OUTPUTS:
+        order = sorted(
+            (o for o in found.get(kind, ()) if o.module_name not in dropped),
+            key=lambda o: (position.get(o.module_name, last), o.place),
+        )
+        found[kind] = {output: found[kind][output] for output in order}
+    for kind in _OF_PARAMETERS:
+        of_kind = found.get(kind, {})
+        found[kind] = {
+            name: of_kind[name] for name in owner if name in of_kind and owner[name] not in dropped
+        }
+    return found
+
+
+def _name_of(row: Row, joined: _Joined) -> str | Output:
+    if row.kind == "inputs":
+        return row.name  # that of the first stage
+    name = joined.name(row.stage, row.name)
+    return Output(name, row.place) if row.kind in _OF_OUTPUTS else name
+
+
+def _facts(part: RankPart, joined: _Joined) -> RankFacts:
+    step = part.own.get("step_s")
+    bad = part.first_nonfinite
+    return RankFacts(
+        size=part.size,
+        held=part.ranks,
+        scalars={name: f.spread for name, f in part.scalars.items() if f.spread is not None},
+        step_s=None if step is None else step.spread,
+        activation_rms=_spreads(part, joined, "outputs"),
+        activation_grad_rms=_spreads(part, joined, "output_grads"),
+        diverged=tuple(
+            Divergence(parameter=joined.layout.parameters[at[index]].name, rank=rank, other=other)
+            for stage, at in _of_stages(part, joined)
+            for index, rank, other in stage.checks.differing()
+        ),
+        nonfinite=part.nonfinite,
+        first_nonfinite=None if bad is None else (bad.rank, bad.where),
+        not_known=tuple(sorted(part.not_known)),
+    )
+
+
+def _spreads(part: RankPart, joined: _Joined, kind: str) -> Mapping[Output, Spread]:
+    rms: Spreads = part.tensors.rms
+    return {
+        Output(joined.name(row.stage, row.name), row.place): Spread(
+            low=float(rms.low[index]),
+            low_rank=int(rms.low_rank[index]),
+            high=float(rms.high[index]),
+            high_rank=int(rms.high_rank[index]),
+        )
+        for index, row in enumerate(part.tensors.rows)
+        if row.kind == kind
+        and rms.low_rank[index] >= 0
+        and not joined.is_placeholder(row.stage, row.name)
+    }
+
+
+def _named(facts: RankFacts) -> set[int]:
+    """Ranks that are named anywhere in the facts."""
+    spreads = [*facts.scalars.values(), *facts.activation_rms.values()]
+    spreads += facts.activation_grad_rms.values()
+    if facts.step_s is not None:
+        spreads.append(facts.step_s)
+    named = {rank for spread in spreads for rank in (spread.low_rank, spread.high_rank)}
+    named |= {rank for found in facts.diverged for rank in (found.rank, found.other)}
+    if facts.first_nonfinite is not None:
+        named.add(facts.first_nonfinite[0])
+    return named

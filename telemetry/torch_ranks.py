@@ -1,0 +1,76 @@
+"""Private names of ``torch.distributed``'s wrappers; see ``torch_private.py``."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from telemetry.torch_private import find
+
+_MAX_FRAMES_BELOW_STAGE = 48
+"""Calls between a pipeline stage's forward pass and a hook on its module or a child of it."""
+
+_PROBES_OF_STAGES = {"_forward_metadata_inference", "_shape_inference"}
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The DDP wrapper in whose forward pass this thread is; None outside of one."""
+    loss = "parameters are not shared among the ranks to be measured"
+    active = find(DistributedDataParallel, "_get_active_ddp_module", loss)
+    wrapper = None if active is None else active()
+    return wrapper if isinstance(wrapper, DistributedDataParallel) else None
+
+
+class CallingStage(NamedTuple):
+    """A stage of a pipeline: its number, and whether it only tries out what shapes there are."""
+
+    number: int
+    probes: bool
+
+
+def calling_stage() -> CallingStage | None:
+    """The pipeline stage whose forward pass this thread is in; None outside of one.
+
+    It is found on the call stack, for a stage does not announce itself to its module.
+    """
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    if module is None:
+        return None
+    loss = "stages of a pipeline with equal names are taken for copies of each other"
+    base = find(module, "_PipelineStageBase", loss)
+    frame: FrameType | None = sys._getframe(1)
+    number, functions = None, set()
+    for _ in range(_MAX_FRAMES_BELOW_STAGE):
+        if frame is None or base is None:
+            break
+        if frame.f_code.co_filename == module.__file__:
+            stage = frame.f_locals.get("self")
+            if isinstance(stage, base):
+                number = int(stage.stage_index)
+                functions.add(frame.f_code.co_name)
+        frame = frame.f_back
+    if number is None:
+        return None
+    return CallingStage(number, not _PROBES_OF_STAGES.isdisjoint(functions))
+
+
+def fsdp_mesh(module: nn.Module) -> Any | None:
+    """The device mesh that ``fully_shard`` shards a module's parameters over; None without one."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return None
+    loss = "dimensions of meshes are told apart by their names: dp, tp, ..."
+    get_state = find(module, "_get_fsdp_state", loss)
+    group = None if get_state is None else getattr(get_state(), "_fsdp_param_group", None)
+    return getattr(getattr(group, "mesh_info", None), "mesh", None)
+
+
+def made_local(node: object) -> Any | None:
+    """The ``DTensorSpec`` of the ``DTensor`` that was made local by this node of the graph."""
+    if type(node).__name__ != "_ToTorchTensorBackward":
+        return None
+    return find(node, "dtensor_spec", "outputs of tensor-parallel modules are not told apart")
