@@ -24,6 +24,9 @@ MAX_STEP_BYTES = 16 * 2**20
 MAX_DETAIL_BYTES = 48 * 2**20
 MAX_FILES = 8
 
+_RECORDED = {"loss_spike"}
+"""Kinds of alerts of any severity for which a file is written, too."""
+
 _DETAILS = 16
 """At most this many full measurements are kept of ``steps`` steps, and the latest two."""
 
@@ -36,7 +39,7 @@ class FlightRecorder:
     always kept, and so are three of the fault that is being recorded).
     :mod:`telemetry.flight.document` describes the file, which is at most 8 MiB large.
 
-    A file is written at an alert of severity ``error``, and when an exception ends the training. It
+    A file is written at an alert of severity ``error``, at a loss spike, and when an exception ends the training. It
     is completed with the steps that follow after a quarter of ``steps``, or at :meth:`close`;
     errors until then become part of it. A run writes at most 8 files, for its first faults.
 
@@ -145,7 +148,8 @@ class FlightRecorder:
             kept.popleft()
 
     def _note(self, alert: Alert) -> None:
-        is_error = alert.severity == "error" and alert.stage != "end"
+        is_recorded = alert.severity == "error" or alert.kind in _RECORDED
+        is_error = is_recorded and alert.stage != "end"
         self._alerts.append(alert)
         if self._flight is not None:
             self._flight.alerts.append(alert)
