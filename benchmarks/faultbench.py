@@ -32,7 +32,9 @@ KINDS = {
     "dead_units": "dead",
     "saturated_units": "saturated",
     "loss_divergence": "lr",
+    "loss_spike": "lr",
     "no_learning": "no_learning",
+    "untrained_parameters": "no_learning",
 }
 """Maps our kinds to those of faultbench."""
 
@@ -65,7 +67,7 @@ class Adapter:
         return self._found
 
     def _note(self, alert: Alert) -> None:
-        if alert.stage != "end":
+        if alert.stage != "end" and alert.severity != "note":
             self._found.append(
                 {"step": self._step, "kind": KINDS[alert.kind], "layer": alert.module_name}
             )

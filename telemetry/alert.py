@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from telemetry import untrusted
 from telemetry.plain_text import called
 
-Severity = Literal["warning", "error"]
+Severity = Literal["note", "warning", "error"]
 Stage = Literal["begin", "worse", "end"]
 
 
@@ -20,9 +20,10 @@ class Alert:
     Attributes:
         kind: What is wrong. The default rules report ``exploding_gradient``,
             ``exploding_activation``, ``vanishing_gradient``, ``nonfinite``, ``dead_units``,
-            ``saturated_units``, ``loss_divergence``, ``ranks_diverge`` and ``no_learning``;
-            your own may use others.
-        severity: ``error`` if the run is lost unless something changes, else ``warning``.
+            ``saturated_units``, ``loss_divergence``, ``ranks_diverge`` and ``no_learning``; your own
+            may use others.
+        severity: ``error`` if the run is lost unless something changes; ``note`` if it may well be
+            meant so: that is shown, but neither raised nor printed; else ``warning``.
         step: Optimizer steps completed when the measurement was taken, from 0.
         module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
         value: The measured figure that the rule judged.
@@ -58,7 +59,7 @@ class Alert:
 def parse_alert(content: Any) -> Alert:
     """An alert from a JSON object with its fields.
 
-    An unknown severity or stage becomes the mildest.
+    An unknown severity becomes ``warning``, an unknown stage ``begin``.
 
     Raises:
         ValueError: A field is missing or has a wrong value; the message names it.

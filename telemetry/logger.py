@@ -202,8 +202,8 @@ class HookLogger:
                 validate(model)
 
         Every forward pass inside is measured at any step, and none counts as training. Tags begin
-        with the name: ``validation/activation/...``. Outside of a phase, passes in evaluation mode
-        or without gradients are not measured.
+        with the name: ``validation/activation/...``. Outside of a phase, passes without gradients
+        are not measured, nor are those in evaluation mode unless steps are taken in it.
 
         Args:
             name: The beginning of the tags.

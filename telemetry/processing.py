@@ -27,6 +27,8 @@ log = logging.getLogger("telemetry")
 
 VALUES_AT_ONCE = 500
 
+_LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
 
 class Sink(Protocol):
     """Where values go: a file that another thread writes, so that no alert waits for the disk."""
@@ -193,9 +195,7 @@ class Processor:
             self._report_one(alert, wall_time)
 
     def _report_one(self, alert: Alert, wall_time: float) -> None:
-        level = logging.ERROR if alert.severity == "error" else logging.WARNING
-        if alert.stage == "end":
-            level = logging.INFO
+        level = logging.INFO if alert.stage == "end" else _LEVELS[alert.severity]
         if is_first_rank():
             log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
         self.write_pending()

@@ -236,7 +236,13 @@ class StepRecord:
         skipped_steps: Steps that a ``GradScaler`` has skipped so far.
         skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the
             gradients are not finite by design.
+        eval_mode: Whether the model was in evaluation mode when the optimizer stepped.
         full: Whether what follows was measured at this step.
+        trainable: For each parameter whether it requires a gradient, bool, shape ``[parameters]``;
+            like all that follows empty if the step is not full.
+        reached: Whether it had one, even if no optimizer holds the parameter, likewise.
+        fingerprints: A number for each tensor that the model was given, of any type and in their
+            order; it is the same for the same values.
         left_out: Modules that were not measured, because ``max_overhead`` gave the turn to others.
         total_grad_norm_before_clipping: Norm of all gradients at the end of the backward pass.
         clipped_fraction: Share of all full steps so far at which clipping reduced it.
@@ -274,7 +280,11 @@ class StepRecord:
     loss_scale: float | None = None
     skipped_steps: int = 0
     skipped: bool = False
+    eval_mode: bool = False
     full: bool = False
+    trainable: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    reached: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    fingerprints: tuple[float, ...] = ()
     left_out: frozenset[str] = frozenset()
     total_grad_norm_before_clipping: float | None = None
     clipped_fraction: float | None = None

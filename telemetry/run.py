@@ -249,7 +249,7 @@ class Run:
             with self.faults.contained("to append to alerts.jsonl"):
                 self._alert_file.write(alert, wall_time)
         if self._on_alert == "raise":
-            if alert.stage != "end":
+            if alert.stage != "end" and alert.severity != "note":
                 self._to_raise = self._to_raise or alert
         elif self._on_alert is not None:
             self._on_alert(alert)

@@ -13,19 +13,22 @@ from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 _EXPLOSIONS = {"exploding_gradient", "exploding_activation"}
+_LOSS = {"loss_divergence", "loss_spike"}
 CAUSES: dict[str, set[str]] = {
     "exploding_activation": {
         "exploding_gradient",
         "saturated_units",
         "dead_units",
-        "loss_divergence",
+        *_LOSS,
     },
-    "exploding_gradient": {"exploding_activation", "saturated_units", "loss_divergence"},
-    "saturated_units": _EXPLOSIONS | {"loss_divergence"},
-    "dead_units": _EXPLOSIONS | {"loss_divergence", "nonfinite", "vanishing_gradient"},
-    "vanishing_gradient": _EXPLOSIONS | {"dead_units", "saturated_units", "loss_divergence"},
-    "nonfinite": _EXPLOSIONS | {"loss_divergence", "ranks_diverge"},
-    "loss_divergence": _EXPLOSIONS | {"dead_units", "saturated_units", "nonfinite"},
+    "exploding_gradient": {"exploding_activation", "saturated_units", *_LOSS},
+    "saturated_units": _EXPLOSIONS | _LOSS,
+    "dead_units": _EXPLOSIONS | _LOSS | {"nonfinite", "vanishing_gradient"},
+    "vanishing_gradient": _EXPLOSIONS | _LOSS | {"dead_units", "saturated_units"},
+    "nonfinite": _EXPLOSIONS | _LOSS | {"ranks_diverge"},
+    "loss_divergence": _EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"},
+    "loss_spike": _EXPLOSIONS | {"loss_divergence", "dead_units", "saturated_units", "nonfinite"},
+    "loss_stuck": {"learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"},
     "no_learning": {"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"},
 }
 """Which faults may explain one."""

@@ -49,7 +49,7 @@ class Episode:
 def _ended(begun: Alert, step: int) -> Alert:
     return replace(
         begun,
-        severity="warning",
+        severity="note" if begun.severity == "note" else "warning",
         step=step,
         stage="end",
         message=f"The {begun.kind.replace('_', ' ')}{begun.where} of step {begun.step} is over.",

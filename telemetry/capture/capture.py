@@ -213,6 +213,7 @@ class Capture:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """The gradients are final and the parameters not yet changed."""
+        self._note_mode()
         if self._window.norms:
             read = self._reader.before_step
             self._watch.contain_alone("to read the gradients", read, self._window, optimizer)
@@ -235,10 +236,17 @@ class Capture:
     def manual_step(self) -> None:
         """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
         self._reader.by_hand = True
+        self._note_mode()
         if self._window.norms:
             read = self._reader.step_by_hand
             self._watch.contain_alone("to read the gradients", read, self._window)
         self.step_completed()
+
+    def _note_mode(self) -> None:
+        """Whatever mode the model steps in, passes in that mode are training."""
+        model = self._watch.model()
+        if model is not None:
+            self._window.eval_mode = self._passes.eval_mode = not model.training
 
     # --- its end -------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
@@ -107,6 +107,9 @@ class CapturedStep:
             filters={},
             input=None,
             random_states={},
+            trainable=set(),
+            reached=set(),
+            fingerprints=[],
         )
         return replace(self, window=window, measurements=None)
 
@@ -143,7 +146,11 @@ class CapturedStep:
             phase=window.phase,
             learning_rates=self._learning_rates(),
             scalars=scalars,
+            eval_mode=window.eval_mode,
             full=window.full,
+            trainable=self._marked(window.trainable),
+            reached=self._marked(window.reached),
+            fingerprints=tuple(float(copy.wait()) for copy in window.fingerprints),
             left_out=window.left_out,
             total_grad_norm_before_clipping=before,
             clipped_fraction=self.totals.clipped_fraction(before, float(np.linalg.norm(norms))),
@@ -216,6 +223,12 @@ class CapturedStep:
             if present[index]:
                 before[index] = values[id(reading)][place] / self._factor
         return before
+
+    def _marked(self, indices: Collection[int]) -> NDArray[np.bool_]:
+        """Which parameters these are; none where that was not looked at."""
+        marked = np.zeros(len(self.layout.parameters), dtype=bool)
+        marked[list(indices)] = True
+        return marked if self.window.full else marked[:0]
 
     def _learning_rates(self) -> tuple[float, ...]:
         return tuple(

@@ -18,19 +18,25 @@ from telemetry.capture.reader import StepReader
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
 from telemetry.host_copy import HostCopy
+from telemetry.measure import fingerprint
 from telemetry.records import Output
 from telemetry.torch_compiler import backward_is_compiled
 from telemetry.torch_private import NO_TASK, backward_task, is_being_traced
 from telemetry.torch_ranks import calling_stage
+
+_FINGERPRINTS = 64
+"""Tensors of one step that have a fingerprint; the step may have very many micro-batches."""
 
 
 class Passes:
     """Keeps the passes of training apart from everything else.
 
     Training is what runs with gradients enabled while the model or the module itself is in training
-    mode, on one thread. In a :meth:`phase` every forward pass of its thread is observed.
+    mode, on one thread; and also in evaluation mode if the last optimizer step was taken in it. In
+    a :meth:`phase` every forward pass of its thread is observed.
 
     Attributes:
+        eval_mode: Whether the model was in evaluation mode at the last step, or at the beginning.
         forward: Those of the step in progress; None if that is not measured in full.
         backward: Likewise.
     """
@@ -41,6 +47,8 @@ class Passes:
         self._phase: ForwardPasses | None = None
         self._watch = watch
         self._reader = reader
+        model = watch.model()
+        self.eval_mode = model is not None and not model.training
 
     def begin(self, window: Window, pictured: frozenset[str]) -> None:
         """Observe training; what is seen goes to ``window``."""
@@ -85,7 +93,9 @@ class Passes:
         forward, model, module = self.forward, self._watch.model(), hook.module()
         if forward is None or not self._watch.switch.training or not grad_enabled:
             return None
-        if model is None or module is None or not (model.training or module.training):
+        if model is None or module is None:
+            return None
+        if not (model.training or module.training or self.eval_mode):
             return None
         stage = calling_stage()
         if stage is not None and stage.probes:
@@ -184,11 +194,14 @@ class ForwardPasses:
         if self.window.phase or not self._content.activations or not taken:
             return
         for tensor in tensors_in(given):
-            can_be_nonfinite = tensor.is_floating_point() or tensor.is_complex()
-            if can_be_nonfinite and id(tensor) not in self._given:
-                self._given.add(id(tensor))
-                if not is_being_traced(tensor):
-                    self.window.observe("inputs", name, local(tensor.detach()))
+            if id(tensor) in self._given or is_being_traced(tensor):
+                continue
+            self._given.add(id(tensor))
+            values = local(tensor.detach())
+            if len(self.window.fingerprints) < _FINGERPRINTS:
+                self.window.fingerprints += map(HostCopy, fingerprint(values))
+            if tensor.is_floating_point() or tensor.is_complex():
+                self.window.observe("inputs", name, values)
 
     def _observe_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         if not self._content.activations:

@@ -123,6 +123,11 @@ class StepReader:
             window.parameter_norms += [group.sent() for group in take_norms(parameters)]
         if not window.full:
             return
+        for index, parameter in self._table.all():
+            if parameter.requires_grad:
+                window.trainable.add(index)
+                if parameter.grad is not None:
+                    window.reached.add(index)
         if self._content.gradients:
             self._observe(window, "grads", self._in_turn(window, grads), scaled=scaled)
         if self._content.weights:

@@ -82,6 +82,10 @@ class Window:
         before_clipping: Of each parameter that a backward pass has reached, the norms that were
             taken at the end of the last one, and its place among them.
         ranks: How the tensors relate to those of all ranks together.
+        eval_mode: Whether the model was in evaluation mode when an optimizer stepped.
+        trainable: Parameters that require a gradient, by index.
+        reached: Those that have one, whether or not an optimizer holds them.
+        fingerprints: Of the tensors that the model was given, see :func:`fingerprint`.
     """
 
     step: int
@@ -97,6 +101,10 @@ class Window:
     optimizers: dict[int, OptimizerReading] = field(default_factory=dict)
     learning_rates: dict[int, Sequence[float | HostCopy]] = field(default_factory=dict)
     before_clipping: dict[int, tuple[NormReading, int]] = field(default_factory=dict)
+    eval_mode: bool = False
+    trainable: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+    fingerprints: list[HostCopy] = field(default_factory=list)
     updates: list[UpdateReading] = field(default_factory=list)
     parameter_norms: list[NormReading] = field(default_factory=list)
     buffer_names: Sequence[str] = ()

@@ -24,7 +24,7 @@ from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_summary import LayerSummary, summarize
 
-_STYLES = {"error": "bold red", "warning": "yellow"}
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _STEADY = 1.25  # a trend by a smaller factor counts as steady
 _MAX_ROWS = 1000  # rich takes a millisecond for each
 _MAX_NAME = 200  # characters
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     alerts.add_argument(
         "--fail-on",
         choices=["warning", "error"],
-        help="exit with 1 if an alert has this severity or a worse one",
+        help="exit with 1 if an alert has this severity or a worse one; notes never count",
     )
     alerts.set_defaults(command=_alerts)
 

@@ -25,6 +25,9 @@ MAX_STEP_BYTES = 16 * 2**20
 MAX_DETAIL_BYTES = 48 * 2**20
 MAX_FILES = 8
 
+_RECORDED = {"loss_spike"}
+"""Kinds of alerts of any severity for which a file is written, too."""
+
 _DETAILS = 16
 """Full measurements that are kept of ``steps`` steps at most, besides the latest two."""
 
@@ -37,9 +40,10 @@ class FlightRecorder:
     always kept, and so are three of the fault that is being recorded).
     :mod:`telemetry.flight.document` describes the file, which is at most 8 MiB large.
 
-    A file is written at an alert of severity ``error``, and when an exception ends the training. It
-    is completed with the steps that follow after a quarter of ``steps``, or at :meth:`close`;
-    errors until then become part of it. A run writes at most 8 files, for its first faults.
+    A file is written at an alert of severity ``error``, at a loss spike, and when an exception ends
+    the training. It is completed with the steps that follow after a quarter of ``steps``, or at
+    :meth:`close`; errors until then become part of it. A run writes at most 8 files, for its first
+    faults.
 
     Call :meth:`on_step` with each record before the rules judge it. Nothing here raises; failures
     are logged once. Calls may come from several threads.
@@ -102,13 +106,14 @@ class FlightRecorder:
     def on_alert(self, alert: Alert) -> None:
         """A rule has found something."""
         with self._contained():
-            is_error = alert.severity == "error" and alert.stage != "end"
+            grave = alert.severity == "error" or alert.kind in _RECORDED
+            is_recorded = grave and alert.stage != "end"
             self._alerts.append(alert)
             if self._flight is not None:
                 self._flight.alerts.append(alert)
-            elif is_error:
+            elif is_recorded:
                 self._begin(alert.step)
-            if is_error:
+            if is_recorded:
                 self._write(complete=False)
 
     def on_exception(self, exception: BaseException, step: int) -> None:

@@ -7,7 +7,8 @@ and how they lie in memory. :mod:`host` (CPU: :mod:`native`, or NumPy) or :mod:`
 
 from __future__ import annotations
 
+from telemetry.measure.fingerprint import fingerprint
 from telemetry.measure.measurer import Measurements, Measurer
 from telemetry.measure.sampling import block_sample
 
-__all__ = ["Measurements", "Measurer", "block_sample"]
+__all__ = ["Measurements", "Measurer", "block_sample", "fingerprint"]

@@ -192,14 +192,16 @@ def test_evaluation_between_training_passes_is_not_logged(
     assert outcome.full[0].activations["0"].calls == 1
 
 
-def test_a_head_in_training_mode_is_logged_though_the_rest_is_not(tmp_path: Path) -> None:
+def test_a_head_in_training_mode_is_logged_and_the_rest_once_steps_are_taken_so(
+    tmp_path: Path,
+) -> None:
     def passes(model: Any, logger: HookLogger | None) -> None:
         model.eval()
         model[2].train()
         loss_of(model).backward()
 
     outcome = assert_left_alone(mlp, stepping(passes), tmp_path)
-    assert [list(record.activations) for record in outcome.full] == [["2"]] * 3
+    assert [list(record.activations) for record in outcome.full] == [["2"], *[["0", "1", "2"]] * 2]
 
 
 def test_a_fast_path_of_evaluation_stays_fast_on_unlogged_steps(tmp_path: Path) -> None:

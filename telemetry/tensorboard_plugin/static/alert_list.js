@@ -64,6 +64,7 @@ export class AlertList {
           ["", "all"],
           ["error", "errors"],
           ["warning", "warnings"],
+          ["note", "notes"],
         ],
         this.severity,
         set("severity"),
@@ -78,7 +79,7 @@ export class AlertList {
       element(
         "button",
         {
-          class: `alert ${alert.severity === "error" ? "error" : "warning"}`,
+          class: `alert ${alert.severity}`,
           "aria-pressed": alert === this.chosen ? "true" : "false",
           onclick: () => this.onChoose(alert),
         },

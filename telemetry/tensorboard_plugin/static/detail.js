@@ -206,7 +206,7 @@ export class Detail {
       ...items.map((alert) =>
         element(
           "div",
-          { class: `alert ${alert.severity === "error" ? "error" : "warning"}` },
+          { class: `alert ${alert.severity}` },
           ...alertText(alert),
         ),
       ),

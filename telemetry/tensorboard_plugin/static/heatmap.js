@@ -280,10 +280,12 @@ export class Heatmap {
   }
 }
 
-/** A diamond for an error, a triangle for a warning, bordered so that it shows on every color. */
+/** A diamond for an error, a triangle for a warning, a dot for a note; its border shows anywhere. */
 export function drawAlertMark(context, theme, alert, x, y) {
   context.beginPath();
-  if (alert.severity === "error") {
+  if (alert.severity === "note") {
+    context.arc(x, y, 4, 0, 2 * Math.PI);
+  } else if (alert.severity === "error") {
     [
       [0, -6],
       [6, 0],
@@ -298,7 +300,7 @@ export function drawAlertMark(context, theme, alert, x, y) {
     ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
   }
   context.closePath();
-  context.fillStyle = alert.severity === "error" ? theme.error : theme.warning;
+  context.fillStyle = theme[alert.severity];
   context.fill();
   context.lineWidth = 1.5;
   context.strokeStyle = "#ffffff";

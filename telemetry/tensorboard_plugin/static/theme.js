@@ -28,6 +28,7 @@ export function theme() {
     accent: color("accent"),
     error: color("error"),
     warning: color("warning"),
+    note: color("muted"),
     curves: [1, 2, 3, 4, 5].map((number) => color(`curve${number}`)),
     font: "12px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
     smallFont: "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",

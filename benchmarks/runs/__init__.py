@@ -1,0 +1,9 @@
+"""Real training runs of families that the shared benches lack, about half of them with a fault."""
+
+from __future__ import annotations
+
+from runs import faulty, healthy  # noqa: F401 - they add their runs
+from runs.labels import LABELS, Label
+from runs.training import RUNS, Log
+
+__all__ = ["LABELS", "RUNS", "Label", "Log"]

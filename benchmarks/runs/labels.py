@@ -1,0 +1,131 @@
+"""What a practitioner would want to hear of each run; written before any rule saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EXPLOSION = frozenset({"exploding_gradient", "exploding_activation"})
+LOSS = frozenset({"loss_divergence", "loss_spike"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """What should be said.
+
+    Attributes:
+        kinds: Kinds of alerts any of which is right; none for a healthy run.
+        layers: Modules any of which should be named, with what is inside of them; none: any.
+        onset: The first step at which it can be seen.
+        by: The last step at which it is still useful to hear it; None: any.
+        why: What is wrong, or what looks wrong and is not.
+    """
+
+    kinds: frozenset[str] = frozenset()
+    layers: tuple[str, ...] = ()
+    onset: int = 0
+    by: int | None = None
+    why: str
+
+
+LABELS = {
+    # --- healthy
+    "seq2seq_teacher_forcing": Label(why="GRU encoder and decoder, reverses digits; clipped"),
+    "wgan_gradient_penalty": Label(why="five critic steps, double backward; losses wander"),
+    "image_text_contrastive": Label(why="two towers, learned temperature; starts at ln of batch"),
+    "unet_segmentation": Label(why="skip connections, cross entropy and Dice, batch norm"),
+    "ctc_speech": Label(why="the loss falls, rests on a plateau of blanks, and falls again"),
+    "graph_transformer": Label(why="attention as a module, bias of edges, post-norm, warm-up"),
+    "neural_ode": Label(why="one layer runs 32 times in a step; trajectories diverge at first"),
+    "coupling_flow": Label(why="the last layers begin at zero; the loss becomes negative"),
+    "actor_critic": Label(why="one model, two optimizers, returns that grow as the policy learns"),
+    "quantization_aware": Label(why="straight-through rounding; quantization begins at step 100"),
+    "distillation": Label(why="teacher frozen inside of the same model and in eval mode"),
+    "mixture_density": Label(why="negative log-likelihood; some components die"),
+    "triplet_siamese": Label(why="the loss is exactly 0 for many batches, late"),
+    "meta_learning": Label(why="inner steps by autograd.grad; a loss that varies with the task"),
+    "sparse_autoencoder": Label(why="top 8 of 128 latents are kept: sparse by design"),
+    "state_space": Label(why="diagonal recurrence over 47 steps, gating"),
+    "spiking_surrogate": Label(why="binary outputs, surrogate gradients, many silent neurons"),
+    "matrix_factorization": Label(why="embedding tables, most rows unused in a step"),
+    "physics_informed": Label(why="second derivatives, tanh; the loss falls by decades"),
+    "layerwise_rates_ema": Label(why="rates from 1e-5 to 1e-3, three optimizers, an averaged copy"),
+    "frozen_batch_norm": Label(why="fine-tuning with all batch norms in eval mode on purpose"),
+    # --- faulty
+    "encoder_not_in_optimizer": Label(
+        kinds=frozenset({"untrained_parameters"}), layers=("down1", "down2", "middle"), by=100,
+        why="the optimizer of a U-Net was given the decoder alone; the rest gets gradients",
+    ),
+    "encoder_under_no_grad": Label(
+        kinds=frozenset({"untrained_parameters"}), layers=("encoder",), by=100,
+        why="no_grad() left around the encoder of a sequence model; it is in the optimizer",
+    ),
+    "head_optimizer_never_stepped": Label(
+        kinds=frozenset({"untrained_parameters", "exploding_gradient"}), layers=("critic",), by=100,
+        why="two optimizers, and step() of the second one was forgotten",
+    ),
+    "pooler_unused": Label(
+        kinds=frozenset({"untrained_parameters"}), layers=("pooler",), by=100,
+        why="a head that nobody reads; worth a note",
+    ),
+    "ctc_impossible_length": Label(
+        kinds=frozenset({"nonfinite"}), onset=117, by=117,
+        why="one target is longer than its input: the loss is infinite",
+    ),
+    "quantization_scale_zero": Label(
+        kinds=frozenset({"nonfinite"}), layers=("quantize2",), onset=133, by=133,
+        why="a layer is zero for a batch, its scale is 0, and 0/0 follows",
+    ),
+    "flow_without_bound": Label(
+        kinds=frozenset({"nonfinite"}) | LOSS | EXPLOSION, by=200,
+        why="exp of an unbounded log-scale, learning rate 30 times too high",
+    ),
+    "state_space_unstable": Label(
+        kinds=frozenset({"nonfinite"}) | LOSS | EXPLOSION, by=60,
+        why="decay above 1: the state grows 1.5 times in each of 47 steps",
+    ),
+    "ode_step_too_long": Label(
+        kinds=frozenset({"nonfinite"}) | LOSS | EXPLOSION, by=60,
+        why="the solver's step is 25 times too long: the state explodes",
+    ),
+    "student_left_in_eval": Label(
+        kinds=frozenset({"eval_mode"}), onset=83, by=283,
+        why="eval() left on after a validation: dropout off, batch norm frozen",
+    ),
+    "first_batch_forever": Label(
+        kinds=frozenset({"same_batch"}), by=300,
+        why="next(iter(loader)) in the loop without shuffling",
+    ),
+    "rate_spike": Label(
+        kinds=LOSS, onset=157, by=167,
+        why="a schedule's bug: learning rate x 200 for three steps; the loss does not recover",
+    ),
+    "target_spike": Label(
+        kinds=LOSS | EXPLOSION, onset=213, by=223,
+        why="one batch of targets in another unit, x 100; the loss recovers",
+    ),
+    "schedule_ends_early": Label(
+        kinds=frozenset({"learning_rate_zero"}), onset=83, by=283,
+        why="a polynomial schedule made for 83 of 320 steps",
+    ),
+    "targets_misaligned": Label(
+        kinds=frozenset({"loss_stuck", "no_learning"}),
+        why="inputs were shuffled and targets were not: the loss stays at the trivial predictor's",
+    ),
+    "sparsity_too_strong": Label(
+        kinds=frozenset({"dead_units", "vanishing_gradient"}), layers=("latent", "encoder"),
+        why="L1 penalty 1000 times too strong: all latents die",
+    ),
+    "spikes_never_fire": Label(
+        kinds=frozenset({"dead_units", "vanishing_gradient", "loss_stuck", "no_learning"}),
+        why="threshold 50 instead of 1: no neuron fires, the output is constant",
+    ),
+    "attention_one_hot": Label(
+        kinds=frozenset({"attention_collapse", "logit_growth", "saturated_units"}),
+        layers=("blocks",), by=200,
+        why="queries and keys x 12 and no 1/sqrt(d): each token sees one other",
+    ),
+    "logits_grow": Label(
+        kinds=frozenset({"attention_collapse", "logit_growth"}) | LOSS, layers=("blocks",), by=280,
+        onset=60, why="learning rate of queries and keys x 100 from step 60, without a warm-up",
+    ),
+}  # fmt: skip

@@ -1,0 +1,103 @@
+"""Attention that sees one token only."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from telemetry.alert import Alert
+from telemetry.alerts.episode import Episode
+from telemetry.plain_text import called
+from telemetry.records import Output, StepRecord, TensorRecord
+from telemetry.rule import Rule
+from telemetry.sketch import edges
+
+
+class AttentionCollapse(Rule):
+    """A note when attention weights have hardly any entropy left.
+
+    Each row of attention weights is a distribution over S tokens, with an entropy of 0 (one token)
+    to ln S (all alike). Hardly any gradient gets through a softmax that is 0 or 1, and training
+    becomes unstable (Zhai et al. 2023, "Stabilizing Transformer Training by Preventing Attention
+    Entropy Collapse"). It is a note because sharp attention may also be what was to be learned.
+
+    Entropy and S follow from the histogram of the weights alone, because each row adds up to 1: the
+    sum of all weights is the number of rows. Attention weights are outputs between 0 and 1 of
+    modules with "attention" or "attn" in their names: a softmax module, or what attention returns
+    behind its first output.
+
+    Args:
+        fraction: Of ln S, the mean over all rows and heads.
+    """
+
+    name = "attention_collapse"
+    _episode: Episode
+
+    def __init__(
+        self,
+        *,
+        # attention_one_hot and logits_grow (benchmarks/runs) have 0.01 to 0.04, their healthy twin
+        # 0.97; at 0.1 a token sees 1.3 of 24 others.
+        fraction: float = 0.1,
+    ) -> None:
+        self._fraction = fraction
+        self._episode = Episode(2)
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        if not record.outputs:
+            return ()
+        entropies = {
+            output: entropy
+            for output, tensor in record.outputs.items()
+            if _is_attention(record, output) and (entropy := _entropy(tensor)) is not None
+        }
+        if not entropies:
+            return ()
+        low = {o: e for o, e in entropies.items() if e < self._fraction}
+        found = self._alert(record, low, len(entropies)) if low else None
+        return self._episode.update(record.step, found)
+
+    def _alert(self, record: StepRecord, low: dict[Output, float], count: int) -> Alert:
+        worst = min(low, key=lambda output: low[output])
+        return Alert(
+            kind=self.name,
+            severity="note",
+            step=record.step,
+            module_name=worst.module_name,
+            value=low[worst],
+            threshold=self._fraction,
+            message=(
+                f"The attention weights of {called(str(worst))} have {low[worst]:.1%} of the "
+                f"entropy of even ones, so each token sees hardly more than one; the same holds "
+                f"for {len(low)} of {count} layers.\n"
+                "If the loss is not as low as it should be, normalize queries and keys, scale the "
+                "logits by 1 / sqrt(d), and lower the learning rate or warm it up."
+            ),
+        )
+
+
+def _is_attention(record: StepRecord, output: Output) -> bool:
+    if not _ATTENTION.search(output.module_name):
+        return False
+    module = record.layout.modules[record.layout.position[output.module_name]]
+    return module.type_name.startswith("Softmax") or output.place > 0
+
+
+def _entropy(weights: TensorRecord) -> float | None:
+    """Mean entropy of a row over ln S; None if these are no attention weights."""
+    sketch = weights.sketch
+    total = sketch.mean * sketch.finite_count
+    if not (sketch.min >= 0 and sketch.max <= 1 + 1e-3 and total > 0) or sketch.mean > 0.5:
+        return None  # a row of two tokens or fewer says nothing
+    limits, buckets = edges(), np.abs(sketch.buckets)
+    p = np.clip((limits[buckets] + limits[buckets + 1]) / 2, 0.0, 1.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        surprise = np.where(p > 0, -p * np.log(p), 0.0)
+    entropy = float(surprise @ sketch.counts) / total
+    return entropy / -math.log(sketch.mean)
+
+
+_ATTENTION = re.compile("attention|attn", re.IGNORECASE)

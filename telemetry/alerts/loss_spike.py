@@ -1,0 +1,249 @@
+"""A loss that jumps far above its past."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from telemetry.alert import Alert
+from telemetry.alerts.first_movers import Mover, NormRing
+from telemetry.alerts.history import History
+from telemetry.plain_text import called
+from telemetry.records import StepRecord
+from telemetry.rule import Rule
+
+
+class _Loss(NamedTuple):
+    step: int
+    value: float
+
+
+class LossSpike(Rule):
+    """Alerts when the loss of some steps lies far above all of the hundred before, for a reason.
+
+    How far a loss lies above its past is counted in ranges: highest minus lowest of the last
+    hundred losses. Those that are high themselves do not become part of that past. A jump alone
+    is no fault: a harder task, other data or another weight of a term do the same. So it takes one
+    of three reasons:
+
+    - The learning rate has just jumped to three times all rates that the run has survived, and two
+      losses in a row are ``rate_distance`` ranges above the past. A warm restart returns to a rate
+      that it has survived.
+    - Layers left their own past before the loss did, and three losses in a row are ``distance``
+      ranges above. Where the task or the data change, gradients change in the same step as the
+      loss, because both are of the same batch; if the weights went wrong, gradients went first.
+    - One to five losses are ``batch_distance`` ranges above, and the next one is back: the batch.
+
+    The alert is over when half of the rise is undone; where the loss rose above that of the first
+    steps, half of the way up to there: to be no worse than an untrained model is no recovery.
+
+    Args:
+        rate_distance: In ranges.
+        distance: Likewise.
+        batch_distance: Likewise.
+    """
+
+    name = "loss_spike"
+    _past: deque[float]
+    _first: tuple[float, ...]
+    _high: deque[_Loss]
+    _rates: deque[tuple[float, ...]]
+    _survived: tuple[float, ...]
+    _begun: Alert | None
+    _peak: float
+    _calm: int
+
+    def __init__(
+        self,
+        *,
+        # The healthy warm_restarts (realruns) stays 0.5 ranges below its past; learning rates x 40
+        # to x 300 bring 0.3 to 360.
+        rate_distance: float = 0.25,
+        distance: float = 2.0,  # GANs and PPO stay below 0.3
+        # A batch with one example of a rare class, weighted 100 times (rare_class_1to200), is 5
+        # above; targets in a wrong unit (target_spike) are 80,000.
+        batch_distance: float = 100.0,
+    ) -> None:
+        self._rate_distance = rate_distance
+        self._distance = distance
+        self._batch_distance = batch_distance
+        self._norms = NormRing()
+        self._past = deque(maxlen=_PAST)
+        self._first = ()
+        self._high = deque(maxlen=_LASTING + 1)
+        self._rates = deque(maxlen=_JUST)
+        self._survived = ()
+        self._begun = None
+        self._peak = 0.0
+        self._calm = 0
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self._norms.add(record)
+        self._follow_rates(record.learning_rates)
+        loss = record.loss
+        if loss is None or not math.isfinite(loss):
+            return
+        if len(self._first) < _FEW_BATCHES:
+            self._first = (*self._first, loss)
+        if self._begun is not None:
+            yield from self._until_over(record.step, loss)
+            return
+        distance = self._ranges_above(loss)
+        if distance < self._rate_distance:
+            yield from self._back(loss)
+            self._high.clear()
+            self._past.append(loss)
+            return
+        self._high.append(_Loss(record.step, loss))
+        found = self._find(record)
+        if found is not None:
+            self._begun, self._peak, self._calm = found, max(self._high_losses), 0
+            yield found
+        elif len(self._high) > _LASTING:
+            self._past.clear()
+            self._past.extend(self._high_losses)  # it is how things are now
+            self._high.clear()
+
+    @property
+    def _high_losses(self) -> list[float]:
+        return [loss.value for loss in self._high]
+
+    def _ranges_above(self, loss: float) -> float:
+        """How far above the past, in its ranges; minus infinity while it is short."""
+        if len(self._past) < _FEWEST:
+            return -math.inf
+        highest, lowest = max(self._past), min(self._past)
+        unit = max(highest - lowest, _LEAST_RANGE * abs(highest))
+        return (loss - highest) / unit if unit > 0 else -math.inf
+
+    # --- reasons ---------------------------------------------------------------------------------
+
+    def _find(self, record: StepRecord) -> Alert | None:
+        losses = self._high_losses
+        least = min(map(self._ranges_above, losses[-3:]))
+        jump = self._rate_jump()
+        if len(losses) >= 2 and jump >= _RATE_JUMP:
+            highest = max(max(rates, default=0.0) for rates in self._rates)
+            return self._alert(
+                f"after the learning rate had jumped {jump:.3g}-fold to {highest:.3g}",
+                "People usually limit what a schedule can return, lower the learning rate or warm "
+                "it up, and go on from a checkpoint before the spike.",
+            )
+        since = self._high[0].step
+        if len(losses) != 3 or least < self._distance:
+            return None
+        early = [mover for mover in self._norms.movers(since) if mover.step < since]
+        if len(early) < _SHARE * self._norms.count():
+            return None
+        return self._alert(
+            f"and gradients had left their past {since - early[0].step} steps before",
+            "People usually clip gradients, lower the learning rate or Adam's beta2, and go on "
+            "from a checkpoint before the spike without the batches around it.",
+        )
+
+    def _back(self, loss: float) -> Iterable[Alert]:
+        """The loss is usual again: high ones before it were those of single batches."""
+        if not 0 < len(self._high) <= _FEW_BATCHES:
+            return
+        if max(map(self._ranges_above, self._high_losses)) < self._batch_distance:
+            return
+        found = self._alert(
+            f"and was back {len(self._high)} steps later: it was the batch",
+            "Look at that batch: inputs and targets in another unit, a wrong label or mask. People "
+            "usually clip gradients so that one batch cannot do harm.",
+        )
+        yield found
+        yield _over(found, self._high[-1].step + 1)
+
+    def _follow_rates(self, rates: tuple[float, ...]) -> None:
+        """A rate has been survived when ten steps later the loss is not high."""
+        if len(self._rates) == _JUST and self._begun is None and not self._high:
+            before = self._rates[0]
+            known = self._survived if len(self._survived) == len(before) else before
+            self._survived = tuple(map(max, before, known))
+        self._rates.append(rates)
+
+    def _rate_jump(self) -> float:
+        """The largest rate of the last steps over what was survived, of the group that has most."""
+        return max(
+            (
+                rate / known
+                for rates in self._rates
+                if len(rates) == len(self._survived)
+                for rate, known in zip(rates, self._survived, strict=True)
+                if known > 0
+            ),
+            default=0.0,
+        )
+
+    # --- what is said ----------------------------------------------------------------------------
+
+    def _alert(self, reason: str, advice: str) -> Alert:
+        step = self._high[0].step
+        peak, usual = max(self._high_losses), _median(self._past)
+        return Alert(
+            kind=self.name,
+            severity="warning",
+            step=step,
+            module_name=None,
+            value=peak,
+            threshold=max(self._past),
+            message=(
+                f"The loss jumped from {usual:.4g} to {peak:.4g} at step {step}, {reason}."
+                f"{_in_words(self._norms.movers(step), self._norms.count())}\n{advice}"
+            ),
+        )
+
+    def _until_over(self, step: int, loss: float) -> Iterable[Alert]:
+        begun = self._begun
+        assert begun is not None
+        self._peak = max(self._peak, loss)
+        usual, first = _median(self._past), _median(self._first)
+        top = min(self._peak, first) if first > usual else self._peak
+        self._calm = self._calm + 1 if loss < (usual + top) / 2 else 0
+        if self._calm >= _CALM:
+            self._begun = None
+            self._high.clear()
+            self._past.clear()
+            yield _over(begun, step)
+
+
+def _over(begun: Alert, step: int) -> Alert:
+    message = f"The loss spike of step {begun.step} is over."
+    return replace(begun, step=step, stage="end", message=message)
+
+
+def _median(values: Iterable[float]) -> float:
+    history = History(_PAST)
+    for value in values:
+        history.add(value)
+    return history.median
+
+
+def _in_words(movers: Sequence[Mover], count: int) -> str:
+    """Who moved first: at most five layers."""
+    if not movers:
+        return ""
+    first = [mover for mover in movers if mover.step == movers[0].step]
+    if len(first) > _SHARE * count and len(first) > _NAMED:
+        return f" {len(first)} of {count} layers moved first, together at step {first[0].step}."
+    named = ", ".join(
+        f"{called(mover.name)} ({mover.factor:.3g} times at step {mover.step})"
+        for mover in movers[:_NAMED]
+    )
+    return f" First to move: {named}."
+
+
+_PAST = 100  # in losses, as in course
+_FEWEST = 20  # a range of fewer says little; by eye
+_LEAST_RANGE = 1e-3  # of the highest loss, so that a constant loss has one; as in course
+_JUST = 10  # steps; as in course
+_RATE_JUMP = 3.0  # as in course: neither warm restarts nor warm-up triple the highest rate
+_LASTING = 20  # losses after which a new level is how things are; as in course
+_FEW_BATCHES = 5  # by eye
+_SHARE = 0.1  # of all layers; by eye, so that one noisy layer is no reason
+_NAMED = 5
+_CALM = 5  # by eye, in losses

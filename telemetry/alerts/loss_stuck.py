@@ -1,0 +1,126 @@
+"""A loss that does not come down though the weights move."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from telemetry.alert import Alert
+from telemetry.alerts.episode import Episode
+from telemetry.records import StepRecord
+from telemetry.rule import Rule
+
+
+class LossStuck(Rule):
+    """A note when the loss is after hundreds of steps still that of a model that knows nothing.
+
+    That is its first value, or ln C, the cross entropy of guessing among the C outputs of the last
+    layer. Usual causes: targets that do not belong to the inputs, a weight decay that undoes every
+    step, a learning rate far too low or high, an output that does not depend on the input.
+
+    The losses of the last ``steps`` steps must be noise: their halves have the same mean, and each
+    is independent of the one before. The losses of GANs and of reinforcement learning wander.
+
+    Args:
+        reduction: By what part of itself the loss must have come down to be on its way.
+        steps: Number of losses that are looked at; as many must have come before.
+    """
+
+    name = "loss_stuck"
+    _first: tuple[float, ...]
+    _losses: deque[float]
+    _moves: float
+    _classes: int
+    _episode: Episode
+
+    def __init__(self, *, reduction: float = 0.03, steps: int = 100) -> None:
+        self._reduction = reduction
+        self._needed = steps
+        self._first = ()
+        self._losses = deque(maxlen=2 * steps)
+        self._moves = 0.0
+        self._classes = 0
+        self._episode = Episode(_CALM)
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        if record.update_ratios:
+            self._moves = _median(list(record.update_ratios.values()))
+            self._classes = _outputs_of_last_layer(record)
+        loss = record.loss
+        if loss is None or not math.isfinite(loss):
+            return ()
+        if len(self._first) < _FIRST:
+            self._first = (*self._first, loss)
+        self._losses.append(loss)
+        if len(self._losses) < 2 * self._needed or record.step % _LOOK:
+            return ()
+        return self._episode.update(record.step, self._find(record))
+
+    def _find(self, record: StepRecord) -> Alert | None:
+        first, losses = _median(self._first), np.array(self._losses)
+        now = float(np.mean(losses[-self._needed :]))
+        if not _is_noise(losses[-self._needed :]) or not self._moves > _MOVES:
+            return None
+        if not first > 0 or float(losses.std()) > _NOISE * now:
+            return None
+        blocks = losses[: len(losses) // _FIRST * _FIRST].reshape(-1, _FIRST)
+        least = float(np.median(blocks, axis=1).min())
+        guess = math.log(self._classes) if self._classes > 2 else math.nan
+        if abs(now - guess) < self._reduction * guess:
+            return self._alert(record, now, guess, f"which is ln {self._classes}: a guess among "
+                               f"{self._classes} classes")  # fmt: skip
+        if least > (1 - self._reduction) * first and now < (1 + self._reduction) * first:
+            return self._alert(record, now, first, "as in the first steps")
+        return None
+
+    def _alert(self, record: StepRecord, now: float, reference: float, what: str) -> Alert:
+        return Alert(
+            kind=self.name,
+            severity="note",
+            step=record.step,
+            module_name=None,
+            value=now,
+            threshold=(1 - self._reduction) * reference,
+            message=(
+                f"The loss of the last {self._needed} steps is {now:.4g}, {what}, though the "
+                f"weights move by {self._moves:.1g} of their norm at each step.\n"
+                "Check that each target belongs to its input, that the output depends on the "
+                "input, weight decay and learning rate; a small part of the data should be learned "
+                "by heart within some hundred steps."
+            ),
+        )
+
+
+def _is_noise(losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
+    """Whether the losses have no trend and are independent of each other."""
+    off = losses - losses.mean()
+    variance = float(off @ off)
+    if variance <= (_ROUNDING * float(losses.mean())) ** 2 * len(losses):
+        return True  # it does not move at all
+    first, second = np.split(off, 2)
+    # Four standard errors of the difference of two means.
+    trend = abs(first.mean() - second.mean()) > 4 * 2 * losses.std() / len(losses) ** 0.5
+    return not trend and float(off[1:] @ off[:-1]) < _CORRELATED * variance
+
+
+def _outputs_of_last_layer(record: StepRecord) -> int:
+    """Number of units of the last module's output; 0 if that is not known."""
+    tensor = next(reversed(list(record.activations.values())), None)
+    return 0 if tensor is None or tensor.unit_max is None else len(tensor.unit_max)
+
+
+def _median(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return float(np.median(finite)) if finite else math.nan
+
+
+_FIRST = 10  # losses that say where the run began; by eye
+_LOOK = 10  # every so many steps, which saves time
+_CALM = 2
+_MOVES = 1e-5  # ten thousand such steps move a weight by a tenth; below it no_learning looks
+_NOISE = 0.25  # of the loss: policy losses are noise around 0; by eye
+_ROUNDING = 1e-5
+_CORRELATED = 0.3  # three standard errors of the correlation of 100 independent losses

@@ -1,0 +1,136 @@
+"""Parameters that could learn and do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.alert import Alert, Severity
+from telemetry.plain_text import called
+from telemetry.records import Layout, StepRecord
+from telemetry.rule import Rule
+
+
+class UntrainedParameters(Rule):
+    """Names parameters that require a gradient and never get one, or that no optimizer steps.
+
+    Told once, after ``steps`` steps. It is a warning where gradients come and no optimizer takes
+    them: an optimizer made before a module was replaced, made for a part of the model or for
+    another one, or not stepped. It is a warning, too, where parameters without a gradient are at
+    least ``share`` of the trainable ones (``detach()``, ``no_grad()``), else a note: a head that
+    nobody reads, an expert that is never chosen. Frozen parameters do not count.
+
+    Args:
+        share: Of the elements of all parameters that require a gradient.
+        steps: Number of steps that are looked at before anything is said.
+    """
+
+    name = "untrained_parameters"
+    _steps: int
+    _looks: int
+    _trained: NDArray[np.bool_]
+    _reached: NDArray[np.bool_]
+    _told: bool
+
+    def __init__(
+        self,
+        *,
+        # An auxiliary head of Inception has an eighth, a pooler of BERT a hundredth; a branch that
+        # is detached by mistake usually a third or more. By eye between them.
+        share: float = 0.2,
+        steps: int = 90,  # as long as within 100 steps: rare parts should have had their turn
+    ) -> None:
+        self._share = share
+        self._needed = steps
+        self._layout: Layout | None = None
+        self._steps = 0
+        self._looks = 0
+        self._trained = np.zeros(0, bool)
+        self._reached = np.zeros(0, bool)
+        self._trainable = np.zeros(0, bool)
+        self._told = False
+
+    @property
+    def wants_full(self) -> bool:
+        """Whether it is time to tell, and which parameters have a gradient is not known enough."""
+        late = self._needed - _LATE <= self._steps <= self._needed + _LATE
+        left = self._trainable & ~self._trained
+        return late and not self._told and self._looks < _LOOKS and bool(left.any())
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        if self._told:
+            return ()
+        count = len(record.layout.parameters)
+        if len(self._trained) != count:
+            self._steps = self._looks = 0
+            self._trained, self._reached = np.zeros(count, bool), np.zeros(count, bool)
+            self._trainable = np.zeros(count, bool)
+        self._steps += 1
+        self._trained |= record.grad_present
+        if len(record.trainable) == count:
+            self._looks += 1
+            self._trainable = record.trainable
+            self._reached |= record.reached
+        if self._steps < self._needed or self._looks < _LOOKS or record.total_grad_norm == 0:
+            return ()
+        self._told = True
+        left = self._trainable & ~self._trained
+        return [self._alert(record, left)] if left.any() else ()
+
+    def _alert(self, record: StepRecord, left: NDArray[np.bool_]) -> Alert:
+        layout, unstepped = record.layout, left & self._reached
+        sizes = np.array([parameter.size for parameter in layout.parameters])
+        share = float(sizes[left].sum() / sizes[self._trainable].sum())
+        names = list(_groups(layout, left, self._trainable))
+        shown = ", ".join(called(name) for name in names[:_NAMED])
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        severity: Severity = "warning" if unstepped.any() or share >= self._share else "note"
+        what = (
+            "gets gradients, and no optimizer steps it"
+            if unstepped.any()
+            else f"requires a gradient, and had none in {self._steps} steps"
+        )
+        advice = (
+            "Make the optimizer after the last module is in place, with all parameters, and step "
+            "it; what should stay as it is is better frozen by requires_grad_(False)."
+            if unstepped.any()
+            else "Check for detach() and no_grad() between it and the loss, and that its output "
+            "is used; what should stay as it is is better frozen by requires_grad_(False)."
+        )
+        return Alert(
+            kind=self.name,
+            severity=severity,
+            step=record.step,
+            module_name=names[0],
+            value=share,
+            threshold=self._share,
+            message=f"{shown}{more} ({share:.1%} of the trainable elements) {what}.\n{advice}",
+        )
+
+
+_LOOKS = 2  # a look at a step of one optimizer of several says too little
+_LATE = 9  # steps around the last one in which a measurement is asked for
+_NAMED = 5
+
+
+def _groups(layout: Layout, left: NDArray[np.bool_], trainable: NDArray[np.bool_]) -> Iterable[str]:
+    """The largest modules all of whose trainable parameters are left, in forward order."""
+    learns: set[str] = set()
+    for parameter, is_left, can in zip(layout.parameters, left, trainable, strict=True):
+        if can and not is_left:
+            learns.update(_within(parameter.module_name))
+    groups: dict[str, None] = {}
+    for index in layout.depth_order:
+        if left[index]:
+            parameter = layout.parameters[index]
+            path = [name for name in _within(parameter.module_name) if name not in learns]
+            groups.setdefault(path[0] if path else parameter.name)
+    return groups
+
+
+def _within(name: str) -> list[str]:
+    """All modules that the module is in, the largest first, and itself."""
+    parts = name.split(".") if name else []
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
