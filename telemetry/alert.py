@@ -20,8 +20,8 @@ class Alert:
     Attributes:
         kind: What is wrong. The default rules report ``exploding_gradient``,
             ``exploding_activation``, ``vanishing_gradient``, ``nonfinite``, ``dead_units``,
-            ``saturated_units``, ``loss_divergence``, ``ranks_diverge`` and ``no_learning``; your own
-            may use others.
+            ``saturated_units``, ``loss_divergence``, ``ranks_diverge`` and ``no_learning``; your
+            own may use others.
         severity: ``error`` if the run is lost unless something changes; ``note`` if it may well be
             meant so: that is shown, but neither raised nor printed; else ``warning``.
         step: Optimizer steps completed when the measurement was taken, from 0.
