@@ -42,7 +42,7 @@ from telemetry.resuming import (
     resolved,
 )
 from telemetry.run import Run
-from telemetry.schedule import every
+from telemetry.schedule import FullSteps, every
 from telemetry.selection import Selection, Selector
 from telemetry.writing import hparams, links
 from telemetry.writing.hparams import Hyperparameter
@@ -152,20 +152,21 @@ class HookLogger:
         check_first_step(first_step)
         self._claim = DirectoryClaim(model, log_dir_of(writer), self.close)
         first_step = resolved(first_step, log_dir_of(writer))
-        self._faults = Faults()
+        self._faults, full_steps = Faults(), FullSteps(schedule)
         self._run = run = Run(
             writer,
             rules=rules,
             on_alert=on_alert,
             pictures=images,
             first_step=first_step,
+            full_steps=full_steps,
             faults=self._faults,
         )
         self._claim.hold(writer if isinstance(run.writer, GivenWriter) else run.writer)
         self._capture = Capture(
             model,
             selection=selection,
-            is_due=lambda step: schedule(step) or run.pipeline.full_wanted,
+            full_steps=full_steps,
             content=content,
             deliver=run.pipeline.submit,
             safe_point=run.raise_if_asked,
@@ -333,11 +334,9 @@ class HookLogger:
         self._capture.detach()
         self._run.pipeline.flush()
         self._capture.load_state_dict(usable)
-        # The step in progress is measured as it was; what the rules want is for those after it.
-        self._run.pipeline.full_wanted = usable.get("full") is True
+        misfits += self._run.load_state(usable, self._capture.step)
         if attached:
             self._capture.attach()
-        misfits += self._run.load_state(usable, self._capture.step)
         if misfits:
             log.warning("telemetry: load_state_dict() left out %s", "; ".join(misfits))
 

@@ -27,6 +27,7 @@ from telemetry.pipeline import CLOSE_TIMEOUT_S, Pipeline
 from telemetry.processing import LoggedScalars, Processor, ReadyValues
 from telemetry.resuming import LaterSteps
 from telemetry.rule import Rule
+from telemetry.schedule import FullSteps
 from telemetry.writing.alert_file import AlertFile
 from telemetry.writing.board import Board
 
@@ -47,6 +48,7 @@ class Run:
         on_alert: As in :class:`telemetry.HookLogger`.
         pictures: Whether pictures are drawn.
         first_step: The number of the first step; TensorBoard hides earlier data from it on.
+        full_steps: Which steps are measured in full.
         faults: Where failures are reported.
 
     Attributes:
@@ -63,6 +65,7 @@ class Run:
         on_alert: OnAlert,
         pictures: bool,
         first_step: int,
+        full_steps: FullSteps,
         faults: Faults,
     ) -> None:
         self.writer = _open_writer(writer, first_step)
@@ -85,11 +88,12 @@ class Run:
             board=self._board,
             sink=self.writer,
             rules=rules,
-            observers=(self._flight.on_step, self.later_steps.on_step),
+            observers=(self._flight, self.later_steps),
             on_alert=self._note_alert,
+            full_steps=full_steps,
             faults=faults,
         )
-        self.pipeline = Pipeline(processor, faults)
+        self.pipeline = Pipeline(processor, full_steps, faults)
         if isinstance(self.writer, GivenWriter):
             self.writer.call_before_flush(self._hand_on)
 

@@ -142,6 +142,11 @@ def _function_modes() -> bool:
     return count is None or count() > 0
 
 
+def functions_are_seen() -> bool:
+    """Whether a mode of the caller's sees what PyTorch's Python functions are called with."""
+    return _function_modes()
+
+
 def _leave_dispatch_modes() -> Callable[[], contextlib.AbstractContextManager[object]] | None:
     from torch.utils import _python_dispatch
 
