@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
@@ -234,22 +235,31 @@ class Pipeline:
 
     def _handed_over(self) -> bool:
         """Wait until steps are handed over; False if none were for some time."""
-        pending_s = self._processor.pending_s()
-        with contextlib.suppress(Empty):
-            self._wake.get(timeout=FEW_S if pending_s is None else min(FEW_S, pending_s))
-            with contextlib.suppress(Empty):
-                while True:
-                    self._wake.get_nowait()
-            return True
-        if self._processor.pending_s() == 0:
-            self._processor.write_pending()
-        elif pending_s is None and not self._anything_waits():
+        until = time.monotonic() + FEW_S
+        while (left_s := until - time.monotonic()) > 0:
+            if self._is_woken(left_s):
+                return True
+        if self._processor.pending_s() is None and not self._anything_waits():
             self._asleep = True
-            if not self._anything_waits():  # what came before is not told us
+            if not self._anything_waits():  # of what came before, nobody tells us
                 self._wake.get()
             self._asleep = False
             return self._handed_over()
         return False
+
+    def _is_woken(self, timeout_s: float) -> bool:
+        """Wait for that, or until the processor has something to do."""
+        pending_s = self._processor.pending_s()
+        try:
+            self._wake.get(timeout=timeout_s if pending_s is None else min(timeout_s, pending_s))
+        except Empty:
+            if pending_s is not None and pending_s <= timeout_s:
+                self._processor.write_pending()
+            return False
+        with contextlib.suppress(Empty):
+            while True:
+                self._wake.get_nowait()
+        return True
 
     def _anything_waits(self) -> bool:
         block = self._current
