@@ -848,11 +848,162 @@ static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
     return result;
 }
 
+/* --- gradients -------------------------------------------------------------------------------- */
+
+/* A tensor as DLPack 1 describes it, https://github.com/dmlc/dlpack. */
+typedef struct {
+    char *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+
+/* What the capsule ``__dlpack_c_exchange_api__`` of a class of tensors points to. */
+typedef struct {
+    struct {
+        uint32_t major, minor;
+    } version;
+    void *previous, *allocate, *export_managed, *import_managed;
+    int (*describe)(void *tensor, DLTensor *description); /* of what stays the tensor's own */
+} Exchange;
+
+/* Whether a tensor's elements lie side by side, in any order of its axes. */
+static int is_dense(const DLTensor *tensor)
+{
+    if (tensor->strides == NULL)
+        return 1;
+    int64_t next = 1; /* the stride of the axis that is to come next */
+    for (int found = 0, seen = 0; seen < tensor->ndim; seen += found, found = 0) {
+        for (int i = tensor->ndim - 1; i >= 0; i--)
+            if (tensor->shape[i] != 1 && tensor->strides[i] == next) {
+                next *= tensor->shape[i];
+                found++;
+            }
+        if (!found)
+            break;
+    }
+    int64_t count = 1;
+    for (int i = 0; i < tensor->ndim; i++)
+        count *= tensor->shape[i];
+    return count == 0 || next == count;
+}
+
+/* Describe a float tensor in CPU memory; 0 if it is anything else. */
+static int describe(PyObject *object, const Exchange *exchange, Tensor *tensor)
+{
+    DLTensor found;
+    if (exchange->describe(object, &found)) {
+        PyErr_Clear();
+        return 0;
+    }
+    int bits = found.dtype.bits, is_float = found.dtype.code == 2, is_bfloat = found.dtype.code == 4;
+    tensor->dtype = is_float && bits == 32 ? 'f' : is_float && bits == 64 ? 'd'
+                  : is_float && bits == 16 ? 'e' : is_bfloat && bits == 16 ? 'E' : 0;
+    tensor->values = found.data + found.byte_offset;
+    tensor->count = 1;
+    for (int i = 0; i < found.ndim; i++)
+        tensor->count *= found.shape[i];
+    return tensor->dtype && found.device.type == 1 && found.dtype.lanes == 1 &&
+           (found.data || !tensor->count) && is_dense(&found);
+}
+
+typedef struct {
+    PyObject *grad;
+    Tensor tensor;
+    int64_t place;
+} Gradient;
+
+/* The gradients of the parameters that ``identities`` name, in their order; how many, or -1 if there
+ * are others, or a gradient is not a float tensor in CPU memory. Those found are held. */
+static Py_ssize_t find_gradients(PyObject *groups, const int64_t *identities, Py_ssize_t size,
+                                 PyObject *tensor_type, const Exchange *exchange, double *row,
+                                 Gradient *gradients)
+{
+    Py_ssize_t found = 0, at = 0, group_count = PyList_Size(groups);
+    PyObject *name = PyUnicode_InternFromString("grad");
+    int fits = name != NULL;
+    for (Py_ssize_t g = 0; fits && g < group_count; g++) {
+        PyObject *group = PyList_GetItem(groups, g); /* borrowed, as all here but the gradients */
+        PyObject *list = PyDict_Check(group) ? PyDict_GetItemString(group, "params") : NULL;
+        PyObject *rate = list ? PyDict_GetItemString(group, "lr") : NULL;
+        fits = list && PyList_Check(list) && rate && (PyFloat_Check(rate) || PyLong_Check(rate));
+        Py_ssize_t count = fits ? PyList_Size(list) : 0;
+        fits = fits && at + count <= size;
+        for (Py_ssize_t i = 0; fits && i < count; i++, at++) {
+            PyObject *parameter = PyList_GetItem(list, i);
+            Gradient *next = &gradients[found];
+            next->place = identities[2 * at + 1];
+            fits = (int64_t)(intptr_t)parameter == identities[2 * at];
+            next->grad = fits && next->place >= 0 ? PyObject_GetAttr(parameter, name) : NULL;
+            if (next->grad == NULL || next->grad == Py_None) {
+                fits = fits && (next->grad || next->place < 0);
+                Py_XDECREF(next->grad);
+                continue;
+            }
+            found++;
+            fits = (PyObject *)Py_TYPE(next->grad) == tensor_type &&
+                   describe(next->grad, exchange, &next->tensor);
+        }
+        row[g] = fits ? PyFloat_AsDouble(rate) : NAN;
+    }
+    Py_XDECREF(name);
+    fits = fits && at == size && !PyErr_Occurred();
+    for (; !fits && found > 0; found--)
+        Py_DECREF(gradients[found - 1].grad);
+    PyErr_Clear();
+    return fits ? found : -1;
+}
+
+static PyObject *python_take_norms(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
+{
+    (void)module;
+    if (arg_count != 5 || !PyList_Check(args[0]) || !PyBytes_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "take_norms() takes a list, bytes, a type, a capsule, int");
+        return NULL;
+    }
+    const Exchange *exchange = PyCapsule_GetPointer(args[3], "dlpack_exchange_api");
+    double *row = PyLong_AsVoidPtr(args[4]);
+    Py_ssize_t size = PyBytes_Size(args[1]) / (Py_ssize_t)(2 * sizeof(int64_t));
+    Gradient *gradients = malloc(((size_t)size + 1) * sizeof *gradients);
+    if (exchange == NULL || PyErr_Occurred() || gradients == NULL) {
+        free(gradients);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    Py_ssize_t group_count = PyList_Size(args[0]), found = -1;
+    if (exchange->version.major == 1 && exchange->describe)
+        found = find_gradients(args[0], (const int64_t *)(const void *)PyBytes_AsString(args[1]),
+                               size, args[2], exchange, row, gradients);
+    double *norms = row + group_count, total = 0;
+    int64_t elements = 0;
+    for (Py_ssize_t i = 0; i < found; i++)
+        elements += gradients[i].tensor.count;
+    PyThreadState *state = elements > GIL_KEPT ? PyEval_SaveThread() : NULL;
+    for (Py_ssize_t i = 0; i < found; i++) {
+        double square = squared_norm(&gradients[i].tensor);
+        norms[gradients[i].place] = sqrt(square);
+        total += square;
+    }
+    if (state != NULL)
+        PyEval_RestoreThread(state);
+    for (Py_ssize_t i = 0; i < found; i++)
+        Py_DECREF(gradients[i].grad);
+    free(gradients);
+    return PyFloat_FromDouble(found < 0 ? -1.0 : total);
+}
+
 #define METHOD(FUNCTION) ((PyCFunction)(void (*)(void))(FUNCTION))
 
 static PyMethodDef methods[] = {
     {"measure", python_measure, METH_O, NULL},
     {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
+    {"take_norms", METHOD(python_take_norms), METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

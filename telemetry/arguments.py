@@ -21,7 +21,7 @@ from telemetry.host_copy import HostCopy
 from telemetry.plain_text import check_text, type_of
 from telemetry.resuming import FirstStep, check_first_step
 from telemetry.rule import AnyRule, Rule, as_rule
-from telemetry.schedule import Schedule
+from telemetry.schedule import FullSteps
 from telemetry.selection import Selection, check_model
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | None] | None
@@ -33,7 +33,7 @@ class Options:
     """What a logger is asked to do, in a form that is checked.
 
     Attributes:
-        schedule: Which steps are measured in full.
+        full_steps: Which steps are measured in full.
         budget: What measuring may cost; None: no limit.
         optimizer, on_alert, first_step: As in :class:`telemetry.HookLogger`.
         selection: Which modules are watched.
@@ -44,7 +44,7 @@ class Options:
         TypeError, ValueError: ``on_alert`` or ``first_step`` is invalid.
     """
 
-    schedule: Schedule
+    full_steps: FullSteps
     budget: Budget | None
     optimizer: Optimizer | None
     selection: Selection

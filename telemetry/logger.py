@@ -21,7 +21,7 @@ from telemetry.pipeline import CLOSE_TIMEOUT_S
 from telemetry.plain_text import check_text
 from telemetry.resuming import FirstStep
 from telemetry.run import Run
-from telemetry.schedule import every
+from telemetry.schedule import FullSteps, every
 from telemetry.selection import Selection, Selectors
 from telemetry.writing import hparams
 from telemetry.writing.hparams import Hyperparameter
@@ -103,7 +103,7 @@ class HookLogger:
         first_step: FirstStep = 0,
     ) -> None:
         options = Options(
-            schedule=every(every_n_steps),
+            full_steps=FullSteps(every(every_n_steps)),
             budget=budget_of(max_overhead, every_n_steps),
             optimizer=check_optimizer(optimizer),
             selection=Selection.parse(modules, exclude),

@@ -6,13 +6,16 @@ import contextlib
 import logging
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from telemetry.capture import CapturedStep
+from telemetry.capture import CapturedStep, LightBlock
 from telemetry.faults import Faults
-from telemetry.processing import LoggedScalars, Processor, ReadyValues
+from telemetry.processing import LightRows, LoggedScalars, Processor, ReadyValues
+from telemetry.schedule import STEPS_AT_ONCE, FullSteps
 
 log = logging.getLogger("telemetry")
 
@@ -23,13 +26,11 @@ than the latter, steps are dropped."""
 
 CLOSE_TIMEOUT_S = 60.0
 
-FEW = 8
 FEW_S = 0.5
-"""Steps with norms only are processed this many at a time, or as many as arrive within this time:
-between two training steps our code has left the core's cache, and one step alone takes twice as
-long."""
+"""The longest time for which a step waits for others, to be processed with them."""
 
-Item = CapturedStep | LoggedScalars | ReadyValues | Callable[[], None]
+Act = Callable[[], None]
+Item = CapturedStep | LightBlock | LoggedScalars | ReadyValues | Act | threading.Event
 Result = TypeVar("Result")
 
 
@@ -44,59 +45,100 @@ class Pipeline:
     step. Only while another 64 MiB wait, steps are dropped. Both are counted and logged. What the
     user logged is never dropped. A forked child ignores everything.
 
-    Steps with norms only, and what the user logged, are processed a few at a time, after half a
-    second or eight steps at most; at once while a rule asks for full measurements.
+    Steps with norms only, and what the user logged, are processed a few at a time: after half a
+    second or eight steps at most; at once where the answer of the rules is needed soon.
 
     Args:
         processor: Judges and writes each step, on the background thread.
+        full_steps: Which steps are measured in full; is told what the rules were given when.
         faults: Where failures are reported.
     """
 
-    def __init__(self, processor: Processor, faults: Faults) -> None:
+    def __init__(self, processor: Processor, full_steps: FullSteps, faults: Faults) -> None:
         self._processor = processor
+        self._full_steps = full_steps
         self._faults = faults
-        # Not a Queue: its lock is not reentrant, and close() may run from the garbage collector
-        # while the same thread is inside of submit().
-        self._queue: SimpleQueue[Item | threading.Event | None] = SimpleQueue()
-        # Holds something when the queue should be processed without waiting for more.
-        self._hurry: SimpleQueue[None] = SimpleQueue()
-        # How many items of the queue may be processed without another wait.
-        self._few = 0
+        # Each with the number of rows that were in the latest block before it; None ends the run.
+        # Neither this nor the next is a Queue: its lock is not reentrant, and close() may run from
+        # the garbage collector while the same thread is inside of submit().
+        self._items: deque[tuple[int, Item | None]] = deque()
+        # Holds something when the items should be processed without waiting for more.
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._asleep = True
+        self._block: LightBlock | None = None
         # Each count has one thread that writes it; a common one would need a lock.
         self._steps_taken = self._steps_done = 0
         self._bytes_taken = self._bytes_done = 0
         self._pid = os.getpid()
         self._closed = False
-        self._abandoned = False
         self._late: threading.Event | None = None
         self.thinned = 0
         self.dropped = 0
+        # On the background thread: the block whose rows come next, and how many were taken.
+        self._current: LightBlock | None = None
+        self._rows_done = 0
+        self._few: list[LightRows | CapturedStep | LoggedScalars] = []
         self._thread = _Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 
-    def submit(self, captured: CapturedStep) -> None:
-        """Queue a finished step, or as much of it as there is room for."""
-        if self._closed or os.getpid() != self._pid:
-            return
-        bytes_waiting = self._bytes_taken - self._bytes_done
-        if bytes_waiting > MAX_BYTES:
-            self.dropped += 1
-            self._report_short(captured.step, "is not recorded", self.dropped)
-            return
-        if bytes_waiting > MAX_DETAIL_BYTES and captured.window.full:
+    def submit(self, step: CapturedStep | LightBlock) -> None:
+        """Queue a finished step, or as much of it as there is room for.
+
+        Args:
+            step: The step, or the block to which it was added.
+        """
+        if isinstance(step, LightBlock):
+            self._submit_row(step)
+        elif not self._closed and os.getpid() == self._pid and self._has_room(step.step):
+            self._submit_step(step)
+
+    def _submit_row(self, block: LightBlock) -> None:
+        step = block.steps[-1]
+        if block is not self._block:
+            if self._closed or os.getpid() != self._pid or not self._has_room(step):
+                block.is_closed = True
+                return
+            self._bytes_taken += block.nbytes
+            self._put(block)
+            self._block = block
+        elif self._asleep:
+            self._wake.put(None)
+        self._steps_taken += 1
+        if (step + 1) % STEPS_AT_ONCE == 0 or self._full_steps.is_soon(step):
+            block.is_closed = True
+            self._full_steps.expect(block.steps[0], step)
+            self._wake.put(None)
+
+    def _submit_step(self, captured: CapturedStep) -> None:
+        step, full = captured.step, captured.window.full
+        if full and self._bytes_taken - self._bytes_done > MAX_DETAIL_BYTES:
             captured = captured.without_detail()
             self.thinned += 1
-            self._report_short(captured.step, "is recorded with its norms alone", self.thinned)
+            self._report_short(step, "is recorded with its norms alone", self.thinned)
         self._steps_taken += 1
         self._bytes_taken += captured.nbytes
-        self._queue.put(captured)
-        if captured.window.full or self.full_wanted or (captured.step + 1) % FEW == 0:
-            self._hurry.put(None)
+        self._put(captured)
+        if full or (step + 1) % STEPS_AT_ONCE == 0 or self._full_steps.is_soon(step):
+            if captured.window.on_host and not captured.window.phase:
+                self._full_steps.expect(step, step)
+            self._wake.put(None)
+
+    def _has_room(self, step: int) -> bool:
+        if self._bytes_taken - self._bytes_done <= MAX_BYTES:
+            return True
+        self.dropped += 1
+        self._report_short(step, "is not recorded", self.dropped)
+        return False
 
     def submit_logged(self, item: LoggedScalars | ReadyValues) -> None:
         """Queue what the user logged."""
         if not self._closed and os.getpid() == self._pid:
-            self._queue.put(item)
+            self._put(item)
+
+    def _put(self, item: Item | None) -> None:
+        self._items.append((self._block.count if self._block is not None else 0, item))
+        if self._asleep:
+            self._wake.put(None)
 
     @property
     def is_late(self) -> bool:
@@ -112,20 +154,11 @@ class Pipeline:
         if self._closed or os.getpid() != self._pid or isinstance(here, _Thread):
             return
         done = threading.Event()
-        self._queue.put(done)
-        self._hurry.put(None)
+        self._put(done)
+        self._wake.put(None)
         if not done.wait(timeout_s):
             self._late = done
             log.warning("telemetry: the steps so far are not judged within %.3g s", timeout_s)
-
-    @property
-    def full_wanted(self) -> bool:
-        """Whether a rule asks for a full measurement of the next step."""
-        return self._processor.full_wanted
-
-    @full_wanted.setter
-    def full_wanted(self, wanted: bool) -> None:
-        self._processor.full_wanted = wanted
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """What the rules remember once they have judged everything so far, as plain values.
@@ -148,10 +181,10 @@ class Pipeline:
         if os.getpid() != self._pid:
             return
         was_closed, self._closed = self._closed, True
-        self._queue.put(None)
-        self._hurry.put(None)
+        self._put(None)
+        self._wake.put(None)
         self._thread.join(timeout_s)
-        self._abandoned = True
+        self._processor.abandoned = True
         if not was_closed:
             self._report_losses(timeout_s)
 
@@ -160,8 +193,8 @@ class Pipeline:
         if self._closed or os.getpid() != self._pid or self.on_own_thread():
             return act()
         results: SimpleQueue[Result] = SimpleQueue()
-        self._queue.put(lambda: results.put(act()))
-        self._hurry.put(None)
+        self._put(lambda: results.put(act()))
+        self._wake.put(None)
         try:
             return results.get(timeout=CLOSE_TIMEOUT_S)
         except Empty:
@@ -194,40 +227,109 @@ class Pipeline:
     # --- on the background thread --------------------------------------------------------------
 
     def _run(self) -> None:
-        while (item := self._next()) is not None and not self._abandoned:
-            with self._faults.contained("to record a step"):
-                self._take(item)
-        if not self._abandoned:
+        on = True
+        while on and not self._processor.abandoned:
+            on = self._take_waiting(everything=not self._handed_over())
+        if not self._processor.abandoned:
             self._processor.write_pending()
 
-    def _next(self) -> Item | threading.Event | None:
-        """The oldest item; those that are queued behind it come next without another wait."""
-        while True:
-            try:
-                item = self._queue.get(timeout=self._processor.pending_s())
-                break
-            except Empty:
-                self._processor.write_pending()
-        if self._few == 0:
-            with contextlib.suppress(Empty):
-                pending_s = self._processor.pending_s()
-                self._hurry.get(timeout=FEW_S if pending_s is None else min(FEW_S, pending_s))
-                while True:
-                    self._hurry.get_nowait()
-            self._few = 1 + self._queue.qsize()
-        self._few -= 1
-        return item
+    def _handed_over(self) -> bool:
+        """Wait until steps are handed over; False if none were for some time."""
+        until = time.monotonic() + FEW_S
+        while (left_s := until - time.monotonic()) > 0:
+            if self._is_woken(left_s):
+                return True
+        if self._processor.pending_s() is None and not self._anything_waits():
+            self._asleep = True
+            if not self._anything_waits():  # of what came before, nobody tells us
+                self._wake.get()
+            self._asleep = False
+            return self._handed_over()
+        return False
 
-    def _take(self, item: Item | threading.Event) -> None:
+    def _is_woken(self, timeout_s: float) -> bool:
+        """Wait for that, or until the processor has something to do."""
+        pending_s = self._processor.pending_s()
+        try:
+            self._wake.get(timeout=timeout_s if pending_s is None else min(timeout_s, pending_s))
+        except Empty:
+            if pending_s is not None and pending_s <= timeout_s:
+                self._processor.write_pending()
+            return False
+        with contextlib.suppress(Empty):
+            while True:
+                self._wake.get_nowait()
+        return True
+
+    def _anything_waits(self) -> bool:
+        block = self._current
+        return bool(self._items) or (block is not None and block.count > self._rows_done)
+
+    def _take_waiting(self, *, everything: bool) -> bool:
+        """Process what is there, in the order in which it came; False if the run ends with it.
+
+        Args:
+            everything: Also the rows of a block that is not closed.
+        """
+        while not self._processor.abandoned:
+            # Counted first: what was logged before these rows is among the items then.
+            block, count = self._current, 0
+            if block is not None and (everything or block.is_closed):
+                count = block.count
+            items = [self._items.popleft() for _ in range(len(self._items))]
+            for rows, item in items:
+                self._gather_rows(rows)
+                if item is None:
+                    self._process_few()
+                    return False
+                self._take(item)
+            if self._current is block:
+                self._gather_rows(count)
+            if not items:
+                break
+        self._process_few()
+        return True
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, LightBlock):
+            if self._current is not None:
+                self._bytes_done += self._current.nbytes
+            self._current, self._rows_done = item, 0
+        elif isinstance(item, LoggedScalars) or (isinstance(item, CapturedStep) and item.is_light):
+            self._few.append(item)
+        else:
+            self._process_few()
+            with self._faults.contained("to record a step"):
+                self._process(item)
+
+    def _gather_rows(self, end: int) -> None:
+        block, first = self._current, self._rows_done
+        if block is not None and end > first:
+            self._few.append(LightRows(block=block, first=first, end=end))
+            self._rows_done = end
+
+    def _process_few(self) -> None:
+        """Process what was gathered."""
+        few, self._few = self._few, []
+        if few:
+            try:
+                self._processor.process_few(few)
+            finally:
+                steps = [item for item in few if not isinstance(item, LoggedScalars)]
+                self._steps_done += sum(map(len, steps))
+                self._bytes_done += sum(s.nbytes for s in steps if isinstance(s, CapturedStep))
+
+    def _process(self, item: CapturedStep | ReadyValues | threading.Event | Act) -> None:
         if isinstance(item, threading.Event):
             self._processor.write_pending()
             item.set()
-        elif callable(item):
-            item()
-        else:
+        elif isinstance(item, CapturedStep):
             try:
                 self._processor.process(item)
             finally:
-                if isinstance(item, CapturedStep):
-                    self._steps_done += 1
-                    self._bytes_done += item.nbytes
+                self._steps_done += 1
+                self._bytes_done += item.nbytes
+        elif isinstance(item, ReadyValues):
+            self._processor.process(item)
+        else:
+            item()

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol
+from itertools import groupby, islice
+from typing import Any, NamedTuple, Protocol
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.alert import Alert
 from telemetry.alerts.judging import Judge
-from telemetry.capture import CapturedStep
+from telemetry.capture import CapturedStep, LightBlock
 from telemetry.events import summaries
 from telemetry.faults import Faults
 from telemetry.first_rank import is_first_rank
 from telemetry.host_copy import HostCopy
 from telemetry.plain_text import printable_lines
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
+from telemetry.schedule import FullSteps
 from telemetry.writing.board import Board, needed_in_every_file
 
 log = logging.getLogger("telemetry")
@@ -74,6 +76,34 @@ class ReadyValues:
     values: Sequence[Summary.Value]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LightRows:
+    """Some rows of a block."""
+
+    block: LightBlock
+    first: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+
+class _Loss(NamedTuple):
+    step: int
+    value: float
+    wall_time: float
+
+
+class Observer(Protocol):
+    """Who is shown each step of training before the rules judge it."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step."""
+
+    def on_light_steps(self, steps: LightSteps) -> None:
+        """Several steps that were not measured in full."""
+
+
 class Processor:
     """Turns captured steps into records, shows these to observers and rules, and writes them.
 
@@ -81,12 +111,13 @@ class Processor:
         board: Decides what to write.
         sink: Takes the values to write.
         rules: Judge each step of training, after the observers have seen it.
-        observers: Called with the record of each step of training.
+        observers: Are shown each step of training.
         on_alert: Called with each alert and the time at which its step ended.
+        full_steps: Is told of each step whether a rule wants a full measurement.
         faults: Where failures are reported.
 
     Attributes:
-        full_wanted: Whether a rule asks for a full measurement of the next step.
+        abandoned: Set when nobody waits for the rest any more, and nothing may be written.
     """
 
     def __init__(
@@ -95,8 +126,9 @@ class Processor:
         board: Board,
         sink: Sink,
         rules: Iterable[Rule],
-        observers: Iterable[Callable[[StepRecord], None]] = (),
+        observers: Iterable[Observer] = (),
         on_alert: Callable[[Alert, float], None],
+        full_steps: FullSteps,
         faults: Faults,
     ) -> None:
         self._board = board
@@ -105,17 +137,100 @@ class Processor:
         self._observers = tuple(observers)
         self._on_alert = on_alert
         self._faults = faults
+        self.abandoned = False
+        self._full_steps = full_steps
         self._scalars: dict[int, dict[str, float]] = {}
-        self.full_wanted = False
 
-    def process(self, item: CapturedStep | LoggedScalars | ReadyValues) -> None:
+    def process(self, item: CapturedStep | ReadyValues) -> None:
         """Judge and write what the training thread handed over."""
         if isinstance(item, ReadyValues):
             self._write(item.values, item.step, item.wall_time)
-        elif isinstance(item, LoggedScalars):
-            self._write_scalars(item)
         else:
-            self._write_step(item)
+            self._process_step(item.record(self._logged_for(item.step)))
+
+    def process_few(self, items: Sequence[LightRows | CapturedStep | LoggedScalars]) -> None:
+        """Judge and write several steps that were not measured in full, and what was logged.
+
+        Args:
+            items: In the order in which they came.
+        """
+        losses: list[list[_Loss]] = [[]]  # before each step, and after the last
+        for item in items:
+            if isinstance(item, LoggedScalars):
+                with self._faults.contained("to write what was logged"):
+                    losses[-1] += self._write_scalars(item)
+            else:
+                losses += [[] for _ in range(len(item))]
+        before = iter(losses)
+        for steps, record_of in self._light_steps(items):
+            with self._faults.contained("to record steps"):
+                self._process_light(steps, record_of, list(islice(before, len(steps))))
+        self._judge_losses(losses[-1])
+
+    def _light_steps(
+        self, items: Iterable[LightRows | CapturedStep | LoggedScalars]
+    ) -> Iterator[tuple[LightSteps, Callable[[int], StepRecord]]]:
+        """The steps among these, as many at a time as possible; and what makes records of them."""
+        steps = [item for item in items if not isinstance(item, LoggedScalars)]
+        for block, several in groupby(
+            steps, lambda s: s.block if isinstance(s, LightRows) else None
+        ):
+            if block is not None:
+                rows = [rows for rows in several if isinstance(rows, LightRows)]
+                part = block.part(rows[0].first, rows[-1].end, self._logged_for)
+                yield part, part.record
+                continue
+            records: list[StepRecord] = []
+            for captured in several:
+                assert isinstance(captured, CapturedStep)
+                record = captured.record(self._logged_for(captured.step))
+                if records and not LightSteps.fit(records[0], record):
+                    yield LightSteps.of(records), records.__getitem__
+                    records = []
+                records.append(record)
+            yield LightSteps.of(records), records.__getitem__
+
+    def _process_light(
+        self,
+        steps: LightSteps,
+        record_of: Callable[[int], StepRecord],
+        losses: Sequence[Iterable[_Loss]],
+    ) -> None:
+        """Judge and write steps; those of the first that are quiet, all at once.
+
+        Args:
+            steps: The steps.
+            record_of: Gives the record of one.
+            losses: What was logged before each.
+        """
+        calm = [all(math.isfinite(loss.value) for loss in some) for some in losses]
+        count = calm.index(False) if False in calm else len(steps)
+        passed = self._judge.pass_over(steps[:count]) if self._board.goes_on(steps) else 0
+        if passed:
+            quiet = steps[:passed]
+            self._full_steps.answer(quiet.steps[-1], wanted=False)
+            self._forget_scalars(quiet.steps[-1])
+            self._show_to_observers(lambda observer: observer.on_light_steps(quiet))
+            for step, wall_time, values in self._board.values_of_light(quiet):
+                if values:
+                    self._write(values, step, wall_time, droppable=True)
+        for index in range(passed, len(steps)):
+            if self.abandoned:
+                return
+            self._judge_losses(losses[index])
+            with self._faults.contained("to record a step"):
+                self._process_step(record_of(index))
+
+    def _judge_losses(self, losses: Iterable[_Loss]) -> None:
+        for loss in losses:
+            self._report(self._judge.judge_loss(loss.step, loss.value), loss.wall_time)
+
+    def _logged_for(self, step: int) -> Mapping[str, float]:
+        return self._scalars.get(step, {})
+
+    def _forget_scalars(self, step: int) -> None:
+        """Keep what was logged for later steps than this."""
+        self._scalars = {s: v for s, v in self._scalars.items() if s > step}
 
     def pending_s(self) -> float | None:
         """Seconds until :meth:`write_pending` is due; None if nothing is held back."""
@@ -129,9 +244,10 @@ class Processor:
                 self._write(pending, step, time.time(), droppable=True)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What the rules remember, and what was logged for ``step``, as plain values."""
+        """What rules remember and asked for, and what was logged for ``step``, as plain values."""
         return {
             "rules": self._judge.state_dict(),
+            "full_steps": self._full_steps.state_dict(),
             "logged": dict(self._scalars.get(step, {})),
         }
 
@@ -139,9 +255,10 @@ class Processor:
         """Continue from there, with ``step`` in progress; returns in words what did not fit."""
         logged = state.get("logged")
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
-        misfits = self._judge.load_state_dict(state.get("rules"))
-        self.full_wanted = self._judge.wants_full
-        return misfits
+        self._full_steps.load_state_dict(state.get("full_steps"))
+        if state.get("full") is True:  # the step in progress is measured as it was
+            self._full_steps.ask(step)
+        return self._judge.load_state_dict(state.get("rules"))
 
     def _write(
         self,
@@ -157,25 +274,27 @@ class Processor:
             values, step, wall_time, droppable=droppable, flush=flush, repeat=repeat
         )
 
-    def _write_scalars(self, item: LoggedScalars) -> None:
+    def _write_scalars(self, item: LoggedScalars) -> Sequence[_Loss]:
+        """Write what the user logged; returns the loss, if it is among that."""
         values = {
             name: float(value.wait()) if isinstance(value, HostCopy) else value
             for name, value in item.values.items()
         }
         self._scalars.setdefault(item.step, {}).update(values)
         points = [summaries.scalar(name, value) for name, value in values.items()]
-        self._write(points, item.step, item.wall_time)
-        if "loss" in values:
-            self._report(self._judge.judge_loss(item.step, values["loss"]), item.wall_time)
+        with self._faults.contained("to write what was logged"):
+            self._write(points, item.step, item.wall_time)
+        loss = values.get("loss")
+        return [] if loss is None else [_Loss(item.step, loss, item.wall_time)]
 
-    def _write_step(self, captured: CapturedStep) -> None:
-        scalars = self._scalars.get(captured.step, {})
-        record = captured.record(scalars)
+    def _process_step(self, record: StepRecord) -> None:
         if not record.phase:
-            self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
-            self._show_to_observers(record)
-            self._report(self._judge.judge(record), record.wall_time)
-            self.full_wanted = self._judge.wants_full
+            self._forget_scalars(record.step)
+            self._show_to_observers(lambda observer: observer.on_step(record))
+            try:
+                self._report(self._judge.judge(record), record.wall_time)
+            finally:
+                self._full_steps.answer(record.step, wanted=self._judge.wants_full)
         droppable = not self._board.is_needed(record)
         step, wall_time, late = self._board.late_values(record)
         if late:
@@ -185,10 +304,10 @@ class Processor:
         while some := list(islice(values, VALUES_AT_ONCE)):
             self._write(some, record.step, record.wall_time, droppable=droppable)
 
-    def _show_to_observers(self, record: StepRecord) -> None:
+    def _show_to_observers(self, show: Callable[[Observer], None]) -> None:
         for observer in self._observers:
             with self._faults.contained("to keep a step"):
-                observer(record)
+                show(observer)
 
     def _report(self, alerts: Iterable[Alert], wall_time: float) -> None:
         for alert in alerts:

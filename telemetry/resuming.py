@@ -9,7 +9,7 @@ from typing import Any, Literal
 from telemetry.faults import Faults
 from telemetry.plain_text import type_of
 from telemetry.reading.last_step import EventFile, event_files, last_step
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 
 STATE_FORMAT = 1
 FirstStep = int | Literal["auto"]
@@ -74,6 +74,9 @@ class LaterSteps:
             with self._faults.contained("to look for earlier steps"):
                 self._compare(last_step(earlier, max_bytes=_FEW_BYTES), record.step)
 
+    def on_light_steps(self, steps: LightSteps) -> None:
+        """The same; none of these is the first."""
+
     def expect_them(self) -> None:
         """Do not warn: the run was resumed."""
         self._earlier = ()
@@ -108,7 +111,7 @@ def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if state.get("format") != STATE_FORMAT:
         misfits.append(f"the state of the rules: its format {state.get('format')!r} is unknown")
         return usable, misfits
-    usable |= {name: state.get(name) for name in ("full", "rules", "logged")}
+    usable |= {name: state.get(name) for name in ("full", "full_steps", "rules", "logged")}
     if isinstance(order, list | tuple):
         usable["forward_order"] = [name for name in order if isinstance(name, str)]
     return usable, misfits

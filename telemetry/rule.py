@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from telemetry.alert import Alert
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 
 
 class Rule(ABC):
@@ -25,7 +25,10 @@ class Rule(ABC):
 
     @property
     def wants_full(self) -> bool:
-        """Whether the next steps should be measured in full; read after each call."""
+        """Whether a full measurement is wanted; read after each call.
+
+        It is made some steps later: see :class:`telemetry.schedule.FullSteps`.
+        """
         return False
 
     @abstractmethod
@@ -40,6 +43,17 @@ class Rule(ABC):
             loss: What the user logged as ``loss``; it may be NaN or infinite.
         """
         return ()
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        """How many of the leading steps may be left to :meth:`pass_over`; 0: each is judged alone.
+
+        At a quiet step, the losses logged before it and the step itself would give no alert, and
+        :attr:`wants_full` would stay False. Remembers nothing. All of the losses are finite.
+        """
+        return 0
+
+    def pass_over(self, steps: LightSteps) -> None:  # noqa: B027 - a default
+        """Remember of quiet steps what judging each of them would have left behind."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the rule remembers, for a checkpoint: plain containers, numbers, strings, tensors.

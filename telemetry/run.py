@@ -99,13 +99,14 @@ class Run:
             board=self._board,
             sink=self._writer,
             rules=options.rules,
-            observers=(self._flight.on_step, self._later_steps.on_step),
+            observers=(self._flight, self._later_steps),
             on_alert=self._note_alert,
+            full_steps=options.full_steps,
             faults=self.faults,
         )
         if isinstance(self._writer, GivenWriter):
             self._writer.call_before_flush(self._hand_on)
-        return Pipeline(processor, self.faults)
+        return Pipeline(processor, options.full_steps, self.faults)
 
     def _make_capture(self, model: nn.Module, options: Options, first_step: int) -> Capture:
         if options.budget is not None:
@@ -113,7 +114,7 @@ class Run:
         return Capture(
             model,
             selection=options.selection,
-            is_due=lambda step: options.schedule(step) or self._pipeline.full_wanted,
+            full_steps=options.full_steps,
             content=options.content,
             deliver=self._pipeline.submit,
             safe_point=self.raise_if_asked,
@@ -181,13 +182,11 @@ class Run:
         self.capture.detach()
         self._pipeline.flush()
         self.capture.load_state_dict(usable)
-        # The step in progress is measured as it was; what the rules want is for those after it.
-        self._pipeline.full_wanted = usable.get("full") is True
-        if attached:
-            self.capture.attach()
         if isinstance(self._writer, FileWriter):
             self._writer.purge(self.capture.step)
         misfits += self._pipeline.load_state_dict(usable, self.capture.step)
+        if attached:
+            self.capture.attach()
         if misfits:
             log.warning("telemetry: load_state_dict() left out %s", "; ".join(misfits))
 

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from telemetry.alert import Alert
 from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
-from telemetry.capture import Capture, CapturedStep, Content
+from telemetry.capture import Capture, CapturedStep, Content, LightBlock
 from telemetry.faults import Faults
 from telemetry.records import StepRecord
 from telemetry.rule import AnyRule, as_rule
-from telemetry.schedule import every
+from telemetry.schedule import FullSteps, every
 from telemetry.selection import Selection, Selectors
 
 __all__ = ["CapturedRun", "alerts_of", "capture_run"]
@@ -40,6 +40,7 @@ class CapturedRun:
         self._judge = Judge(chosen, _RaisingFaults())
         self._logged: dict[int, dict[str, float]] = {}
         self._capture: Capture | None = None
+        self._full_steps: FullSteps | None = None
 
     def log(
         self, scalars: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor
@@ -55,12 +56,19 @@ class CapturedRun:
         if "loss" in values:
             self.alerts += self._judge.judge_loss(step, values["loss"])
 
-    def _take(self, captured: CapturedStep) -> None:
-        self._add(captured.record(self._logged.pop(captured.step, {})))
+    def _take(self, captured: CapturedStep | LightBlock) -> None:
+        if isinstance(captured, LightBlock):
+            captured.is_closed = True
+            row = captured.part(0, 1, lambda step: self._logged.pop(step, {}))
+            self._add(row.record(0))
+        else:
+            self._add(captured.record(self._logged.pop(captured.step, {})))
 
     def _add(self, record: StepRecord) -> None:
         self.records.append(record)
         self.alerts += self._judge.judge(record)
+        if self._full_steps is not None:
+            self._full_steps.answer(record.step, wanted=self._judge.wants_full)
 
 
 def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = None) -> list[Alert]:
@@ -101,16 +109,18 @@ def capture_run(
         assert [alert.kind for alert in run.alerts] == ["dead_units"]
 
     Args:
-        every_n_steps: Measure in full at steps 0, N, 2N, ..., and wherever a rule asks for it.
+        every_n_steps: Measure in full at steps 0, N, 2N, ..., and where a rule has asked for it, as
+            many steps later as in :class:`~telemetry.HookLogger`.
         rules: As in :func:`alerts_of`.
         images: Whether records hold pictures.
         model, optimizer, modules, exclude: As in :class:`~telemetry.HookLogger`.
     """
-    schedule, run = every(every_n_steps), CapturedRun(rules)
+    run = CapturedRun(rules)
+    run._full_steps = FullSteps(every(every_n_steps))
     run._capture = capture = Capture(
         model,
         selection=Selection.parse(modules, exclude),
-        is_due=lambda step: schedule(step) or run._judge.wants_full,
+        full_steps=run._full_steps,
         content=Content(images=images),
         deliver=run._take,
         safe_point=lambda: None,

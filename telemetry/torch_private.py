@@ -104,7 +104,7 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
 
     def __enter__(self) -> bool:
         self._grad_enabled = torch.is_grad_enabled()
-        in_mode = torch.is_inference_mode_enabled() or _in_dispatch_mode() or _in_function_mode()
+        in_mode = torch.is_inference_mode_enabled() or _in_dispatch_mode() or in_function_mode()
         # First, because torch-function modes see what follows.
         self._stack = _without_modes() if in_mode else None
         torch.set_grad_enabled(False)
@@ -127,7 +127,8 @@ def _in_dispatch_mode() -> bool:
     return _any_in("_len_torch_dispatch_stack")
 
 
-def _in_function_mode() -> bool:
+def in_function_mode() -> bool:
+    """Whether a mode of the caller's sees what PyTorch's Python functions are called with."""
     return _any_in("_len_torch_function_stack")
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import Course
 from telemetry.alerts.memory import restore, to_plain
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
+from telemetry.schedule import LAG_STEPS
 
 _EXPLOSIONS = {"exploding_gradient", "exploding_activation"}
 _LOSS = {"loss_divergence", "loss_spike"}
@@ -42,8 +43,8 @@ class OneCause(Rule):
     in its alert and not reported themselves, unless they are still there when it is over. If a
     consequence is an error and the cause was a warning, the cause is reported again, as worse.
 
-    It also limits the full measurements that the rules ask for: twelve at once, and on average one
-    in ten steps, in addition to the schedule.
+    It also limits the full measurements that the rules ask for: three steps in a row, and no more
+    before these are there; on average one in ten steps, in addition to the schedule.
 
     Args:
         rules: Causes before consequences.
@@ -54,6 +55,8 @@ class OneCause(Rule):
     _reported: dict[str, _Reported]
     _hidden: dict[str, _Hidden]
     _allowance: float
+    _looks: int
+    _next_ask: int
     wants_full: bool = False
 
     def __init__(
@@ -69,6 +72,7 @@ class OneCause(Rule):
         self._reported = {}
         self._hidden = {}
         self._allowance = _BURST
+        self._looks = self._next_ask = 0
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Judge a loss that was logged before its step ended."""
@@ -77,11 +81,34 @@ class OneCause(Rule):
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         alerts = [alert for rule in self._rules for alert in rule(record)]
-        self._allowance = min(_BURST, self._allowance + _PER_STEP)
-        wanted = any(rule.wants_full for rule in self._rules)
-        self.wants_full = wanted and self._allowance >= 1
-        self._allowance -= self.wants_full
+        self._ask(record.step)
         return [_with_consequences(alert) for alert in self._sort_out(alerts)]
+
+    def _ask(self, step: int) -> None:
+        """Begin to ask for several measurements, or go on with that."""
+        self._allowance = min(_BURST, self._allowance + _PER_STEP)
+        may_begin = self._looks == 0 and step >= self._next_ask and self._allowance >= 1
+        if may_begin and any(rule.wants_full for rule in self._rules):
+            self._looks, self._next_ask = _LOOKS, step + LAG_STEPS + _LOOKS
+        self.wants_full = self._looks > 0
+        self._looks -= self.wants_full
+        self._allowance -= self.wants_full
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        if self._looks or any(rule.wants_full for rule in self._rules):
+            return 0
+        count = len(steps)
+        for rule in self._rules:
+            count = min(count, rule.quiet_steps(steps))
+            if count == 0:
+                break
+        return count
+
+    def pass_over(self, steps: LightSteps) -> None:
+        for rule in self._rules:
+            rule.pass_over(steps)
+        for _ in range(len(steps)):
+            self._allowance = min(_BURST, self._allowance + _PER_STEP)
 
     def state_dict(self) -> dict[str, Any]:
         """What this and its rules remember, as numbers, strings, lists and dicts."""
@@ -207,6 +234,7 @@ _STATES = {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}
 """Faults that do not pass with what caused them."""
 
 _REACH = 200  # by eye, in steps; tried 40 and 1000
+_LOOKS = 3  # one more than dead_units and saturated_units need; tried 2 and 5
 # How much rules may cost, not what they find: at 2.4 rnn_drift is found four steps later. Tried 60.
 _BURST = 12.0
 _PER_STEP = 0.1  # as much as every_n_steps=10; tried 0.02 and 0.5

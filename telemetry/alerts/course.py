@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from copy import copy
+from typing import TypeVar
 
 import numpy as np
 
 from telemetry.alerts.history import History, median
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
+
+Trend = TypeVar("Trend", "LossTrend", "NormTrend")
 
 NEVER = 10**9
 """Number of steps since an event that has not happened."""
@@ -45,7 +49,10 @@ class Course:
         self.step_ratio = 0.0
         self._rates = History(1000)
         self._ratios = History(5)
-        self._last: StepRecord | None = None
+        self._last: StepRecord | LightSteps | None = None
+        # The latest that were looked at, how many are quiet, and the trends after those.
+        self._ahead: tuple[LightSteps | None, int, LossTrend, NormTrend]
+        self._ahead = None, 0, self.loss, self.norm
 
     def follow(self, record: StepRecord) -> None:
         """Add a step; several rules may pass the same record."""
@@ -62,6 +69,41 @@ class Course:
             self.norm.add(record.total_grad_norm)
         if record.update_ratios:
             self._follow_ratio(_median_ratio(record))
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        """How many of the first steps pass before loss, norm or learning rate jump."""
+        if self._ahead[0] is not steps:
+            loss, norm = _branch(self.loss), _branch(self.norm)
+            self._ahead = steps, self._quiet(steps, loss, norm), loss, norm
+        return self._ahead[1]
+
+    def pass_over(self, steps: LightSteps) -> None:
+        """Add quiet steps; several rules may pass the same."""
+        if steps is self._last:
+            return
+        if self.quiet_steps(steps) < len(steps):
+            raise ValueError("these steps are not quiet")
+        self._last = steps
+        _, _, self.loss, self.norm = self._ahead
+        self.age += len(steps)
+        self.since_rate_jump += len(steps)
+        self.since_large_step += len(steps)
+        for rate in steps.learning_rates.max(axis=1, initial=0.0).tolist():
+            self._rates.add(rate)
+
+    def _quiet(self, steps: LightSteps, loss: LossTrend, norm: NormTrend) -> int:
+        """The number of quiet steps; adds these and the next one to ``loss`` and ``norm``."""
+        rates = [self._rates.last, *steps.learning_rates.max(axis=1, initial=0.0).tolist()]
+        of_step = zip(steps.losses.tolist(), steps.total_grad_norms.tolist(), strict=True)
+        for i, (value, total) in enumerate(of_step):
+            if math.isfinite(value):
+                loss.add(value)
+            if not math.isfinite(total) or rates[i + 1] > _RATE_JUMP * rates[i]:
+                return i
+            norm.add(total)
+            if loss.steps_far_above or max(norm.above, norm.far_above) >= FAR_ABOVE:
+                return i
+        return len(steps)
 
     @property
     def is_young(self) -> bool:
@@ -80,7 +122,10 @@ class Course:
 
     def _follow_rates(self, rates: tuple[float, ...]) -> None:
         rate = max(rates, default=0.0)
-        if len(self._rates) >= _FEW and rate > _RATE_JUMP * self._rates.highest:
+        # The last one is looked at first, for the highest of a thousand takes some time to find.
+        # The last one first: to find the highest of a thousand takes some time.
+        rises = len(self._rates) >= _FEW and rate > _RATE_JUMP * self._rates.last
+        if rises and rate > _RATE_JUMP * self._rates.highest:
             self.since_rate_jump = 0
         self._rates.add(rate)
 
@@ -101,6 +146,21 @@ class CourseRule(Rule):
 
     def __init__(self) -> None:
         self.course = Course()
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        return self.course.quiet_steps(steps) if self.course.age >= 0 else 0
+
+    def pass_over(self, steps: LightSteps) -> None:
+        self.course.pass_over(steps)
+
+
+def _branch(trend: Trend) -> Trend:
+    """A trend that goes on by itself."""
+    branch = copy(trend)
+    for name, value in vars(branch).items():
+        if isinstance(value, deque | History):
+            setattr(branch, name, copy(value))
+    return branch
 
 
 # As update_ratio of loss_divergence: at 0.1 the healthy rare_positive_weighted alarms; tried 0.4.
@@ -236,7 +296,8 @@ class NormTrend:
             past = self._long_ago if len(self._long_ago) else self._totals
             self.above = level - self._totals.highest
             self.far_above = level - past.highest
-            self.usual = 10**past.median
+            if max(self.above, self.far_above) > 0 or self.since_jump <= _SAME_JUMP:
+                self.usual = 10**past.median
             if self.above >= _JUMP and self.since_jump > _SAME_JUMP:
                 self.since_jump = 0
         self._steps_unusual = self._steps_unusual + 1 if self.above > _UNUSUAL else 0
@@ -252,7 +313,7 @@ class NormTrend:
 
 _BETWEEN = 20  # by eye, in steps; tried 10 and 40
 _SHORTEST = 10  # by eye, in steps; tried 2 and 50
-_JUMP = 0.7  # a factor of 5, by eye; tried 0.14 and 3.5
+_JUMP = FAR_ABOVE = 0.7  # a factor of 5, by eye; tried 0.14 and 3.5
 _SAME_JUMP = 30  # by eye, in steps; tried 15 and 60
 _UNUSUAL = 1.5  # a factor of 30, that of ExplodingGradient's lasting_factor; tried 0.3 and 7.5
 _NEW_NORMAL = 50  # by eye, in steps; tried 25 and 100

@@ -13,7 +13,7 @@ from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import Forward
 from telemetry.layers.module_types import TWO_SIDED
 from telemetry.plain_text import called
-from telemetry.records import Output, StepRecord, TensorRecord
+from telemetry.records import LightSteps, Output, StepRecord, TensorRecord
 from telemetry.rule import Rule
 
 
@@ -82,6 +82,9 @@ class DeadUnits(Rule):
         # Layers behind a dead one see only constants: the first is the cause.
         found = self._alert(record, dead) if dead and wanted else None
         return self._episode.update(record.step, found)
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        return len(steps)
 
     def _is_dead(self, output: Output, silent: NDArray[np.bool_], tensor: TensorRecord) -> bool:
         """Add this batch to those before; whether the units are dead now."""

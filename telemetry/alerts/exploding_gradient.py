@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
-from telemetry.alerts.course import CourseRule
+from telemetry.alerts.course import FAR_ABOVE, CourseRule
 from telemetry.alerts.depth import backward_growth, forward_growth, gain
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.history import History
+from telemetry.alerts.history import History, leading
 from telemetry.alerts.modules import Modules
 from telemetry.plain_text import called
-from telemetry.records import Output, StepRecord
+from telemetry.records import LightSteps, Output, StepRecord
 
 
 class ExplodingGradient(CourseRule):
@@ -101,6 +101,17 @@ class ExplodingGradient(CourseRule):
             return self._episode.update(record.step, found) if found else ()
         self._blame.add(record)
         return self._episode.update(record.step, self._in_time(record) or self._over_depth(record))
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        if self._episode.is_on or min(self._decades, self._lasting_decades) < FAR_ABOVE:
+            return 0
+        return min(super().quiet_steps(steps), self._blame.quiet_steps(steps))
+
+    def pass_over(self, steps: LightSteps) -> None:
+        super().pass_over(steps)
+        self._from_loss, self._is_explained = 0.0, False
+        self._steps_far_above = self._steps_lasting = 0
+        self._blame.pass_over(steps)
 
     def _in_time(self, record: StepRecord) -> Alert | None:
         course, norm, loss = self.course, self.course.norm, self.course.loss
@@ -234,6 +245,32 @@ class _Blame:
         else:
             self.module_name = None
 
+    def quiet_steps(self, steps: LightSteps) -> int:
+        """How many of the first steps pass before most gradients have grown."""
+        if self._modules.layout is not steps.layout:
+            return 0
+        norms = self._modules.grad_norms(steps)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            growth = norms / self._before(norms)
+        known = np.count_nonzero(np.isfinite(growth) & (growth > 0), axis=1)
+        grown = np.count_nonzero(growth > _NEARLY_GROWN, axis=1)
+        return leading((2 * grown < known) | (known == 0))
+
+    def pass_over(self, steps: LightSteps) -> None:
+        """Add steps at which nothing has grown."""
+        self.module_name = None
+        norms = self._modules.grad_norms(steps)
+        self._norms = self._before(np.concatenate([norms, norms[-1:]]))[-1].copy()
+
+    def _before(self, norms: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The last norm of each module before each of these, ``[n, modules]``; 0 does not count."""
+        before = np.concatenate([self._norms[np.newaxis], norms[:-1]])
+        if np.isnan(before[0]).any() or not norms.all():
+            for i in range(1, len(before)):
+                seen = np.isnan(before[i - 1]) | (before[i] > 0)
+                before[i] = np.where(seen, before[i], before[i - 1])
+        return before
+
     def _all_but_one(self, modules: Modules, norms: NDArray[np.float64]) -> tuple[bool, str | None]:
         """Whether gradients grew tenfold, and the module whose gradient grew far less than all."""
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -264,6 +301,7 @@ class _Blame:
 
 
 _FEWEST = 3  # fewer modules have no majority; tried 1 and 6
+_NEARLY_GROWN = 9.9  # a little less than 10**_ALL_GROWN, for a quick look
 _ALL_GROWN = 1.0  # ten times, by eye; tried 0.5 and 2
 _FAR_LESS = 1.0  # by eye; tried 0.5 and 2
 _GROWN = 10.0  # by eye; tried 2 and 50

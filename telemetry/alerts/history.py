@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 NORMAL_CONSISTENT = 1.4826  # 1 / (3rd quartile of the standard normal distribution)
 """Median absolute deviation to standard deviation, for a normal distribution."""
 
@@ -12,6 +15,12 @@ NORMAL_CONSISTENT = 1.4826  # 1 / (3rd quartile of the standard normal distribut
 def median(values: Collection[float]) -> float:
     """The middle value, or the upper of two. Faster than NumPy for a few values."""
     return sorted(values)[len(values) // 2]
+
+
+def leading(holds: ArrayLike) -> int:
+    """How many of the first values are true, shape ``[n]``, before the first that is not."""
+    array = np.asarray(holds)
+    return len(array) if array.all() else int(array.argmin())
 
 
 class History:
@@ -29,8 +38,17 @@ class History:
     def __len__(self) -> int:
         return len(self._values)
 
+    def __copy__(self) -> History:
+        other = History(0)
+        other._values = self._values.copy()
+        return other
+
     def add(self, value: float) -> None:
         self._values.append(value)
+
+    @property
+    def last(self) -> float:
+        return self._values[-1]
 
     @property
     def median(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from telemetry.alert import Alert
 from telemetry.faults import Faults
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -40,6 +40,22 @@ class Judge:
         for rule in self._rules:
             with self._contained(rule):
                 yield from _checked(rule.on_loss(step, loss))
+
+    def pass_over(self, steps: LightSteps) -> int:
+        """Let the rules remember leading steps that all of them find quiet; returns how many."""
+        count = len(steps)
+        for rule in self._rules:
+            quiet = 0
+            with self._contained(rule):
+                quiet = 0 if rule.wants_full else rule.quiet_steps(steps)
+            count = min(count, quiet)
+            if count == 0:
+                return 0
+        some = steps if count == len(steps) else steps[:count]
+        for rule in self._rules:
+            with self._contained(rule):
+                rule.pass_over(some)
+        return count
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What each rule that remembers something knows, in their order."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from telemetry.alert import Alert
 from telemetry.alerts.course import LARGE_STEP, NEVER, CourseRule
 from telemetry.alerts.episode import Episode
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 
 
 class LossDivergence(CourseRule):
@@ -66,6 +66,14 @@ class LossDivergence(CourseRule):
             and not course.gradients_led
         )
         return self._episode.update(record.step, self._alert(record) if diverges else None)
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        busy = self._episode.is_on or self.course.since_rate_jump <= _REACH
+        return 0 if busy else super().quiet_steps(steps)
+
+    def pass_over(self, steps: LightSteps) -> None:
+        super().pass_over(steps)
+        self._since_large += len(steps)
 
     def _alert(self, record: StepRecord) -> Alert:
         return Alert(

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers import table
-from telemetry.records import Layout, StepRecord
+from telemetry.records import Layout, LightSteps, StepRecord
 
 
 @dataclass(eq=False)
@@ -37,9 +37,9 @@ class Modules:
         modules.layout, modules._positions = layout, positions
         return modules
 
-    def grad_norms(self, record: StepRecord) -> NDArray[np.float64]:
-        """L2 norm over the parameters of each, float64 ``[len(names)]``; 0 if it has none."""
-        return record.module_grad_norms[self._positions]
+    def grad_norms(self, record: StepRecord | LightSteps) -> NDArray[np.float64]:
+        """L2 norm over the parameters of each, float64 ``[..., len(names)]``; 0 if it has none."""
+        return record.module_grad_norms[..., self._positions]
 
     def update_ratios(self, record: StepRecord) -> NDArray[np.float64]:
         """The layers' ``update_ratio``, float64 ``[len(names)]``; NaN where it is not known."""

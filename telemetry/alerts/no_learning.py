@@ -9,7 +9,7 @@ import numpy as np
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import History
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -80,6 +80,17 @@ class NoLearning(Rule):
             self._looks += 1
             self._largest_ratio = max(self._largest_ratio, _largest_ratio(record))
         return self._episode.update(record.step, self._find(record))
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        early = self._steps + len(steps) < self._steps_needed - _LOOKS
+        moves = self._largest_ratio > self._update_ratio
+        begun = len(self._first_norms) == 5
+        return len(steps) if begun and (early or moves) and not self._episode.is_on else 0
+
+    def pass_over(self, steps: LightSteps) -> None:
+        self._steps += len(steps)
+        for norm in steps.total_grad_norms[-5:].tolist():
+            self._norms.add(norm)
 
     def _find(self, record: StepRecord) -> Alert | None:
         moves = self._largest_ratio > self._update_ratio

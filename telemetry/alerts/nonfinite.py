@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator
 
+import numpy as np
+
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
+from telemetry.alerts.history import leading
 from telemetry.layers.module_types import STANDARD
 from telemetry.plain_text import called, printable
-from telemetry.records import StepRecord, TensorRecord
+from telemetry.records import LightSteps, StepRecord, TensorRecord
 from telemetry.rule import Rule
 
 
@@ -63,6 +66,15 @@ class Nonfinite(Rule):
         if found is None and not record.skipped:
             self._usual.update(name for name, given in record.inputs.items() if _is_bad(given))
         return self._episode.update(record.step, found)
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        finite = np.all(steps.grad_finite, axis=1)
+        return 0 if self._episode.is_on or steps.skipped else leading(finite)
+
+    def pass_over(self, steps: LightSteps) -> None:
+        self._has_stepped = True
+        if not np.isnan(steps.losses).all():
+            self._bad_losses = 0
 
 
 _CALM_STEPS = 20  # by eye

@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.alerts.modules import Modules
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
+
+_Followed = tuple[int, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
 class Suspicion(Rule):
@@ -46,6 +48,39 @@ class Suspicion(Rule):
         if record.all_grads_finite and self._is_unusual(self._norms(record)):
             self._wanted = _FULL_STEPS
         return ()
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        unsettled = self._steps < _SHORTEST_HISTORY or np.isnan(self._mean).any()
+        if unsettled or self._modules.layout is not steps.layout:
+            return 0
+        return self._followed(steps)[0]
+
+    def pass_over(self, steps: LightSteps) -> None:
+        _, self._mean, self._deviation, self._zero_rate = self._followed(steps)
+        self._steps += len(steps)
+
+    def _followed(self, steps: LightSteps) -> _Followed:
+        """How many of the first steps are near the mean, and what is remembered after those."""
+        norms = self._modules.grad_norms(steps)
+        mean, deviation, rate = self._mean.copy(), self._deviation.copy(), self._zero_rate.copy()
+        zeros = norms == 0
+        some_zero = zeros.any(axis=1).tolist()
+        levels = np.log10(np.where(zeros, 1.0, norms))
+        for i, level in enumerate(levels):
+            off = level - mean
+            if some_zero[i]:
+                off[zeros[i]] = 0.0
+            distance = np.abs(off)
+            unusual = not distance.max(initial=0.0) <= _DECADES
+            if unusual or (some_zero[i] and (rate[zeros[i]] < _RARE).any()):
+                return i, mean, deviation, rate
+            change = _WEIGHT * (distance - deviation)
+            if some_zero[i]:
+                change[zeros[i]] = 0.0
+            deviation += change
+            mean += _WEIGHT * off
+            rate += _WEIGHT * (zeros[i] - rate)
+        return len(norms), mean, deviation, rate
 
     def _norms(self, record: StepRecord) -> NDArray[np.float64]:
         before = self._modules

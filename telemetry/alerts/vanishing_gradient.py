@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
 from telemetry.alerts.episode import Episode
+from telemetry.alerts.history import leading
 from telemetry.alerts.modules import Modules
 from telemetry.plain_text import called
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 
 
 class VanishingGradient(CourseRule):
@@ -96,6 +97,21 @@ class VanishingGradient(CourseRule):
         fading = self._from_the_first(faint, share, norms > 0) | self._on_branches(faint, share)
         found = self._alert(record, modules, share, fading) if fading.any() else None
         return self._episode.update(record.step, found)
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        unknown = self._modules.layout is not steps.layout
+        if unknown or self._episode.is_on or self._state.faint_steps.any():
+            return 0
+        share = _shares(self._modules.grad_norms(steps))
+        # NaN where the largest norm is zero, infinite or NaN.
+        fine = np.isfinite(share).any(axis=1) & ~np.isnan(share).any(axis=1)
+        fine &= ~((share < -self._decades) & (share > -np.inf)).any(axis=1)
+        return min(super().quiet_steps(steps), leading(fine))
+
+    def pass_over(self, steps: LightSteps) -> None:
+        super().pass_over(steps)
+        self._undecided = False
+        self._state.add_quiet(_shares(self._modules.grad_norms(steps)))
 
     def _from_the_first(
         self, faint: NDArray[np.bool_], share: NDArray[np.float64], used: NDArray[np.bool_]
@@ -212,6 +228,22 @@ class _State:
         self.mark_before = np.where(marked, self.last_mark, self.mark_before)
         self.last_mark = np.where(marked, share, self.last_mark)
 
+    def add_quiet(self, shares: NDArray[np.float64]) -> None:
+        """Add several steps at which no share is or was small, ``[n, modules]``."""
+        zero = shares == -np.inf
+        self.since_zero = self.since_zero + len(shares)
+        if zero.any():
+            since = zero[::-1].argmax(axis=0)
+            self.since_zero = np.where(zero.any(axis=0), since, self.since_zero)
+        if np.isnan(self.first_share).any():
+            first = shares[(~zero).argmax(axis=0), np.arange(shares.shape[1])]
+            known = ~np.isnan(self.first_share) | (first == -np.inf)
+            self.first_share = np.where(known, self.first_share, first)
+        self.largest_share = np.fmax(self.largest_share, shares.max(axis=0))
+        self.update_share = np.full_like(self.update_share, np.nan)
+        self.mark_before = shares[-2] if len(shares) > 1 else self.last_mark
+        self.last_mark = shares[-1]
+
 
 _FILLS = {
     "faint_steps": 0.0,
@@ -227,6 +259,15 @@ _SINCE_ZERO = 10  # by eye, in steps; tried 2 and 50
 _RISING_DECADES = 0.2  # by eye; tried 0.04 and 1
 _STEADY_DECADES = 0.5  # by eye; tried 0.1 and 2.5
 _CALM_STEPS = 20  # by eye
+
+
+def _shares(norms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """log10 of each norm over the largest of its step, ``[n, modules]``."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares: NDArray[np.float64] = np.log10(
+            norms / norms.max(axis=1, keepdims=True, initial=0.0)
+        )
+    return shares
 
 
 def _unless_rising(

@@ -9,11 +9,13 @@ that hands the :class:`~window.Window` of the step in progress to one piece afte
 3. optimizer steps: :mod:`reader` adds gradients, parameters and what the step changes;
 4. end: :mod:`hand_over` delivers a :class:`CapturedStep`, and the next step begins.
 
-:mod:`captured` makes the record of it, on the background thread.
+:mod:`captured` makes the record of it, on the background thread. Most steps need none of this:
+:mod:`light` reads their gradients and adds a row to a :class:`LightBlock`.
 """
 
 from telemetry.capture.capture import Capture
 from telemetry.capture.captured import CapturedStep
+from telemetry.capture.light import LightBlock
 from telemetry.capture.watch import Content
 
-__all__ = ["Capture", "CapturedStep", "Content"]
+__all__ = ["Capture", "CapturedStep", "Content", "LightBlock"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from telemetry.capture.captured import CapturedStep
 from telemetry.capture.costs import StepCosts
 from telemetry.capture.hand_over import HandOver
 from telemetry.capture.hooks import ForwardHook, InputHook, ModuleHook
+from telemetry.capture.light import LightBlock, LightReader
 from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizer_hooks import OptimizerHooks
 from telemetry.capture.parameters import ParameterTable
@@ -26,7 +28,7 @@ from telemetry.capture.window import Window
 from telemetry.faults import Faults
 from telemetry.measure import Measurer
 from telemetry.ranks.observer import RankObserver
-from telemetry.schedule import Schedule
+from telemetry.schedule import FullSteps
 from telemetry.selection import Selection
 from telemetry.torch_private import NO_TASK, backward_task, undisturbed
 
@@ -34,17 +36,19 @@ from telemetry.torch_private import NO_TASK, backward_task, undisturbed
 class Capture:
     """Turns the training of one model into :class:`CapturedStep` values, one per optimizer step.
 
-    The model is held weakly. Hooks are on its modules only during steps that ``is_due`` names; on
-    all other steps the norms of the gradients are taken and nothing else is done.
+    The model is held weakly. Hooks are on its modules only during steps that are measured in full;
+    of all other steps the norms of the gradients are taken and nothing else is done. Where that is
+    possible, they become rows of a :class:`LightBlock`.
 
     The hooks call the methods here, and these call the pieces in turn; no piece calls back.
 
     Args:
         model: The model in training.
         selection: Which of its modules are watched.
-        is_due: Which steps are measured in full.
+        full_steps: Which steps are measured in full.
         content: What that holds.
-        deliver: Called on the training thread with each finished step; must not wait.
+        deliver: Called on the training thread with each finished step, or with the block whose last
+            row it is; must not wait.
         safe_point: Called between steps; may raise into the training loop.
         primary: Whose steps count; None: the first optimizer that steps the model's parameters.
         faults: Where to report what failed.
@@ -58,9 +62,9 @@ class Capture:
         model: nn.Module,
         *,
         selection: Selection,
-        is_due: Schedule,
+        full_steps: FullSteps,
         content: Content,
-        deliver: Callable[[CapturedStep], None],
+        deliver: Callable[[CapturedStep | LightBlock], None],
         safe_point: Callable[[], None],
         primary: Optimizer | None,
         faults: Faults,
@@ -68,7 +72,7 @@ class Capture:
         budget: Budget | None = None,
         ranks: RankObserver | None = None,
     ) -> None:
-        self._is_due = is_due
+        self._full_steps = full_steps
         self._costs = StepCosts(budget)
         self._measurer = Measurer()
         self._watch = Watch(
@@ -83,6 +87,7 @@ class Capture:
         )
         self._modules = WatchedModules(self._watch)
         self._reader = StepReader(self._watch)
+        self._light = LightReader(self._watch.table)
         self._passes = Passes(self._watch, self._reader)
         self._optimizers = OptimizerHooks(self, primary, safe_point)
         self._hand_over = HandOver(model, self._watch, deliver)
@@ -145,8 +150,11 @@ class Capture:
     # --- a step begins -------------------------------------------------------------------------
 
     def _begin(self, step: int, *, attaching: bool = False) -> None:
+        full, norms = self._costs.affords(full=self._full_steps(step))
+        if self._window.light and not full:
+            self._window.step, self._window.norms, self._window.light = step, norms, False
+            return
         self._reader.forget()
-        full, norms = self._costs.affords(full=self._is_due(step))
         self._window = Window(
             step=step,
             measurer=self._measurer if full else None,
@@ -211,9 +219,41 @@ class Capture:
         """An optimizer that holds none of them has stepped."""
         self._window.no_step.other_step()
 
+    def before_light_step(self, optimizer: Optimizer) -> bool:
+        """The gradients are final; whether that is all there is to read of this step, and was."""
+        window = self._window
+        if window.full or not window.norms or window.optimizers or not self._light.reads(optimizer):
+            return False
+        if not window.light:
+            with self._watch.own_time:
+                try:
+                    self._note_mode()
+                    window.light = self._light.read(optimizer, self._hand_over.layout())
+                except Exception:
+                    self._watch.faults.report("to read the gradients")
+        return window.light
+
+    def after_light_step(self, optimizer: Optimizer) -> bool:
+        """The parameters have changed; whether that was such a step, which is over now."""
+        window = self._window
+        if not window.light or not self._light.reads(optimizer):
+            return False
+        with self._watch.own_time:
+            try:
+                self._full_steps.see(window.step, self._light.square)
+                self._hand_over.light(self._light.completed(window.step))
+                self._modules.uninstall()
+                self._costs.enter(window, self._watch.model())
+            except Exception:
+                self._watch.faults.report("to hand over a step")
+            self._begin(window.step + 1)
+        return True
+
     def before_step(self, optimizer: Optimizer) -> None:
         """The gradients are final and the parameters not yet changed."""
         self._note_mode()
+        if not self._light.reads(optimizer):
+            self._light.stop()
         if self._window.norms:
             read = self._reader.before_step
             self._watch.contain_alone("to read the gradients", read, self._window, optimizer)
@@ -227,6 +267,8 @@ class Capture:
         if self._window.full:
             read = self._reader.after_step
             self._watch.contain_alone("to measure the update", read, self._window, optimizer)
+            if self._watch.ranks is None and self._reader.reads_alone(optimizer):
+                self._light.prepare(optimizer)
             self._watch.switch.turn(training=self._passes.forward is not None)
 
     def all_stepped(self) -> bool:
@@ -262,6 +304,8 @@ class Capture:
         with self._watch.own_time:
             with self._watch.faults.contained("to hand over a step"):
                 self._passes.end()
+                if window.known_nonfinite:
+                    self._full_steps.see(window.step, math.nan)
                 if window.norms:
                     self._hand_over(window)
                 if window.full:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from torch import nn
 
 from telemetry.capture.captured import CapturedStep, RunTotals
+from telemetry.capture.light import LightBlock
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
 from telemetry.records import Layout, Module
@@ -24,7 +25,7 @@ class HandOver:
     """
 
     def __init__(
-        self, model: nn.Module, watch: Watch, deliver: Callable[[CapturedStep], None]
+        self, model: nn.Module, watch: Watch, deliver: Callable[[CapturedStep | LightBlock], None]
     ) -> None:
         self.happened = False
         self._watch = watch
@@ -41,6 +42,11 @@ class HandOver:
                 window, wall_time=time.time(), layout=layout, totals=self._totals, faults=faults
             )
         self._deliver(captured)
+        self.happened = True
+
+    def light(self, block: LightBlock) -> None:
+        """A row was added to the block."""
+        self._deliver(block)
         self.happened = True
 
     def layout(self, ran: Iterable[str] = ()) -> Layout:

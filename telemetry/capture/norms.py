@@ -56,6 +56,7 @@ class Norms:
         return NormReading(
             indices=self.indices,
             wait=(lambda: values) if on_host else HostCopy(values).wait,
+            on_host=on_host,
             largest_known=values.dim() == 2,
         )
 
@@ -66,6 +67,7 @@ class NormReading:
 
     indices: tuple[int, ...]
     wait: Callable[[], Tensor]
+    on_host: bool
     largest_known: bool
 
     def read(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

@@ -27,6 +27,8 @@ primary: a second stage of training has begun, and the first stage's optimizer s
 class StepReceiver(Protocol):
     """What the hooks on optimizers call: see :class:`telemetry.capture.Capture`."""
 
+    def before_light_step(self, optimizer: Optimizer) -> bool: ...
+    def after_light_step(self, optimizer: Optimizer) -> bool: ...
     def steps_parameters(self, optimizer: Optimizer) -> bool: ...
     def other_step(self) -> None: ...
     def before_step(self, optimizer: Optimizer) -> None: ...
@@ -82,7 +84,11 @@ class OptimizerHooks:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         receiver = self._receiver()
-        if receiver is None or not receiver.steps_parameters(optimizer):
+        if receiver is None:
+            return None
+        if self.clock.is_usual(optimizer, args, kwargs) and receiver.before_light_step(optimizer):
+            return None
+        if not receiver.steps_parameters(optimizer):
             return None
         if self.clock.step_begins(optimizer):
             receiver.step_completed()
@@ -97,6 +103,9 @@ class OptimizerHooks:
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         receiver = self._receiver()
         if receiver is None:
+            return
+        if receiver.after_light_step(optimizer):
+            self._safe_point()
             return
         if not receiver.steps_parameters(optimizer):
             receiver.other_step()
@@ -169,6 +178,24 @@ class StepClock:
         self._waiting: weakref.ref[Optimizer] | None = None
         # Of each other optimizer, since the primary last stepped.
         self._steps_without: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def is_usual(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call like all others begins: of the primary, and there is no closure.
+
+        Args:
+            optimizer: That was called.
+            args: With what; the optimizer itself is the first.
+            kwargs: Likewise.
+        """
+        return (
+            self._primary is not None
+            and self._primary() is optimizer
+            and self._waiting is None
+            and not any(args[1:])
+            and not any(kwargs.values())
+            and not self._steps_without
+            and backward_task() == NO_TASK
+        )
 
     def step_begins(self, optimizer: Optimizer) -> bool:
         """Whether that ends the step before: it waited, and the same optimizer took it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -85,6 +86,15 @@ class ParameterTable:
         """The optimizer's parameters that are the model's, each with its index."""
         index_of = self._index_of
         return [(index_of[id(p)], p) for p in parameters_of(optimizer) if id(p) in index_of]
+
+    def identities_of(self, optimizer: Optimizer) -> bytes:
+        """Of all of the optimizer's parameters: address of the object, and its index or -1.
+
+        Pairs of int64, for ``_native.take_norms``.
+        """
+        parameters = map(id, parameters_of(optimizer))
+        pairs = [(address, self._index_of.get(address, -1)) for address in parameters]
+        return np.array(pairs, np.int64).tobytes()
 
     def owners(self, indices: Iterable[int]) -> set[str]:
         """Names of the modules that own the parameters with these indices."""

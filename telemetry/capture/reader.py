@@ -80,6 +80,10 @@ class StepReader:
         if window.full and self._content.weights:
             self._probes[id(optimizer)] = UpdateProbe(self._in_turn(window, parameters))
 
+    def reads_alone(self, optimizer: Optimizer) -> bool:
+        """Whether no other optimizer has stepped so far."""
+        return list(self._optimizers) == [optimizer]
+
     def after_step(self, window: Window, optimizer: Optimizer) -> None:
         """Read what an optimizer's first step in a window has changed."""
         if self._read_update(window, id(optimizer)):
@@ -117,9 +121,10 @@ class StepReader:
             self._ranks.note_grads(window.ranks, grads)
             if window.full and self._content.weights:
                 self._ranks.note_parameters(window.ranks, parameters)
+        window.known_nonfinite |= any(group.known_nonfinite for group in norms)
         # After the step all is NaN; only now does a broken parameter differ from a bad batch.
         weights_measured = window.full and self._content.weights
-        if not weights_measured and (window.full or any(g.known_nonfinite for g in norms)):
+        if not weights_measured and (window.full or window.known_nonfinite):
             window.parameter_norms += [group.sent() for group in take_norms(parameters)]
         if not window.full:
             return

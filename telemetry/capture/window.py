@@ -76,6 +76,8 @@ class Window:
         order: Watched modules in the order of their first call.
         tally: Observations in their order, of backward passes those of training.
         passes: How many such passes have ended.
+        light: Whether a :class:`LightReader` has read it; then the rest here stays empty.
+        known_nonfinite: Whether a gradient is known not to be finite.
         no_step: Notices training that no optimizer of the model ever ends.
         optimizers: What each optimizer was given at its first step in this window.
         learning_rates: Of every optimizer known by then, of each parameter group.
@@ -97,6 +99,8 @@ class Window:
     order: dict[str, None] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     passes: int = 0
+    light: bool = False
+    known_nonfinite: bool = False
     no_step: NoStepWatch = field(default_factory=NoStepWatch)
     optimizers: dict[int, OptimizerReading] = field(default_factory=dict)
     learning_rates: dict[int, Sequence[float | HostCopy]] = field(default_factory=dict)
@@ -125,6 +129,12 @@ class Window:
     def full(self) -> bool:
         """Whether tensors are measured, not only gradient norms."""
         return self.measurer is not None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all norms are in the host's memory already."""
+        readings = [r for optimizer in self.optimizers.values() for r in optimizer.norms]
+        return all(reading.on_host for reading in readings)
 
     def indices(self) -> Iterator[int]:
         """Of all parameters whose gradients optimizers were given."""

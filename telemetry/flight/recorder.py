@@ -16,8 +16,8 @@ from telemetry.events.plain_files import write_whole
 from telemetry.faults import Faults
 from telemetry.flight.document import MAX_ALERTS, Flight, compose, describe
 from telemetry.flight.file import encode_flight, flight_path
-from telemetry.flight.snapshot import Snapshot, detail, snapshot
-from telemetry.records import StepRecord
+from telemetry.flight.snapshot import Snapshot, detail, light_snapshots, snapshot
+from telemetry.records import LightSteps, StepRecord
 
 log = logging.getLogger("telemetry")
 
@@ -86,22 +86,18 @@ class FlightRecorder:
         """A step was recorded."""
         with self._contained():
             step = snapshot(record)
-            if len(self._steps) == self._count:
-                self._step_bytes -= self._steps.popleft().nbytes
-            self._steps.append(step)
-            # A running count: to sum over all at every step would be most of the work.
-            self._step_bytes = _shrink(self._steps, self._step_bytes + step.nbytes, MAX_STEP_BYTES)
+            self._keep(step)
             if record.full:
                 step = replace(step, detail=detail(record))
                 self._keep_detail(step)
-            flight = self._flight
-            if flight is None:
-                return
-            if flight.at is None or flight.at.step < step.step <= flight.step:
-                flight.at = step  # the alert came with the loss, before its step was recorded
-                flight.last_full = step if record.full else flight.last_full
-            if step.step >= flight.step + max(1, self._count // 4):
-                self._complete()
+            self._follow_fault(step)
+
+    def on_light_steps(self, steps: LightSteps) -> None:
+        """Several steps were recorded that were not measured in full."""
+        with self._contained():
+            for step in light_snapshots(steps):
+                self._keep(step)
+                self._follow_fault(step)
 
     def on_alert(self, alert: Alert) -> None:
         """A rule has found something."""
@@ -151,6 +147,24 @@ class FlightRecorder:
             self._faults.report(f"to write a flight file into {self._log_dir}")
         except Exception:
             self._faults.report("to keep the last steps")
+
+    def _keep(self, step: Snapshot) -> None:
+        if len(self._steps) == self._count:
+            self._step_bytes -= self._steps.popleft().nbytes
+        self._steps.append(step)
+        # A running count: to sum over all at every step would be most of the work.
+        self._step_bytes = _shrink(self._steps, self._step_bytes + step.nbytes, MAX_STEP_BYTES)
+
+    def _follow_fault(self, step: Snapshot) -> None:
+        """Add a step to the flight that was begun, if any."""
+        flight = self._flight
+        if flight is None:
+            return
+        if flight.at is None or flight.at.step < step.step <= flight.step:
+            flight.at = step  # the alert came with the loss, before its step was recorded
+            flight.last_full = step if step.full else flight.last_full
+        if step.step >= flight.step + max(1, self._count // 4):
+            self._complete()
 
     def _keep_detail(self, step: Snapshot) -> None:
         kept = self._details

@@ -11,7 +11,8 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.page_format import LAYOUT_PREFIX
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
+from telemetry.tag_names import TOTAL_GRAD_NORM
 from telemetry.writing import custom_scalars, spread, tags
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.learning_rates import LearningRates
@@ -51,6 +52,25 @@ class Board:
     def is_needed(self, record: StepRecord) -> bool:
         """Whether later values cannot be read without this record's."""
         return self._page.begins_layout(record)
+
+    def goes_on(self, steps: LightSteps) -> bool:
+        """Whether :meth:`values_of_light` may be asked about these."""
+        return self._page.goes_on(steps)
+
+    def values_of_light(
+        self, steps: LightSteps
+    ) -> Iterator[tuple[int, float, Sequence[Summary.Value]]]:
+        """Step, wall time and values of the events to write for such steps; some have no values."""
+        wall_times = steps.wall_times.tolist()
+        rates_stay = self._rates.stay(steps)
+        for index, total in enumerate(steps.total_grad_norms.tolist()):
+            values = [summaries.scalar(TOTAL_GRAD_NORM, total)]
+            if not rates_stay:
+                record = steps.record(index)
+                yield self._rates.late_values(record)
+                values += self._rates.values_of(record)
+            yield steps.steps[index], wall_times[index], values
+        yield steps.steps[-1], wall_times[-1], tuple(self._page.values_of_light(steps))
 
     def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[Summary.Value]]:
         """Step, wall time and values of an event to write before the record's own."""

@@ -23,7 +23,7 @@ from telemetry.page_format import (
     layout_tag,
     new_session_id,
 )
-from telemetry.records import Layout, StepRecord
+from telemetry.records import Layout, LightSteps, StepRecord
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -89,6 +89,20 @@ class PageWriter:
             yield from self.pending_values()
         if record.full:
             yield self._numbers("m", self._with_held(record, _matrix(record)))
+
+    def goes_on(self, steps: LightSteps) -> bool:
+        """Whether :meth:`values_of_light` may be asked about these: nothing new begins."""
+        known = steps.layout is self._layout and self._last_step is not None
+        return known and steps.steps[0] > self.last_step
+
+    def values_of_light(self, steps: LightSteps) -> Iterator[Summary.Value]:
+        """The values to write in an event with the last of these steps."""
+        self._last_step = steps.steps[-1]
+        rows = zip(steps.steps, steps.wall_times.tolist(), _grad_norms(steps), strict=True)
+        for step, wall_time, norms in rows:
+            self._block.add(step, wall_time, norms)
+        if self._block.is_due(wall_time):
+            yield from self.pending_values()
 
     def pending_values(self) -> Iterator[Summary.Value]:
         """The values held back so far, to write in an event with :attr:`last_step`."""
@@ -186,13 +200,13 @@ def _matrix(record: StepRecord) -> NDArray[np.float32]:
     return as_float32(np.where(layers.known, layers.values, MISSING)[:, places])
 
 
-def _grad_norms(record: StepRecord) -> NDArray[np.float32]:
-    """Norm of each parameter's gradient, shape ``[parameters]``; missing where it had none.
+def _grad_norms(record: StepRecord | LightSteps) -> NDArray[np.float32]:
+    """Norm of each parameter's gradient, shape ``[..., parameters]``; missing where it had none.
 
     At a step that a ``GradScaler`` skipped all are missing: no parameter was updated with them.
     """
     if record.skipped:
-        return np.full(len(record.grad_norms), MISSING, np.float32)
+        return np.full(record.grad_norms.shape, MISSING, np.float32)
     norms = record.grad_norms
     # A finite gradient whose norm is beyond float32 must not look infinite.
     norms = np.where(record.grad_finite, np.minimum(norms, _FLOAT32_MAX), norms)

@@ -21,7 +21,7 @@ from telemetry import HookLogger
 from telemetry.capture import Capture, CapturedStep, Content
 from telemetry.capture import window as window_module
 from telemetry.faults import Faults
-from telemetry.schedule import every
+from telemetry.schedule import FullSteps, every
 from telemetry.selection import Selection
 
 
@@ -170,7 +170,7 @@ def test_memory_held_between_steps_does_not_grow() -> None:
     capture = Capture(
         model,
         selection=Selection.parse(),
-        is_due=every(2),
+        full_steps=FullSteps(every(2)),
         content=Content(),
         deliver=lambda captured: captured.record({}),
         safe_point=lambda: None,

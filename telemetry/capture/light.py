@@ -1,0 +1,153 @@
+"""Steps that are not measured in full: one call reads the norms of all gradients into a row."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.optim import Optimizer
+
+from telemetry.capture.parameters import ParameterTable
+from telemetry.kernel import available
+from telemetry.records import Layout, LightSteps
+from telemetry.schedule import STEPS_AT_ONCE
+from telemetry.torch_private import calling_scaler, in_function_mode
+
+if available:
+    from telemetry import _native
+
+_TENSORS: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+"""Tells the extension where a tensor's elements are."""
+
+_ABSENT = -1.0
+"""Stands for the norm of a gradient that there is not."""
+
+
+class LightBlock:
+    """Learning rates and gradient norms of a few steps, one row each.
+
+    The training thread adds rows while another thread reads those that are counted already.
+
+    Attributes:
+        layout: Of the model at all of the steps.
+        groups: How many columns hold the learning rates of parameter groups; the others hold norms.
+        rows: float64, shape ``[steps, groups + parameters]``.
+        steps: Numbers of the steps so far.
+        wall_times: When each ended.
+        count: Rows that are complete.
+        is_closed: Whether no more rows are added.
+    """
+
+    __slots__ = ("address", "count", "groups", "is_closed", "layout", "rows", "steps", "wall_times")
+
+    def __init__(self, layout: Layout, groups: int) -> None:
+        self.layout = layout
+        self.groups = groups
+        self.rows = np.full((STEPS_AT_ONCE, groups + len(layout.parameters)), _ABSENT)
+        self.address = self.rows.ctypes.data
+        self.steps: list[int] = []
+        self.wall_times: list[float] = []
+        self.count = 0
+        self.is_closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes when it is full, about."""
+        return 1024 + self.rows.nbytes
+
+    def part(
+        self, first: int, end: int, scalars_of: Callable[[int], Mapping[str, float]]
+    ) -> LightSteps:
+        """Some of the rows that are complete.
+
+        Args:
+            first: The first of them.
+            end: The one behind the last.
+            scalars_of: What the user logged for a step.
+        """
+        steps, found = self.steps[first:end], self.rows[first:end, self.groups :]
+        absent = found < 0
+        norms: NDArray[np.float64] = np.where(absent, 0.0, found)
+        return LightSteps(
+            layout=self.layout,
+            steps=steps,
+            wall_times=np.array(self.wall_times[first:end]),
+            grad_norms=norms,
+            grad_present=~absent,
+            learning_rates=self.rows[first:end, : self.groups].copy(),
+            scalars=[scalars_of(step) for step in steps],
+        )
+
+
+class LightReader:
+    """Reads what one optimizer is about to use, where that takes one call of the C extension.
+
+    It refuses whatever is out of the ordinary: gradients on an accelerator, sparse or of a class of
+    their own, or not finite; learning rates that are tensors; a ``GradScaler``. Those go the long
+    way.
+
+    Attributes:
+        square: Of the norm of all gradients of the step that was read last.
+    """
+
+    def __init__(self, table: ParameterTable) -> None:
+        self.square = 0.0
+        self._table = table
+        self._block: LightBlock | None = None
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._parameters: tuple[Any, ...] = ()
+        self._identities = b""
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Read this optimizer's steps from now on; to be repeated now and then."""
+        if available and _TENSORS is not None:
+            self._optimizer = weakref.ref(optimizer)
+            self._parameters = self._table.parameters
+            self._identities = self._table.identities_of(optimizer)
+
+    def stop(self) -> None:
+        """Read nothing until the next :meth:`prepare`."""
+        self._optimizer = None
+
+    def reads(self, optimizer: Optimizer) -> bool:
+        """Whether it is this optimizer's steps that are read."""
+        return self._optimizer is not None and self._optimizer() is optimizer
+
+    def read(self, optimizer: Optimizer, layout: Layout) -> bool:
+        """Read the gradients and learning rates of a step; whether that was possible."""
+        if self._parameters is not self._table.parameters:
+            return False
+        groups = optimizer.param_groups
+        block = self._block
+        if (
+            block is None
+            or block.is_closed
+            or block.layout is not layout
+            or block.count == STEPS_AT_ONCE
+            or block.groups != len(groups)
+        ):
+            block = self._block = LightBlock(layout, len(groups))
+        if in_function_mode() or calling_scaler() is not None:
+            return False
+        address = block.address + block.count * block.rows.strides[0]
+        self.square = _native.take_norms(groups, self._identities, torch.Tensor, _TENSORS, address)
+        if self.square == -1.0:
+            self.stop()
+        elif self.square < math.inf:
+            return True
+        block.rows[block.count] = _ABSENT
+        return False
+
+    def completed(self, step: int) -> LightBlock:
+        """The step that was read is over; the block that holds it."""
+        assert self._block is not None
+        self._block.steps.append(step)
+        self._block.wall_times.append(time.time())
+        self._block.count += 1
+        return self._block
