@@ -49,9 +49,10 @@ class Gathering:
 
     Each rank sends its steps in their order; at one place in it there may be several phases. So a
     rank that has sent a later step will not send an earlier one, and nobody waits for it: ranks
-    that log at different intervals do not hold each other up. A step is complete when no rank is left that may still send it. Otherwise it ends
-    when nothing has come from those ranks for ``patience_s``, or when too many bytes wait; they are
-    not waited for again until something comes from them.
+    that log at different intervals do not hold each other up. A step is complete when no rank is
+    left that may still send it. Otherwise it ends when nothing has come from those ranks for
+    ``patience_s``, or when too many bytes wait; they are not waited for again until something comes
+    from them.
 
     No rank counts twice. If a part overlaps with others, because its sender did not know that they
     had arrived another way, the larger one stays.
