@@ -56,8 +56,10 @@ class DirectoryClaim:
         if not shared and self._lock is not None and self._lock.is_contested:
             log.warning(
                 "telemetry: another HookLogger, in this process or another one, also writes to %s, "
-                "and their steps will mix. Give each run and each rank its own directory; loggers "
-                "of several models in one process may share a SummaryWriter",
+                "and their steps will mix. Give each run its own directory. Ranks that train one "
+                "model write one run together if torch.distributed is initialized before the "
+                "logger is made; loggers of several models in one process may share a "
+                "SummaryWriter",
                 self._directory,
             )
 

@@ -1,4 +1,4 @@
-"""Decides which of several processes that train together writes and logs."""
+"""Which of several processes that train together this one is, and which writes and logs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ _OF_LAUNCHERS = (
     "PMIX_RANK",
     "MV2_COMM_WORLD_RANK",
     "JSM_NAMESPACE_RANK",
+)
+
+_RANKS_AND_SIZES = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
 )
 
 
@@ -40,6 +48,24 @@ def is_first_rank() -> bool:
     return not any(
         _number(name) for name in _OF_LAUNCHERS if name != "SLURM_PROCID" or several_tasks
     )
+
+
+def rank_and_world_size() -> tuple[int, int] | None:
+    """This process's rank and how many there are, by the default process group.
+
+    Before there is one, by the variables of torchrun, Accelerate and DeepSpeed, or of SLURM or MPI.
+
+    Returns:
+        None if nothing says it so far: this process trains alone, or it is one of ``mp.spawn`` and
+        will make the process group later.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    for rank_in, size_in in _RANKS_AND_SIZES:
+        rank, size = _number(rank_in), _number(size_in)
+        if rank is not None and size is not None and rank < size:
+            return (rank, size) if size > 1 else None
+    return None
 
 
 def _number(variable: str) -> int | None:

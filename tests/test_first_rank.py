@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.first_rank import is_first_rank
+from telemetry.first_rank import is_first_rank, rank_and_world_size
 
 SCRIPT = Path(__file__).parent / "launched.py"
 VARIABLES = [
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS"),
-    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK"),
+    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
     "JSM_NAMESPACE_RANK",
 ]
 
@@ -50,6 +51,30 @@ def test_the_launchers_variables_say_it_before_there_is_a_process_group(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert is_first_rank() is first
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "3", "WORLD_SIZE": "8", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, (3, 8)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, None),  # Lightning makes the group later
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8"}, (5, 8)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, (1, 4)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2)),
+        ({"RANK": "4", "WORLD_SIZE": "four"}, None),
+    ],
+)
+def test_the_launchers_variables_say_how_many_there_are(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[int, int] | None
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert rank_and_world_size() == expected
 
 
 def launch(*command: str) -> str:

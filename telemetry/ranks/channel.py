@@ -272,6 +272,8 @@ class Channel:
     def _open_inbox(self) -> Inbox:
         """On the first rank; and on a thread of the uplink's if this rank turns out to be one to
         which others send."""
+        if self._inbox is not None:
+            return self._inbox
         patience_s = start_s = self._patience_s
         if self._rank == 0:
             height = 1 + math.ceil(math.log(self._world_size + 1, FAN_OUT))

@@ -99,7 +99,7 @@ class Meeting(threading.Thread):
         here = address_of(self._inbox.store, meeting_host(store)).to_text()
         meeting = f"telemetry/{self._name}/{uuid.uuid4().hex}"  # not those of a run that has died
         machine = f"{meeting}/machine/{this_machine()}"
-        first = f"telemetry/{self._name}"
+        first = key_of(self._name)
         self._keys = first, f"{meeting}/leaders", machine, f"{machine}/address"
         store.set(machine, "0")
         store.set(f"{machine}/address", here)
@@ -130,15 +130,21 @@ class Search:
         """Where the first rank is reached, as soon as that is known."""
         return self._first
 
+    def forget(self) -> None:
+        """Nobody is where the first rank was said to be: that is what a former run has left."""
+        self._first = None
+
     def go_on(self, store: Store) -> Place | None:
         """The place; None if somebody has not come so far."""
         if self._first is None:
-            if not store.check([f"telemetry/{self._name}"]):
+            if not store.check([key_of(self._name)]):
                 return None
-            self._meeting, address = json.loads(store.get(f"telemetry/{self._name}"))
+            former = self._meeting
+            self._meeting, address = json.loads(store.get(key_of(self._name)))
             self._first = Address.from_text(address)
-            self._come(store)
-            self._came_at = time.monotonic()
+            if self._meeting != former:
+                self._come(store)
+                self._came_at = time.monotonic()
         parent = self._parent(store)
         if parent is None:
             if time.monotonic() - self._came_at < PATIENCE_S:
@@ -166,6 +172,14 @@ class Search:
         else:
             key = f"{self._meeting}/leader/{(self._index - 1) // FAN_OUT}"
         return Address.from_text(store.get(key)) if store.check([key]) else None
+
+
+def key_of(name: str) -> str:
+    """Where the first rank's address is; another one after an elastic restart.
+
+    The store of torchrun's agent outlives the processes, with what they have left in it.
+    """
+    return f"telemetry/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
 
 
 def delete_keys(keys: Sequence[str]) -> None:

@@ -188,6 +188,8 @@ class Uplink:
             return
         self._sender.abandon()
         self._abandoned = [s for s in [*self._abandoned, self._sender] if s.is_alive()]
+        if self._at_first and not self._news:
+            self._search.forget()
         self._at_first = self._search.first is not None
         find = self._find_first if self._at_first else self._find_place
         self._sender = _Sender(self.outbox, find, self._pause_s)
