@@ -39,9 +39,10 @@ class FlightRecorder:
     always kept, and so are three of the fault that is being recorded).
     :mod:`telemetry.flight.document` describes the file, which is at most 8 MiB large.
 
-    A file is written at an alert of severity ``error``, at a loss spike, and when an exception ends the training. It
-    is completed with the steps that follow after a quarter of ``steps``, or at :meth:`close`;
-    errors until then become part of it. A run writes at most 8 files, for its first faults.
+    A file is written at an alert of severity ``error``, at a loss spike, and when an exception ends
+    the training. It is completed with the steps that follow after a quarter of ``steps``, or at
+    :meth:`close`; errors until then become part of it. A run writes at most 8 files, for its first
+    faults.
 
     Call :meth:`on_step` with each record before the rules judge it. Nothing here raises; failures
     are logged once. Calls may come from several threads.
