@@ -37,15 +37,16 @@ def test_a_learning_rate_that_jumps_for_three_steps_is_named(at: int, every: int
 def test_five_spikes_of_a_run_that_returns_to_its_checkpoint_are_five_alerts() -> None:
     at = range(150, 650, 100)
     settings = rates({step + i: 0.9 for step in at for i in range(3)})
-    model, set_rate = settings["model"], settings["before"]
-    saved: dict[str, Any] = {}
+    parts, set_rate = (settings["model"], settings["optimizer"]), settings["before"]
+    saved: list[dict[str, Any]] = []
 
     def before(step: int) -> None:
-        set_rate(step)
         if step in at:
-            saved.update(copy.deepcopy(model.state_dict()))
+            saved[:] = [copy.deepcopy(part.state_dict()) for part in parts]
         elif step - 20 in at:
-            model.load_state_dict(saved)
+            for part, state in zip(parts, saved, strict=True):
+                part.load_state_dict(state)
+        set_rate(step)
 
     alerts = train(LossSpike(), 650, every=100, **{**settings, "before": before})
     assert [alert.stage for alert in alerts] == ["begin", "end"] * 5
