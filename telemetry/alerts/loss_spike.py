@@ -30,15 +30,16 @@ class LossSpike(Rule):
     of three reasons:
 
     - The learning rate has just jumped to three times all rates that the run has survived, and two
-      losses in a row are ``rate_distance`` ranges above the past. A warm restart returns to a rate
-      that it has survived.
+      losses since then are ``rate_distance`` ranges above the past. A warm restart returns to a
+      rate that it has survived.
     - Layers left their own past before the loss did, and three losses in a row are ``distance``
       ranges above. Where the task or the data change, gradients change in the same step as the
       loss, because both are of the same batch; if the weights went wrong, gradients went first.
     - One to five losses are ``batch_distance`` ranges above, and the next one is back: the batch.
 
-    The alert is over when half of the rise is undone; where the loss rose above that of the first
-    steps, half of the way up to there: to be no worse than an untrained model is no recovery.
+    A further jump of the rate makes it worse. It is over when half of the rise is undone; where the
+    loss rose above that of the first steps, half of the way up to there: to be no worse than an
+    untrained model is no recovery.
 
     Args:
         rate_distance: In ranges.
@@ -53,6 +54,7 @@ class LossSpike(Rule):
     _rates: deque[tuple[float, ...]]
     _survived: tuple[float, ...]
     _begun: Alert | None
+    _usual: float
     _peak: float
     _calm: int
 
@@ -77,6 +79,7 @@ class LossSpike(Rule):
         self._rates = deque(maxlen=_JUST)
         self._survived = ()
         self._begun = None
+        self._usual = 0.0
         self._peak = 0.0
         self._calm = 0
 
@@ -90,18 +93,21 @@ class LossSpike(Rule):
             self._first = (*self._first, loss)
         if self._begun is not None:
             yield from self._until_over(record.step, loss)
-            return
-        distance = self._ranges_above(loss)
-        if distance < self._rate_distance:
-            yield from self._back(loss)
-            self._high.clear()
+        if self._ranges_above(loss) < self._rate_distance:
+            if self._high and self._rate_jump() < _RATE_JUMP:
+                yield from self._back()
+                self._high.clear()
             self._past.append(loss)
             return
         self._high.append(_Loss(record.step, loss))
         found = self._find(record)
         if found is not None:
-            self._begun, self._peak, self._calm = found, max(self._high_losses), 0
-            yield found
+            yield found if self._begun is None else replace(found, stage="worse")
+            if self._begun is None:
+                self._begun, self._usual, self._peak = found, _median(self._past), found.value
+            self._calm = 0
+            self._past.clear()
+            self._high.clear()
         elif len(self._high) > _LASTING:
             self._past.clear()
             self._past.extend(self._high_losses)  # it is how things are now
@@ -133,7 +139,7 @@ class LossSpike(Rule):
                 "it up, and go on from a checkpoint before the spike.",
             )
         since = self._high[0].step
-        if len(losses) != 3 or least < self._distance:
+        if self._begun is not None or len(losses) != 3 or least < self._distance:
             return None
         early = [mover for mover in self._norms.movers(since) if mover.step < since]
         if len(early) < _SHARE * self._norms.count():
@@ -144,9 +150,9 @@ class LossSpike(Rule):
             "from a checkpoint before the spike without the batches around it.",
         )
 
-    def _back(self, loss: float) -> Iterable[Alert]:
+    def _back(self) -> Iterable[Alert]:
         """The loss is usual again: high ones before it were those of single batches."""
-        if not 0 < len(self._high) <= _FEW_BATCHES:
+        if self._begun is not None or not 0 < len(self._high) <= _FEW_BATCHES:
             return
         if max(map(self._ranges_above, self._high_losses)) < self._batch_distance:
             return
@@ -167,17 +173,18 @@ class LossSpike(Rule):
         self._rates.append(rates)
 
     def _rate_jump(self) -> float:
-        """The largest rate of the last steps over what was survived, of the group that has most."""
-        return max(
-            (
-                rate / known
-                for rates in self._rates
-                if len(rates) == len(self._survived)
-                for rate, known in zip(rates, self._survived, strict=True)
-                if known > 0
-            ),
-            default=0.0,
-        )
+        """How far the rate of a group has risen in these steps, above all that was survived."""
+        oldest, count = self._rates[0], len(self._survived)
+        if len(oldest) != count:
+            return 0.0
+        before = tuple(map(max, oldest, self._survived))
+        rises = [
+            rate / known
+            for rates in self._rates
+            for rate, known in zip(rates, before, strict=False)
+            if known > 0 and len(rates) == count
+        ]
+        return max(rises, default=0.0)
 
     # --- what is said ----------------------------------------------------------------------------
 
@@ -201,12 +208,11 @@ class LossSpike(Rule):
         begun = self._begun
         assert begun is not None
         self._peak = max(self._peak, loss)
-        usual, first = _median(self._past), _median(self._first)
+        usual, first = self._usual, _median(self._first)
         top = min(self._peak, first) if first > usual else self._peak
         self._calm = self._calm + 1 if loss < (usual + top) / 2 else 0
         if self._calm >= _CALM:
             self._begun = None
-            self._high.clear()
             self._past.clear()
             yield _over(begun, step)
 

@@ -1,0 +1,59 @@
+"""A loop for tests of single rules: a small net, fresh data at each step, one rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+from telemetry import Alert, Rule
+from telemetry.testing import capture_run
+
+Batch = tuple[Tensor, Tensor]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+
+
+def draw() -> Batch:
+    """Points and in which of three directions they lie."""
+    points = torch.randn(32, 8)
+    return points, points[:, :3].argmax(1)
+
+
+def train(
+    rule: Rule,
+    steps: int,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    before: Callable[[int], None] = lambda step: None,
+    batch: Callable[[int], Batch] = lambda step: draw(),
+    weight: Callable[[int], float] = lambda step: 1.0,
+    every: int = 10,
+) -> list[Alert]:
+    """What the rule said.
+
+    Args:
+        before: Called before each step.
+        weight: Factor on the loss.
+        every: Measure every so many steps in full.
+    """
+    model = model or net()
+    optimizer = optimizer or SGD(model.parameters(), 0.1, 0.9)
+    torch.manual_seed(1)
+    with capture_run(model, every_n_steps=every, rules=[rule]) as run:
+        for step in range(steps):
+            before(step)
+            points, classes = batch(step)
+            optimizer.zero_grad()
+            loss = weight(step) * F.cross_entropy(model(points), classes)
+            loss.backward()
+            run.log(loss=loss)
+            optimizer.step()
+    return run.alerts

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from small_runs import train
+from torch import Tensor, nn
+
+from telemetry.alerts.attention_collapse import AttentionCollapse, _entropy
+from telemetry.testing import capture_run
+
+
+class Net(nn.Module):
+    """One layer of attention over eight tokens."""
+
+    def __init__(self, scale: float, name: str = "attention") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.query, self.key = nn.Linear(1, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale, self.name = scale, name
+        self.add_module(name, nn.Softmax(-1))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x[..., None])
+        weights = getattr(self, self.name)(self.scale * self.query(h) @ self.key(h).mT)
+        logits: Tensor = self.head((weights @ h).mean(1))
+        return logits
+
+
+def test_rows_that_see_one_token_are_noted_once() -> None:
+    [alert] = train(AttentionCollapse(), 30, model=Net(1000.0))
+    assert (alert.severity, alert.module_name) == ("note", "attention")
+    assert alert.value < 0.1
+
+
+@pytest.mark.parametrize("model", [Net(0.25), Net(1000.0, name="gate")])
+def test_even_rows_and_other_softmaxes_are_none(model: nn.Module) -> None:
+    assert train(AttentionCollapse(), 30, model=model) == []
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 20.0])
+def test_the_entropy_of_a_histogram_is_that_of_the_rows(scale: float) -> None:
+    model = nn.Sequential(nn.Linear(12, 12), nn.Softmax(-1))
+    seen: list[Tensor] = []
+    model[1].register_forward_hook(lambda module, given, output: seen.append(output.detach()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with capture_run(model, rules=[]) as run:
+        model(scale * torch.randn(64, 12)).square().sum().backward()
+        optimizer.step()
+    [rows] = seen
+    exact = torch.special.entr(rows.double()).sum(-1).mean().item() / math.log(12)
+    assert _entropy(run.records[0].outputs["1", 0]) == pytest.approx(exact, abs=0.02)  # type: ignore[index]

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import torch
+from small_runs import net, train
+from torch import nn
+
+from telemetry.alerts.eval_mode import EvalMode
+
+
+def test_a_model_left_in_evaluation_mode_is_noted_until_it_trains_again() -> None:
+    model = net()
+
+    def switch(step: int) -> None:
+        if step in (15, 60):
+            model.train(step == 60)
+
+    begin, end = train(EvalMode(), 70, model=model, before=switch)
+    assert (begin.severity, begin.step, begin.stage) == ("note", 34, "begin")
+    assert "Dropout" in begin.message
+    assert (end.severity, end.step, end.stage) == ("note", 60, "end")
+
+
+def test_validation_between_steps_is_none() -> None:
+    model = net()
+
+    def validate(step: int) -> None:
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(2, 8))
+        model.train()
+
+    assert train(EvalMode(), 60, model=model, before=validate) == []
+
+
+def test_single_modules_that_are_frozen_are_none() -> None:
+    model = net()
+    model[2].eval()
+    assert train(EvalMode(), 60, model=model) == []
+
+
+def test_a_model_that_is_the_same_in_both_modes_is_none() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).eval()
+    assert train(EvalMode(), 60, model=model) == []

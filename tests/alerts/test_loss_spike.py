@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from small_runs import Batch, draw, net, train
+from torch.optim import Adam
+
+from telemetry import HookLogger
+from telemetry.alerts.loss_spike import LossSpike
+from telemetry.testing import alerts_of, capture_run
+
+
+def rates(high: dict[int, float], usual: float = 3e-3) -> dict[str, Any]:
+    model = net()
+    optimizer = Adam(model.parameters(), usual)
+
+    def set_rate(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = high.get(step, usual)
+
+    return {"model": model, "optimizer": optimizer, "before": set_rate}
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+@pytest.mark.parametrize("at", [133, 205, 301])
+def test_a_learning_rate_that_jumps_for_three_steps_is_named(at: int, every: int) -> None:
+    high = {at: 0.9, at + 1: 0.9, at + 2: 0.9}
+    begin, *rest = train(LossSpike(), 400, every=every, **rates(high))
+    assert at < begin.step <= at + 3
+    assert "300-fold to 0.9" in begin.message
+    assert [alert.stage for alert in rest] in ([], ["end"])
+
+
+def test_five_spikes_of_a_run_that_returns_to_its_checkpoint_are_five_alerts() -> None:
+    at = range(150, 650, 100)
+    settings = rates({step + i: 0.9 for step in at for i in range(3)})
+    parts, set_rate = (settings["model"], settings["optimizer"]), settings["before"]
+    saved: list[dict[str, Any]] = []
+
+    def before(step: int) -> None:
+        if step in at:
+            saved[:] = [copy.deepcopy(part.state_dict()) for part in parts]
+        elif step - 20 in at:
+            for part, state in zip(parts, saved, strict=True):
+                part.load_state_dict(state)
+        set_rate(step)
+
+    alerts = train(LossSpike(), 650, every=100, **{**settings, "before": before})
+    assert [alert.stage for alert in alerts] == ["begin", "end"] * 5
+    assert [alert.step // 50 * 50 for alert in alerts[::2]] == list(at)
+    assert all("to 0.9" in alert.message for alert in alerts[::2])
+
+
+def test_one_batch_in_another_unit_is_told_when_the_next_is_not() -> None:
+    def batch(step: int) -> Batch:
+        points, classes = draw()
+        return (points * 3e4, classes) if step == 220 else (points, classes)
+
+    settings = rates({}, usual=1e-3)
+    begin, end = train(LossSpike(), 300, batch=batch, **settings)
+    assert (begin.step, begin.stage, end.stage) == (220, "begin", "end")
+    assert "it was the batch" in begin.message
+
+
+def test_other_data_another_weight_and_a_warm_restart_are_none() -> None:
+    def shifted(step: int) -> Batch:
+        points, classes = draw()
+        return points, (classes + (step >= 200)) % 3
+
+    assert train(LossSpike(), 300, batch=shifted, **rates({})) == []
+    assert train(LossSpike(), 300, weight=lambda s: 3e3 if s >= 200 else 1.0, **rates({})) == []
+    restarts = {step: 0.03 * (1 - step % 60 / 60) for step in range(300)}
+    assert train(LossSpike(), 300, **rates(restarts)) == []
+
+
+def test_layers_that_moved_before_the_loss_are_named_first() -> None:
+    model, torch_seed = net(), 3
+    optimizer = Adam(model.parameters(), 3e-3)
+    torch.manual_seed(torch_seed)
+    with capture_run(model, every_n_steps=100, rules=[]) as run:
+        for step in range(260):
+            points, classes = draw()
+            optimizer.zero_grad()
+            if step >= 200:  # weights grow on their own: gradients first, then the loss
+                with torch.no_grad():
+                    model[3].weight.mul_(1.6)
+            loss = torch.nn.functional.cross_entropy(model(points), classes)
+            loss.backward()
+            run.log(loss=loss if step < 204 or step > 240 else loss + 50)
+            optimizer.step()
+    [alert, *_] = alerts_of(run.records, [LossSpike()])
+    assert alert.step == 204
+    assert "gradients had left their past" in alert.message
+
+
+def test_the_state_continues_in_another_run() -> None:
+    high = {205: 0.9, 206: 0.9, 207: 0.9}
+    settings = rates(high)
+    model, optimizer, before = settings["model"], settings["optimizer"], settings["before"]
+    with capture_run(model, every_n_steps=100, rules=[]) as run:
+        for step in range(230):
+            before(step)
+            points, classes = draw()
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(points), classes)
+            loss.backward()
+            run.log(loss=loss)
+            optimizer.step()
+    from telemetry.alerts.causes import OneCause
+
+    first, second = OneCause([LossSpike()]), OneCause([LossSpike()])
+    assert alerts_of(run.records[:206], [first]) == []
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    [alert, *_] = alerts_of(run.records[206:], [second])
+    assert "300-fold" in alert.message
+
+
+def test_a_flight_file_is_written_for_it(tmp_path: Any) -> None:
+    settings = rates({150: 0.9, 151: 0.9, 152: 0.9})
+    model, optimizer, before = settings["model"], settings["optimizer"], settings["before"]
+    torch.manual_seed(1)
+    with HookLogger(model, tmp_path, every_n_steps=50, images=False) as logger:
+        for step in range(170):
+            before(step)
+            points, classes = draw()
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(points), classes)
+            loss.backward()
+            logger.log(loss=loss)
+            optimizer.step()
+    spike = next(alert for alert in logger.alerts if alert.kind == "loss_spike")
+    assert (tmp_path / f"flight-{spike.step:08d}.json").exists() or list(tmp_path.glob("flight-*"))

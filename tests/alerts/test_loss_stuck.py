@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import torch
+from small_runs import draw, net, train
+from torch.optim import SGD
+
+from telemetry.alerts.loss_stuck import LossStuck
+
+
+def test_targets_that_do_not_belong_to_their_inputs_are_noted_once() -> None:
+    def shuffled(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        points, _ = draw()
+        return points, torch.randint(3, (32,))
+
+    model = net()
+    optimizer = SGD(model.parameters(), 0.01)
+    [alert] = train(LossStuck(), 300, model=model, optimizer=optimizer, batch=shuffled)
+    assert (alert.severity, alert.stage) == ("note", "begin")
+    assert alert.step == 200
+    assert "ln 3" in alert.message
+
+
+def test_a_run_that_learns_is_none() -> None:
+    assert train(LossStuck(), 500) == []
+
+
+def test_weights_that_do_not_move_are_the_matter_of_another_rule() -> None:
+    model = net()
+    assert train(LossStuck(), 300, model=model, optimizer=SGD(model.parameters(), 1e-9)) == []

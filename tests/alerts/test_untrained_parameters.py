@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from small_runs import train
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from telemetry import Alert
+from telemetry.alerts.untrained_parameters import UntrainedParameters
+
+
+class Net(nn.Module):
+    """A trunk, a head that is read, and one that nobody reads."""
+
+    def __init__(self, detached: bool = False, spare: bool = False) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.spare = nn.Linear(8, 4) if spare else None
+        self.head = nn.Linear(16, 3)
+        self.detached = detached
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x)
+        logits: Tensor = self.head(h.detach() if self.detached else h)
+        return logits
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_a_head_that_was_replaced_after_the_optimizer_was_made(every: int) -> None:
+    model = Net()
+    optimizer = SGD(model.parameters(), 0.1)
+    model.head = nn.Linear(16, 3)
+    [alert] = train(UntrainedParameters(), 150, model=model, optimizer=optimizer, every=every)
+    assert (alert.severity, alert.module_name) == ("warning", "head")
+    assert alert.step <= 100
+    assert "no optimizer steps it" in alert.message
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_a_trunk_that_is_detached_is_named_as_a_whole(every: int) -> None:
+    [alert] = train(UntrainedParameters(), 150, model=Net(detached=True), every=every)
+    assert (alert.severity, alert.module_name) == ("warning", "trunk")
+    assert "had none" in alert.message
+
+
+def test_a_small_head_that_nobody_reads_is_a_note() -> None:
+    [alert] = train(UntrainedParameters(), 150, model=Net(spare=True))
+    assert (alert.severity, alert.module_name) == ("note", "spare")
+
+
+def test_an_optimizer_that_is_never_stepped() -> None:
+    model = Net()
+    SGD(model.head.parameters(), 0.1)  # made, and forgotten
+    optimizer = SGD(model.trunk.parameters(), 0.01)
+    [alert] = train(UntrainedParameters(), 150, model=model, optimizer=optimizer)
+    assert (alert.severity, alert.module_name) == ("warning", "head")
+
+
+def test_what_is_frozen_or_trained_by_another_optimizer_is_none() -> None:
+    model = Net(spare=True)
+    assert model.spare is not None
+    model.spare.requires_grad_(False)
+    other = SGD(model.trunk.parameters(), 0.01)
+    steps: list[Alert] = train(
+        UntrainedParameters(),
+        150,
+        model=model,
+        optimizer=SGD(model.head.parameters(), 0.1),
+        before=lambda step: other.step() if step % 5 == 4 else None,
+    )
+    assert steps == []
+
+
+def test_an_expert_that_is_chosen_rarely_is_none() -> None:
+    class Experts(Net):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            extra = self.spare(x)[:, :3] if self.calls % 40 == 0 else torch.zeros(3)  # type: ignore[misc]
+            return super().forward(x) + extra
+
+    assert train(UntrainedParameters(), 150, model=Experts(spare=True)) == []
