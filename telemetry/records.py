@@ -353,7 +353,7 @@ class LightSteps:
         grad_present: bool, likewise.
         learning_rates: float64, shape ``[n, groups]``.
         scalars: What the user logged for each.
-        loss_scale: The same at all of them, as is ``skipped``.
+        loss_scale: The same at all of them, as are ``skipped`` and ``eval_mode``.
     """
 
     layout: Layout
@@ -365,6 +365,7 @@ class LightSteps:
     scalars: Sequence[Mapping[str, float]]
     loss_scale: float | None = None
     skipped: bool = False
+    eval_mode: bool = False
 
     @staticmethod
     def fit(first: StepRecord, other: StepRecord) -> bool:
@@ -374,6 +375,7 @@ class LightSteps:
             and len(first.learning_rates) == len(other.learning_rates)
             and first.loss_scale == other.loss_scale
             and first.skipped == other.skipped
+            and first.eval_mode == other.eval_mode
         )
 
     @staticmethod
@@ -389,6 +391,7 @@ class LightSteps:
             scalars=[record.scalars for record in records],
             loss_scale=records[0].loss_scale,
             skipped=records[0].skipped,
+            eval_mode=records[0].eval_mode,
         )
 
     def __len__(self) -> int:
@@ -435,6 +438,7 @@ class LightSteps:
             scalars=self.scalars[index],
             loss_scale=self.loss_scale,
             skipped=self.skipped,
+            eval_mode=self.eval_mode,
         )
 
 

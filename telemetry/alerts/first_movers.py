@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from telemetry.alerts.history import NORMAL_CONSISTENT
 from telemetry.alerts.modules import Modules
-from telemetry.records import StepRecord
+from telemetry.records import Layout, LightSteps, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,19 @@ class NormRing:
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
-        if self._modules.layout is not record.layout:
-            before, self._modules = self._modules.names, Modules.of(record.layout)
+        self._follow(record.layout)
+        self._rows.append((record.step, self._modules.grad_norms(record)))
+
+    def add_light(self, steps: LightSteps) -> None:
+        """Add several."""
+        self._follow(steps.layout)
+        self._rows += zip(steps.steps, self._modules.grad_norms(steps), strict=True)
+
+    def _follow(self, layout: Layout) -> None:
+        if self._modules.layout is not layout:
+            before, self._modules = self._modules.names, Modules.of(layout)
             if before != self._modules.names:
                 self._rows.clear()
-        self._rows.append((record.step, self._modules.grad_norms(record)))
 
     def movers(self, since: int) -> Sequence[Mover]:
         """The layers whose norm was unusual at step ``since`` or soon after it, earliest first.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from telemetry.alert import Alert
 from telemetry.alerts.first_movers import Mover, NormRing
 from telemetry.alerts.history import History
 from telemetry.plain_text import called
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -113,17 +113,32 @@ class LossSpike(Rule):
             self._past.extend(self._high_losses)  # it is how things are now
             self._high.clear()
 
+    def quiet_steps(self, steps: LightSteps) -> int:
+        if self._begun is not None or self._high:
+            return 0
+        past = self._past.copy()
+        for index, loss in enumerate(steps.losses.tolist()):
+            if math.isfinite(loss):
+                if _ranges_above(past, loss) >= self._rate_distance:
+                    return index
+                past.append(loss)
+        return len(steps)
+
+    def pass_over(self, steps: LightSteps) -> None:
+        self._norms.add_light(steps)
+        for rates in steps.learning_rates.tolist():
+            self._follow_rates(tuple(rates))
+        losses = [loss for loss in steps.losses.tolist() if math.isfinite(loss)]
+        if len(self._first) < _FEW_BATCHES:
+            self._first = (*self._first, *losses)[:_FEW_BATCHES]
+        self._past += losses
+
     @property
     def _high_losses(self) -> list[float]:
         return [loss.value for loss in self._high]
 
     def _ranges_above(self, loss: float) -> float:
-        """How far above the past, in its ranges; minus infinity while it is short."""
-        if len(self._past) < _FEWEST:
-            return -math.inf
-        highest, lowest = max(self._past), min(self._past)
-        unit = max(highest - lowest, _LEAST_RANGE * abs(highest))
-        return (loss - highest) / unit if unit > 0 else -math.inf
+        return _ranges_above(self._past, loss)
 
     # --- reasons ---------------------------------------------------------------------------------
 
@@ -215,6 +230,15 @@ class LossSpike(Rule):
             self._begun = None
             self._past.clear()
             yield _over(begun, step)
+
+
+def _ranges_above(past: Collection[float], loss: float) -> float:
+    """How far a loss lies above its past, in ranges of that; minus infinity while it is short."""
+    if len(past) < _FEWEST:
+        return -math.inf
+    highest, lowest = max(past), min(past)
+    unit = max(highest - lowest, _LEAST_RANGE * abs(highest))
+    return (loss - highest) / unit if unit > 0 else -math.inf
 
 
 def _over(begun: Alert, step: int) -> Alert:

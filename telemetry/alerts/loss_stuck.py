@@ -10,7 +10,8 @@ import numpy as np
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
-from telemetry.records import StepRecord
+from telemetry.alerts.history import leading
+from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -58,6 +59,17 @@ class LossStuck(Rule):
         if len(self._losses) < 2 * self._needed or record.step % _LOOK:
             return ()
         return self._episode.update(record.step, self._find(record))
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        if len(self._losses) + len(steps) < 2 * self._needed:
+            return len(steps)
+        return leading(np.array(steps.steps) % _LOOK != 0)
+
+    def pass_over(self, steps: LightSteps) -> None:
+        losses = [loss for loss in steps.losses.tolist() if math.isfinite(loss)]
+        if len(self._first) < _FIRST:
+            self._first = (*self._first, *losses)[:_FIRST]
+        self._losses += losses
 
     def _find(self, record: StepRecord) -> Alert | None:
         first, losses = _median(self._first), np.array(self._losses)
@@ -118,7 +130,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 _FIRST = 10  # losses that say where the run began; by eye
-_LOOK = 10  # every so many steps, which saves time
+_LOOK = 100  # every so many steps, because a look takes time
 _CALM = 2
 _MOVES = 1e-5  # ten thousand such steps move a weight by a tenth; below it no_learning looks
 _NOISE = 0.25  # of the loss: policy losses are noise around 0; by eye

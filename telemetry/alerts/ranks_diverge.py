@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.plain_text import printable
-from telemetry.records import RankFacts, StepRecord
+from telemetry.records import LightSteps, RankFacts, StepRecord
 from telemetry.rule import Rule
 
 
@@ -38,6 +38,9 @@ class RanksDiverge(Rule):
             self._reported = True
             yield _diverged(record, facts)
         yield from self._alone.update(record.step, _alone(record, facts))
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        return len(steps)
 
 
 _CALM_STEPS = 20  # by eye

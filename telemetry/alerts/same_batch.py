@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
-from telemetry.records import StepRecord
+from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -61,6 +61,9 @@ class SameBatch(Rule):
         self._wants = self._divisor > 1 and not self._refuted
         found = self._divisor == 1 and distance >= self._needed
         return self._episode.update(record.step, self._alert(record, distance) if found else None)
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        return len(steps)
 
     def _alert(self, record: StepRecord, distance: int) -> Alert:
         return Alert(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert, Severity
 from telemetry.plain_text import called
-from telemetry.records import Layout, StepRecord
+from telemetry.records import Layout, LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -78,6 +78,21 @@ class UntrainedParameters(Rule):
         self._told = True
         left = self._trainable & ~self._trained
         return [self._alert(record, left)] if left.any() else ()
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        waits_for_looks = self._steps > self._needed + _LATE and self._looks < _LOOKS
+        if self._told:
+            return len(steps)
+        if len(self._trained) != len(steps.layout.parameters):
+            return 0
+        if waits_for_looks:
+            return len(steps)
+        return max(0, min(len(steps), self._needed - _LATE - 1 - self._steps))
+
+    def pass_over(self, steps: LightSteps) -> None:
+        if not self._told:
+            self._steps += len(steps)
+            self._trained |= steps.grad_present.any(axis=0)
 
     def _alert(self, record: StepRecord, left: NDArray[np.bool_]) -> Alert:
         layout, unstepped = record.layout, left & self._reached

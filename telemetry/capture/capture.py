@@ -228,7 +228,8 @@ class Capture:
             with self._watch.own_time:
                 try:
                     self._note_mode()
-                    window.light = self._light.read(optimizer, self._hand_over.layout())
+                    if not window.eval_mode:
+                        window.light = self._light.read(optimizer, self._hand_over.layout())
                 except Exception:
                     self._watch.faults.report("to read the gradients")
         return window.light
