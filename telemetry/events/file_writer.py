@@ -40,6 +40,12 @@ class FileWriter:
         ValueError: The path holds a NUL character, or the URL's protocol is unknown.
     """
 
+    # Of a copy, which has its directory alone.
+    _background: BackgroundWriter[bytes] | None = None
+    _process_id = -1  # no process has this id
+    _repeated = Repeated()
+    _reported_inert = False
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str],
@@ -52,14 +58,13 @@ class FileWriter:
         if b"\0" in os.fsencode(self._log_dir):
             raise ValueError(f"FileWriter({self._log_dir!r}): a path cannot hold a NUL character")
         self._repeated = Repeated()
-        self._background: BackgroundWriter[bytes] | None = BackgroundWriter(
+        self._background = BackgroundWriter(
             _files_in(self._log_dir, filename_suffix, self._repeated),
             name=self._log_dir,
             flush_s=flush_s,
             max_pending_bytes=max_pending_bytes,
         )
         self._process_id = os.getpid()
-        self._reported_inert = False
         # Unlike atexit, this also runs at the end of a process that multiprocessing forked.
         self._at_exit = Finalize(None, self._background.close, exitpriority=0)
 
@@ -201,13 +206,6 @@ class FileWriter:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_log_dir": self._log_dir}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._log_dir = state["_log_dir"]
-        self._repeated = Repeated()
-        self._background = None
-        self._process_id = -1  # no process has this id
-        self._reported_inert = False
 
 
 def _files_in(log_dir: str, filename_suffix: str, repeated: Iterable[bytes]) -> Files[bytes]:

@@ -7,7 +7,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
@@ -251,8 +250,5 @@ class _Call:
         return getattr(self.calls, self._name)(*args, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _method_of_class, (self.calls.writer, self._name)
-
-
-def _method_of_class(writer: Any, name: str) -> MethodType:
-    return MethodType(getattr(type(writer), name), writer)
+        # Looked up before the copy has attributes of its own.
+        return getattr, (self.calls.writer, self._name)
