@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from machine import describe_machine, write_json
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils import tensorboard
 
 from telemetry import SummaryWriter
@@ -51,11 +50,11 @@ def add_histograms(writer: tensorboard.SummaryWriter, count: int) -> None:
         writer.add_histogram_raw(TAG, -3.0, 3.0, 100, 0.0, 1.0, LIMITS, BUCKETS, step)
 
 
-def build_scalar() -> Summary.Value:
+def build_scalar() -> bytes:
     return summaries.scalar(TAG, 0.5)
 
 
-def build_histogram() -> Summary.Value:
+def build_histogram() -> bytes:
     return summaries.histogram(TAG, EDGES[:-1], EDGES[1:], COUNTS)
 
 
@@ -63,7 +62,7 @@ def build_histogram() -> Summary.Value:
 class Batches:
     """Writes events of 100 values; builds the values each time, unless they are ready."""
 
-    build: Callable[[], Summary.Value]
+    build: Callable[[], bytes]
     ready: bool = False
 
     def __call__(self, writer: FileWriter, count: int) -> None:

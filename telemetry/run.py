@@ -8,7 +8,6 @@ from threading import Thread
 from typing import Any
 
 import torch
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils import tensorboard
 
 from telemetry.alert import Alert, TelemetryAlert
@@ -108,7 +107,7 @@ class Run:
         """Write what a reader needs first."""
         self.write(self._board.first_values(), step)
 
-    def write(self, values: Sequence[Summary.Value], step: int) -> None:
+    def write(self, values: Sequence[bytes], step: int) -> None:
         """Write values as they are."""
         self.pipeline.submit_logged(ReadyValues(step=step, wall_time=time.time(), values=values))
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils import tensorboard
 
 from telemetry.events.background import BackgroundWriter
 from telemetry.events.file_writer import FileWriter
+from telemetry.events.summaries import event_of
 
 _logger = logging.getLogger(__name__)
 
@@ -59,21 +59,21 @@ class GivenWriter:
 
     def write_values(
         self,
-        values: Sequence[Summary.Value],
+        values: Sequence[bytes],
         step: int,
         walltime: float,
         *,
         droppable: bool = False,
         flush: bool = False,
-        repeat: Sequence[Summary.Value] = (),
+        repeat: Sequence[bytes] = (),
     ) -> None:
         """Adds one event with many values; never waits for the disk.
 
         Arguments are as for ``FileWriter``; torch's writer ignores ``repeat``.
         """
         if self._background is not None:
-            event = Event(wall_time=walltime, step=step, summary=Summary(value=values))
-            self._background.put(event.SerializeToString(), droppable=droppable, flush=flush)
+            event = event_of(values, step, walltime)
+            self._background.put(event, droppable=droppable, flush=flush)
             return
         while True:
             file_writer = self._writer._get_file_writer()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils import tensorboard
 from torch.utils.tensorboard.summary import hparams, scalar
 
@@ -150,8 +149,8 @@ class SummaryWriter(tensorboard.SummaryWriter):
         file_writer.close()
 
 
-def _scalar(tag: str, value: Any) -> Summary.Value:
+def _scalar(tag: str, value: Any) -> bytes:
     """A scalar from anything that torch's ``add_scalar`` takes: numbers, arrays, tensors."""
     if type(value) is float:  # torch's conversion of other types takes five times as long
         return summaries.scalar(tag, value)
-    return scalar(tag, value).value[0]
+    return bytes(scalar(tag, value).SerializeToString())

@@ -21,7 +21,7 @@ _KINDS = {
 
 def values_of(
     hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str] = ("loss",)
-) -> list[Summary.Value]:
+) -> list[bytes]:
     """The values to write once per run.
 
     Args:
@@ -69,7 +69,7 @@ def _kind(value: Hyperparameter) -> str:
     return "string_value" if isinstance(value, str) else "number_value"
 
 
-def _value(tag: str, content: plugin_data_pb2.HParamsPluginData) -> Summary.Value:
-    return Summary.Value(
-        tag=tag, metadata=metadata.create_summary_metadata(content), tensor=metadata.NULL_TENSOR
-    )
+def _value(tag: str, content: plugin_data_pb2.HParamsPluginData) -> bytes:
+    described = metadata.create_summary_metadata(content)
+    value = Summary.Value(tag=tag, metadata=described, tensor=metadata.NULL_TENSOR)
+    return bytes(Summary(value=[value]).SerializeToString())
