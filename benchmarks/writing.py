@@ -37,6 +37,8 @@ EDGES = np.linspace(-3.0, 3.0, 101)
 COUNTS = np.arange(100.0)
 LIMITS, BUCKETS = EDGES[1:].tolist(), COUNTS.tolist()
 
+VALUES = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+
 # --- values
 
 
@@ -48,6 +50,11 @@ def add_scalars(writer: tensorboard.SummaryWriter, count: int) -> None:
 def add_histograms(writer: tensorboard.SummaryWriter, count: int) -> None:
     for step in range(count):
         writer.add_histogram_raw(TAG, -3.0, 3.0, 100, 0.0, 1.0, LIMITS, BUCKETS, step)
+
+
+def bin_values(writer: tensorboard.SummaryWriter, count: int) -> None:
+    for step in range(count):
+        writer.add_histogram(TAG, VALUES, step)
 
 
 def build_scalar() -> bytes:
@@ -98,6 +105,10 @@ KINDS: Mapping[str, Mapping[str, Variant]] = {
         "ready batches": Variant(
             writer=FileWriter, add=Batches(build=build_histogram, ready=True), count=2000
         ),
+    },
+    "histogram of 1000 values, which the writer puts into bins": {
+        "torch": Variant(writer=tensorboard.SummaryWriter, add=bin_values, count=50),
+        "calls": Variant(writer=SummaryWriter, add=bin_values, count=500),
     },
 }
 

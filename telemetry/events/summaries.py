@@ -38,7 +38,8 @@ _DTYPES = {
 }
 # Numbers of fields in tensorflow's .proto files, and first bytes of fields that are no messages.
 _EVENT_SUMMARY, _SUMMARY_VALUE = 5, 1
-_TAG, _TENSOR, _METADATA = 1, 8, 9  # of Summary.Value
+_TAG, _HISTO, _TENSOR, _METADATA = 1, 5, 8, 9  # of Summary.Value
+_BUCKET_LIMIT, _BUCKET = 6, 7
 _TENSOR_CONTENT, _STRING_VAL = 4, 8
 _TIME_AND_KEY = struct.Struct("<cdc")
 _SIMPLE_VALUE = struct.Struct("<f")
@@ -123,6 +124,22 @@ def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> 
     for tag, end in zip(tags, ends, strict=True):
         yield tensor(tag, rows[begin:end], "histograms")
         begin = end
+
+
+def histogram_proto(tag: str, figures: bytes, limits: bytes, counts: bytes) -> bytes:
+    """A histogram in the form that torch writes.
+
+    Args:
+        tag: Name of the chart.
+        figures: A serialized ``HistogramProto`` without the buckets.
+        limits: Right edges, as bytes of float64, shape ``[k]`` with at least one.
+        counts: Elements per bucket, likewise.
+    """
+    before, size = _tag(tag), len(limits)
+    proto = (figures, delimiter(_BUCKET_LIMIT, size), limits, delimiter(_BUCKET, size), counts)
+    between = delimiter(_HISTO, sum(map(len, proto)))
+    whole = len(before) + len(between) + sum(map(len, proto))
+    return b"".join((delimiter(_SUMMARY_VALUE, whole), before, between, *proto))
 
 
 def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:
