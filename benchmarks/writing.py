@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from machine import describe_machine, write_json
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils import tensorboard
 
 from telemetry import SummaryWriter
@@ -37,6 +36,8 @@ BATCH = 100
 EDGES = np.linspace(-3.0, 3.0, 101)
 COUNTS = np.arange(100.0)
 LIMITS, BUCKETS = EDGES[1:].tolist(), COUNTS.tolist()
+
+VALUES = torch.randn(1000, generator=torch.Generator().manual_seed(0))
 
 # --- values
 
@@ -51,11 +52,16 @@ def add_histograms(writer: tensorboard.SummaryWriter, count: int) -> None:
         writer.add_histogram_raw(TAG, -3.0, 3.0, 100, 0.0, 1.0, LIMITS, BUCKETS, step)
 
 
-def build_scalar() -> Summary.Value:
+def bin_values(writer: tensorboard.SummaryWriter, count: int) -> None:
+    for step in range(count):
+        writer.add_histogram(TAG, VALUES, step)
+
+
+def build_scalar() -> bytes:
     return summaries.scalar(TAG, 0.5)
 
 
-def build_histogram() -> Summary.Value:
+def build_histogram() -> bytes:
     return summaries.histogram(TAG, EDGES[:-1], EDGES[1:], COUNTS)
 
 
@@ -63,7 +69,7 @@ def build_histogram() -> Summary.Value:
 class Batches:
     """Writes events of 100 values; builds the values each time, unless they are ready."""
 
-    build: Callable[[], Summary.Value]
+    build: Callable[[], bytes]
     ready: bool = False
 
     def __call__(self, writer: FileWriter, count: int) -> None:
@@ -99,6 +105,10 @@ KINDS: Mapping[str, Mapping[str, Variant]] = {
         "ready batches": Variant(
             writer=FileWriter, add=Batches(build=build_histogram, ready=True), count=2000
         ),
+    },
+    "histogram of 1000 values, which the writer puts into bins": {
+        "torch": Variant(writer=tensorboard.SummaryWriter, add=bin_values, count=50),
+        "calls": Variant(writer=SummaryWriter, add=bin_values, count=500),
     },
 }
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, NamedTuple, Protocol
 
-from tensorboard.compat.proto.summary_pb2 import Summary
-
 from telemetry.alert import Alert
 from telemetry.alerts.judging import Judge
 from telemetry.capture import CapturedStep, LightBlock
@@ -37,19 +35,19 @@ class Sink(Protocol):
 
     def write_values(
         self,
-        values: Sequence[Summary.Value],
+        values: Sequence[bytes],
         step: int,
         wall_time: float,
         /,
         *,
         droppable: bool,
         flush: bool,
-        repeat: Sequence[Summary.Value],
+        repeat: Sequence[bytes],
     ) -> None:
         """Add one event.
 
         Args:
-            values: What it holds.
+            values: What it holds, as :mod:`telemetry.events.summaries` builds them.
             step: Of the event.
             wall_time: Likewise.
             droppable: Whether it may be left out when too much waits.
@@ -73,7 +71,7 @@ class ReadyValues:
 
     step: int
     wall_time: float
-    values: Sequence[Summary.Value]
+    values: Sequence[bytes]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -262,7 +260,7 @@ class Processor:
 
     def _write(
         self,
-        values: Sequence[Summary.Value],
+        values: Sequence[bytes],
         step: int,
         wall_time: float,
         *,

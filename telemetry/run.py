@@ -10,7 +10,6 @@ from threading import Thread
 from typing import Any
 
 import torch
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import nn
 from torch.utils import tensorboard
 
@@ -146,7 +145,7 @@ class Run:
         self._pipeline.flush()
         return tuple(self._alerts)
 
-    def write(self, values: Sequence[Summary.Value]) -> None:
+    def write(self, values: Sequence[bytes]) -> None:
         """Write values as they are, at the current step."""
         step = self.capture.step
         self._pipeline.submit_logged(ReadyValues(step=step, wall_time=time.time(), values=values))

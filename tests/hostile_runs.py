@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from known_runs import alert_at, layout_of, write_run
 from tensorboard.compat.proto import types_pb2
-from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
@@ -71,15 +70,15 @@ def name_at(log_dir: Path) -> Path:
     return path
 
 
-def record(*values: Summary.Value, step: int = 0) -> bytes:
-    return frame(Event(step=step, wall_time=1.0, summary=Summary(value=values)).SerializeToString())
+def record(*values: bytes, step: int = 0) -> bytes:
+    return frame(summaries.event_of(values, step, 1.0))
 
 
-def add(log_dir: Path, *values: Summary.Value, step: int = 0) -> None:
+def add(log_dir: Path, *values: bytes, step: int = 0) -> None:
     file_at(log_dir, record(*values, step=step))
 
 
-def values(tag: str, shape: Sequence[int], content: bytes = b"", **fields: Any) -> Summary.Value:
+def values(tag: str, shape: Sequence[int], content: bytes = b"", **fields: Any) -> bytes:
     """A tensor in which nothing needs to fit together."""
     value = Summary.Value(tag=tag)
     value.metadata.plugin_data.plugin_name = fields.pop("plugin", PLUGIN_NAME)
@@ -90,14 +89,14 @@ def values(tag: str, shape: Sequence[int], content: bytes = b"", **fields: Any) 
     value.tensor.tensor_content = content
     for name, items in fields.items():
         getattr(value.tensor, name).extend(items)
-    return value
+    return bytes(Summary(value=[value]).SerializeToString())
 
 
 def chunk(kind: str = "m", number: object = 99) -> str:
     return f"telemetry/{kind}/{SESSION}/0000/{number}"
 
 
-def text(tag: str, content: Any) -> Summary.Value:
+def text(tag: str, content: Any) -> bytes:
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
     return summaries.tensor(tag, data, PLUGIN_NAME)
 

@@ -56,7 +56,9 @@ TORCH_FREE = {
     "tensorboard_plugin",
     "commands",
 }
-USES_TORCH = {"telemetry.events.given_writer", "telemetry.events.summary_writer"}
+USES_TORCH = {
+    f"telemetry.events.{name}" for name in ("given_writer", "summary_writer", "torch_values")
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from serialized import summary_of
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry import pipeline as pipeline_module
 from telemetry.alert import Alert
 from telemetry.capture.captured import CapturedStep, RunTotals
 from telemetry.capture.window import Window
 from telemetry.events.background import BackgroundWriter
+from telemetry.events.summaries import event_of
 from telemetry.faults import Faults
 from telemetry.measure import Measurer
 from telemetry.pipeline import Pipeline
@@ -44,19 +45,21 @@ class Sink:
 
     def write_values(
         self,
-        values: Sequence[Summary.Value],
+        values: Sequence[bytes],
         step: int,
         wall_time: float,
         *,
         droppable: bool,
         flush: bool,
-        repeat: Sequence[Summary.Value],
+        repeat: Sequence[bytes],
     ) -> None:
         assert self.gate.wait(30)
         if self.fails:
             raise OSError("no space left on device")
         with self._changed:
-            self.written.append((step, [value.tag for value in values], droppable))
+            self.written.append(
+                (step, [value.tag for value in summary_of(values).value], droppable)
+            )
             self._changed.notify_all()
 
     def has_got(self, prefix: str) -> bool:
@@ -356,7 +359,7 @@ def test_the_thread_sleeps_while_nothing_is_held_back(sink: Sink) -> None:
             self.asked.set()
             return super().pending_s(now)
 
-        def pending_values(self) -> tuple[int, Sequence[Summary.Value]]:
+        def pending_values(self) -> tuple[int, Sequence[bytes]]:
             self.asked.set()
             return super().pending_values()
 
@@ -391,16 +394,16 @@ class HangingDisk:
 
     def write_values(
         self,
-        values: Sequence[Summary.Value],
+        values: Sequence[bytes],
         step: int,
         wall_time: float,
         *,
         droppable: bool,
         flush: bool,
-        repeat: Sequence[Summary.Value],
+        repeat: Sequence[bytes],
     ) -> None:
-        event = Event(step=step, wall_time=wall_time, summary=Summary(value=values))
-        self.background.put(event.SerializeToString(), droppable=droppable, flush=flush)
+        event = event_of(values, step, wall_time)
+        self.background.put(event, droppable=droppable, flush=flush)
 
     def write(self, records: deque[bytes], *, urgent: bool) -> None:
         assert self.answering.wait(30)

@@ -111,7 +111,8 @@ class BackgroundWriter(Generic[Item]):
             self._pending_bytes += size
             if flush:
                 self._flush_wanted = True
-            if self._is_due():
+            # Otherwise nothing has become due.
+            if (flush or self._pending_bytes >= _WAKE_BYTES) and self._is_due():
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float = PATIENCE_S) -> bool:

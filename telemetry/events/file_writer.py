@@ -15,6 +15,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from telemetry.events.background import PATIENCE_S, BackgroundWriter, Files
 from telemetry.events.local_files import LocalFiles
 from telemetry.events.repeated import Repeated
+from telemetry.events.room import tags_of
+from telemetry.events.summaries import event_of
 
 _logger = logging.getLogger(__name__)
 
@@ -40,6 +42,11 @@ class FileWriter:
         ValueError: The path holds a NUL character, or the URL's protocol is unknown.
     """
 
+    # Of a copy, which has its directory alone.
+    _background: BackgroundWriter[bytes] | None = None
+    _process_id = -1  # no process has this id
+    _reported_inert = False
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str],
@@ -52,14 +59,13 @@ class FileWriter:
         if b"\0" in os.fsencode(self._log_dir):
             raise ValueError(f"FileWriter({self._log_dir!r}): a path cannot hold a NUL character")
         self._repeated = Repeated()
-        self._background: BackgroundWriter[bytes] | None = BackgroundWriter(
+        self._background = BackgroundWriter(
             _files_in(self._log_dir, filename_suffix, self._repeated),
             name=self._log_dir,
             flush_s=flush_s,
             max_pending_bytes=max_pending_bytes,
         )
         self._process_id = os.getpid()
-        self._reported_inert = False
         # Unlike atexit, this also runs at the end of a process that multiprocessing forked.
         self._at_exit = Finalize(None, self._background.close, exitpriority=0)
 
@@ -111,22 +117,22 @@ class FileWriter:
         event.wall_time = time.time() if walltime is None else walltime
         if step is not None:
             event.step = int(step)
-        self._put(event, droppable, flush)
+        self._put(event.SerializeToString(), droppable, flush)
 
     def write_values(
         self,
-        values: Sequence[Summary.Value],
+        values: Sequence[bytes],
         step: int | None = None,
         walltime: float | None = None,
         *,
         droppable: bool = False,
         flush: bool = False,
-        repeat: Sequence[Summary.Value] = (),
+        repeat: Sequence[bytes] = (),
     ) -> None:
         """Adds one event with many values, which costs far less than one event for each.
 
         Args:
-            values: The values.
+            values: As :mod:`telemetry.events.summaries` builds them.
             step: 0 if omitted.
             walltime: As in :meth:`add_event`.
             droppable: As in :meth:`add_event`.
@@ -135,16 +141,13 @@ class FileWriter:
                 Each later file, such as one after the directory was removed, begins with the
                 latest value of each such tag, with its step and time.
         """
-        event = Event(
-            wall_time=time.time() if walltime is None else walltime,
-            step=0 if step is None else int(step),
-        )
-        for value in repeat:
-            event.summary.value.append(value)
-            self._repeated.add(value.tag, event.SerializeToString())
-            event.ClearField("summary")
-        event.summary.value.extend(values)
-        self._put(event, droppable, flush)
+        walltime = time.time() if walltime is None else walltime
+        if repeat and not self.is_inert:
+            for value in repeat:
+                alone = event_of([value], step, walltime)
+                (tag,) = tags_of(alone)
+                self._repeated.add(tag, alone)
+        self._put(event_of(values, step, walltime), droppable, flush)
 
     def add_summary(
         self, summary: Summary, global_step: int | None = None, walltime: float | None = None
@@ -185,9 +188,9 @@ class FileWriter:
             background.close(timeout_s)
             self._at_exit.cancel()
 
-    def _put(self, event: Event, droppable: bool, flush: bool) -> None:
+    def _put(self, data: bytes, droppable: bool, flush: bool) -> None:
         if background := self._background_here():
-            background.put(event.SerializeToString(), droppable=droppable, flush=flush)
+            background.put(data, droppable=droppable, flush=flush)
         elif not self._reported_inert:
             self._reported_inert = True
             _logger.warning(
@@ -201,13 +204,6 @@ class FileWriter:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_log_dir": self._log_dir}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._log_dir = state["_log_dir"]
-        self._repeated = Repeated()
-        self._background = None
-        self._process_id = -1  # no process has this id
-        self._reported_inert = False
 
 
 def _files_in(log_dir: str, filename_suffix: str, repeated: Iterable[bytes]) -> Files[bytes]:

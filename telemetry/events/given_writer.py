@@ -7,15 +7,14 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils import tensorboard
 
 from telemetry.events.background import BackgroundWriter
 from telemetry.events.file_writer import FileWriter
+from telemetry.events.summaries import event_of
 
 _logger = logging.getLogger(__name__)
 
@@ -60,21 +59,21 @@ class GivenWriter:
 
     def write_values(
         self,
-        values: Sequence[Summary.Value],
+        values: Sequence[bytes],
         step: int,
         walltime: float,
         *,
         droppable: bool = False,
         flush: bool = False,
-        repeat: Sequence[Summary.Value] = (),
+        repeat: Sequence[bytes] = (),
     ) -> None:
         """Adds one event with many values; never waits for the disk.
 
         Arguments are as for ``FileWriter``; torch's writer ignores ``repeat``.
         """
         if self._background is not None:
-            event = Event(wall_time=walltime, step=step, summary=Summary(value=values))
-            self._background.put(event.SerializeToString(), droppable=droppable, flush=flush)
+            event = event_of(values, step, walltime)
+            self._background.put(event, droppable=droppable, flush=flush)
             return
         while True:
             file_writer = self._writer._get_file_writer()
@@ -251,8 +250,5 @@ class _Call:
         return getattr(self.calls, self._name)(*args, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _method_of_class, (self.calls.writer, self._name)
-
-
-def _method_of_class(writer: Any, name: str) -> MethodType:
-    return MethodType(getattr(type(writer), name), writer)
+        # Looked up before the copy has attributes of its own.
+        return getattr, (self.calls.writer, self._name)

@@ -1,18 +1,22 @@
 """Builds the values of an event: scalars, histograms, images, texts and plain tensors.
 
-Each is one ``Summary.Value`` that TensorBoard shows with either of its loaders. The fast loader
-shows a tensor only when its metadata names a data class, so every tensor here does.
+Each is a serialized ``Summary`` of one ``Summary.Value``; joined, they are the summary of all of
+them. TensorBoard shows them with either of its loaders. The fast loader shows a tensor only when
+its metadata names a data class, so every tensor here does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from tensorboard.compat.proto import types_pb2
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import (
     DATA_CLASS_BLOB_SEQUENCE,
     DATA_CLASS_TENSOR,
@@ -22,7 +26,9 @@ from tensorboard.compat.proto.summary_pb2 import (
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
+from telemetry.events.wire import delimited, delimiter, varint
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 _DTYPES = {
     np.dtype(np.float32): types_pb2.DT_FLOAT,
     np.dtype(np.float64): types_pb2.DT_DOUBLE,
@@ -30,18 +36,54 @@ _DTYPES = {
     np.dtype(np.int64): types_pb2.DT_INT64,
     np.dtype(np.uint8): types_pb2.DT_UINT8,
 }
+# Numbers of fields in tensorflow's .proto files, and first bytes of fields that are no messages.
+_EVENT_SUMMARY, _SUMMARY_VALUE = 5, 1
+_TAG, _HISTO, _TENSOR, _METADATA = 1, 5, 8, 9  # of Summary.Value
+_BUCKET_LIMIT, _BUCKET = 6, 7
+_TENSOR_CONTENT, _STRING_VAL = 4, 8
+_TIME_AND_KEY = struct.Struct("<cdc")
+_SIMPLE_VALUE = struct.Struct("<f")
+_WALL_TIME_KEY, _STEP_KEY, _SIMPLE_VALUE_KEY = b"\x09", b"\x10", b"\x15"
 
 
-def scalar(tag: str, value: float) -> Summary.Value:
+def event_of(
+    values: Iterable[bytes], step: int | None = None, walltime: float | None = None
+) -> bytes:
+    """A serialized ``Event``.
+
+    Args:
+        values: As the functions below give them.
+        step: 0 if omitted.
+        walltime: Seconds since the epoch; now if omitted.
+
+    Raises:
+        TypeError: The step or the time is no number.
+        ValueError: The step is beyond 64 bits.
+    """
+    seconds = time.time() if walltime is None else walltime
+    step = 0 if step is None else int(step)
+    summary = b"".join(values)
+    between = delimiter(_EVENT_SUMMARY, len(summary))
+    if type(seconds) is float and seconds > 0 and 0 < step < 2**63:
+        time_and_key = _TIME_AND_KEY.pack(_WALL_TIME_KEY, seconds, _STEP_KEY)
+        return b"".join((time_and_key, varint(step), between, summary))
+    return bytes(Event(wall_time=seconds, step=step).SerializeToString()) + between + summary
+
+
+def scalar(tag: str, value: float) -> bytes:
     """One point of a curve, in float32 as from ``SummaryWriter.add_scalar``.
 
     It has no metadata: readers take a bare ``simple_value`` for a scalar, which has a third of the
     size and is found by ``EventAccumulator.Scalars``.
     """
-    return Summary.Value(tag=tag, simple_value=value)
+    try:
+        return _before_point(tag) + _SIMPLE_VALUE.pack(value)
+    except (OverflowError, struct.error):  # beyond float32, or no number
+        point = Summary.Value(tag=tag, simple_value=value)
+        return bytes(Summary(value=[point]).SerializeToString())
 
 
-def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) -> Summary.Value:
+def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) -> bytes:
     """A histogram of ``k`` buckets, for the Histograms and Distributions dashboards.
 
     Args:
@@ -51,18 +93,56 @@ def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) ->
         counts: Elements per bucket, shape ``[k]``; ``k`` may be 0.
 
     Returns:
-        A tensor of shape ``[k, 3]``, float32 if the counts are exact in it and the edges
-        finite, else float64. Readable by ``EventAccumulator.Tensors``.
+        A tensor of shape ``[k, 3]`` and :func:`histogram_dtype`, readable by
+        ``EventAccumulator.Tensors``.
     """
-    wide = np.array([left, right, counts], dtype=np.float64).T
-    if len(wide) and not (wide[0, 0] >= -_FLOAT32_MAX and wide[-1, 1] <= _FLOAT32_MAX):
-        return tensor(tag, wide, "histograms")
-    narrow = wide.astype(np.float32)
-    inexact = np.count_nonzero(narrow[:, 2] != wide[:, 2])
-    return tensor(tag, wide if inexact else narrow, "histograms")
+    rows = np.array([left, right, counts], dtype=np.float64).T
+    dtype = histogram_dtype(rows[:, 2], np.abs(rows[:, :2]).max(initial=0.0))
+    return next(histograms([tag], rows.astype(dtype), [len(rows)]))
 
 
-def image(tag: str, png: Sequence[bytes], width: int, height: int) -> Summary.Value:
+def histogram_dtype(counts: NDArray[np.float64], largest: float) -> type[np.floating[Any]]:
+    """float32 if the edges, of which the largest is given, and all whole counts fit, else float64.
+
+    Fractional counts are those of a sample, and may be rounded.
+    """
+    changed = counts.astype(np.float32) != counts
+    fits = largest <= FLOAT32_MAX and not (changed & (counts == np.floor(counts))).any()
+    return np.float32 if fits else np.float64
+
+
+def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> Iterator[bytes]:
+    """Like :func:`histogram` for many at once.
+
+    Args:
+        tags: Names of the charts.
+        rows: Left edge, right edge and count of each bucket, one histogram after the other, shape
+            ``[buckets, 3]``, float32 or float64.
+        ends: Where the rows of each chart end.
+    """
+    begin = 0
+    for tag, end in zip(tags, ends, strict=True):
+        yield tensor(tag, rows[begin:end], "histograms")
+        begin = end
+
+
+def histogram_proto(tag: str, figures: bytes, limits: bytes, counts: bytes) -> bytes:
+    """A histogram in the form that torch writes.
+
+    Args:
+        tag: Name of the chart.
+        figures: A serialized ``HistogramProto`` without the buckets.
+        limits: Right edges, as bytes of float64, shape ``[k]`` with at least one.
+        counts: Elements per bucket, likewise.
+    """
+    before, size = _tag(tag), len(limits)
+    proto = (figures, delimiter(_BUCKET_LIMIT, size), limits, delimiter(_BUCKET, size), counts)
+    between = delimiter(_HISTO, sum(map(len, proto)))
+    whole = len(before) + len(between) + sum(map(len, proto))
+    return b"".join((delimiter(_SUMMARY_VALUE, whole), before, between, *proto))
+
+
+def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:
     """One or more PNGs of the same size; TensorBoard shows them all.
 
     Args:
@@ -71,19 +151,18 @@ def image(tag: str, png: Sequence[bytes], width: int, height: int) -> Summary.Va
         width: Width of each, in pixels.
         height: Height of each, in pixels.
     """
-    value = Summary.Value(tag=tag, metadata=_metadata("images", b"", DATA_CLASS_BLOB_SEQUENCE))
-    _set_strings(value.tensor, [str(width).encode(), str(height).encode(), *png])
-    return value
+    strings = [str(width).encode(), str(height).encode(), *png]
+    head = _tensor_head(types_pb2.DT_STRING, len(strings))
+    metadata = _metadata("images", b"", DATA_CLASS_BLOB_SEQUENCE)
+    return _value(tag, head, _strings(strings), metadata)
 
 
-def text(tag: str, markdown: str) -> Summary.Value:
+def text(tag: str, markdown: str) -> bytes:
     """A text, shown as Markdown. Of two texts with the same tag and step only the last is shown."""
     return tensor(tag, markdown.encode(), "text")
 
 
-def tensor(
-    tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: bytes = b""
-) -> Summary.Value:
+def tensor(tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: bytes = b"") -> bytes:
     """Data of any plugin: an array, or a string of bytes.
 
     Args:
@@ -96,31 +175,51 @@ def tensor(
     Raises:
         KeyError: The array's dtype is not one of these.
     """
-    value = Summary.Value(tag=tag, metadata=_metadata(plugin_name, content))
+    metadata = _metadata(plugin_name, content)
     if isinstance(array, bytes):
-        _set_strings(value.tensor, [array])
-    else:
-        value.tensor.dtype = _DTYPES[array.dtype]
-        value.tensor.tensor_shape.CopyFrom(_shape(array.shape))
-        value.tensor.tensor_content = array.tobytes()
-    return value
+        return _value(tag, _tensor_head(types_pb2.DT_STRING, 1), _strings([array]), metadata)
+    head = _tensor_head(_DTYPES[array.dtype], *array.shape)
+    if array.size:  # as in protocol buffers, nothing stands for no bytes
+        head += delimiter(_TENSOR_CONTENT, array.nbytes)
+    return _value(tag, head, array.tobytes(), metadata)
 
 
-# Cached: building these takes longer than the rest of a value, which then copies them.
+def _strings(strings: Iterable[bytes]) -> bytes:
+    return b"".join(delimited(_STRING_VAL, string) for string in strings)
+
+
+def _value(tag: str, head: bytes, elements: bytes, metadata: bytes) -> bytes:
+    """A value with a tensor."""
+    before = _tag(tag)
+    between = delimiter(_TENSOR, len(head) + len(elements))
+    size = len(before) + len(between) + len(head) + len(elements) + len(metadata)
+    return b"".join((delimiter(_SUMMARY_VALUE, size), before, between, head, elements, metadata))
+
+
+# Cached: these recur at every step, and building them takes longer than the rest.
+
+
+@lru_cache(maxsize=16384)
+def _tag(tag: str) -> bytes:
+    return delimited(_TAG, tag.encode()) if tag else b""
+
+
+@lru_cache(maxsize=16384)
+def _before_point(tag: str) -> bytes:
+    """A whole value but for the four bytes of its number."""
+    before = _tag(tag) + _SIMPLE_VALUE_KEY
+    return delimiter(_SUMMARY_VALUE, len(before) + _SIMPLE_VALUE.size) + before
+
+
 @lru_cache(maxsize=256)
-def _metadata(
-    plugin_name: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR
-) -> SummaryMetadata:
+def _metadata(plugin_name: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR) -> bytes:
     plugin_data = SummaryMetadata.PluginData(plugin_name=plugin_name, content=content)
-    return SummaryMetadata(plugin_data=plugin_data, data_class=data_class)
+    metadata = SummaryMetadata(plugin_data=plugin_data, data_class=data_class)
+    return delimited(_METADATA, metadata.SerializeToString())
 
 
-@lru_cache(maxsize=256)
-def _shape(sizes: tuple[int, ...]) -> TensorShapeProto:
-    return TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
-
-
-def _set_strings(tensor: TensorProto, strings: Sequence[bytes]) -> None:
-    tensor.dtype = types_pb2.DT_STRING
-    tensor.tensor_shape.CopyFrom(_shape((len(strings),)))
-    tensor.string_val.extend(strings)
+@lru_cache(maxsize=1024)
+def _tensor_head(dtype: int, *sizes: int) -> bytes:
+    """A tensor but for its elements."""
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
+    return bytes(TensorProto(dtype=dtype, tensor_shape=shape).SerializeToString())

@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import HistogramProto
 from torch.utils import tensorboard
-from torch.utils.tensorboard.summary import hparams, scalar
+from torch.utils.tensorboard.summary import hparams
 
-from telemetry.events import summaries
+from telemetry.events import torch_values
 from telemetry.events.background import PATIENCE_S, each_within
 from telemetry.events.file_writer import FileWriter
 
@@ -45,6 +45,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
     # In torch they are annotated as None only.
     file_writer: FileWriter | None  # type: ignore[assignment]
     all_writers: dict[str, FileWriter] | None  # type: ignore[assignment]
+    _bins: torch_values.Bins | None = None
 
     def __init__(
         self,
@@ -79,6 +80,9 @@ class SummaryWriter(tensorboard.SummaryWriter):
         own = self._get_file_writer()
         return own if own.is_inert else self._open(run_dir)
 
+    def _write(self, value: bytes, step: int | None, walltime: float | None) -> None:
+        self._get_file_writer().write_values([value], step, walltime)
+
     def flush(self) -> None:
         """Waits until everything so far is in the files, at most 30 s."""
         each_within(PATIENCE_S, *(w.flush for w in (self.all_writers or {}).values()))
@@ -107,9 +111,47 @@ class SummaryWriter(tensorboard.SummaryWriter):
         if new_style:
             super().add_scalar(tag, scalar_value, global_step, walltime, True, double_precision)
         else:
-            self._get_file_writer().write_values(
-                [_scalar(tag, scalar_value)], global_step, walltime
-            )
+            self._write(torch_values.scalar(tag, scalar_value), global_step, walltime)
+
+    def add_histogram(
+        self,
+        tag: str,
+        values: Any,
+        global_step: int | None = None,
+        bins: str | Any = "tensorflow",
+        walltime: float | None = None,
+        max_bins: int | None = None,
+    ) -> None:
+        value = None
+        if isinstance(bins, str) and bins == "tensorflow" and max_bins is None:
+            if self._bins is None:
+                self._bins = torch_values.bins_of(tuple(self.default_bins))
+            value = self._bins.histogram(tag, values)
+        if value is None:
+            super().add_histogram(tag, values, global_step, bins, walltime, max_bins)
+        else:
+            self._write(value, global_step, walltime)
+
+    def add_histogram_raw(
+        self,
+        tag: str,
+        min: float,
+        max: float,
+        num: int,
+        sum: float,
+        sum_squares: float,
+        bucket_limits: Any,
+        bucket_counts: Any,
+        global_step: int | None = None,
+        walltime: float | None = None,
+    ) -> None:
+        figures = HistogramProto(min=min, max=max, num=num, sum=sum, sum_squares=sum_squares)
+        value = torch_values.raw_histogram(tag, figures, bucket_limits, bucket_counts)
+        if value is None:
+            given = (tag, min, max, num, sum, sum_squares, bucket_limits, bucket_counts)
+            super().add_histogram_raw(*given, global_step, walltime)
+        else:
+            self._write(value, global_step, walltime)
 
     def add_scalars(
         self,
@@ -127,7 +169,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
             if run_dir not in self.all_writers:
                 self.all_writers[run_dir] = self._open_below(run_dir)
             self.all_writers[run_dir].write_values(
-                [_scalar(main_tag, value)], global_step, walltime
+                [torch_values.scalar(main_tag, value)], global_step, walltime
             )
 
     def add_hparams(
@@ -141,17 +183,10 @@ class SummaryWriter(tensorboard.SummaryWriter):
         if type(hparam_dict) is not dict or type(metric_dict) is not dict:
             raise TypeError("hparam_dict and metric_dict should be dictionary.")
         descriptions = hparams(hparam_dict, metric_dict, hparam_domain_discrete)
-        metrics = [_scalar(tag, value) for tag, value in metric_dict.items()]
+        metrics = [torch_values.scalar(tag, value) for tag, value in metric_dict.items()]
         log_dir = self._get_file_writer().get_logdir()
         file_writer = self._open_below(os.path.join(log_dir, run_name or str(time.time())))
         for summary in descriptions:
             file_writer.add_summary(summary, global_step)
         file_writer.write_values(metrics, global_step)
         file_writer.close()
-
-
-def _scalar(tag: str, value: Any) -> Summary.Value:
-    """A scalar from anything that torch's ``add_scalar`` takes: numbers, arrays, tensors."""
-    if type(value) is float:  # torch's conversion of other types takes five times as long
-        return summaries.scalar(tag, value)
-    return scalar(tag, value).value[0]

@@ -55,19 +55,15 @@ def events_from_end(
 
 def _intact(window: bytes) -> Iterator[tuple[int, bytes]]:
     """Where each intact frame begins, and its data."""
-    end = 0
-    while (frame := _next_frame(window, end)) is not None:
-        yield frame
-        begin, data = frame
-        end = begin + framing.HEADER_BYTES + len(data) + framing.FOOTER_BYTES
-
-
-def _next_frame(window: bytes, begin: int) -> tuple[int, bytes] | None:
-    for candidate in islice(_candidates(window, begin), _MAX_CANDIDATES):
-        data = _data_at(window, candidate)
-        if data is not None:
-            return candidate, data
-    return None
+    end: int | None = 0
+    while end is not None:
+        candidates = islice(_candidates(window, end), _MAX_CANDIDATES)
+        end = None
+        for begin in candidates:
+            if (data := _data_at(window, begin)) is not None:
+                yield begin, data
+                end = begin + framing.HEADER_BYTES + len(data) + framing.FOOTER_BYTES
+                break
 
 
 def _candidates(window: bytes, begin: int) -> Iterator[int]:

@@ -19,16 +19,18 @@ from telemetry.writing.learning_rates import LearningRates
 from telemetry.writing.page import PageWriter
 
 _SETTINGS = frozenset({charts_metadata.PLUGIN_NAME, hparams_metadata.PLUGIN_NAME})
+_MARKS = [mark.encode() for mark in (LAYOUT_PREFIX, *_SETTINGS)]
 
 
-def needed_in_every_file(values: Iterable[Summary.Value]) -> list[Summary.Value]:
+def needed_in_every_file(values: Iterable[bytes]) -> list[bytes]:
     """The values that readers need to understand the others: layouts, charts, hyperparameters."""
-    return [
-        value
-        for value in values
-        if value.tag.startswith(LAYOUT_PREFIX)
-        or value.metadata.plugin_data.plugin_name in _SETTINGS
-    ]
+    return [value for value in values if any(m in value for m in _MARKS) and _is_needed(value)]
+
+
+def _is_needed(serialized: bytes) -> bool:
+    (value,) = Summary.FromString(serialized).value
+    plugin_name = value.metadata.plugin_data.plugin_name
+    return value.tag.startswith(LAYOUT_PREFIX) or plugin_name in _SETTINGS
 
 
 class Board:
@@ -45,7 +47,7 @@ class Board:
         self._picture = HeatmapPicture() if pictures else None
         self._alert_count = 0
 
-    def first_values(self) -> Sequence[Summary.Value]:
+    def first_values(self) -> Sequence[bytes]:
         """The values to write once, at the beginning of the run."""
         return custom_scalars.custom_scalars_value(), self._alert_curve()
 
@@ -57,9 +59,7 @@ class Board:
         """Whether :meth:`values_of_light` may be asked about these."""
         return self._page.goes_on(steps)
 
-    def values_of_light(
-        self, steps: LightSteps
-    ) -> Iterator[tuple[int, float, Sequence[Summary.Value]]]:
+    def values_of_light(self, steps: LightSteps) -> Iterator[tuple[int, float, Sequence[bytes]]]:
         """Step, wall time and values of the events to write for such steps; some have no values."""
         wall_times = steps.wall_times.tolist()
         rates_stay = self._rates.stay(steps)
@@ -72,11 +72,11 @@ class Board:
             yield steps.steps[index], wall_times[index], values
         yield steps.steps[-1], wall_times[-1], tuple(self._page.values_of_light(steps))
 
-    def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[Summary.Value]]:
+    def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[bytes]]:
         """Step, wall time and values of an event to write before the record's own."""
         return self._rates.late_values(record)
 
-    def values_of(self, record: StepRecord) -> Iterator[Summary.Value]:
+    def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """The values to write in an event with the record's step."""
         yield from tags.values_of(record)
         yield from self._rates.values_of(record)
@@ -85,7 +85,7 @@ class Board:
         if self._picture is not None:
             yield from self._picture.values_of(record)
 
-    def alert_values(self, alert: Alert) -> Sequence[Summary.Value]:
+    def alert_values(self, alert: Alert) -> Sequence[bytes]:
         """The values to write in an event with the alert's step."""
         text = tags.alert_value(alert, self._alert_count)
         self._alert_count += 1
@@ -95,9 +95,9 @@ class Board:
         """Seconds that :meth:`pending_values` may still wait; None if nothing is pending."""
         return self._page.pending_s(now)
 
-    def pending_values(self) -> tuple[int, Sequence[Summary.Value]]:
+    def pending_values(self) -> tuple[int, Sequence[bytes]]:
         """The values held back so far, and the step of the event that takes them."""
         return self._page.last_step, tuple(self._page.pending_values())
 
-    def _alert_curve(self) -> Summary.Value:
+    def _alert_curve(self) -> bytes:
         return summaries.scalar("alerts/count", self._alert_count)

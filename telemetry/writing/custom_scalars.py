@@ -5,14 +5,13 @@ TensorBoard merges the charts of all runs by their titles, so tags are patterns 
 
 from __future__ import annotations
 
-from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from telemetry.events import summaries
 from telemetry.writing.spread import SPREADS
 
 
-def custom_scalars_value() -> Summary.Value:
+def custom_scalars_value() -> bytes:
     """The value to write once per run, at step 0."""
     charts = layout_pb2.Layout(
         category=[

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
-from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry import palette
 from telemetry.records import Layout, StepRecord
@@ -39,7 +38,7 @@ class HeatmapPicture:
         self._taken = 0
         self._next_picture = 8.0
 
-    def values_of(self, record: StepRecord) -> Iterator[Summary.Value]:
+    def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """Adds a record; yields a picture if one is due."""
         if not record.full or record.phase or record.skipped:
             return
@@ -65,7 +64,7 @@ class HeatmapPicture:
             self._steps = self._steps[::2]
             self._stride *= 2
 
-    def _picture(self) -> Summary.Value:
+    def _picture(self) -> bytes:
         assert self._layout is not None
         matrix = np.stack(self._columns, axis=1)
         starts = np.arange(0, len(matrix), -(-len(matrix) // _MAX_ROWS))

@@ -5,18 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from google.protobuf.struct_pb2 import Value
-from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary, SummaryMetadata
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from telemetry.plain_text import check_text
 
 Hyperparameter = bool | int | float | str
 
+_KINDS = {
+    "bool_value": api_pb2.DATA_TYPE_BOOL,
+    "string_value": api_pb2.DATA_TYPE_STRING,
+    "number_value": api_pb2.DATA_TYPE_FLOAT64,
+}
+
 
 def values_of(
     hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str] = ("loss",)
-) -> list[Summary.Value]:
+) -> list[bytes]:
     """The values to write once per run.
 
     Args:
@@ -42,52 +47,29 @@ def values_of(
                 f"hparams({name}={value!r}): must be a number, a bool or a string, "
                 f"not {type(value).__qualname__}"
             )
-    return [_experiment(hyperparameters, metrics), _session_start(hyperparameters)]
-
-
-def _experiment(
-    hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str]
-) -> Summary.Value:
-    experiment = api_pb2.Experiment(
-        hparam_infos=[
-            api_pb2.HParamInfo(name=name, type=_type(value))
-            for name, value in hyperparameters.items()
-        ],
-        metric_infos=[
-            api_pb2.MetricInfo(name=api_pb2.MetricName(tag=metric)) for metric in metrics
-        ],
-    )
-    content = plugin_data_pb2.HParamsPluginData(experiment=experiment)
-    return _value(metadata.EXPERIMENT_TAG, content)
-
-
-def _session_start(hyperparameters: Mapping[str, Hyperparameter]) -> Summary.Value:
+    infos = [
+        api_pb2.HParamInfo(name=name, type=_KINDS[_kind(value)])
+        for name, value in hyperparameters.items()
+    ]
+    names = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=metric)) for metric in metrics]
+    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=names)
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for name, value in hyperparameters.items():
-        start.hparams[name].CopyFrom(_proto(value))
-    content = plugin_data_pb2.HParamsPluginData(session_start_info=start)
-    return _value(metadata.SESSION_START_INFO_TAG, content)
+        setattr(start.hparams[name], _kind(value), value)
+    content = plugin_data_pb2.HParamsPluginData
+    return [
+        _value(metadata.EXPERIMENT_TAG, content(experiment=experiment)),
+        _value(metadata.SESSION_START_INFO_TAG, content(session_start_info=start)),
+    ]
 
 
-def _value(tag: str, content: plugin_data_pb2.HParamsPluginData) -> Summary.Value:
-    content.version = metadata.PLUGIN_DATA_VERSION
-    plugin_data = SummaryMetadata.PluginData(
-        plugin_name=metadata.PLUGIN_NAME, content=content.SerializeToString()
-    )
-    return Summary.Value(
-        tag=tag,
-        metadata=SummaryMetadata(plugin_data=plugin_data, data_class=DATA_CLASS_TENSOR),
-        tensor=metadata.NULL_TENSOR,
-    )
-
-
-def _type(value: Hyperparameter) -> int:
+def _kind(value: Hyperparameter) -> str:
     if isinstance(value, bool):
-        return int(api_pb2.DATA_TYPE_BOOL)
-    return int(api_pb2.DATA_TYPE_STRING if isinstance(value, str) else api_pb2.DATA_TYPE_FLOAT64)
+        return "bool_value"
+    return "string_value" if isinstance(value, str) else "number_value"
 
 
-def _proto(value: Hyperparameter) -> Value:
-    if isinstance(value, bool):
-        return Value(bool_value=value)
-    return Value(string_value=value) if isinstance(value, str) else Value(number_value=value)
+def _value(tag: str, content: plugin_data_pb2.HParamsPluginData) -> bytes:
+    described = metadata.create_summary_metadata(content)
+    value = Summary.Value(tag=tag, metadata=described, tensor=metadata.NULL_TENSOR)
+    return bytes(Summary(value=[value]).SerializeToString())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tensorboard.compat.proto.summary_pb2 import Summary
-
 from telemetry.events import summaries
 from telemetry.records import LightSteps, StepRecord
 
@@ -22,7 +20,7 @@ class LearningRates:
         self._rates: tuple[float, ...] = ()
         self._drawn: dict[int, int] = {}  # step of each curve's last point
 
-    def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[Summary.Value]]:
+    def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[bytes]]:
         """Points for the step before, whose rates end with it. Call this before :meth:`values_of`.
 
         Returns:
@@ -45,7 +43,7 @@ class LearningRates:
         self._step, self._wall_time = steps.steps[-1], float(steps.wall_times[-1])
         return True
 
-    def values_of(self, record: StepRecord) -> Iterator[Summary.Value]:
+    def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """The values to write in an event with the record's step."""
         if not record.learning_rates:
             return
@@ -68,5 +66,5 @@ def _differs(rate: float, other: float) -> bool:
     return rate != other and not (rate != rate and other != other)  # NaN equals NaN here
 
 
-def _value(group: int, rate: float) -> Summary.Value:
+def _value(group: int, rate: float) -> bytes:
     return summaries.scalar(f"learning_rate/{group}", rate)

@@ -35,20 +35,15 @@ def log_once(log_dir: str) -> None:
         print(command(log_dir), file=sys.stderr)
 
 
-def how_to_look(log_dir: str, *, port: int = 6006) -> str:
-    """The command that starts TensorBoard, and two links into it, as lines of text.
-
-    Args:
-        log_dir: The run's directory; TensorBoard is started on its parent.
-        port: The port that TensorBoard will listen on.
-    """
-    root = f"http://localhost:{port}/"
+def how_to_look(log_dir: str) -> str:
+    """The command that starts TensorBoard on the run's parent, and two links into it, as lines."""
+    root = "http://localhost:6006/"
     run = quote(_folder_and_run(log_dir)[1], safe="")
     cards = [{"plugin": "scalars", "tag": tag} for tag in ("loss", TOTAL_GRAD_NORM)]
     pinned = quote(json.dumps(cards, separators=(",", ":")))
     return "\n".join(
         [
-            f"{command(log_dir)} --port {port}",
+            f"{command(log_dir)} --port 6006",
             f"  layers over steps: {root}#telemetry&p.telemetry.run={run}",
             f"  curves:            {root}?smoothing=0&pinnedCards={pinned}#timeseries",
         ]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
-from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
@@ -70,7 +69,7 @@ class PageWriter:
         """Whether the record's event will hold a layout, which all later values need."""
         return not record.phase and record.layout is not self._layout
 
-    def values_of(self, record: StepRecord) -> Iterator[Summary.Value]:
+    def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """The values to write in an event with the record's step; none for a phase.
 
         Where steps go back, as after a restored checkpoint, a new session begins.
@@ -95,7 +94,7 @@ class PageWriter:
         known = steps.layout is self._layout and self._last_step is not None
         return known and steps.steps[0] > self.last_step
 
-    def values_of_light(self, steps: LightSteps) -> Iterator[Summary.Value]:
+    def values_of_light(self, steps: LightSteps) -> Iterator[bytes]:
         """The values to write in an event with the last of these steps."""
         self._last_step = steps.steps[-1]
         rows = zip(steps.steps, steps.wall_times.tolist(), _grad_norms(steps), strict=True)
@@ -104,11 +103,11 @@ class PageWriter:
         if self._block.is_due(wall_time):
             yield from self.pending_values()
 
-    def pending_values(self) -> Iterator[Summary.Value]:
+    def pending_values(self) -> Iterator[bytes]:
         """The values held back so far, to write in an event with :attr:`last_step`."""
         return self._pending(self.last_step)
 
-    def alert_value(self, alert: Alert) -> Summary.Value:
+    def alert_value(self, alert: Alert) -> bytes:
         """An alert, under its own tag."""
         tag = alert_tag(self._session, self._alert_count)
         self._alert_count += 1
@@ -126,7 +125,7 @@ class PageWriter:
         self._matrix = matrix
         return matrix
 
-    def _pending(self, step: int, *, in_new_tag: bool = False) -> Iterator[Summary.Value]:
+    def _pending(self, step: int, *, in_new_tag: bool = False) -> Iterator[bytes]:
         if not self._block:
             return
         if in_new_tag:  # steps must not go back within a tag
@@ -139,7 +138,7 @@ class PageWriter:
         self._session = f"{self._first_session}.{self._restarts:04d}"
         self._layout_number = -1
 
-    def _begin_layout(self, layout: Layout) -> Summary.Value:
+    def _begin_layout(self, layout: Layout) -> bytes:
         self._layout = layout
         self._layout_number += 1
         self._written = {"m": 0, "n": 0}
@@ -148,7 +147,7 @@ class PageWriter:
         tag = layout_tag(self._session, self._layout_number)
         return summaries.tensor(tag, content, PLUGIN_NAME)
 
-    def _numbers(self, kind: ChunkKind, values: NDArray[np.float32]) -> Summary.Value:
+    def _numbers(self, kind: ChunkKind, values: NDArray[np.float32]) -> bytes:
         chunk = Chunk(
             kind=kind,
             session=self._session,
@@ -217,4 +216,7 @@ def as_float32(values: NDArray[np.float64]) -> NDArray[np.float32]:
     """The values rounded to float32; finite numbers beyond it become its largest."""
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
-    return np.where(np.isinf(narrow) & np.isfinite(values), np.float32(_FLOAT32_MAX), narrow)
+    infinite = np.isinf(narrow)
+    if infinite.any():
+        narrow[infinite & np.isfinite(values)] = _FLOAT32_MAX
+    return narrow

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.events import summaries
 from telemetry.layers import STATISTICS, Statistic, table
@@ -25,7 +24,7 @@ SPREADS: Mapping[str, Statistic] = {
 """The statistics with such curves, by the name in their tags."""
 
 
-def values_of(record: StepRecord) -> Iterator[Summary.Value]:
+def values_of(record: StepRecord) -> Iterator[bytes]:
     """``depth/<name>/p05``, ``median`` and ``p95`` of a full step.
 
     Quantiles are over the finite values of all layers; those of a logarithm, over the positive
@@ -36,10 +35,11 @@ def values_of(record: StepRecord) -> Iterator[Summary.Value]:
     layers = table(record)
     for name, statistic in SPREADS.items():
         values = layers.known_values(statistic.name)
-        if statistic.log:
-            values = np.log10(values[values > 0])
-        finite = values[np.isfinite(values)]
-        if finite.size:
-            quantiles = np.quantile(finite, list(QUANTILES.values()))
-            for quantile, value in zip(QUANTILES, quantiles, strict=True):
-                yield summaries.scalar(f"depth/{name}/{quantile}", float(value))
+        values = np.sort(values[np.isfinite(values) & (values > 0 if statistic.log else True)])
+        if values.size:
+            values = np.log10(values) if statistic.log else values
+            # Like numpy.quantile, which takes ten times as long.
+            places = np.array(list(QUANTILES.values())) * (values.size - 1)
+            quantiles = np.interp(places, np.arange(values.size), values)
+            for quantile, value in zip(QUANTILES, quantiles.tolist(), strict=True):
+                yield summaries.scalar(f"depth/{name}/{quantile}", value)

@@ -12,8 +12,8 @@ from board import ReadBoard
 from disks import FreezableDisk
 from hypothesis import given
 from hypothesis import strategies as st
+from serialized import summary_of
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.events import FileWriter, list_event_files, read_events, summaries
 
@@ -38,12 +38,12 @@ def test_values_of_a_step_are_one_event(tmp_path: Path) -> None:
     writer.close()
 
     (event,) = read_summaries(tmp_path)
-    assert event == Event(step=7, wall_time=12.5, summary=Summary(value=values))
+    assert event == Event(step=7, wall_time=12.5, summary=summary_of(values))
 
 
 def test_an_event_is_copied_when_it_is_added(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path)
-    event = Event(summary=Summary(value=[summaries.scalar("loss", 0.5)]))
+    event = Event(summary=summary_of([summaries.scalar("loss", 0.5)]))
 
     for step in (np.int64(3), 4.0):
         writer.add_event(event, step, walltime=1.0)
@@ -60,7 +60,7 @@ def test_events_carry_the_time_of_adding(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path)
 
     add_scalar(writer, 0)
-    writer.add_summary(Summary(value=[summaries.scalar("loss", 1.0)]), 1)
+    writer.add_summary(summary_of([summaries.scalar("loss", 1.0)]), 1)
     writer.close()
 
     assert all(before <= event.wall_time <= time.time() for event in read_summaries(tmp_path))
@@ -262,7 +262,7 @@ def test_what_readers_need_is_repeated_where_a_file_is_begun_anew(tmp_path: Path
     writer.close()
 
     again, loss = read_summaries(tmp_path)
-    assert again == Event(step=1, wall_time=13.5, summary=Summary(value=[layout]))
+    assert again == Event(step=1, wall_time=13.5, summary=summary_of([layout]))
     assert loss.step == 7
 
 

@@ -17,16 +17,13 @@ from disks import fill
 from scripts import run_script
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.events import list_event_files, local_files, read_events, summaries
 from telemetry.events.local_files import LocalFiles
 
 
 def record(step: int, tag: str = "loss") -> bytes:
-    values = [summaries.scalar(tag, step)]
-    event = Event(wall_time=1.0, step=step, summary=Summary(value=values))
-    return bytes(event.SerializeToString())
+    return summaries.event_of([summaries.scalar(tag, step)], step, 1.0)
 
 
 def write(files: LocalFiles, *records: bytes) -> None:
@@ -259,7 +256,7 @@ def large_record(step: int) -> bytes:
         summaries.text("note", "x" * 80_000),
         summaries.scalar("accuracy", step),
     ]
-    return bytes(Event(step=step, summary=Summary(value=values)).SerializeToString())
+    return summaries.event_of(values, step, 0.0)
 
 
 @pytest.fixture
@@ -319,9 +316,9 @@ def test_a_reader_that_follows_is_not_left_behind(nearly_full: Path) -> None:
 
 
 def test_of_one_tag_no_step_passes_an_earlier_one(nearly_full: Path) -> None:
-    small = Event(step=1, summary=Summary(value=[summaries.text("note", "fits")]))
+    small = summaries.event_of([summaries.text("note", "fits")], 1, 0.0)
     files = LocalFiles(str(nearly_full / "run"))
-    waiting = deque([large_record(0), small.SerializeToString(), record(1, "other")])
+    waiting = deque([large_record(0), small, record(1, "other")])
 
     with pytest.raises(OSError, match="No space left"):
         files.write(waiting)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripts import run_script
+from serialized import summary_of
 from tensorboard.compat.proto.event_pb2 import Event
 
 from telemetry.events import CorruptEventFileError, EventReader, read_events, reading, summaries
@@ -15,7 +16,7 @@ from telemetry.events.framing import frame
 
 EVENTS = [
     Event(wall_time=1.0, file_version="brain.Event:2"),
-    Event(wall_time=2.0, step=7, summary={"value": [summaries.scalar("loss", 0.5)]}),
+    Event(wall_time=2.0, step=7, summary=summary_of([summaries.scalar("loss", 0.5)])),
     Event(wall_time=3.0, step=8, graph_def=b"graph"),
 ]
 FRAMES = [frame(event.SerializeToString()) for event in EVENTS]

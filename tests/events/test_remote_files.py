@@ -12,8 +12,6 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.events import FileWriter, read_events, remote_files, summaries
 from telemetry.events.remote_files import RemoteFiles
@@ -58,9 +56,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def record(step: int) -> bytes:
-    values = [summaries.scalar("loss", step)]
-    event = Event(wall_time=1.0, step=step, summary=Summary(value=values))
-    return bytes(event.SerializeToString())
+    return summaries.event_of([summaries.scalar("loss", step)], step, 1.0)
 
 
 def write(files: RemoteFiles, *steps: int, urgent: bool = False) -> None:

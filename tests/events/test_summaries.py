@@ -5,9 +5,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from board import ReadBoard
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+from serialized import parsed, summary_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto import types_pb2
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import (
+    DATA_CLASS_BLOB_SEQUENCE,
+    DATA_CLASS_TENSOR,
+    Summary,
+    SummaryMetadata,
+)
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
@@ -15,10 +26,10 @@ from tensorboard.util import tensor_util
 from telemetry.events import summaries
 
 
-def write(logdir: Path, *values: Summary.Value, step: int = 3) -> None:
+def write(logdir: Path, *values: bytes, step: int = 3) -> None:
     """Writes one event with TensorBoard's own writer."""
     writer = EventFileWriter(str(logdir))
-    writer.add_event(Event(wall_time=1.0, step=step, summary=Summary(value=values)))
+    writer.add_event(Event(wall_time=1.0, step=step, summary=summary_of(values)))
     writer.close()
 
 
@@ -76,7 +87,7 @@ def test_histograms_are_found_by_the_event_accumulator(tmp_path: Path) -> None:
 
 
 def test_histogram_metadata_is_what_the_plugin_expects() -> None:
-    metadata = summaries.histogram("grad", [0.0], [1.0], [5]).metadata.plugin_data
+    metadata = parsed(summaries.histogram("grad", [0.0], [1.0], [5])).metadata.plugin_data
 
     assert metadata.plugin_name == histogram_metadata.PLUGIN_NAME
     assert histogram_metadata.parse_plugin_metadata(metadata.content).version == 0
@@ -87,19 +98,19 @@ def test_histogram_metadata_is_what_the_plugin_expects() -> None:
     [
         (1.0, 2**24, np.float32),
         (1.0, 2**24 + 1, np.float64),
-        (1.0, 0.1, np.float64),
+        (1.0, 2**24 + 0.5, np.float32),
         (1e300, 1.0, np.float64),
     ],
 )
-def test_histogram_is_float32_only_where_nothing_is_lost(
+def test_histogram_is_float32_only_where_no_whole_count_is_lost(
     right: float, count: float, dtype: type
 ) -> None:
-    value = summaries.histogram("grad", [0.0], [right], [count])
+    value = parsed(summaries.histogram("grad", [0.0], [right], [count]))
 
     array = tensor_util.make_ndarray(value.tensor)
 
     assert array.dtype == dtype
-    np.testing.assert_array_equal(array, [[0.0, right, count]])
+    np.testing.assert_array_equal(array, np.array([[0.0, right, count]], dtype))
 
 
 def test_images_are_shown(tmp_path: Path, read_board: ReadBoard) -> None:
@@ -147,3 +158,69 @@ def test_bytes_of_a_plugin_come_back_with_trailing_zeros(
 def test_an_unsupported_dtype_is_refused() -> None:
     with pytest.raises(KeyError, match="complex64"):
         summaries.tensor("m/0", np.zeros(2, np.complex64), "telemetry")
+
+
+# --- the bytes are those of protocol buffers
+
+TAGS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
+ARRAYS = arrays(
+    st.sampled_from([np.float32, np.float64, np.int32, np.int64, np.uint8]),
+    array_shapes(min_dims=0, min_side=0, max_side=9),
+)
+
+
+@given(TAGS, st.floats())
+@example("", 0.0)
+@example("loss", -0.0)
+@example("loss", 3.5e38)
+def test_a_scalar_is_serialized(tag: str, value: float) -> None:
+    assert summaries.scalar(tag, value) == serialized(tag, simple_value=value)
+
+
+@given(TAGS, ARRAYS, TAGS.filter(bool), st.binary(max_size=200))
+def test_a_tensor_is_serialized(tag: str, array: np.ndarray, plugin: str, content: bytes) -> None:
+    tensor = TensorProto(
+        dtype=tensor_util.make_tensor_proto(array).dtype,
+        tensor_shape={"dim": [{"size": size} for size in array.shape]},
+        tensor_content=array.tobytes(),
+    )
+    value = serialized(tag, tensor=tensor, metadata=metadata_of(plugin, content))
+    assert summaries.tensor(tag, array, plugin, content) == value
+
+
+@given(TAGS, st.lists(st.binary(max_size=300), min_size=1, max_size=3), st.integers(0, 9999))
+def test_a_text_and_an_image_are_serialized(tag: str, strings: list[bytes], size: int) -> None:
+    def tensor(strings: list[bytes]) -> TensorProto:
+        shape = {"dim": [{"size": len(strings)}]}
+        return TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=strings)
+
+    value = serialized(tag, tensor=tensor(strings[:1]), metadata=metadata_of("telemetry"))
+    assert summaries.tensor(tag, strings[0], "telemetry") == value
+    images = tensor([str(size).encode(), b"7", *strings])
+    metadata = metadata_of("images", data_class=DATA_CLASS_BLOB_SEQUENCE)
+    value = serialized(tag, tensor=images, metadata=metadata)
+    assert summaries.image(tag, strings, size, 7) == value
+
+
+@given(
+    st.lists(st.builds(summaries.scalar, TAGS, st.floats())),
+    st.integers(-(2**63), 2**63 - 1) | st.integers(0, 300),
+    st.floats() | st.integers(0, 2**40) | st.floats(width=32).map(np.float32),
+)
+@example([], 0, 0.0)
+@example([], 1, -0.0)
+def test_an_event_is_serialized(values: list[bytes], step: int, walltime: float) -> None:
+    event = Event(wall_time=walltime, step=step, summary=summary_of(values))
+    assert summaries.event_of(values, step, walltime) == event.SerializeToString()
+
+
+def serialized(tag: str, **fields: object) -> bytes:
+    summary = Summary(value=[Summary.Value(tag=tag, **fields)])  # type: ignore[arg-type]
+    return bytes(summary.SerializeToString())
+
+
+def metadata_of(
+    plugin: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR
+) -> SummaryMetadata:
+    plugin_data = SummaryMetadata.PluginData(plugin_name=plugin, content=content)
+    return SummaryMetadata(plugin_data=plugin_data, data_class=data_class)

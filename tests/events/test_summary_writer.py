@@ -35,6 +35,12 @@ CALLS: dict[str, Add] = {
     "tensor data": lambda w: w.add_tensor("data", torch.arange(6.0).view(2, 3), 7, 5.0),
     "histogram": lambda w: w.add_histogram("grad", torch.linspace(-1, 2, 50), 7, walltime=5.0),
     "raw histogram": lambda w: w.add_histogram_raw("grad", 0, 1, 3, 2, 2, [0, 1], [1, 2], 7, 5.0),
+    "few bins": lambda w: w.add_histogram("grad", np.arange(50.0), 7, walltime=5.0, max_bins=20),
+    "other bins": lambda w: w.add_histogram("grad", np.arange(50.0), 7, "auto", 5.0),
+    "infinite": lambda w: w.add_histogram("grad", np.array([1, np.inf]), 7, walltime=5.0),
+    "raw arrays": lambda w: w.add_histogram_raw(
+        "grad", 0, 1, 3, 2, 2, np.arange(2.0), torch.arange(2), 7, 5.0
+    ),
     "image": lambda w: w.add_image("maps", torch.zeros(3, 4, 5), 7, 5.0),
     "images": lambda w: w.add_images("maps", torch.zeros(2, 3, 4, 5), 7, 5.0),
     "boxes": lambda w: w.add_image_with_boxes(
@@ -247,6 +253,26 @@ def test_wrong_arguments_raise_as_with_torch(tmp_path: Path, wrong: dict[str, An
         torch_writer.add_scalar(**arguments)
     with SummaryWriter(tmp_path / "ours") as writer, pytest.raises(caught.type):
         writer.add_scalar(**arguments)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda w: w.add_histogram("grad", torch.empty(0)),
+        lambda w: w.add_histogram("grad", [0.5]),
+        lambda w: w.add_histogram("grad", torch.tensor([np.nan])),
+        lambda w: w.add_histogram(3, torch.ones(3)),
+        lambda w: w.add_histogram_raw("grad", 0, 1, 1, 1, 1, [1.0], ["many"]),
+        lambda w: w.add_histogram_raw("grad", 0, 1, 1, 1, 1, [1.0], [1.0, 2.0]),
+        lambda w: w.add_histogram_raw("grad", "low", 1, 1, 1, 1, [1.0], [1.0]),
+    ],
+)
+def test_wrong_histograms_raise_as_with_torch(tmp_path: Path, add: Add) -> None:
+    torch_writer = tensorboard.SummaryWriter(str(tmp_path / "torch"))
+    with torch_writer, pytest.raises(Exception) as caught:  # noqa: PT011
+        add(torch_writer)
+    with SummaryWriter(tmp_path / "ours") as writer, pytest.raises(caught.type):
+        add(writer)
 
 
 def test_hparams_refuse_what_torch_refuses(tmp_path: Path) -> None:

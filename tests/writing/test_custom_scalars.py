@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from serialized import parsed, tags_of
 from small_records import full_record
 from tensorboard.plugins.custom_scalar import layout_pb2
 
@@ -11,14 +12,14 @@ from telemetry.writing import custom_scalars, spread, tags
 
 
 def read_layout() -> layout_pb2.Layout:
-    value = custom_scalars.custom_scalars_value()
+    value = parsed(custom_scalars.custom_scalars_value())
     assert value.tag == "custom_scalars__config__"
     return layout_pb2.Layout.FromString(value.tensor.string_val[0])
 
 
 def test_every_chart_finds_its_tags_and_at_most_sixteen() -> None:
     record = full_record(0)
-    written = {value.tag for value in (*tags.values_of(record), *spread.values_of(record))}
+    written = tags_of([*tags.values_of(record), *spread.values_of(record)])
     written |= {"loss", "train/loss", "alerts/count"}
     layout = read_layout()
     assert sum(len(category.chart) for category in layout.category) == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from serialized import parsed
 from tensorboard.plugins.hparams import metadata
 
 from telemetry.writing import hparams
@@ -10,7 +11,7 @@ from telemetry.writing import hparams
 
 def test_values_of_all_types_are_kept() -> None:
     given = {"lr": 0.1, "layers": 3, "norm": True, "optimizer": "sgd"}
-    experiment, start = hparams.values_of(given, metrics=["loss", "accuracy"])
+    experiment, start = map(parsed, hparams.values_of(given, metrics=["loss", "accuracy"]))
     content = metadata.parse_session_start_info_plugin_data(start.metadata.plugin_data.content)
     assert content.hparams["lr"].number_value == 0.1
     assert content.hparams["layers"].number_value == 3

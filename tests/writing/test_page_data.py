@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from known_runs import alert_at, layout_of
+from serialized import tags_of
 
 from telemetry.events import FileWriter
 from telemetry.layers import MATRIX_STATISTICS, MISSING
@@ -132,9 +133,9 @@ def test_steps_that_go_back_begin_a_new_session(tmp_path: Path) -> None:
 def test_within_a_tag_steps_never_go_back() -> None:
     page, last = PageWriter(), {}
     for step in (0, 1, 2, 3, 1, 2, 0, 5):
-        for value in page.values_of(record(step, full=step % 2 == 0)):
-            assert step > last.get(value.tag, -1)
-            last[value.tag] = step
+        for tag in tags_of(page.values_of(record(step, full=step % 2 == 0))):
+            assert step > last.get(tag, -1)
+            last[tag] = step
 
 
 def test_a_later_recorder_goes_on_where_an_earlier_one_was(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_a_later_recorder_goes_on_where_an_earlier_one_was(tmp_path: Path) -> No
 def test_alerts_have_tags_of_their_own(tmp_path: Path) -> None:
     page = PageWriter()
     alerts = [alert_at(0, None), alert_at(0, "b", consequences=("vanishing in a",), stage="worse")]
-    assert len({page.alert_value(alert).tag for alert in alerts}) == 2
+    assert len(tags_of(page.alert_value(alert) for alert in alerts)) == 2
     writer = FileWriter(tmp_path)
     writer.write_values(list(page.values_of(record(0))), 0)
     for alert in alerts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from serialized import summary_of
 from small_records import full_record, tensor
 
 from telemetry.records import Output
@@ -11,7 +12,8 @@ from telemetry.writing import spread
 
 
 def curves(**changes: object) -> dict[str, float]:
-    return {value.tag: value.simple_value for value in spread.values_of(full_record(0, **changes))}
+    values = summary_of(spread.values_of(full_record(0, **changes))).value
+    return {value.tag: value.simple_value for value in values}
 
 
 def test_quantiles_are_taken_over_all_layers() -> None:

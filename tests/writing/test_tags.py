@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from serialized import parsed, summary_of, tags_of
 
 from telemetry.alert import Alert
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
@@ -41,8 +42,8 @@ def record(**fields: object) -> StepRecord:
 
 
 def scalars(step: StepRecord) -> dict[str, float]:
-    values = [value for value in values_of(step) if value.WhichOneof("value") == "simple_value"]
-    return {value.tag: value.simple_value for value in values}
+    values = summary_of(values_of(step)).value
+    return {v.tag: v.simple_value for v in values if v.WhichOneof("value") == "simple_value"}
 
 
 def test_a_step_without_full_measurement_has_only_the_total_norm() -> None:
@@ -65,7 +66,7 @@ def test_outputs_have_histograms_of_their_own_and_curves_together() -> None:
     curves = scalars(record(full=True, outputs=outputs))
     assert curves["activation_mean/0000.Net"] == 1.0
     assert curves["activation_mean/0001.lstm"] == 2.5, "of all outputs"
-    tags = {value.tag for value in values_of(record(full=True, outputs=outputs))}
+    tags = tags_of(values_of(record(full=True, outputs=outputs)))
     assert {"activation/0001.lstm", "activation/0001.lstm[1]"} <= tags
 
 
@@ -93,7 +94,7 @@ def test_scaler_and_clipping_have_curves() -> None:
 
 def test_a_phase_has_only_activations_under_its_name() -> None:
     step = record(phase="validation", full=True, outputs={Output("out"): tensor(1.0)})
-    tags = {value.tag for value in values_of(step)}
+    tags = tags_of(values_of(step))
     assert "validation/activation/0002.out" in tags
     assert all(tag.startswith("validation/") for tag in tags)
     assert not any("grad" in tag for tag in tags)
@@ -109,7 +110,7 @@ def test_each_alert_has_a_tag_of_its_own() -> None:
         threshold=0.0,
         message="line one\nline two",
     )
-    first, second = alert_value(alert, 0), alert_value(alert, 1)
+    first, second = parsed(alert_value(alert, 0)), parsed(alert_value(alert, 1))
     assert first.tag == "alert/0000.nonfinite.out"
     assert second.tag == "alert/0001.nonfinite.out"
     [text] = first.tensor.string_val

@@ -1,0 +1,129 @@
+"""Histograms of sketches, many with each NumPy call: of the values, and of log10 |x|.
+
+A linear axis cannot show the magnitudes of gradients, so these have a histogram of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.events import summaries
+from telemetry.events.summaries import FLOAT32_MAX
+from telemetry.sketch import LAST_BUCKET, Sketch, edges
+
+_AT_ONCE = 128
+
+Rows = tuple[NDArray[Any], Sequence[int]]
+"""The arguments of :func:`summaries.histograms`."""
+
+
+def values_of(sketches: Mapping[str, Sketch]) -> Iterator[bytes]:
+    """A histogram of each sketch, by tag."""
+    return _values(sketches.items(), histograms)
+
+
+def log10_values_of(sketches: Mapping[str, Sketch]) -> Iterator[bytes]:
+    """A histogram of log10 |x| of each sketch, by tag; none of a sketch without such values."""
+    pairs = sketches.items()
+    return _values((pair for pair in pairs if _has_magnitudes(pair[1])), log10_histograms)
+
+
+def _values(
+    sketches: Iterable[tuple[str, Sketch]], rows_of: Callable[[Sequence[Sketch]], Rows]
+) -> Iterator[bytes]:
+    rest = iter(sketches)
+    while part := list(islice(rest, _AT_ONCE)):
+        tags, of_part = zip(*part, strict=True)
+        rows, ends = rows_of(of_part)
+        if rows.dtype == np.float64 and len(part) > 1:  # one of them may be the reason
+            for pair in part:
+                yield from _values([pair], rows_of)
+        else:
+            yield from summaries.histograms(tags, rows, ends)
+
+
+def _has_magnitudes(sketch: Sketch) -> bool:
+    buckets = sketch.buckets
+    return len(buckets) > 1 or (len(buckets) == 1 and bool(buckets[0]))
+
+
+def histograms(sketches: Sequence[Sketch]) -> Rows:
+    """The same as :meth:`Sketch.histogram` of each."""
+    buckets = np.concatenate([sketch.buckets for sketch in sketches]).astype(np.intp)
+    counts = np.concatenate([sketch.counts for sketch in sketches])
+    ends = np.cumsum([len(sketch.buckets) for sketch in sketches])
+    filled = [sketch for sketch in sketches if len(sketch.buckets)]
+    low, high = [sketch.min for sketch in filled], [sketch.max for sketch in filled]
+    # One empty bucket stands for all between two filled ones of a sketch. Where the next sketch
+    # begins, buckets start again from below, or there is a gap that is none.
+    begins = np.zeros(len(buckets) + 1, np.bool_)
+    begins[ends] = True
+    before = np.flatnonzero((np.diff(buckets) > 1) & ~begins[1:-1])
+    gaps = before + np.arange(1, len(before) + 1)
+    source = np.ones(len(buckets) + len(gaps), np.intp)
+    source[gaps] = 0
+    source = source.cumsum() - 1
+    largest = max((*high, *(-x for x in low)), default=0.0)
+    rows = np.empty((len(source), 3), summaries.histogram_dtype(counts, largest))
+    rows[:, :2] = _limits().take(buckets.take(source) + LAST_BUCKET, axis=0)
+    rows[:, 2] = counts.take(source)
+    rows[gaps, 0], rows[gaps, 1], rows[gaps, 2] = rows[gaps - 1, 1], rows[gaps + 1, 0], 0
+    ends += np.searchsorted(before, ends)
+    after = np.unique(ends[ends > 0])
+    rows[after - 1, 1] = high
+    rows[np.append(0, after)[:-1], 0] = low
+    return rows, ends.tolist()
+
+
+def log10_histograms(sketches: Sequence[Sketch]) -> Rows:
+    """Buckets over log10 of the magnitudes, without gaps.
+
+    Both signs count together. Zeros and values in the smallest bucket are left out.
+
+    Args:
+        sketches: Each with a value beyond the smallest bucket.
+    """
+    lengths = [len(sketch.buckets) for sketch in sketches]
+    starts = np.append(0, np.cumsum(lengths)[:-1])
+    magnitudes = np.abs(np.concatenate([sketch.buckets for sketch in sketches])).astype(np.intp)
+    lowest = np.minimum.reduceat(np.where(magnitudes, magnitudes, LAST_BUCKET), starts)
+    sizes = np.maximum.reduceat(magnitudes, starts) - lowest + 1
+    ends = np.cumsum(sizes)
+    shifts = ends - sizes - lowest  # from a magnitude to its place among all
+    counted = magnitudes > 0
+    counts = np.bincount(
+        (magnitudes + shifts.repeat(lengths))[counted],
+        np.concatenate([sketch.counts for sketch in sketches])[counted],
+    ).astype(np.float64, copy=False)
+    rows = np.empty((len(counts), 3), summaries.histogram_dtype(counts, 0.0))
+    rows[:, :2] = _log10_limits().take(np.arange(len(counts)) - shifts.repeat(sizes), axis=0)
+    rows[:, 2] = counts
+    last = ends - 1
+    largest = np.log10([max(abs(sketch.min), abs(sketch.max)) for sketch in sketches])
+    rows[last, 1] = np.maximum(np.minimum(rows[last, 1], largest), rows[last, 0])
+    return rows, ends.tolist()
+
+
+@cache
+def _limits() -> NDArray[np.float32]:
+    """Left and right edges of the buckets from ``-LAST_BUCKET`` to ``LAST_BUCKET``."""
+    limits = edges().copy()
+    limits[-1] = np.inf
+    left = np.concatenate([-limits[:0:-1], limits[1:-1]])
+    return np.column_stack([left, -left[::-1]])
+
+
+@cache
+def _log10_limits() -> NDArray[np.float32]:
+    """Lower and upper log10 of the buckets' magnitudes; that of bucket 0 is not used."""
+    limits = edges().astype(np.float64)
+    limits[0] = limits[1]
+    # The last bucket of float32 has an infinite upper edge.
+    limits[-1] = min(limits[-1], FLOAT32_MAX)
+    return np.column_stack([np.log10(limits[:-1]), np.log10(limits[1:])]).astype(np.float32)
