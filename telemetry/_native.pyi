@@ -61,3 +61,20 @@ def squared_norms(addresses: list[int], counts: list[int], dtypes: bytes, /) -> 
     Raises:
         ValueError: The arguments are not equally long, or a dtype is not known.
     """
+
+def copy_sample(tensor: tuple[int, int, int, int], /) -> bytearray:
+    """A sample of a tensor, its values one after the other.
+
+    The tensor is given by the address of its first element, its number of elements, ``ord`` of the
+    letter of its dtype, and ``sample_step`` as for :func:`measure`: 0 stands for all elements.
+
+    Raises:
+        ValueError: The numbers do not fit each other.
+    """
+
+def compare_sample(tensor: tuple[int, int, int, int], before: bytearray, /) -> tuple[float, float]:
+    """Sum of the squares of how far a sample has moved from its copy, and of the copy's values.
+
+    Raises:
+        ValueError: The numbers do not fit each other, or the copy.
+    """

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from telemetry import kernel
 from telemetry.measure import native
-from telemetry.measure.sampling import sample_step
+from telemetry.measure.sampling import block_sample, sample_step
 from telemetry.records import TensorRecord
 from telemetry.sketch import bucket_indices, sketch_array
 
@@ -174,6 +174,25 @@ def test_norms_show_what_is_not_finite_and_nothing_else(place: int) -> None:
     assert np.isnan(native.squared_norms([tensor])[0])
 
 
+# --- samples -------------------------------------------------------------------------------------
+
+
+@needs_extension
+@pytest.mark.parametrize("size", [1, 2049, 131_072, 131_073, 1_000_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int8])
+def test_a_sample_is_compared_with_its_copy(size: int, dtype: torch.dtype) -> None:
+    tensor = torch.arange(size).remainder(60).to(dtype)
+    sample = block_sample(tensor).to(torch.float64, copy=True)
+    copy = native.copy_sample(tensor)
+    assert copy is not None
+    assert torch.frombuffer(copy, dtype=dtype).double().equal(sample.flatten())
+    tensor += 3
+    moved, before = 9 * sample.numel(), float(sample.square().sum())
+    assert native.compare_sample(tensor, copy) == (moved, before)
+    assert native.compare_sample(torch.zeros(size + 100_000, dtype=dtype), copy) is None
+    assert native.copy_sample(torch.zeros(4, 4)[:, :2]) is None
+
+
 # --- calls ---------------------------------------------------------------------------------------
 
 
@@ -199,6 +218,18 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TypeError):
         _native.measure((address, 6))  # type: ignore[arg-type]
     assert _native.measure([]) == []
+    for sample in ((address, 6, ord("f"), -1), (address, 6, ord("f"), 16), (address, -1, 102, 0)):
+        with pytest.raises(ValueError, match="count"):
+            _native.copy_sample(sample)
+    with pytest.raises(ValueError, match="count"):
+        _native.compare_sample((address, 6, ord("f"), 0), bytearray(23))
+    for refused in ((address,), [address, 6, 102, 0]):
+        with pytest.raises(TypeError):
+            _native.copy_sample(refused)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            _native.compare_sample(refused, bytearray())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="bytearray"):
+        _native.compare_sample((address, 6, ord("f"), 0), b"")  # type: ignore[arg-type]
     for lists in (([address], [6, 6], b"f"), ([address], [6], b"ff"), ([address], [6])):
         with pytest.raises(ValueError, match="as long"):
             _native.squared_norms(*lists)

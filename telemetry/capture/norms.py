@@ -1,4 +1,4 @@
-"""Norms of gradients and parameters, and how far an optimizer step moves a parameter."""
+"""Norms of gradients, parameters and buffers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from torch import Tensor
 
 from telemetry.capture.parameters import plain
 from telemetry.host_copy import HostCopy
-from telemetry.measure import block_sample
 from telemetry.torch_private import joined, norms_of
-
-SMALL = 65_536
-"""Elements up to which a parameter's update is measured in full; above, a sample of as many."""
 
 _CPU = torch.device("cpu")
 
@@ -137,54 +133,3 @@ def _on_host(indices: Sequence[int], norms: Tensor) -> Norms:
     # Python's sum: between two steps of training any other would not be in the core's cache.
     nonfinite = not math.isfinite(sum(norms.tolist()))
     return Norms(indices=tuple(indices), values=norms, known_nonfinite=nonfinite)
-
-
-class UpdateProbe:
-    """How far one optimizer step moved each parameter, relative to its size.
-
-    ``||after − before|| / ||before||`` over all elements of parameters of up to 65,536 elements and
-    over a fixed sample of as many elements of larger ones (within 1 % of the full ratio).
-    """
-
-    def __init__(self, parameters: Sequence[tuple[int, Tensor]]) -> None:
-        self._before: list[tuple[int, Tensor, Tensor]] = []
-        for index, parameter in parameters:
-            sample = _sample(parameter)
-            if sample is not None:
-                self._before.append((index, parameter, sample.clone()))
-
-    def read(self) -> list[UpdateReading]:
-        """Compare with the parameters as they are now; to be called once."""
-        moved: list[tuple[int, Tensor]] = []
-        sizes: list[tuple[int, Tensor]] = []
-        while self._before:
-            index, parameter, before = self._before.pop()
-            after = _sample(parameter)
-            if after is not None and after.shape == before.shape:
-                moved.append((index, after - before))
-                sizes.append((index, before))
-        return [
-            UpdateReading(moved=m.sent(), before=b.sent())
-            for m, b in zip(take_norms(moved), take_norms(sizes), strict=True)
-        ]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class UpdateReading:
-    """Norms of some parameters' updates and of the parameters before them."""
-
-    moved: NormReading
-    before: NormReading
-
-    def read(self) -> tuple[tuple[int, ...], NDArray[np.float64]]:
-        """Indices and update ratios ``[k]``: inf if zeros moved, NaN if they stayed."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios: NDArray[np.float64] = self.moved.read()[0] / self.before.read()[0]
-        return self.moved.indices, ratios
-
-
-def _sample(parameter: Tensor) -> Tensor | None:
-    values = plain(parameter)
-    if values is None or values.numel() == 0:
-        return None
-    return values if values.numel() <= SMALL else block_sample(values)

@@ -9,6 +9,14 @@ from __future__ import annotations
 
 from telemetry.measure.fingerprint import fingerprint
 from telemetry.measure.measurer import Measurements, Measurer
+from telemetry.measure.native import compare_sample, copy_sample
 from telemetry.measure.sampling import block_sample
 
-__all__ = ["Measurements", "Measurer", "block_sample", "fingerprint"]
+__all__ = [
+    "Measurements",
+    "Measurer",
+    "block_sample",
+    "compare_sample",
+    "copy_sample",
+    "fingerprint",
+]

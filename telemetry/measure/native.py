@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from telemetry.kernel import available
+from telemetry.measure.sampling import sample_step
+from telemetry.measure.tensors import in_memory_order
 from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch
@@ -106,3 +109,35 @@ def squared_norms(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
     counts = [tensor.numel() for tensor in tensors]
     dtypes = bytes([DTYPES[tensor.dtype] for tensor in tensors])
     return np.frombuffer(_native.squared_norms(addresses, counts, dtypes), np.float64)
+
+
+def copy_sample(tensor: Tensor) -> bytearray | None:
+    """The values of a tensor, or of :func:`~telemetry.measure.block_sample` if that has less.
+
+    None for what the extension does not read: it is on another device, has gaps, or the like.
+    """
+    place = _place_of_sample(tensor)
+    return None if place is None else _native.copy_sample(place)
+
+
+def compare_sample(tensor: Tensor, before: bytearray) -> tuple[float, float] | None:
+    """Sum of the squares of how far the values have moved from a copy of them, and of the copy's.
+
+    None if the tensor is no longer of this size.
+    """
+    place = _place_of_sample(tensor)
+    if place is None:
+        return None
+    with suppress(ValueError):
+        return _native.compare_sample(place, before)
+    return None
+
+
+def _place_of_sample(tensor: Tensor) -> tuple[int, int, int, int] | None:
+    if not tensor.is_cpu or tensor.dtype not in DTYPES:
+        return None
+    tensor = tensor if tensor.is_contiguous() else in_memory_order(tensor, None).tensor
+    if not tensor.is_contiguous():
+        return None
+    count = tensor.numel()
+    return tensor.data_ptr(), count, DTYPES[tensor.dtype], sample_step(count)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from telemetry.capture.norms import UpdateProbe, take_norms
+from telemetry.capture.norms import take_norms
+from telemetry.capture.updates import UpdateProbe
 
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = st.lists(st.sampled_from([0, 1, 3, 64, 1000, 1024, 1025, 5000]), max_size=12)
@@ -67,6 +68,8 @@ def test_infinite_and_nan_are_told_from_huge(size: int, bits: int, is_finite: bo
 
 def test_an_update_is_compared_with_its_own_parameter() -> None:
     parameters = [torch.ones(2000), torch.ones(10), torch.ones(10, dtype=torch.float64)]
+    parameters += [torch.ones(300_000), torch.ones(9, 5)[:, ::2], torch.ones(10).to(torch.bfloat16)]
+    parameters += [torch.ones(8, 3, 5, 5).to(memory_format=torch.channels_last), torch.ones(0)]
     probe = UpdateProbe(list(enumerate(parameters)))
     for place, parameter in enumerate(parameters):
         parameter *= 1 + 0.1 * (place + 1)
@@ -75,4 +78,26 @@ def test_an_update_is_compared_with_its_own_parameter() -> None:
         for indices, values in (update.read() for update in probe.read())
         for index, ratio in zip(indices, values, strict=True)
     }
-    assert ratios == pytest.approx({0: 0.1, 1: 0.2, 2: 0.3}, rel=1e-5)
+    exact = {index: 0.1 * (index + 1) for index in (0, 1, 2, 3, 4, 6)}
+    assert {i: r for i, r in ratios.items() if i != 5} == pytest.approx(exact, rel=1e-4)
+    assert ratios[5] == pytest.approx(0.6, rel=2**-7)  # of bfloat16
+
+
+def test_the_update_of_a_parameter_that_becomes_another_size_is_unknown() -> None:
+    parameters = [torch.ones(10), torch.ones(10)]
+    probe = UpdateProbe(list(enumerate(parameters)))
+    parameters[0].data = torch.ones(11)
+    parameters[1].zero_()
+    (reading,) = probe.read()
+    indices, ratios = reading.read()
+    assert (indices, ratios.tolist()) == ((1,), [1.0])
+
+
+def test_zeros_that_move_have_no_finite_update() -> None:
+    parameters = [torch.zeros(3), torch.zeros(3)]
+    probe = UpdateProbe(list(enumerate(parameters)))
+    parameters[0] += 1
+    (reading,) = probe.read()
+    found = dict(zip(*reading.read(), strict=True))
+    assert found[0] == float("inf")
+    assert found[1] != found[1]
