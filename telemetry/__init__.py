@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from telemetry.version import __version__
+
 if TYPE_CHECKING:
     from telemetry.alert import Alert, TelemetryAlert
     from telemetry.events.summary_writer import SummaryWriter
@@ -43,8 +45,6 @@ __all__ = [
     "scale_gradients",
     "zero_gradients",
 ]
-__version__ = "0.1.0"
-
 _HOMES = {
     "Alert": "telemetry.alert",
     "HookLogger": "telemetry.logger",
