@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from telemetry.version import __version__
+
 if TYPE_CHECKING:
     from telemetry.alert import Alert as Alert
     from telemetry.alert import TelemetryAlert as TelemetryAlert
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from telemetry.records import TensorRecord as TensorRecord
     from telemetry.rule import Rule as Rule
     from telemetry.sketch import Sketch as Sketch
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Alert": "telemetry.alert",

@@ -85,6 +85,8 @@ def parse_json(text: bytes) -> Any:
         raise ValueError(f"larger than {MAX_JSON_BYTES >> 20} MiB")
     try:
         return json.loads(text)
+    except UnicodeDecodeError:
+        raise ValueError("not a text") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

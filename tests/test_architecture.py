@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
     {"_native", "moments", "budget", "directory_claim", "palette", "plain_text", "sparkline"}
-    | {"untrusted"},
+    | {"untrusted", "version"},
     {"kernel", "sketch", "tag_names"},
     {"alert", "records", "schedule", "faults", "host_copy", "torch_private", "first_rank"},
     {"layers", "rule", "selection", "measure", "images", "events"}
@@ -43,6 +43,7 @@ TORCH_FREE = {
     "sparkline",
     "tag_names",
     "untrusted",
+    "version",
     "alert",
     "records",
     "rule",

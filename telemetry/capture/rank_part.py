@@ -177,8 +177,7 @@ def _updates(
     count = len(record.layout.parameters)
     moved, sizes = np.full(count, np.nan), np.full(count, np.nan)
     for update in captured.window.updates:
-        norms = update.moved.read()[0]
-        for index, moved_norm in zip(update.moved.indices, norms, strict=True):
+        for index, moved_norm in zip(update.indices, update.norms()[0], strict=True):
             name = record.layout.parameters[index].name
             weight = record.weights.get(name)
             if weight is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import gzip
 import html
@@ -12,11 +13,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
+from telemetry.commands.arguments import Commands, add_command, add_run
+from telemetry.commands.opening import only_log_dir
+from telemetry.commands.output import tell_problems
 from telemetry.flight import explain, flight_files
 from telemetry.layers import PAGE_STATISTICS
+from telemetry.plain_text import printable
 from telemetry.reading import payloads
 from telemetry.reading.builtin_tags import histogram_tags
-from telemetry.reading.files import FileSource
+from telemetry.reading.log_dirs import open_run
 from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
@@ -52,6 +60,32 @@ script-src 'unsafe-inline' data:; style-src 'unsafe-inline'">
 """
 
 
+def add_report(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "report",
+        _report,
+        does="write one HTML file with the page and the data of a run",
+        example="telemetry report runs/mnist -o report.html",
+    )
+    add_run(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        default="report.html",
+        help="the file to write (default: %(default)s)",
+    )
+
+
+def _report(args: argparse.Namespace, console: Console) -> int:
+    tell_problems(write_report(only_log_dir(args.run), args.output))
+    size = args.output.stat().st_size
+    console.print(Text(printable(f"{args.output} ({size / 1e6:.1f} MB)")), soft_wrap=True)
+    return 0
+
+
 def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> list[str]:
     """Writes the report of a run.
 
@@ -66,19 +100,16 @@ def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) 
 
     Raises:
         FileNotFoundError: ``log_dir`` holds no event files.
-        ValueError: They hold no telemetry data, or data of a later version.
+        ValueError: As for :func:`~telemetry.reading.log_dirs.open_run`.
         OSError: The file cannot be written.
     """
-    source = FileSource(log_dir)
-    run = RunData(source)
+    run = open_run(log_dir)
     overview = run.overview()
-    if not overview.layers:
-        raise ValueError(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
     name = Path(log_dir).resolve().name
     page = _page(name, overview, _data(name, run, overview), _faults(log_dir))
     # The directory's name may not be valid UTF-8.
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
-    return list(source.problems)
+    return list(run.source.problems)
 
 
 def _page(name: str, overview: Overview, data: dict[str, Any], faults: str) -> str:

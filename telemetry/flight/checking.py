@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, get_args
 
 from telemetry import untrusted
 from telemetry.alert import parse_alert
 from telemetry.flight.document import COLUMNS, MAX_ALERTS, MAX_MODULES, When
+from telemetry.flight.file import read_flight
 
 _MEASURED = untrusted.listed(untrusted.optional(untrusted.number))
 _NAMES = untrusted.listed(untrusted.name, most=MAX_MODULES)
@@ -42,15 +44,25 @@ def _profile(content: Any) -> dict[str, Any]:
     return _PROFILE({**defaults, **content} if type(content) is dict else content)
 
 
-def check(contents: Any) -> dict[str, Any]:
+def read_checked(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The fields of a flight file that :mod:`telemetry.flight.explaining` uses.
 
     Returns:
         The fields, with each alert as an :class:`~telemetry.alert.Alert`, and numbers as floats.
 
     Raises:
-        ValueError: A field is missing or has a wrong value; the message names it.
+        OSError: The file cannot be read.
+        ValueError: It is not a flight file, or a field is missing or has a wrong value; the message
+            names it.
     """
+    contents = read_flight(path)
+    try:
+        return _check(contents)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def _check(contents: Any) -> dict[str, Any]:
     known: dict[str, Any] = _FIELDS(contents)
     modules, steps = known["modules"], known["steps"]
     if len(modules["name"]) != len(modules["type"]):

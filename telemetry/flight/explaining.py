@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from telemetry.flight.checking import check
-from telemetry.flight.file import flight_files, read_flight
+from telemetry.flight.checking import read_checked
+from telemetry.flight.file import flight_files
 from telemetry.plain_text import called, printable
 from telemetry.sparkline import sparkline
 
@@ -37,10 +37,10 @@ def explain(path_or_run: str | os.PathLike[str]) -> str:
         ValueError: The file is not a flight file.
     """
     path = Path(path_or_run)
-    if path.is_file():
-        return _explain_file(path)
-    if not path.is_dir():
+    if not path.exists():
         raise FileNotFoundError(f"no such file or directory: {os.fspath(path)}")
+    if not path.is_dir():
+        return _explain_file(path)
     files = flight_files(path)
     if not files:
         return f"{path}: has no flight file: no alert of severity error and no exception so far\n"
@@ -59,11 +59,7 @@ def _explain_or_skip(path: Path) -> str:
 
 
 def _explain_file(path: Path) -> str:
-    contents = read_flight(path)
-    try:
-        flight = check(contents)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    flight = read_checked(path)
     sections = [_headline(flight), *_alerts(flight), *_exception(flight), _batch(flight)]
     return "\n".join([f"{path}", *sections, *_curves(flight), *_table(flight)]) + "\n"
 

@@ -49,7 +49,10 @@ def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
         contents = read_json_file(path)
         found = fields(format=name)(contents)["format"]
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: not a flight file: {error}") from None
+        raise ValueError(
+            f"{os.fspath(path)}: not a flight file: {error}; give a flight-<step>.json, "
+            "or the directory of a run"
+        ) from None
     if found != FORMAT:
         raise ValueError(f"{os.fspath(path)}: has the format {found[:100]!r}, not {FORMAT!r}")
     return dict(contents)

@@ -22,7 +22,7 @@ class LayerSummary:
     """One layer.
 
     Attributes:
-        name: In ``named_modules()``.
+        module_name: In ``named_modules()``.
         type_name: The name of its class.
         last: The latest value; may be NaN or infinite.
         median: Median of the finite values; NaN without any.
@@ -31,7 +31,7 @@ class LayerSummary:
         alert_count: How many alerts name it.
     """
 
-    name: str
+    module_name: str
     type_name: str
     last: float
     median: float
@@ -40,21 +40,13 @@ class LayerSummary:
     alert_count: int
 
 
-def summarize(run: RunData, statistic: Statistic, *, most: int | None = None) -> list[LayerSummary]:
-    """The layers that have the statistic, in forward order.
-
-    Args:
-        run: The run to read.
-        statistic: One that the page shows.
-        most: Largest number of layers: those with alerts first, then the first ones.
-    """
-    overview, matrix = run.overview(), run.matrix(statistic.name)
-    alerts = Counter(alert.module_name for alert in overview.alerts)
-    rows = np.flatnonzero((matrix.values != MISSING).any(axis=0)).tolist()
-    by_importance = sorted(rows, key=lambda row: not alerts[overview.layers[row].name])
+def summarize(run: RunData, statistic: Statistic) -> list[LayerSummary]:
+    """The layers that have the statistic, which the page shows, in forward order."""
+    layers, matrix = run.overview().layers, run.matrix(statistic.name)
+    alerts = Counter(alert.module_name for alert in run.overview().alerts)
     return [
-        _summarize(overview.layers[row], matrix.values[:, row], alerts, log=statistic.log)
-        for row in sorted(by_importance[:most])
+        _summarize(layers[row], matrix.values[:, row], alerts, log=statistic.log)
+        for row in np.flatnonzero((matrix.values != MISSING).any(axis=0))
     ]
 
 
@@ -64,7 +56,7 @@ def _summarize(
     values = curve[curve != MISSING].astype(np.float64)
     finite = values[np.isfinite(values)]
     return LayerSummary(
-        name=layer.name,
+        module_name=layer.name,
         type_name=layer.type_name,
         last=float(values[-1]),
         median=float(np.median(finite)) if finite.size else math.nan,

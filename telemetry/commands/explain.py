@@ -1,0 +1,91 @@
+"""``telemetry explain``: what was recorded around a fault."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from telemetry.alert import alert_fields
+from telemetry.commands.arguments import Commands, add_command, add_form, add_runs
+from telemetry.commands.opening import LogDirs
+from telemetry.commands.output import print_records
+from telemetry.flight import explain, flight_files, read_checked
+from telemetry.layers import STATISTICS
+from telemetry.plain_text import printable
+from telemetry.reading.log_dirs import has_event_files
+
+_RECORD = (
+    "file", "complete", "step", "batch", "first_bad_module", "alerts", "exception", "random",
+    "steps", "modules", "profiles",
+)  # fmt: skip
+_STATISTICS = tuple(statistic.name for statistic in STATISTICS)
+_ROW = ("file", "fault_step", "when", "step", "module_name", "type_name", *_STATISTICS)
+
+
+def add_explain(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "explain",
+        _explain,
+        does="print what was recorded around faults",
+        example="telemetry explain runs/mnist\n  telemetry explain runs/mnist/flight-120.json",
+    )
+    add_runs(parser, or_file=", or a flight-<step>.json from it")
+    add_form(parser)
+
+
+def _explain(args: argparse.Namespace, console: Console) -> int:
+    files = [path for path in args.runs if path.exists() and not path.is_dir()]
+    others = [path for path in args.runs if path not in files]
+    runs = LogDirs(others, lambda path: has_event_files(path) or bool(flight_files(path)))
+    paths = [*files, *runs.found]
+    if args.form == "csv":
+        print_records(
+            "csv", _ROW, (row for flight in _flights(paths, runs) for row in _rows(flight))
+        )
+    elif args.form == "json":
+        print_records("json", _RECORD, _flights(paths, runs))
+    else:
+        for path in paths:
+            try:
+                lines = explain(path).splitlines()
+            except (OSError, ValueError) as error:
+                runs.fail(error)
+                continue
+            for line in lines:
+                console.print(Text(printable(line)), soft_wrap=True)
+    return runs.status
+
+
+def _flights(paths: list[Path], runs: LogDirs) -> Iterator[dict[str, Any]]:
+    """The contents of all flight files."""
+    for path in paths:
+        for file in flight_files(path) if path.is_dir() else [path]:
+            try:
+                flight = read_checked(file)
+            except (OSError, ValueError) as error:
+                runs.fail(error)
+            else:
+                alerts = [alert_fields(alert) for alert in flight["alerts"]]
+                yield {**flight, "file": str(file), "alerts": alerts}
+
+
+def _rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One for each profile and module."""
+    modules = flight["modules"]
+    for profile in flight["profiles"]:
+        for place, module_name in enumerate(modules["name"]):
+            yield {
+                "file": flight["file"],
+                "fault_step": flight["step"],
+                "when": profile["when"],
+                "step": profile["step"],
+                "module_name": module_name,
+                "type_name": modules["type"][place],
+                **{name: profile[name][place] for name in _STATISTICS},
+            }

@@ -1,0 +1,87 @@
+"""Finds and opens the runs that a command is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from telemetry.commands.output import reason, tell_problems
+from telemetry.reading.log_dirs import NoTelemetryError, find_log_dirs, has_event_files, open_run
+from telemetry.reading.run_data import RunData
+
+
+class LogDirs:
+    """The directories of runs at and below the given ones; what cannot be read is told on stderr.
+
+    Args:
+        paths: The given directories.
+        is_log_dir: Whether a directory is one of a run.
+
+    Attributes:
+        found: The directories, each once.
+        status: For the shell: 2 if a path or a run could not be read, else 0.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], is_log_dir: Callable[[Path], bool] = has_event_files
+    ) -> None:
+        self.found: list[Path] = []
+        self.status = 0
+        self._given = paths
+        for path in paths:
+            try:
+                below = list(find_log_dirs(path, is_log_dir=is_log_dir, skipped=_skipped))
+            except OSError as error:
+                self.fail(error)
+                continue
+            if not below:
+                self.fail(FileNotFoundError(f"no event files in {path}"))
+            self.found += [log_dir for log_dir in below if log_dir not in self.found]
+
+    @property
+    def several(self) -> bool:
+        return len(self.found) > 1
+
+    def opened(self) -> Iterator[tuple[Path, RunData]]:
+        """Each run with its directory; directories that others wrote are skipped."""
+        count = 0
+        for log_dir in self.found:
+            try:
+                run = open_run(log_dir)
+            except NoTelemetryError as error:
+                if log_dir in self._given:
+                    self.fail(error)
+                else:
+                    tell_problems([f"skipped {error}"])
+            except (OSError, ValueError) as error:
+                self.fail(error)
+            else:
+                count += 1
+                yield log_dir, run
+                tell_problems(run.source.problems)
+        if not count:
+            self.status = 2
+
+    def fail(self, error: OSError | ValueError) -> None:
+        tell_problems([reason(error)])
+        self.status = 2
+
+
+def _skipped(error: OSError) -> None:
+    tell_problems([f"skipped {reason(error)}"])
+
+
+def only_log_dir(path: Path) -> Path:
+    """The directory of a run: ``path``, or the only one below it.
+
+    Raises:
+        OSError: ``path`` cannot be read, or has no run.
+        ValueError: There are several runs.
+    """
+    found = list(find_log_dirs(path, skipped=_skipped))
+    if not found:
+        raise FileNotFoundError(f"no event files in {path}")
+    if path in found or len(found) == 1:
+        return found[0]
+    names = ", ".join(str(log_dir.relative_to(path)) for log_dir in found[:10])
+    raise ValueError(f"{path} holds {len(found)} runs; choose one of them: {names}")

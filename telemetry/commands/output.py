@@ -1,0 +1,134 @@
+"""How commands print: tables that fit into the terminal, records as JSON or CSV, problems."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TextIO
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from telemetry.plain_text import printable
+
+_GAP = "  "
+_NARROWEST = 24  # cells of the first column, unless it needs less
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table for terminals.
+
+    Attributes:
+        title: Its heading.
+        cells: One for each row.
+        weight: Where there is little room, the columns of the smallest weights are left out.
+        is_number: Whether it is aligned to the right.
+    """
+
+    title: str
+    cells: Sequence[Text]
+    weight: int
+    is_number: bool = False
+
+    @cached_property
+    def width(self) -> int:
+        return max(cell_len(self.title), *(text.cell_len for text in self.cells))
+
+
+def new_console() -> Console:
+    """Prints to a terminal in its width, to a file or a pipe in any width."""
+    console = Console(highlight=False, emoji=False)
+    return console if console.is_terminal else Console(highlight=False, emoji=False, width=1 << 20)
+
+
+def print_table(
+    console: Console, title: str, names: Sequence[Text], others: Sequence[Column]
+) -> None:
+    """Prints a column of names, and as many of the others as fit beside it.
+
+    Names are never cut: where there is no room, they continue on the next line.
+    """
+    widest = max(cell_len(title), *(name.cell_len for name in names))
+    shown = list(others)
+    while shown and min(widest, _NARROWEST) + _width(shown) > console.width:
+        shown.remove(min(shown, key=lambda column: column.weight))
+    width = max(1, min(widest, console.width - _width(shown)))
+    heads = [Text(column.title) for column in shown]
+    for row, name in enumerate([Text(title), *names]):
+        cells = heads if row == 0 else [column.cells[row - 1].copy() for column in shown]
+        for column, cell in zip(shown, cells, strict=True):
+            cell.align("right" if column.is_number else "left", column.width)
+        fits = name.cell_len <= width
+        first, *further = [name] if fits else name.wrap(console, width, overflow="fold")
+        first.pad_right(width - first.cell_len)
+        for line in (Text(_GAP).join([first, *cells]), *further):
+            line.rstrip()
+            console.print(line, style=None if row else "bold", soft_wrap=True)
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return sum(len(_GAP) + column.width for column in columns)
+
+
+def print_records(form: str, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
+    """Prints a table for programs, one record after another.
+
+    Args:
+        form: ``json``, a list of objects, or ``csv``.
+        columns: What to print of each record.
+        records: JSON has ``"nan"``, ``"inf"`` and ``"-inf"`` for numbers that it lacks.
+    """
+    if form == "csv":
+        rows = ([_cell(record[column]) for column in columns] for record in records)
+        write_csv(sys.stdout, columns, rows)
+        return
+    before = "["
+    for record in records:
+        text = json.dumps({column: _plain(record[column]) for column in columns})
+        print(f"{before}\n{text}", end="")
+        before = ","
+    print("\n]" if before == "," else "[]")
+
+
+def write_csv(file: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+
+
+def number(value: float) -> Text:
+    return Text(f"{value:.3g}", style="" if math.isfinite(value) else "bold red")
+
+
+def tell_problems(problems: Iterable[str]) -> None:
+    for problem in problems:
+        print(f"telemetry: {printable(problem)}", file=sys.stderr)
+
+
+def reason(error: OSError | ValueError) -> str:
+    """What happened, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def _cell(value: Any) -> str:
+    """A text without line breaks or control characters, so that a record is a line."""
+    if isinstance(value, (list, tuple)):
+        return "; ".join(map(_cell, value))
+    return "" if value is None else printable(str(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

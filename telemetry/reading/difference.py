@@ -1,0 +1,166 @@
+"""Finds where two runs part: for each statistic, the first step and layer with another number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.layers import MISSING, PAGE_STATISTICS
+from telemetry.reading import builtin_tags
+from telemetry.reading.matrix import Matrix
+from telemetry.reading.run_data import RunData
+from telemetry.reading.windows import windows
+
+_FORWARD, _BACKWARD, _UPDATE = 1, 2, 3
+ARISES = {
+    "weight_norm": 0,
+    "weight_rms": 0,
+    "activation_grad_rms": _BACKWARD,
+    "grad_norm": _BACKWARD,
+    "grad_rms": _BACKWARD,
+    "update_ratio": _UPDATE,
+    "second_moment_rms": _UPDATE,
+    "nonfinite": _UPDATE,
+}
+"""The order within a step in which statistics arise; the others do in the forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first step at which one statistic differs.
+
+    Attributes:
+        statistic: Its name, or the tag of a curve of the whole run, such as ``loss``.
+        step: The step.
+        module_name: Of the layers that differ there, the one whose number was computed first; None
+            for a curve.
+        first: The number in the first run.
+        second: The number in the second run.
+        layer_count: How many layers differ at this step; 0 for a curve.
+    """
+
+    statistic: str
+    step: int
+    module_name: str | None
+    first: float
+    second: float
+    layer_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two runs next to each other.
+
+    Attributes:
+        differences: At most one per statistic and curve, in the order in which they arose: by step,
+            and within a step weights, forward pass, backward pass, update.
+        step_count: Steps that both runs recorded.
+        layer_count: Layers that both runs have.
+        only_first: Names of the first run's other layers.
+        only_second: Names of the second run's other layers.
+    """
+
+    differences: Sequence[Difference]
+    step_count: int
+    layer_count: int
+    only_first: Sequence[str]
+    only_second: Sequence[str]
+
+
+def compare(first: RunData, second: RunData, *, tolerance: float = 0.0) -> Comparison:
+    """Compares two runs at the steps and in the layers that both have.
+
+    Args:
+        first: A run.
+        second: Another.
+        tolerance: Numbers are the same if they differ by at most this share of the larger one. NaN
+            is the same as NaN, and infinity as infinity.
+    """
+    names = [[layer.name for layer in run.overview().layers] for run in (first, second)]
+    known = [set(of_run) for of_run in names]
+    both = [name for name in names[0] if name in known[1]]
+    found, step_count = _of_layers(first, second, both, tolerance)
+    found += _of_curves(first, second, tolerance)
+    return Comparison(
+        differences=sorted(found, key=lambda d: (d.step, ARISES.get(d.statistic, _FORWARD))),
+        step_count=step_count,
+        layer_count=len(both),
+        only_first=[name for name in names[0] if name not in known[1]],
+        only_second=[name for name in names[1] if name not in known[0]],
+    )
+
+
+def _of_layers(
+    first: RunData, second: RunData, names: Sequence[str], tolerance: float
+) -> tuple[list[Difference], int]:
+    """Where each statistic of these layers first differs, and how many steps both runs have."""
+    rows = [_rows(run, names) for run in (first, second)]
+    found: dict[str, Difference] = {}
+    steps: set[int] = set()
+    for of_runs in windows([first, second], [statistic.name for statistic in PAGE_STATISTICS]):
+        for statistic, *pair in zip(PAGE_STATISTICS, *of_runs, strict=True):
+            common, one, other = _aligned(pair, rows)
+            steps.update(common.tolist())
+            differ = (one != MISSING) & (other != MISSING) & ~_same(one, other, tolerance)
+            if statistic.name not in found and differ.any():
+                column = int(differ.any(axis=1).argmax())
+                layers = np.flatnonzero(differ[column])
+                row = layers[-1 if ARISES.get(statistic.name) == _BACKWARD else 0]
+                found[statistic.name] = Difference(
+                    statistic=statistic.name,
+                    step=int(common[column]),
+                    module_name=names[row],
+                    first=float(one[column, row]),
+                    second=float(other[column, row]),
+                    layer_count=len(layers),
+                )
+    return list(found.values()), len(steps)
+
+
+def _rows(run: RunData, names: Sequence[str]) -> NDArray[np.intp]:
+    """The row of each of these layers."""
+    row_of = {layer.name: row for row, layer in enumerate(run.overview().layers)}
+    return np.array([row_of[name] for name in names], np.intp)
+
+
+def _aligned(
+    pair: Sequence[Matrix], rows: Sequence[NDArray[np.intp]]
+) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+    """The common steps ``[k]``, and the values of both at these, ``[k, common layers]``."""
+    first, second = pair
+    steps, *columns = np.intersect1d(first.steps, second.steps, True, return_indices=True)
+    return steps, first.values[columns[0]][:, rows[0]], second.values[columns[1]][:, rows[1]]
+
+
+def _same(
+    first: NDArray[np.float32], second: NDArray[np.float32], tolerance: float
+) -> NDArray[np.bool_]:
+    one, other = first.astype(np.float64), second.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(one - other) <= tolerance * np.maximum(np.abs(one), np.abs(other))
+    finite = np.isfinite(one) & np.isfinite(other)
+    same: NDArray[np.bool_] = (one == other) | (np.isnan(one) & np.isnan(other)) | (near & finite)
+    return same
+
+
+def _of_curves(first: RunData, second: RunData, tolerance: float) -> Iterator[Difference]:
+    """Where the loss and the learning rates first differ."""
+    tags = [tag for _, tag in builtin_tags.scalar_curves(first.source.scalar_tags())]
+    read = [run.source.read_scalars(tags) for run in (first, second)]
+    for tag in tags:
+        one, other = (dict(found.get(tag, ())) for found in read)
+        steps = sorted(one.keys() & other.keys())
+        first_values = np.array([one[step] for step in steps], np.float32)
+        second_values = np.array([other[step] for step in steps], np.float32)
+        for place in np.flatnonzero(~_same(first_values, second_values, tolerance))[:1]:
+            yield Difference(
+                statistic=tag,
+                step=steps[place],
+                module_name=None,
+                first=one[steps[place]],
+                second=other[steps[place]],
+                layer_count=0,
+            )

@@ -1,0 +1,74 @@
+"""Finds the runs below a directory, and opens them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from telemetry.events import list_event_files
+from telemetry.reading.files import FileSource
+from telemetry.reading.run_data import RunData
+
+
+class NoTelemetryError(ValueError):
+    """There are event files, but telemetry did not write them."""
+
+
+def natural_key(text: str) -> list[str | int]:
+    """Sorts ``run10`` behind ``run9``."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
+
+
+def has_event_files(path: Path) -> bool:
+    return bool(list_event_files(path))
+
+
+def find_log_dirs(
+    path: Path,
+    *,
+    is_log_dir: Callable[[Path], bool] = has_event_files,
+    skipped: Callable[[OSError], object] = lambda error: None,
+) -> Iterator[Path]:
+    """The directories of runs at and below ``path``, in natural order; links are followed.
+
+    Args:
+        path: A directory.
+        is_log_dir: Whether a directory is one of them.
+        skipped: Called with the reason for each directory that cannot be read.
+
+    Raises:
+        OSError: ``path`` is not a directory, or cannot be read.
+    """
+    if path.is_file():
+        raise NotADirectoryError(f"{path} is a file; give the directory of the run: {path.parent}")
+    if not path.is_dir():
+        raise FileNotFoundError(f"no such directory: {path}")
+    seen: set[str] = set()
+    for folder, folders, _ in os.walk(path, onerror=skipped, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a link to a directory above it, or a second one to the same
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort(key=natural_key)
+        try:
+            if is_log_dir(Path(folder)):
+                yield Path(folder)
+        except OSError as error:
+            skipped(error)
+
+
+def open_run(log_dir: str | os.PathLike[str]) -> RunData:
+    """The run in a directory.
+
+    Raises:
+        FileNotFoundError: There are no event files.
+        NoTelemetryError: They hold no telemetry data.
+        NewerFormatError: They hold data of a later version only.
+    """
+    run = RunData(FileSource(log_dir))
+    if not run.overview().layers:
+        raise NoTelemetryError(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
+    return run
