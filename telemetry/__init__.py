@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from telemetry.version import __version__
+from telemetry.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from telemetry.alert import Alert as Alert
