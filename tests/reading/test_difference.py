@@ -44,7 +44,7 @@ def write(
 @pytest.fixture(params=["at once", "in pieces"])
 def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "in pieces":
-        monkeypatch.setattr(numbers, "READ_BYTES", 1 << 10)
+        monkeypatch.setattr(numbers, "READ_BYTES", 1 << 11)
 
 
 @pytest.mark.usefixtures("_pieces")
@@ -75,7 +75,7 @@ def test_every_step_is_a_row_of_each_layer(tmp_path: Path) -> None:
 
 def test_windows_leave_no_step_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
-    monkeypatch.setattr(numbers, "READ_BYTES", 1 << 10)
+    monkeypatch.setattr(numbers, "READ_BYTES", 1 << 11)
     run = open_run(tmp_path)
     assert run.matrix("grad_norm").sampled
     found = [matrix for [[matrix]] in windows([run], ["grad_norm"])]
