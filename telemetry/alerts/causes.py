@@ -29,6 +29,7 @@ CAUSES: dict[str, set[str]] = {
     "nonfinite": _EXPLOSIONS | _LOSS | {"ranks_diverge"},
     "loss_divergence": _EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"},
     "loss_spike": _EXPLOSIONS | {"loss_divergence", "dead_units", "saturated_units", "nonfinite"},
+    "attention_collapse": {"logit_growth"},
     "loss_stuck": {"learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"},
     "no_learning": {"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"},
 }

@@ -17,6 +17,7 @@ from telemetry.alerts.eval_mode import EvalMode
 from telemetry.alerts.exploding_activation import ExplodingActivation
 from telemetry.alerts.exploding_gradient import ExplodingGradient
 from telemetry.alerts.learning_rate_zero import LearningRateZero
+from telemetry.alerts.logit_growth import LogitGrowth
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.alerts.loss_spike import LossSpike
 from telemetry.alerts.loss_stuck import LossStuck
@@ -51,6 +52,7 @@ _RULES: Mapping[str, Callable[..., Rule]] = {
         LearningRateZero,
         EvalMode,
         SameBatch,
+        LogitGrowth,
         AttentionCollapse,
         LossStuck,
     )

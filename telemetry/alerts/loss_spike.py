@@ -72,7 +72,7 @@ class LossSpike(Rule):
         self._rate_distance = rate_distance
         self._distance = distance
         self._batch_distance = batch_distance
-        self._norms = NormRing()
+        self._norms = NormRing()  # too much for a checkpoint: it begins anew
         self._past = deque(maxlen=_PAST)
         self._first = ()
         self._high = deque(maxlen=_LASTING + 1)

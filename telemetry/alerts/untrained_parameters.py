@@ -32,6 +32,7 @@ class UntrainedParameters(Rule):
     _looks: int
     _trained: NDArray[np.bool_]
     _reached: NDArray[np.bool_]
+    _trainable: NDArray[np.bool_]
     _told: bool
 
     def __init__(
@@ -44,7 +45,6 @@ class UntrainedParameters(Rule):
     ) -> None:
         self._share = share
         self._needed = steps
-        self._layout: Layout | None = None
         self._steps = 0
         self._looks = 0
         self._trained = np.zeros(0, bool)

@@ -74,6 +74,7 @@ def test_another_statistic_can_be_asked_for(
         ("error", "begin", "error", 1),
         ("error", "begin", "warning", 1),
         ("warning", "begin", "warning", 1),
+        ("note", "begin", "warning", 0),
         ("warning", "worse", "error", 0),
         ("error", "end", None, 0),
     ],

@@ -1,0 +1,89 @@
+"""A few of the real training runs, and how they are judged."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import realruns
+
+import runs
+from telemetry import Alert
+from telemetry.alert import Severity, Stage
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Alerts are what is asked for; one thread, as where the benchmark runs them."""
+    log, threads = logging.getLogger("telemetry"), torch.get_num_threads()
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    yield
+    log.setLevel(level)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "name", ["coupling_flow", "mixture_density", "actor_critic", "triplet_siamese"]
+)
+def test_a_healthy_run_is_silent(name: str) -> None:
+    assert realruns.run_once("runs", name, 10, 0).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [("encoder_under_no_grad", 100), ("student_left_in_eval", 100), ("target_spike", 100)],
+)
+def test_a_fault_is_told_rightly(name: str, every: int) -> None:
+    outcome = realruns.run_once("runs", name, every, 0)
+    assert (outcome.verdict, outcome.layer) in (("ok", True), ("ok", None))
+    assert outcome.entries == 1
+
+
+def test_every_run_has_a_label_and_every_label_a_kind_that_exists() -> None:
+    from telemetry.alerts.configuration import _RULES
+
+    assert set(runs.RUNS) == set(runs.LABELS)
+    assert set().union(*(label.kinds for label in runs.LABELS.values())) <= set(_RULES)
+
+
+def alert(
+    kind: str, step: int, severity: Severity = "warning", stage: Stage = "begin", name: str = ""
+) -> Alert:
+    return Alert(
+        kind=kind, severity=severity, step=step, module_name=name or None, value=0.0,
+        threshold=0.0, message="seen", stage=stage,
+    )  # fmt: skip
+
+
+HEALTHY = realruns.Wanted(want="H", kinds=frozenset(), layers=(), onset=0, by=None)
+FAULTY = realruns.Wanted(want="F", kinds=frozenset("k"), layers=("a.b",), onset=10, by=20)
+
+
+@pytest.mark.parametrize(
+    ("label", "alerts", "verdict"),
+    [
+        (HEALTHY, [], ("ok", None)),
+        (HEALTHY, [alert("k", 1, "note")], ("note", None)),
+        (HEALTHY, [alert("k", 1)], ("FALSE ALARM", None)),
+        (FAULTY, [], ("MISSED", None)),
+        (FAULTY, [alert("k", 12, name="a.b.c")], ("ok", True)),
+        (FAULTY, [alert("k", 12, "note", name="a.bc")], ("ok", False)),
+        (FAULTY, [alert("k", 21, name="a.b")], ("LATE", True)),
+        (FAULTY, [alert("k", 9)], ("EARLY", None)),
+        (FAULTY, [alert("k", 9, "note"), alert("k", 12, name="a.b")], ("ok", True)),
+        (FAULTY, [alert("other", 12)], ("WRONG KIND", None)),
+        (FAULTY, [alert("k", 12, stage="end")], ("MISSED", None)),
+    ],
+)
+def test_verdicts(
+    label: realruns.Wanted, alerts: list[Alert], verdict: tuple[str, bool | None]
+) -> None:
+    assert realruns.judged(label, alerts) == verdict
