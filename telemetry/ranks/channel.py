@@ -35,7 +35,8 @@ PATIENCE_S = 5.0
 has heard from the one below, which waited."""
 
 CLOSE_S = 20.0
-_BUSY_S, _IDLE_S = 0.02, 0.2
+BUSY_S, IDLE_S = 0.02, 0.2
+"""How often a rank looks for what has arrived, while a step waits for others and while none does."""
 _LEAVE_S = 2.0
 _LAP = 2**44
 """Twice the steps that a run may have."""
@@ -184,7 +185,7 @@ class Channel:
     def _do_given(self) -> None:
         busy = self._gathering is not None and self._gathering.waiting > 0
         try:
-            act = self._given.get(timeout=_BUSY_S if busy else _IDLE_S)
+            act = self._given.get(timeout=BUSY_S if busy else IDLE_S)
             while True:
                 act()
                 act = self._given.get_nowait()

@@ -5,6 +5,9 @@ Connection ``n`` sends its parts as ``n/0``, ``n/1``, ... and then rings ``bell`
 ``n/taken`` says how many of them have been taken (and deleted), so that a child knows how many wait
 and what it has to send again elsewhere. ``news`` is what the ranks below are to know; its first
 byte says whether this rank is about to leave.
+
+The server takes no value of more than 8 MiB and closes the connection of who sends one. A larger
+part is sent in pieces, ``n/0/0``, ``n/0/1``, ..., and then ``n/0`` says how many there are.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from telemetry.ranks.address import open_server
 
+PIECE_BYTES = 4 * 2**20
+
 _STAYS, _LEAVES = b"+", b"-"
+_WHOLE, _PIECES = b"=", b"#"
 
 
 class Inbox:
@@ -46,11 +52,11 @@ class Inbox:
     def post(self, news: bytes) -> None:
         """Tell the ranks below."""
         self._news = news
-        self.store.set("news", (_STAYS + news).decode("latin-1"))
+        _set(self.store, "news", _STAYS + news)
 
     def dismiss(self) -> None:
         """Have the ranks below send elsewhere."""
-        self.store.set("news", (_LEAVES + self._news).decode("latin-1"))
+        _set(self.store, "news", _LEAVES + self._news)
 
     @property
     def children(self) -> int:
@@ -60,12 +66,20 @@ class Inbox:
     def _collect_from(self, child: int) -> list[bytes]:
         found = []
         while self.store.check([key := f"{child}/{self._taken[child]}"]):
-            found.append(bytes(self.store.get(key)))
-            self.store.delete_key(key)
+            data = self._take(key)
+            if data[:1] == _PIECES:
+                pieces = [self._take(f"{key}/{piece}") for piece in range(int(data[1:]))]
+                data = b"".join([_WHOLE, *pieces])
+            found.append(data[1:])
             self._taken[child] += 1
         if found:
             self.store.set(f"{child}/taken", str(self._taken[child]))
         return found
+
+    def _take(self, key: str) -> bytes:
+        data = bytes(self.store.get(key))
+        self.store.delete_key(key)
+        return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +107,7 @@ def join(store: Store) -> int:
 def exchange(store: Store, child: int, first: int, parts: Sequence[bytes]) -> Reply:
     """Send parts, of which the first has this number, and hear what is new: one round trip."""
     for number, part in enumerate(parts, start=first):
-        store.set(f"{child}/{number}", part)  # type: ignore[arg-type]  # bytes are taken, too
+        _send(store, f"{child}/{number}", part)
     if parts:
         store.add("bell", 1)
     taken, news = store.multi_get([f"{child}/taken", "news"])
@@ -103,3 +117,17 @@ def exchange(store: Store, child: int, first: int, parts: Sequence[bytes]) -> Re
 def leave(store: Store) -> None:
     """Give the connection up."""
     store.add("gone", 1)
+
+
+def _send(store: Store, key: str, part: bytes) -> None:
+    if len(part) < PIECE_BYTES:
+        _set(store, key, _WHOLE + part)
+        return
+    pieces = range(0, len(part), PIECE_BYTES)
+    for piece, begin in enumerate(pieces):
+        _set(store, f"{key}/{piece}", part[begin : begin + PIECE_BYTES])
+    _set(store, key, _PIECES + str(len(pieces)).encode())
+
+
+def _set(store: Store, key: str, data: bytes) -> None:
+    store.set(key, data)  # type: ignore[arg-type]  # bytes are taken, too
