@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,6 +158,7 @@ class Standing:
     replicas: Replicas | None = None
     same_data: Placed = field(default_factory=Placed)
     flat_shards_of: int | None = None
+    _shares: dict[Hashable, Share] = field(default_factory=dict)
 
     def look_at(self, model: nn.Module) -> None:
         """Read from a model's parameters which dimensions of their meshes are given the same data.
@@ -203,12 +204,22 @@ class Standing:
             tensor: It.
             index: Of the parameter; copies take turns in being measured.
         """
-        if is_dtensor(tensor):
-            mesh = tensor.device_mesh
+        if not is_dtensor(tensor):
+            return self.of_plain(index)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        key = index, mesh, placements, tensor.dim()
+        share = self._shares.get(key)
+        if share is None:
             first = int(min(mesh.mesh.flatten().tolist()))
-            share = placed(tensor).share(first=first * self.size, turn=index)
-            # Ranks outside of the mesh may have copies of their own.
-            return share if mesh.size() == self.size else replace(share, copies=0)
+            where = placed_by(mesh, placements, tensor.dim())
+            share = where.share(first=first * self.size, turn=index)
+            if mesh.size() < self.size:  # ranks outside of the mesh may have copies of their own
+                share = replace(share, copies=0)
+            self._shares[key] = share
+        return share
+
+    def of_plain(self, index: int) -> Share:
+        """Which part this rank holds of a parameter that is no ``DTensor``."""
         if self.flat_shards_of is not None:
             return Share(copy=self.flat_shards_of * self.size)
         if self.replicas is None:
