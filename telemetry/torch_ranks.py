@@ -69,6 +69,23 @@ def fsdp_mesh(module: nn.Module) -> Any | None:
     return getattr(getattr(group, "mesh_info", None), "mesh", None)
 
 
+def flat_shard_group(model: nn.Module) -> Any | None:
+    """The process group over which ``FullyShardedDataParallel`` shards; None where it does not.
+
+    The model may be wrapped, be inside of a wrapper, or have wrappers inside.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return None
+    for module in model.modules():
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            is_whole = module.sharding_strategy == fsdp.ShardingStrategy.NO_SHARD
+            return None if is_whole else module.process_group
+    # The wrapper is around the model: only its parameters tell.
+    is_flat = any(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
+    return torch.distributed.group.WORLD if is_flat else None
+
+
 def made_local(node: object) -> Any | None:
     """The ``DTensorSpec`` of the ``DTensor`` that was made local by this node of the graph."""
     if type(node).__name__ != "_ToTorchTensorBackward":

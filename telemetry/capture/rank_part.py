@@ -55,7 +55,7 @@ class PartMaker:
             size=self._standing.size,
             ranks=frozenset((rank,)),
             stages=(self._stage(captured, record, full=full),),
-            tensors=TensorTable.of(rank, _tensors(record, notes, self._standing.stage)),
+            tensors=TensorTable.of(rank, _tensors(record, notes, self._standing)),
             common=Common(
                 rank=rank,
                 learning_rates=record.learning_rates,
@@ -135,7 +135,7 @@ def _where_nonfinite(record: StepRecord) -> str | None:
 
 
 def _tensors(
-    record: StepRecord, notes: RankNotes, stage: int
+    record: StepRecord, notes: RankNotes, standing: Standing
 ) -> Mapping[Row, tuple[Share, TensorRecord]]:
     index = {parameter.name: i for i, parameter in enumerate(record.layout.parameters)}
     found: dict[Row, tuple[Share, TensorRecord]] = {}
@@ -147,7 +147,7 @@ def _tensors(
         ("output_grads", record.output_grads, notes.output_grads),
     ):
         for output, tensor in tensors.items():
-            row = Row(stage, kind, output.module_name, output.place)
+            row = Row(standing.stage, kind, output.module_name, output.place)
             found[row] = shares.get(output, WHOLE), tensor
     for kind, named, by_index in (
         ("grads", record.grads, notes.grads),
@@ -155,15 +155,15 @@ def _tensors(
         ("second_moments", record.second_moments, notes.parameters),
     ):
         for name, tensor in named.items():
-            found[Row(stage, kind, name)] = by_index.get(index[name], WHOLE), tensor
+            share = by_index.get(index[name]) or standing.of_plain(index[name])
+            found[Row(standing.stage, kind, name)] = share, tensor
     return found
 
 
 def _copies(layout: Layout, shares: Mapping[int, Share], standing: Standing) -> NDArray[np.int64]:
-    """Of each parameter; those that were not seen are taken for copies of this rank's own."""
-    unknown = Share(copy=standing.rank * standing.size)
-    count = len(layout.parameters)
-    return np.array([shares.get(index, unknown).copy for index in range(count)], np.int64)
+    """Of each parameter."""
+    every = (shares.get(i) or standing.of_plain(i) for i in range(len(layout.parameters)))
+    return np.array([share.copy for share in every], np.int64)
 
 
 def _updates(

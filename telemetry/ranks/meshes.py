@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from telemetry.ranks.share import Reduction, Share, flat_index
-from telemetry.torch_ranks import active_ddp, calling_stage, fsdp_mesh
+from telemetry.torch_ranks import active_ddp, calling_stage, flat_shard_group, fsdp_mesh
 
 _OF_DATA = (
     "dp",
@@ -147,6 +147,8 @@ class Standing:
         replicas: Ranks that hold equal parameters, apart from what a ``DTensor`` says; None if they
             are not known. Then those of the lowest rank that has a parameter count.
         same_data: This rank's place among those that are given the same data, and their number.
+        flat_shards_of: If ``FullyShardedDataParallel`` flattens and shards the parameters, the
+            lowest of the ranks that have one copy together; None without it.
     """
 
     rank: int
@@ -155,6 +157,8 @@ class Standing:
     is_in_pipeline: bool = False
     replicas: Replicas | None = None
     same_data: Placed = field(default_factory=Placed)
+    flat_shards_of: int | None = None
+    _shares: dict[Hashable, Share] = field(default_factory=dict)
 
     def look_at(self, model: nn.Module) -> None:
         """Read from a model's parameters which dimensions of their meshes are given the same data.
@@ -163,6 +167,8 @@ class Standing:
         """
         if isinstance(model, DistributedDataParallel):
             self._take_replicas(model)
+        if self.flat_shards_of is None:
+            self.flat_shards_of = _first_of_flat_shards(model)
         of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
         found: dict[str, tuple[int, int]] = {}
@@ -198,12 +204,24 @@ class Standing:
             tensor: It.
             index: Of the parameter; copies take turns in being measured.
         """
-        if is_dtensor(tensor):
-            mesh = tensor.device_mesh
+        if not is_dtensor(tensor):
+            return self.of_plain(index)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        key = index, mesh, placements, tensor.dim()
+        share = self._shares.get(key)
+        if share is None:
             first = int(min(mesh.mesh.flatten().tolist()))
-            share = placed(tensor).share(first=first * self.size, turn=index)
-            # Ranks outside of the mesh may have copies of their own.
-            return share if mesh.size() == self.size else replace(share, copies=0)
+            where = placed_by(mesh, placements, tensor.dim())
+            share = where.share(first=first * self.size, turn=index)
+            if mesh.size() < self.size:  # ranks outside of the mesh may have copies of their own
+                share = replace(share, copies=0)
+            self._shares[key] = share
+        return share
+
+    def of_plain(self, index: int) -> Share:
+        """Which part this rank holds of a parameter that is no ``DTensor``."""
+        if self.flat_shards_of is not None:
+            return Share(copy=self.flat_shards_of * self.size)
         if self.replicas is None:
             return Share(copy=self.rank * self.size, copies=0 if self.size > 1 else 1)
         where = Placed(copy=self.replicas.index, copies=self.replicas.count)
@@ -217,3 +235,11 @@ class Standing:
         self.replicas = Replicas(
             index=distributed.get_rank(group), count=len(ranks), first=ranks[0]
         )
+
+
+def _first_of_flat_shards(model: nn.Module) -> int | None:
+    """The lowest rank of the process group over which FSDP1 shards a model; None without it."""
+    from torch import distributed
+
+    group = flat_shard_group(model)
+    return None if group is None else min(distributed.get_process_group_ranks(group))

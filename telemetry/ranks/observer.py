@@ -28,7 +28,7 @@ class RankNotes:
     Attributes:
         outputs: Share of each input (by name) and output.
         output_grads: Share of each output's gradient.
-        grads: Share of each gradient, by the index of the parameter.
+        grads: Share of each gradient that is a ``DTensor``, by the index of the parameter.
         parameters: Share of each parameter; empty if they were not measured.
         addends: Gradients of which every rank holds an addend.
         bit_sums: Of parameters that other ranks hold, too.
@@ -93,6 +93,8 @@ class RankObserver:
     def note_grads(self, notes: RankNotes, grads: Iterable[tuple[int, Tensor]]) -> None:
         """Note the shares of gradients, and keep the addends of those that are sums."""
         for index, grad in grads:
+            if type(grad) is Tensor:
+                continue  # see :meth:`Standing.of_plain`; this runs at every step
             share = notes.grads[index] = self.standing.of_parameter(grad, index)
             if share.reduction:
                 values = local_values(grad)

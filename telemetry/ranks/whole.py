@@ -70,6 +70,10 @@ class Whole:
             joined = _Joined([(key[0], self._layouts[key]) for key in keys])
             self._joined = {keys: joined}  # changes rarely, so only the last one is kept
         record = _record_of(part, joined)
+        sizes = _flat_sizes(record, part)
+        if sizes:
+            joined.layout = _resized(joined.layout, sizes)
+            record = replace(record, layout=joined.layout)
         record = replace(
             record,
             clipped_fraction=self._clipped_fraction(record),
@@ -194,6 +198,22 @@ def _record_of(part: RankPart, joined: _Joined) -> StepRecord:
         update_ratios={p.name: ratios[p.name] for p in layout.parameters if p.name in ratios},
     )
     return replace(record, **_tensors(part, joined, dropped))
+
+
+def _flat_sizes(record: StepRecord, part: RankPart) -> dict[str, int]:
+    """Whole sizes of parameters that are flat and of which a rank knows only its shard."""
+    if len(part.ranks) < part.size or part.phase:
+        return {}
+    flat = {p.name: p.size for p in record.layout.parameters if len(p.shape) == 1}
+    counts = {name: weight.sketch.count for name, weight in record.weights.items()}
+    return {name: counts[name] for name, size in flat.items() if counts.get(name, size) != size}
+
+
+def _resized(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    parameters = (
+        replace(p, shape=(sizes[p.name],)) if p.name in sizes else p for p in layout.parameters
+    )
+    return Layout(modules=layout.modules, parameters=tuple(parameters))
 
 
 def _of_stages(part: RankPart, joined: _Joined) -> Iterator[tuple[StagePart, NDArray[np.intp]]]:

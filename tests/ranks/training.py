@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -112,6 +112,11 @@ def setup(name: str, rank: int, size: int) -> Setup:
         fully_shard(model.blocks["0"])
         fully_shard(model)
         return Setup(model, (rank, size), plainly(model))
+    if name == "fsdp1":
+        wrapped = FullyShardedDataParallel(
+            model, use_orig_params=True, device_id=torch.device("cpu")
+        )
+        return Setup(wrapped, (rank, size), plainly(wrapped), clips=False)
     if name == "hsdp":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
         fully_shard(model.blocks["0"], mesh=mesh)
