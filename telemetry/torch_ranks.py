@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from telemetry.torch_private import find
@@ -83,7 +83,7 @@ def flat_shard_group(model: nn.Module) -> Any | None:
             return None if is_whole else module.process_group
     # The wrapper is around the model: only its parameters tell.
     is_flat = any(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
-    return torch.distributed.group.WORLD if is_flat else None
+    return distributed.group.WORLD if is_flat else None
 
 
 def made_local(node: object) -> Any | None:

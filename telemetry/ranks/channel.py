@@ -36,7 +36,7 @@ has heard from the one below, which waited."""
 
 CLOSE_S = 20.0
 BUSY_S, IDLE_S = 0.02, 0.2
-"""How often a rank looks for what has arrived, while a step waits for others and while none does."""
+"""How often a rank looks for what has arrived: while a step waits for others, and else."""
 _LEAVE_S = 2.0
 _LAP = 2**44
 """Twice the steps that a run may have."""
