@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.ranks.joined_layouts import JoinedLayouts
 from telemetry.ranks.rank_part import RankPart
 from telemetry.ranks.spreads import Spreads
 from telemetry.ranks.stage_part import StagePart
@@ -16,9 +17,7 @@ from telemetry.ranks.tensor_table import Row
 from telemetry.records import (
     Divergence,
     Layout,
-    Module,
     Output,
-    Parameter,
     RankFacts,
     Spread,
     StepRecord,
@@ -29,8 +28,6 @@ from telemetry.sketch import sketch_array
 _OF_OUTPUTS = ("outputs", "output_grads")
 _OF_PARAMETERS = ("grads", "weights", "second_moments")
 
-
-_PLACEHOLDER = "Identity"
 
 # Clipping scales by at most 1, so a ratio of norms below this is no rounding.
 _CLIPPED = 1 - 1e-3
@@ -45,7 +42,7 @@ class Whole:
     def __init__(self) -> None:
         self._layouts: dict[tuple[int, str], Layout] = {}
         self._host_of: dict[int, str] = {}
-        self._joined: dict[tuple[tuple[int, str], ...], _Joined] = {}
+        self._joined: dict[tuple[tuple[int, str], ...], JoinedLayouts] = {}
         self._full = self._clipped = 0
 
     def record(self, part: RankPart, own: StepRecord | None = None) -> StepRecord | None:
@@ -67,7 +64,7 @@ class Whole:
             return None
         joined = self._joined.get(keys)
         if joined is None:
-            joined = _Joined([(key[0], self._layouts[key]) for key in keys])
+            joined = JoinedLayouts([(key[0], self._layouts[key]) for key in keys])
             self._joined = {keys: joined}  # changes rarely, so only the last one is kept
         record = _record_of(part, joined)
         sizes = _flat_sizes(record, part)
@@ -96,67 +93,7 @@ class Whole:
         return self._clipped / self._full
 
 
-class _Joined:
-    """The layouts of all stages as one, and where each stage's names went.
-
-    If stages have names of parameters in common, all names are preceded by ``stage0.`` and so
-    forth. An ``Identity`` that stands for a module of another stage is left out.
-
-    Args:
-        layouts: With the numbers of their stages, in that order.
-    """
-
-    def __init__(self, layouts: Sequence[tuple[int, Layout]]) -> None:
-        self._prefixed = _share_names(layouts)
-        modules: dict[str, Module] = {}
-        parameters: dict[str, Parameter] = {}
-        for stage, layout in layouts:
-            for module in layout.modules:
-                name = self.name(stage, module.name)
-                if name not in modules or modules[name].type_name == _PLACEHOLDER:
-                    modules[name] = replace(module, name=name)
-            for parameter in layout.parameters:
-                name = self.name(stage, parameter.name)
-                owner = self.name(stage, parameter.module_name)
-                parameters.setdefault(name, replace(parameter, name=name, module_name=owner))
-        self.layout = Layout(modules=tuple(modules.values()), parameters=tuple(parameters.values()))
-        self._placeholders = {
-            (stage, module.name)
-            for stage, layout in layouts
-            for module in layout.modules
-            if module.type_name == _PLACEHOLDER
-            and modules[self.name(stage, module.name)].type_name != _PLACEHOLDER
-        }
-        place = {name: index for index, name in enumerate(parameters)}
-        self.places: list[NDArray[np.intp]] = [
-            np.array([place[self.name(stage, p.name)] for p in layout.parameters], np.intp)
-            for stage, layout in layouts
-        ]
-
-    def name(self, stage: int, name: str) -> str:
-        """A module's or parameter's name in all stages together."""
-        if not self._prefixed:
-            return name
-        return f"stage{stage}.{name}" if name else f"stage{stage}"
-
-    def is_placeholder(self, stage: int, module_name: str) -> bool:
-        """Whether a module of a stage stands for one of another stage."""
-        return (stage, module_name) in self._placeholders
-
-    def names(self, stages: Iterable[StagePart], field: str) -> frozenset[str]:
-        """Those that a field of the stages holds."""
-        return frozenset(self.name(s.stage, name) for s in stages for name in getattr(s, field))
-
-
-def _share_names(layouts: Sequence[tuple[int, Layout]]) -> bool:
-    """Whether two stages have parameters of the same name."""
-    names: dict[int, set[str]] = {}
-    for stage, layout in layouts:
-        names.setdefault(stage, set()).update(p.name for p in layout.parameters)
-    return len(set().union(*names.values())) < sum(map(len, names.values()))
-
-
-def _record_of(part: RankPart, joined: _Joined) -> StepRecord:
+def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
     layout, stages = joined.layout, part.stages
     count = len(layout.parameters)
     norms, present, finite = np.zeros(count), np.zeros(count, bool), np.ones(count, bool)
@@ -216,7 +153,9 @@ def _resized(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     return Layout(modules=layout.modules, parameters=tuple(parameters))
 
 
-def _of_stages(part: RankPart, joined: _Joined) -> Iterator[tuple[StagePart, NDArray[np.intp]]]:
+def _of_stages(
+    part: RankPart, joined: JoinedLayouts
+) -> Iterator[tuple[StagePart, NDArray[np.intp]]]:
     yield from zip(part.stages, joined.places, strict=True)
 
 
@@ -234,7 +173,7 @@ def _update_ratios(stage: StagePart, names: Sequence[str]) -> dict[str, float]:
     return {names[i]: float(ratios[i]) for i in np.flatnonzero(measured).tolist()}
 
 
-def _tensors(part: RankPart, joined: _Joined, dropped: frozenset[str]) -> dict[str, Any]:
+def _tensors(part: RankPart, joined: JoinedLayouts, dropped: frozenset[str]) -> dict[str, Any]:
     """By kind and name what was measured, modules and parameters in the order of the layout."""
     found: dict[str, dict[Any, TensorRecord]] = {}
     for row, record in part.tensors.records().items():
@@ -262,14 +201,14 @@ def _tensors(part: RankPart, joined: _Joined, dropped: frozenset[str]) -> dict[s
     return found
 
 
-def _name_of(row: Row, joined: _Joined) -> str | Output:
+def _name_of(row: Row, joined: JoinedLayouts) -> str | Output:
     if row.kind == "inputs":
         return row.name  # that of the first stage
     name = joined.name(row.stage, row.name)
     return Output(name, row.place) if row.kind in _OF_OUTPUTS else name
 
 
-def _facts(part: RankPart, joined: _Joined) -> RankFacts:
+def _facts(part: RankPart, joined: JoinedLayouts) -> RankFacts:
     step = part.own.get("step_s")
     bad = part.first_nonfinite
     return RankFacts(
@@ -290,7 +229,7 @@ def _facts(part: RankPart, joined: _Joined) -> RankFacts:
     )
 
 
-def _spreads(part: RankPart, joined: _Joined, kind: str) -> Mapping[Output, Spread]:
+def _spreads(part: RankPart, joined: JoinedLayouts, kind: str) -> Mapping[Output, Spread]:
     rms: Spreads = part.tensors.rms
     return {
         Output(joined.name(row.stage, row.name), row.place): Spread(
