@@ -116,10 +116,10 @@ class StepReader:
         window.optimizers[optimizer] = OptimizerReading(
             norms=[group.sent() for group in norms], scaled=scaled
         )
-        window.known_nonfinite |= any(group.known_nonfinite for group in norms)
+        window.square += sum(group.known_square or 0.0 for group in norms)
         # After the step all is NaN; only now does a broken parameter differ from a bad batch.
         weights_measured = window.full and self._content.weights
-        if not weights_measured and (window.full or window.known_nonfinite):
+        if not weights_measured and (window.full or not math.isfinite(window.square)):
             window.parameter_norms += [group.sent() for group in take_norms(parameters)]
         if not window.full:
             return
