@@ -61,6 +61,11 @@ class Layout:
         return np.array(positions, dtype=np.intp)
 
     @cached_property
+    def owning(self) -> NDArray[np.intp]:
+        """Indices of the modules that own parameters, ascending."""
+        return np.unique(self.owners)
+
+    @cached_property
     def depth_order(self) -> NDArray[np.intp]:
         """Indices into :attr:`parameters`, sorted by the forward position of their modules."""
         return np.argsort(self.owners, kind="stable")
@@ -419,6 +424,17 @@ class LightSteps:
     def module_grad_norms(self) -> NDArray[np.float64]:
         """As :attr:`StepRecord.module_grad_norms`, shape ``[n, modules]``."""
         return _by_module(self.grad_norms, self.layout)
+
+    @cached_property
+    def owner_grad_norms(self) -> NDArray[np.float64]:
+        """Those of the modules that own parameters, shape ``[n, owners]``."""
+        norms: NDArray[np.float64] = self.module_grad_norms[:, self.layout.owning]
+        return norms
+
+    @cached_property
+    def highest_rates(self) -> Sequence[float]:
+        """The highest learning rate of each step; 0 where there is none."""
+        return [max(rates, default=0.0) for rates in self.learning_rates.tolist()]
 
     @cached_property
     def losses(self) -> NDArray[np.float64]:

@@ -21,7 +21,7 @@ LAG_STEPS = 2 * STEPS_AT_ONCE
 """What rules say of a step decides whether the step so many later is measured in full; half of the
 time is left for them to answer."""
 
-SOON_STEPS = 2
+SOON_STEPS = 1
 """The same for the first steps of a run, and where the gradients' norm has jumped."""
 
 _FIRST_STEPS = 8

@@ -241,12 +241,3 @@ def norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> lis
     if at_once is not None:
         return list(at_once(list(tensors), order, dtype=dtype))
     return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of dense tensors of one dtype and device, one after the other, 1-D."""
-    at_once = find(torch._utils, "_flatten_dense_tensors", "gradient norms take longer")
-    if at_once is not None:
-        flat: Tensor = at_once(tensors)
-        return flat
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])

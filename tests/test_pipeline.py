@@ -28,6 +28,7 @@ from telemetry.processing import LoggedScalars, Processor
 from telemetry.processing import Sink as AnySink
 from telemetry.records import Layout, StepRecord
 from telemetry.rule import AnyRule, Rule, as_rule
+from telemetry.schedule import LAG_STEPS, SOON_STEPS, FullSteps, every
 from telemetry.writing.board import Board
 
 LAYOUT = Layout(modules=(), parameters=())
@@ -81,7 +82,11 @@ def sink() -> Sink:
 
 
 def make(
-    sink: AnySink, *rules: AnyRule, told: list[Alert] | None = None, board: Board | None = None
+    sink: AnySink,
+    *rules: AnyRule,
+    told: list[Alert] | None = None,
+    board: Board | None = None,
+    full_steps: FullSteps | None = None,
 ) -> Pipeline:
     alerts = [] if told is None else told
     return make_pipeline(
@@ -89,6 +94,7 @@ def make(
         sink=sink,
         rules=[as_rule(rule) for rule in rules],
         on_alert=lambda alert, wall_time: alerts.append(alert),
+        full_steps=full_steps,
     )
 
 
@@ -98,10 +104,18 @@ def make_pipeline(
     sink: AnySink,
     rules: Sequence[Rule],
     on_alert: Callable[[Alert, float], None],
+    full_steps: FullSteps | None = None,
 ) -> Pipeline:
-    faults = Faults()
-    processor = Processor(board=board, sink=sink, rules=rules, on_alert=on_alert, faults=faults)
-    return Pipeline(processor, faults)
+    faults, full_steps = Faults(), full_steps or FullSteps(every(10))
+    processor = Processor(
+        board=board,
+        sink=sink,
+        rules=rules,
+        on_alert=on_alert,
+        full_steps=full_steps,
+        faults=faults,
+    )
+    return Pipeline(processor, full_steps, faults)
 
 
 def captured(step: int, *, full: bool = False, wall_time: float = 0.0) -> CapturedStep:
@@ -253,17 +267,18 @@ def test_a_rule_can_ask_for_a_full_measurement(sink: Sink) -> None:
         wants_full = False
 
         def __call__(self, record: StepRecord) -> Iterator[Alert]:
-            self.wants_full = record.step == 1
+            self.wants_full = record.step in {1, 20, 21}
             yield from ()
 
-    pipeline = make(sink, Curious())
-    wanted = []
-    for step in range(3):
+    full_steps = FullSteps(lambda step: False)
+    pipeline = make(sink, Curious(), full_steps=full_steps)
+    full = []
+    for step in range(60):
+        if full_steps(step):
+            full.append(step)
         pipeline.submit(captured(step))
-        pipeline.flush()
-        wanted.append(pipeline.full_wanted)
     pipeline.close()
-    assert wanted == [False, True, False]
+    assert full == [1 + SOON_STEPS, 20 + LAG_STEPS, 21 + LAG_STEPS]
 
 
 class Watch(Rule):
@@ -294,16 +309,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_steps_that_are_not_measured_in_full_are_taken_a_few_at_a_time(
-    sink: Sink, monkeypatch: pytest.MonkeyPatch
+    sink: Sink,
 ) -> None:
-    monkeypatch.setattr(pipeline_module, "FEW", 4)
     watch = Watch()
     pipeline = make(sink, watch)
-    for step in range(3):
+    for step in range(8, 15):
         pipeline.submit(captured(step))
     assert watch.steps == []
-    pipeline.submit(captured(3))
-    assert watch.has_seen(4)
+    pipeline.submit(captured(15))
+    assert watch.has_seen(8)
     pipeline.close()
 
 
@@ -320,21 +334,21 @@ def test_nothing_waits_for_long(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_step_that_is_measured_in_full_is_taken_at_once(sink: Sink) -> None:
     watch = Watch()
     pipeline = make(sink, watch)
-    pipeline.submit(captured(0))
-    pipeline.submit(captured(1, full=True))
+    pipeline.submit(captured(10))
+    pipeline.submit(captured(11, full=True))
     assert watch.has_seen(2)
     pipeline.close()
 
 
 @pytest.mark.usefixtures("patient")
-def test_every_step_is_taken_at_once_while_a_rule_is_suspicious(sink: Sink) -> None:
-    watch = Watch()
-    pipeline = make(sink, watch)
-    watch.wants_full = True
-    pipeline.submit(captured(0))
-    pipeline.flush()
-    pipeline.submit(captured(1))
-    assert watch.has_seen(2)
+def test_a_step_is_taken_at_once_when_the_norm_has_jumped(sink: Sink) -> None:
+    watch, full_steps = Watch(), FullSteps(every(10))
+    pipeline = make(sink, watch, full_steps=full_steps)
+    for step in range(20):
+        full_steps.see(step, 1.0)
+    full_steps.see(20, 30.0)
+    pipeline.submit(captured(20))
+    assert watch.has_seen(1)
     pipeline.close()
 
 

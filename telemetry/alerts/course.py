@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from copy import copy
 from typing import TypeVar
 
@@ -73,8 +74,7 @@ class Course:
     def quiet_steps(self, steps: LightSteps) -> int:
         """How many of the first steps pass before loss, norm or learning rate jump."""
         if self._ahead[0] is not steps:
-            loss, norm = _branch(self.loss), _branch(self.norm)
-            self._ahead = steps, self._quiet(steps, loss, norm), loss, norm
+            self._ahead = steps, *self._look_ahead(steps)
         return self._ahead[1]
 
     def pass_over(self, steps: LightSteps) -> None:
@@ -84,26 +84,36 @@ class Course:
         if self.quiet_steps(steps) < len(steps):
             raise ValueError("these steps are not quiet")
         self._last = steps
-        _, _, self.loss, self.norm = self._ahead
+        _, _, self.loss, norm = self._ahead
+        if norm is self.norm:
+            norm.add_usual(steps.total_grad_norms.tolist())
+        self.norm = norm
         self.age += len(steps)
         self.since_rate_jump += len(steps)
         self.since_large_step += len(steps)
-        for rate in steps.learning_rates.max(axis=1, initial=0.0).tolist():
+        for rate in steps.highest_rates:
             self._rates.add(rate)
 
-    def _quiet(self, steps: LightSteps, loss: LossTrend, norm: NormTrend) -> int:
-        """The number of quiet steps; adds these and the next one to ``loss`` and ``norm``."""
-        rates = [self._rates.last, *steps.learning_rates.max(axis=1, initial=0.0).tolist()]
-        of_step = zip(steps.losses.tolist(), steps.total_grad_norms.tolist(), strict=True)
-        for i, (value, total) in enumerate(of_step):
-            if math.isfinite(value):
-                loss.add(value)
-            if not math.isfinite(total) or rates[i + 1] > _RATE_JUMP * rates[i]:
-                return i
-            norm.add(total)
-            if loss.steps_far_above or max(norm.above, norm.far_above) >= FAR_ABOVE:
-                return i
-        return len(steps)
+    def _look_ahead(self, steps: LightSteps) -> tuple[int, LossTrend, NormTrend]:
+        """The number of quiet steps, and the trends after all if they all are.
+
+        That of the norms is the same one, and has nothing added, if they all are usual.
+        """
+        rates = [self._rates.last, *steps.highest_rates]
+        quiet = len(steps)
+        for i in range(quiet):
+            if rates[i + 1] > _RATE_JUMP * rates[i]:
+                quiet = i
+                break
+        loss, norm = self.loss, self.norm
+        losses, totals = steps.losses.tolist(), steps.total_grad_norms.tolist()
+        if not all(map(math.isnan, losses)):
+            loss = _branch(loss)
+            quiet = min(quiet, loss.add_quiet(losses))
+        if not norm.are_usual(totals):
+            norm = _branch(norm)
+            quiet = min(quiet, norm.add_quiet(totals))
+        return quiet, loss, norm
 
     @property
     def is_young(self) -> bool:
@@ -221,6 +231,15 @@ class LossTrend:
         if not 0 < self.steps_far_above <= _OUTLIERS:
             self._all.add(loss)
 
+    def add_quiet(self, losses: Sequence[float]) -> int:
+        """Add losses until one is far above; how many came before that. NaN: there was none."""
+        for i, loss in enumerate(losses):
+            if math.isfinite(loss):
+                self.add(loss)
+            if self.steps_far_above:
+                return i
+        return len(losses)
+
     def _compare(self, recent: float) -> None:
         usual = self._past.median
         spread = max(self._past.spread, _LEAST_SPREAD * abs(usual))
@@ -303,6 +322,30 @@ class NormTrend:
         self._steps_unusual = self._steps_unusual + 1 if self.above > _UNUSUAL else 0
         if not 0 < self._steps_unusual <= _NEW_NORMAL:
             self._remember(level)
+
+    def add_quiet(self, totals: Sequence[float]) -> int:
+        """Add norms until one is far above; how many came before that."""
+        for i, total in enumerate(totals):
+            if not math.isfinite(total):
+                return i
+            self.add(total)
+            if max(self.above, self.far_above) >= FAR_ABOVE:
+                return i
+        return len(totals)
+
+    def are_usual(self, totals: Sequence[float]) -> bool:
+        """Whether none is zero or above its past, by a look that may miss some."""
+        if not self._long_ago or self._steps_unusual or self.since_jump <= _SAME_JUMP:
+            return False
+        highest = min(past.highest_after(len(totals)) for past in (self._totals, self._long_ago))
+        return min(totals) > 0 and math.log10(max(totals)) <= highest
+
+    def add_usual(self, totals: Sequence[float]) -> None:
+        """Add usual norms; only the last is compared with those before."""
+        for total in totals[:-1]:
+            self._remember(math.log10(total))
+        self.since_jump += len(totals) - 1
+        self.add(totals[-1])
 
     def _remember(self, level: float) -> None:
         self._totals.add(level)

@@ -250,6 +250,10 @@ class _Blame:
         if self._modules.layout is not steps.layout:
             return 0
         norms = self._modules.grad_norms(steps)
+        lowest = np.minimum(norms.min(axis=0), self._norms)
+        might = np.count_nonzero(norms.max(axis=0) > _NEARLY_GROWN * lowest)
+        if lowest.min(initial=np.inf) > 0 and 2 * might < len(lowest):
+            return len(steps)
         with np.errstate(divide="ignore", invalid="ignore"):
             growth = norms / self._before(norms)
         known = np.count_nonzero(np.isfinite(growth) & (growth > 0), axis=1)
@@ -260,7 +264,9 @@ class _Blame:
         """Add steps at which nothing has grown."""
         self.module_name = None
         norms = self._modules.grad_norms(steps)
-        self._norms = self._before(np.concatenate([norms, norms[-1:]]))[-1].copy()
+        if not norms.all():
+            norms = self._before(np.concatenate([norms, norms[-1:]]))
+        self._norms = norms[-1].copy()
 
     def _before(self, norms: NDArray[np.float64]) -> NDArray[np.float64]:
         """The last norm of each module before each of these, ``[n, modules]``; 0 does not count."""

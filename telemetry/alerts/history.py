@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection
+from itertools import islice
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -57,6 +59,12 @@ class History:
     @property
     def highest(self) -> float:
         return max(self._values)
+
+    def highest_after(self, more: int) -> float:
+        """The highest of those that stay when so many are added; ``-inf`` if none does."""
+        assert self._values.maxlen is not None
+        gone = max(len(self._values) + more - self._values.maxlen, 0)
+        return max(islice(self._values, gone, None), default=-math.inf)
 
     @property
     def lowest(self) -> float:

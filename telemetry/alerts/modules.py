@@ -32,14 +32,16 @@ class Modules:
     @staticmethod
     def of(layout: Layout) -> Modules:
         """The modules of a layout."""
-        positions = np.unique(layout.owners)
+        positions = layout.owning
         modules = Modules(tuple(layout.modules[position].name for position in positions))
         modules.layout, modules._positions = layout, positions
         return modules
 
     def grad_norms(self, record: StepRecord | LightSteps) -> NDArray[np.float64]:
         """L2 norm over the parameters of each, float64 ``[..., len(names)]``; 0 if it has none."""
-        return record.module_grad_norms[..., self._positions]
+        if isinstance(record, LightSteps):
+            return record.owner_grad_norms
+        return record.module_grad_norms[self._positions]
 
     def update_ratios(self, record: StepRecord) -> NDArray[np.float64]:
         """The layers' ``update_ratio``, float64 ``[len(names)]``; NaN where it is not known."""

@@ -65,8 +65,10 @@ class NoLearning(Rule):
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Count losses that no optimizer step follows."""
+        if self._steps > 0:
+            return
         self._losses += 1
-        if self._steps == 0 and self._losses == self._losses_needed:
+        if self._losses == self._losses_needed:
             seen = f"{self._losses} losses were logged, but no optimizer has stepped this model"
             yield _alert(step, 0.0, self._update_ratio, seen)
 

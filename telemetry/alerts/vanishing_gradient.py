@@ -102,16 +102,21 @@ class VanishingGradient(CourseRule):
         unknown = self._modules.layout is not steps.layout
         if unknown or self._episode.is_on or self._state.faint_steps.any():
             return 0
-        share = _shares(self._modules.grad_norms(steps))
-        # NaN where the largest norm is zero, infinite or NaN.
-        fine = np.isfinite(share).any(axis=1) & ~np.isnan(share).any(axis=1)
-        fine &= ~((share < -self._decades) & (share > -np.inf)).any(axis=1)
+        norms = self._modules.grad_norms(steps)
+        largest = norms.max(axis=1, initial=0.0)
+        # Not so where the largest norm is zero, infinite or NaN.
+        fine = (largest > 0) & (largest < np.inf)
+        limits = 10 ** (_NEARLY_FAINT - self._decades) * largest
+        if norms.min(initial=np.inf) <= limits.max():
+            fine &= ~((norms > 0) & (norms <= limits[:, np.newaxis])).any(axis=1)
         return min(super().quiet_steps(steps), leading(fine))
 
     def pass_over(self, steps: LightSteps) -> None:
         super().pass_over(steps)
         self._undecided = False
-        self._state.add_quiet(_shares(self._modules.grad_norms(steps)))
+        norms = self._modules.grad_norms(steps)
+        with np.errstate(divide="ignore"):
+            self._state.add_quiet(np.log10(norms / norms.max(axis=1, keepdims=True)))
 
     def _from_the_first(
         self, faint: NDArray[np.bool_], share: NDArray[np.float64], used: NDArray[np.bool_]
@@ -255,19 +260,11 @@ _FILLS = {
     "was_lost": 0.0,
     "update_share": np.nan,
 }
+_NEARLY_FAINT = 0.01  # decades that are left to a closer look
 _SINCE_ZERO = 10  # by eye, in steps; tried 2 and 50
 _RISING_DECADES = 0.2  # by eye; tried 0.04 and 1
 _STEADY_DECADES = 0.5  # by eye; tried 0.1 and 2.5
 _CALM_STEPS = 20  # by eye
-
-
-def _shares(norms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """log10 of each norm over the largest of its step, ``[n, modules]``."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        shares: NDArray[np.float64] = np.log10(
-            norms / norms.max(axis=1, keepdims=True, initial=0.0)
-        )
-    return shares
 
 
 def _unless_rising(

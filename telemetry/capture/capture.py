@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -268,9 +267,9 @@ class Capture:
         if self._window.full:
             read = self._reader.after_step
             self._watch.contain_alone("to measure the update", read, self._window, optimizer)
-            if self._watch.ranks is None and self._reader.reads_alone(optimizer):
-                self._light.prepare(optimizer)
             self._watch.switch.turn(training=self._passes.forward is not None)
+        if self._watch.ranks is None and self._reader.reads_alone(optimizer):
+            self._light.prepare(optimizer, again=self._window.full)
 
     def all_stepped(self) -> bool:
         """Whether every parameter that has a gradient was stepped since the last step ended."""
@@ -305,8 +304,8 @@ class Capture:
         with self._watch.own_time:
             with self._watch.faults.contained("to hand over a step"):
                 self._passes.end()
-                if window.known_nonfinite:
-                    self._full_steps.see(window.step, math.nan)
+                if window.on_host:
+                    self._full_steps.see(window.step, window.square)
                 if window.norms:
                     self._hand_over(window)
                 if window.full:

@@ -103,10 +103,19 @@ class LightReader:
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._parameters: tuple[Any, ...] = ()
         self._identities = b""
+        self._refused = False
 
-    def prepare(self, optimizer: Optimizer) -> None:
-        """Read this optimizer's steps from now on; to be repeated now and then."""
-        if available and _TENSORS is not None:
+    def prepare(self, optimizer: Optimizer, *, again: bool) -> None:
+        """Read this optimizer's steps from now on.
+
+        Args:
+            optimizer: The only one that steps the model.
+            again: Even where reading has failed before, or with its parameters read again.
+        """
+        self._refused &= not again
+        if self.reads(optimizer) and not again:
+            return
+        if available and _TENSORS is not None and not self._refused:
             self._optimizer = weakref.ref(optimizer)
             self._parameters = self._table.parameters
             self._identities = self._table.identities_of(optimizer)
@@ -139,6 +148,7 @@ class LightReader:
         self.square = _native.take_norms(groups, self._identities, torch.Tensor, _TENSORS, address)
         if self.square == -1.0:
             self.stop()
+            self._refused = True
         elif self.square < math.inf:
             return True
         block.rows[block.count] = _ABSENT

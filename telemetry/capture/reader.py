@@ -122,10 +122,10 @@ class StepReader:
             self._ranks.note_grads(window.ranks, grads)
             if window.full and self._content.weights:
                 self._ranks.note_parameters(window.ranks, parameters)
-        window.known_nonfinite |= any(group.known_nonfinite for group in norms)
+        window.square += sum(group.known_square or 0.0 for group in norms)
         # After the step all is NaN; only now does a broken parameter differ from a bad batch.
         weights_measured = window.full and self._content.weights
-        if not weights_measured and (window.full or window.known_nonfinite):
+        if not weights_measured and (window.full or not math.isfinite(window.square)):
             window.parameter_norms += [group.sent() for group in take_norms(parameters)]
         if not window.full:
             return

@@ -78,7 +78,7 @@ class Window:
         tally: Observations in their order, of backward passes those of training.
         passes: How many such passes have ended.
         light: Whether a :class:`LightReader` has read it; then the rest here stays empty.
-        known_nonfinite: Whether a gradient is known not to be finite.
+        square: Of the norm of the gradients that optimizers were given, as far as known at once.
         no_step: Notices training that no optimizer of the model ever ends.
         optimizers: What each optimizer was given at its first step in this window.
         learning_rates: Of every optimizer known by then, of each parameter group.
@@ -101,7 +101,7 @@ class Window:
     tally: Tally = field(default_factory=Tally)
     passes: int = 0
     light: bool = False
-    known_nonfinite: bool = False
+    square: float = 0.0
     no_step: NoStepWatch = field(default_factory=NoStepWatch)
     optimizers: dict[int, OptimizerReading] = field(default_factory=dict)
     learning_rates: dict[int, Sequence[float | HostCopy]] = field(default_factory=dict)

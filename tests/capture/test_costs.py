@@ -19,7 +19,9 @@ from twins import Recorder, assert_left_alone
 
 from telemetry import HookLogger
 from telemetry.budget import Budget
+from telemetry.capture import reader
 from telemetry.capture.costs import StepCosts
+from telemetry.capture.light import LightReader
 from telemetry.measure import Measurer
 
 BARE_STEP_S = 1.0
@@ -38,6 +40,15 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.own_s + self.trained_s
+
+    def slowed(self, function: Callable[..., Any], by_s: float) -> Callable[..., Any]:
+        """The same function, which takes longer."""
+
+        def slow(*args: Any) -> Any:
+            self.own_s += by_s
+            return function(*args)
+
+        return slow
 
 
 @pytest.fixture
@@ -140,15 +151,8 @@ def test_second_moments_take_turns_with_their_layers(tmp_path: Path, clock: Cloc
 def test_norms_are_skipped_where_they_alone_take_too_much(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from telemetry.capture import reader
-
-    take_norms = reader.take_norms
-
-    def slow_norms(tensors: Any) -> Any:
-        clock.own_s += 0.2
-        return take_norms(tensors)
-
-    monkeypatch.setattr(reader, "take_norms", slow_norms)
+    for owner, name in ((reader, "take_norms"), (LightReader, "read")):
+        monkeypatch.setattr(owner, name, clock.slowed(getattr(owner, name), 0.2))
     recorder = run(tmp_path, clock, steps=1000, every_n_steps=10, max_overhead=0.04)
     light = [record for record in recorder.records if not record.full]
     assert len(light) == pytest.approx(1000 * 0.02 / 0.2, rel=0.05)
