@@ -28,14 +28,15 @@ from torch.utils import tensorboard
 
 from telemetry import SummaryWriter
 from telemetry.events import FileWriter, summaries
+from telemetry.sketch import sketch_array
+from telemetry.writing import histograms
 
 TAG = "grad_norm/0007.encoder.layers.2"
 BATCH = 100
 
-# A histogram of 100 buckets, in the form that our summaries take and in that of torch's method.
-EDGES = np.linspace(-3.0, 3.0, 101)
-COUNTS = np.arange(100.0)
-LIMITS, BUCKETS = EDGES[1:].tolist(), COUNTS.tolist()
+# Histograms of 100 buckets, in the form that HookLogger has and in that of torch's method.
+SKETCHES = {f"{TAG}.{i}": sketch_array(np.geomspace(0.01, 53.0, 1000)) for i in range(BATCH)}
+LIMITS, BUCKETS = np.linspace(-3.0, 3.0, 101)[1:].tolist(), np.arange(100.0).tolist()
 
 VALUES = torch.randn(1000, generator=torch.Generator().manual_seed(0))
 
@@ -57,26 +58,40 @@ def bin_values(writer: tensorboard.SummaryWriter, count: int) -> None:
         writer.add_histogram(TAG, VALUES, step)
 
 
-def build_scalar() -> bytes:
-    return summaries.scalar(TAG, 0.5)
+def build_scalars() -> list[bytes]:
+    return [summaries.scalar(TAG, 0.5) for _ in range(BATCH)]
 
 
-def build_histogram() -> bytes:
-    return summaries.histogram(TAG, EDGES[:-1], EDGES[1:], COUNTS)
+def build_histograms() -> list[bytes]:
+    return list(histograms.values_of(SKETCHES))
+
+
+class BatchesWhenDue:
+    """Adds up how many histograms are due, and writes 100 at once."""
+
+    def __init__(self, writer: FileWriter) -> None:
+        self._writer = writer
+        self._due = 0
+
+    def __call__(self, count: int) -> None:
+        self._due += count
+        while self._due >= BATCH:
+            self._writer.write_values(build_histograms())
+            self._due -= BATCH
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """Writes events of 100 values; builds the values each time, unless they are ready."""
 
-    build: Callable[[], bytes]
+    build: Callable[[], list[bytes]]
     ready: bool = False
 
     def __call__(self, writer: FileWriter, count: int) -> None:
-        values = [self.build() for _ in range(BATCH)]
+        values = self.build()
         for step in range(count // BATCH):
             if not self.ready:
-                values = [self.build() for _ in range(BATCH)]
+                values = self.build()
             writer.write_values(values, step, droppable=True)
 
 
@@ -93,17 +108,17 @@ KINDS: Mapping[str, Mapping[str, Variant]] = {
     "scalar": {
         "torch": Variant(writer=tensorboard.SummaryWriter, add=add_scalars, count=1000),
         "calls": Variant(writer=SummaryWriter, add=add_scalars, count=5000),
-        "batches": Variant(writer=FileWriter, add=Batches(build=build_scalar), count=20_000),
+        "batches": Variant(writer=FileWriter, add=Batches(build=build_scalars), count=20_000),
         "ready batches": Variant(
-            writer=FileWriter, add=Batches(build=build_scalar, ready=True), count=20_000
+            writer=FileWriter, add=Batches(build=build_scalars, ready=True), count=20_000
         ),
     },
     "histogram of 100 buckets": {
         "torch": Variant(writer=tensorboard.SummaryWriter, add=add_histograms, count=200),
         "calls": Variant(writer=SummaryWriter, add=add_histograms, count=2000),
-        "batches": Variant(writer=FileWriter, add=Batches(build=build_histogram), count=2000),
+        "batches": Variant(writer=FileWriter, add=Batches(build=build_histograms), count=2000),
         "ready batches": Variant(
-            writer=FileWriter, add=Batches(build=build_histogram, ready=True), count=2000
+            writer=FileWriter, add=Batches(build=build_histograms, ready=True), count=2000
         ),
     },
     "histogram of 1000 values, which the writer puts into bins": {
@@ -181,9 +196,7 @@ def measure_slowdown(rounds: int, chunks: int) -> dict[str, float]:
             "nothing": lambda count: None,
             "torch": lambda count: add_histograms(torch_writer, count),
             "calls": lambda count: add_histograms(our_writer, count),
-            "batches": lambda count: file_writer.write_values(
-                [build_histogram() for _ in range(count)]
-            ),
+            "batches": BatchesWhenDue(file_writer),
         }
         runs = [{n: loop_s(write, chunks) for n, write in writes.items()} for _ in range(rounds)]
         for writer in (torch_writer, our_writer, file_writer):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import serialized
 from known_runs import alert_at, layout_of, write_run
 from tensorboard.compat.proto import types_pb2
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -49,8 +50,8 @@ def write_good_run(log_dir: Path) -> None:
         alerts=[alert_at(7, "b")],
     )  # fmt: skip
     edges = np.linspace(-1, 1, 11)
-    histogram = summaries.histogram("activation/0000.a", edges[:-1], edges[1:], np.ones(10))
-    add(log_dir, histogram, summaries.image("feature_maps/0000.a", [png(2, 2)], 2, 2))
+    buckets = serialized.histogram("activation/0000.a", edges[:-1], edges[1:], np.ones(10))
+    add(log_dir, buckets, summaries.image("feature_maps/0000.a", [png(2, 2)], 2, 2))
 
 
 # --- pieces ------------------------------------------------------------------------------------

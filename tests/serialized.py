@@ -1,10 +1,14 @@
-"""What the values of an event are, parsed."""
+"""Values of events: parsed, and a single histogram."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import ArrayLike
 from tensorboard.compat.proto.summary_pb2 import Summary
+
+from telemetry.events import summaries
 
 
 def summary_of(values: Iterable[bytes]) -> Summary:
@@ -18,3 +22,11 @@ def parsed(value: bytes) -> Summary.Value:
 
 def tags_of(values: Iterable[bytes]) -> set[str]:
     return {value.tag for value in summary_of(values).value}
+
+
+def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) -> bytes:
+    """Of ``k`` buckets, which may be 0."""
+    rows = np.array([left, right, counts], dtype=np.float64).T
+    dtype = summaries.histogram_dtype(rows[:, 2], np.abs(rows[:, :2]).max(initial=0.0))
+    (value,) = summaries.histograms([tag], rows.astype(dtype), [len(rows)])
+    return value

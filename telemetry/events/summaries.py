@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from tensorboard.compat.proto import types_pb2
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import (
@@ -83,22 +83,23 @@ def scalar(tag: str, value: float) -> bytes:
         return bytes(Summary(value=[point]).SerializeToString())
 
 
-def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) -> bytes:
-    """A histogram of ``k`` buckets, for the Histograms and Distributions dashboards.
+def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> Iterator[bytes]:
+    """Histograms, for the Histograms and Distributions dashboards.
 
     Args:
-        tag: Name of the chart.
-        left: Left edges, shape ``[k]``, ascending.
-        right: Right edges, shape ``[k]``.
-        counts: Elements per bucket, shape ``[k]``; ``k`` may be 0.
+        tags: Names of the charts.
+        rows: Left edge, right edge and count of each bucket, one histogram after the other, shape
+            ``[buckets, 3]`` and :func:`histogram_dtype`. Edges ascend within a histogram, which may
+            have no buckets.
+        ends: Where the rows of each chart end.
 
     Returns:
-        A tensor of shape ``[k, 3]`` and :func:`histogram_dtype`, readable by
-        ``EventAccumulator.Tensors``.
+        Tensors of shape ``[buckets, 3]``, readable by ``EventAccumulator.Tensors``.
     """
-    rows = np.array([left, right, counts], dtype=np.float64).T
-    dtype = histogram_dtype(rows[:, 2], np.abs(rows[:, :2]).max(initial=0.0))
-    return next(histograms([tag], rows.astype(dtype), [len(rows)]))
+    begin = 0
+    for tag, end in zip(tags, ends, strict=True):
+        yield tensor(tag, rows[begin:end], "histograms")
+        begin = end
 
 
 def histogram_dtype(counts: NDArray[np.float64], largest: float) -> type[np.floating[Any]]:
@@ -109,21 +110,6 @@ def histogram_dtype(counts: NDArray[np.float64], largest: float) -> type[np.floa
     changed = counts.astype(np.float32) != counts
     fits = largest <= FLOAT32_MAX and not (changed & (counts == np.floor(counts))).any()
     return np.float32 if fits else np.float64
-
-
-def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> Iterator[bytes]:
-    """Like :func:`histogram` for many at once.
-
-    Args:
-        tags: Names of the charts.
-        rows: Left edge, right edge and count of each bucket, one histogram after the other, shape
-            ``[buckets, 3]``, float32 or float64.
-        ends: Where the rows of each chart end.
-    """
-    begin = 0
-    for tag, end in zip(tags, ends, strict=True):
-        yield tensor(tag, rows[begin:end], "histograms")
-        begin = end
 
 
 def histogram_proto(tag: str, figures: bytes, limits: bytes, counts: bytes) -> bytes:

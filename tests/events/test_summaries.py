@@ -8,7 +8,7 @@ from board import ReadBoard
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
-from serialized import parsed, summary_of
+from serialized import histogram, parsed, summary_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto import types_pb2
 from tensorboard.compat.proto.event_pb2 import Event
@@ -62,7 +62,7 @@ def test_scalars_are_found_by_the_event_accumulator(tmp_path: Path) -> None:
 
 
 def test_histograms_are_shown_with_their_buckets(tmp_path: Path, read_board: ReadBoard) -> None:
-    write(tmp_path / "run", summaries.histogram("grad", [-1.0, 0.0], [0.0, 2.5], [7, 9]))
+    write(tmp_path / "run", histogram("grad", [-1.0, 0.0], [0.0, 2.5], [7, 9]))
 
     ((step, buckets),) = read_board(tmp_path).tensors("histograms")["run"]["grad"]
 
@@ -71,7 +71,7 @@ def test_histograms_are_shown_with_their_buckets(tmp_path: Path, read_board: Rea
 
 
 def test_an_empty_histogram_is_shown_as_no_buckets(tmp_path: Path, read_board: ReadBoard) -> None:
-    write(tmp_path / "run", summaries.histogram("grad", [], [], []))
+    write(tmp_path / "run", histogram("grad", [], [], []))
 
     ((_, buckets),) = read_board(tmp_path).tensors("histograms")["run"]["grad"]
 
@@ -79,7 +79,7 @@ def test_an_empty_histogram_is_shown_as_no_buckets(tmp_path: Path, read_board: R
 
 
 def test_histograms_are_found_by_the_event_accumulator(tmp_path: Path) -> None:
-    write(tmp_path, summaries.histogram("grad", [0.0], [1.0], [5]))
+    write(tmp_path, histogram("grad", [0.0], [1.0], [5]))
 
     (event,) = EventAccumulator(str(tmp_path)).Reload().Tensors("grad")
 
@@ -87,7 +87,7 @@ def test_histograms_are_found_by_the_event_accumulator(tmp_path: Path) -> None:
 
 
 def test_histogram_metadata_is_what_the_plugin_expects() -> None:
-    metadata = parsed(summaries.histogram("grad", [0.0], [1.0], [5])).metadata.plugin_data
+    metadata = parsed(histogram("grad", [0.0], [1.0], [5])).metadata.plugin_data
 
     assert metadata.plugin_name == histogram_metadata.PLUGIN_NAME
     assert histogram_metadata.parse_plugin_metadata(metadata.content).version == 0
@@ -105,7 +105,7 @@ def test_histogram_metadata_is_what_the_plugin_expects() -> None:
 def test_histogram_is_float32_only_where_no_whole_count_is_lost(
     right: float, count: float, dtype: type
 ) -> None:
-    value = parsed(summaries.histogram("grad", [0.0], [right], [count]))
+    value = parsed(histogram("grad", [0.0], [right], [count]))
 
     array = tensor_util.make_ndarray(value.tensor)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from serialized import histogram
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 
@@ -37,7 +38,7 @@ def test_what_a_resumed_run_overwrites_is_left_out(tmp_path: Path) -> None:
 def test_pictures_and_histograms_are_read(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path)
     writer.write_values([summaries.image("map", [b"\x89PNG"], 2, 3)], 4)
-    writer.write_values([summaries.histogram("h", [0.0], [1.0], [2.0])], 4)
+    writer.write_values([histogram("h", [0.0], [1.0], [2.0])], 4)
     writer.close()
     source = FileSource(tmp_path)
     assert source.image_tags() == ["map"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import serialized
 from browser import PIXEL
 from hostile_runs import png
 from known_runs import alert_at, layout_of, write_run
@@ -37,9 +38,9 @@ def write_demo(log_dir: Path) -> None:
     )  # fmt: skip
     writer = FileWriter(log_dir)
     edges = np.linspace(-1, 1, 11)
-    histogram = summaries.histogram("activation/0002.high", edges[:-1], edges[1:], np.ones(10))
+    buckets = serialized.histogram("activation/0002.high", edges[:-1], edges[1:], np.ones(10))
     picture = summaries.image("feature_maps/0002.high", [png(1, 1)], 1, 1)
-    writer.write_values([histogram, picture], 10)
+    writer.write_values([buckets, picture], 10)
     writer.close()
 
 

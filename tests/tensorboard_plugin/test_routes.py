@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import serialized
 from client import Client, OpenClient
 from hostile_runs import png
 from known_runs import alert_at, layout_of, write_run
@@ -43,10 +44,10 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
     writer = FileWriter(run)
     edges = np.linspace(-1, 1, 11)
     for step in (0, 10):
-        histogram = summaries.histogram("activation/0000.a", edges[:-1], edges[1:], np.ones(10))
+        buckets = serialized.histogram("activation/0000.a", edges[:-1], edges[1:], np.ones(10))
         picture = summaries.image("feature_maps/0000.a", [PNG], 1, 1)
         no_picture = summaries.image("filters/0000.a", [b"<svg onload=alert(1)>"], 1, 1)
-        writer.write_values([histogram, picture, no_picture], step)
+        writer.write_values([buckets, picture, no_picture], step)
     writer.close()
     return open_client(tmp_path)
 

@@ -45,6 +45,15 @@ def test_many_histograms_are_those_of_each(
         np.testing.assert_array_equal(found[tag], rows.astype(found[tag].dtype))
 
 
+def test_between_two_histograms_there_is_no_gap() -> None:
+    sketches = {str(i): sketch_array(np.array([i])) for i in (-1.0, 1.0)}
+    found = written(list(values_of(sketches)))
+    assert {tag: rows.tolist() for tag, rows in found.items()} == {
+        "-1.0": [[-1.0, -1.0, 1.0]],
+        "1.0": [[1.0, 1.0, 1.0]],
+    }
+
+
 def test_more_histograms_than_are_made_at_once() -> None:
     count = 2 * histograms._AT_ONCE + 1
     sketches = {str(i): sketch_array(np.arange(i % 7)) for i in range(count)}
