@@ -301,7 +301,8 @@ def main() -> None:
                     of_these = []
                     jobs = [(bench, name, every, seed) for name in names]
                     for found in pool.map(lambda job: in_own_process(*job), jobs):
-                        print(found if isinstance(found, str) else told(found, args.verbose))
+                        line = found if isinstance(found, str) else told(found, args.verbose)
+                        print(line, flush=True)
                         of_these += [] if isinstance(found, str) else [found]
                     rows += [row_of(of_these)] if of_these else []
                     outcomes += of_these
