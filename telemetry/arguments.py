@@ -6,7 +6,7 @@ import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +17,7 @@ from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
 from telemetry.budget import Budget
 from telemetry.capture import Content
+from telemetry.first_rank import Ranks
 from telemetry.host_copy import HostCopy
 from telemetry.plain_text import check_text, type_of
 from telemetry.resuming import FirstStep, check_first_step
@@ -35,13 +36,13 @@ class Options:
     Attributes:
         full_steps: Which steps are measured in full.
         budget: What measuring may cost; None: no limit.
-        optimizer, on_alert, first_step: As in :class:`telemetry.HookLogger`.
+        optimizer, on_alert, first_step, ranks: As in :class:`telemetry.HookLogger`.
         selection: Which modules are watched.
         content: What a full measurement holds.
         rules: Judge each step.
 
     Raises:
-        TypeError, ValueError: ``on_alert`` or ``first_step`` is invalid.
+        TypeError, ValueError: ``on_alert``, ``first_step`` or ``ranks`` is invalid.
     """
 
     full_steps: FullSteps
@@ -52,6 +53,7 @@ class Options:
     rules: Sequence[Rule]
     on_alert: OnAlert
     first_step: FirstStep
+    ranks: Ranks
 
     def __post_init__(self) -> None:
         if not (self.on_alert is None or self.on_alert == "raise" or callable(self.on_alert)):
@@ -59,6 +61,10 @@ class Options:
                 f'HookLogger(on_alert={self.on_alert!r}): must be a callable or "raise"'
             )
         check_first_step(self.first_step)
+        if self.ranks not in get_args(Ranks):
+            raise ValueError(
+                f'HookLogger(ranks={self.ranks!r}): must be "merged", "each" or "first"'
+            )
 
     def check(self, model: nn.Module) -> None:
         """Check that this is a model with parameters, and that the options fit it.
@@ -108,10 +114,13 @@ def check_rules(alerts: Any) -> Sequence[Rule]:
         raise TypeError(f"HookLogger(alerts=...): {error}") from None
 
 
-def log_dir_of(writer: object) -> str:
+def log_dir_of(writer: object, *, written: bool = True) -> str:
+    """The directory of a writer; on a rank that does not write it may be any object."""
     if isinstance(writer, tensorboard.SummaryWriter):
         return str(writer.log_dir)
     if not isinstance(writer, str | os.PathLike):
+        if not written:  # such as Lightning's, which does nothing
+            return ""
         raise TypeError(
             "HookLogger(writer=...): must be a torch.utils.tensorboard.SummaryWriter or a log "
             f"directory, not {type_of(writer)}"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from torch import distributed
+
+Ranks: TypeAlias = Literal["merged", "each", "first"]
 
 _OF_LAUNCHERS = (
     "LOCAL_RANK",  # Lightning's own launcher sets no RANK, but this and NODE_RANK
@@ -48,6 +53,64 @@ def is_first_rank() -> bool:
     return not any(
         _number(name) for name in _OF_LAUNCHERS if name != "SLURM_PROCID" or several_tasks
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What this process does among those that train together.
+
+    Attributes:
+        ranks: What the user chose.
+        rank, size: This process, and how many there are; 0 and 1 if it trains alone.
+    """
+
+    ranks: Ranks
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def merges(self) -> bool:
+        """Whether the ranks write one run together."""
+        return self.size > 1 and self.ranks == "merged"
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes a run."""
+        return self.rank == 0 or self.ranks == "each"
+
+    @property
+    def measures(self) -> bool:
+        """Whether this process measures anything."""
+        return self.rank == 0 or self.ranks != "first"
+
+    def directory(self, log_dir: str) -> str:
+        """Where this process writes."""
+        each = self.size > 1 and self.ranks == "each"
+        return f"{log_dir.rstrip('/')}/rank-{self.rank:04d}" if each else log_dir
+
+
+def role_of(ranks: Ranks) -> Role:
+    """What this process does, as far as that is known by now.
+
+    Raises:
+        ValueError: Each rank is to have its own directory, and this one has no number so far.
+    """
+    known = rank_and_world_size()
+    if known is not None:
+        return Role(ranks=ranks, rank=known[0], size=known[1])
+    if ranks == "each" and may_be_any_rank():
+        raise ValueError(
+            'HookLogger(ranks="each"): this process does not know its rank; call '
+            "torch.distributed.init_process_group() before, or set RANK and WORLD_SIZE"
+        )
+    return Role(ranks=ranks, rank=0 if is_first_rank() else 1)
+
+
+def may_be_any_rank() -> bool:
+    """Whether nobody knows yet if this process is the first one of several: of ``mp.spawn``."""
+    if rank_and_world_size() is not None:
+        return False
+    return multiprocessing.parent_process() is not None or not is_first_rank()
 
 
 def rank_and_world_size() -> tuple[int, int] | None:

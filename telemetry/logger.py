@@ -17,6 +17,7 @@ from telemetry.arguments import Alerts, OnAlert, Options, check_optimizer, check
 from telemetry.budget import budget_of
 from telemetry.capture import Content
 from telemetry.events.background import each_within
+from telemetry.first_rank import Ranks
 from telemetry.pipeline import CLOSE_TIMEOUT_S
 from telemetry.plain_text import check_text
 from telemetry.resuming import FirstStep
@@ -75,6 +76,9 @@ class HookLogger:
             one in the local directory, or 0 without any. In a log directory, TensorBoard then hides
             what was logged earlier for this step and later ones. :meth:`load_state_dict` does the
             same and restores the state of the alerts.
+        ranks: Of several processes that train together: ``"merged"``: the first one writes what all
+            have measured, as one run; ``"each"``: each writes its own, into ``rank-0003/``;
+            ``"first"``: the first one measures and writes, the others do nothing.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -101,6 +105,7 @@ class HookLogger:
         alerts: Alerts = None,
         on_alert: OnAlert = None,
         first_step: FirstStep = 0,
+        ranks: Ranks = "merged",
     ) -> None:
         options = Options(
             full_steps=FullSteps(every(every_n_steps)),
@@ -117,6 +122,7 @@ class HookLogger:
             rules=check_rules(alerts),
             on_alert=on_alert,
             first_step=first_step,
+            ranks=ranks,
         )
         self._run = Run(model, writer, options, self.close)
         self._run.start()
@@ -134,7 +140,7 @@ class HookLogger:
             each_within(CLOSE_TIMEOUT_S, partial(self._run.note_exception, exception), self.close)
             return
         self.close()
-        self._run.raise_if_asked()
+        self._run.step_ended(None)
 
     @property
     def log_dir(self) -> str:
@@ -224,7 +230,7 @@ class HookLogger:
         """
         if self._run.capture.attached:
             self._run.capture.manual_step()
-        self._run.raise_if_asked()
+        self._run.step_ended()
 
     def flush(self) -> None:
         """Wait until the rules have seen all steps so far and all is written; at most a minute."""
@@ -270,7 +276,7 @@ class HookLogger:
         """
         if self._run.closed:
             raise ValueError("HookLogger.attach(): the logger is closed; make a new one")
-        self._run.capture.attach()
+        self._run.attach()
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Remove all hooks, write what is waiting, log what was lost. Harmless when repeated.

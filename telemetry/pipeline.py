@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from telemetry.capture import CapturedStep, LightBlock
 from telemetry.faults import Faults
 from telemetry.processing import LightRows, LoggedScalars, Processor, ReadyValues
+from telemetry.rank_processing import RankProcessor
+from telemetry.ranks.channel import Merged
 from telemetry.schedule import STEPS_AT_ONCE, FullSteps
 
 log = logging.getLogger("telemetry")
@@ -30,7 +32,7 @@ FEW_S = 0.5
 """The longest time for which a step waits for others, to be processed with them."""
 
 Act = Callable[[], None]
-Item = CapturedStep | LightBlock | LoggedScalars | ReadyValues | Act | threading.Event
+Item = CapturedStep | LightBlock | LoggedScalars | ReadyValues | Merged | Act | threading.Event
 Result = TypeVar("Result")
 
 
@@ -55,7 +57,7 @@ class Pipeline:
     """
 
     def __init__(self, processor: Processor, full_steps: FullSteps, faults: Faults) -> None:
-        self._processor = processor
+        self._processor: Processor | RankProcessor = processor
         self._full_steps = full_steps
         self._faults = faults
         # Each with the number of rows that were in the latest block before it; None ends the run.
@@ -130,8 +132,16 @@ class Pipeline:
         self._report_short(step, "is not recorded", self.dropped)
         return False
 
-    def submit_logged(self, item: LoggedScalars | ReadyValues) -> None:
-        """Queue what the user logged."""
+    def use(self, processor: RankProcessor) -> None:
+        """Have this one process all steps; before the first."""
+        self._processor = processor
+
+    def ignore_all(self) -> None:
+        """Take nothing from now on: another process does it."""
+        self._closed = True
+
+    def submit_logged(self, item: LoggedScalars | ReadyValues | Merged) -> None:
+        """Queue what the user logged, or what the ranks measured together."""
         if not self._closed and os.getpid() == self._pid:
             self._put(item)
 
@@ -166,11 +176,11 @@ class Pipeline:
         Args:
             step: In progress; what was logged for it is part of the state.
         """
-        return self._in_turn(lambda: self._processor.state_dict(step)) or {}
+        return self.in_turn(lambda: self._processor.state_dict(step)) or {}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Let the rules continue from there, with ``step`` in progress; what did not fit."""
-        misfits = self._in_turn(lambda: self._processor.load_state_dict(state, step))
+        misfits = self.in_turn(lambda: self._processor.load_state_dict(state, step))
         return ["the rules"] if misfits is None else misfits
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -188,7 +198,7 @@ class Pipeline:
         if not was_closed:
             self._report_losses(timeout_s)
 
-    def _in_turn(self, act: Callable[[], Result]) -> Result | None:
+    def in_turn(self, act: Callable[[], Result]) -> Result | None:
         """What ``act`` returns once everything so far is judged; None if that takes too long."""
         if self._closed or os.getpid() != self._pid or self.on_own_thread():
             return act()
@@ -319,7 +329,7 @@ class Pipeline:
                 self._steps_done += sum(map(len, steps))
                 self._bytes_done += sum(s.nbytes for s in steps if isinstance(s, CapturedStep))
 
-    def _process(self, item: CapturedStep | ReadyValues | threading.Event | Act) -> None:
+    def _process(self, item: CapturedStep | ReadyValues | Merged | threading.Event | Act) -> None:
         if isinstance(item, threading.Event):
             self._processor.write_pending()
             item.set()
@@ -329,6 +339,9 @@ class Pipeline:
             finally:
                 self._steps_done += 1
                 self._bytes_done += item.nbytes
+        elif isinstance(item, Merged):
+            assert isinstance(self._processor, RankProcessor)
+            self._processor.process(item)
         elif isinstance(item, ReadyValues):
             self._processor.process(item)
         else:

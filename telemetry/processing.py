@@ -144,7 +144,7 @@ class Processor:
         if isinstance(item, ReadyValues):
             self._write(item.values, item.step, item.wall_time)
         else:
-            self._process_step(item.record(self._logged_for(item.step)))
+            self.record(item.record(self._logged_for(item.step)))
 
     def process_few(self, items: Sequence[LightRows | CapturedStep | LoggedScalars]) -> None:
         """Judge and write several steps that were not measured in full, and what was logged.
@@ -217,7 +217,7 @@ class Processor:
                 return
             self._judge_losses(losses[index])
             with self._faults.contained("to record a step"):
-                self._process_step(record_of(index))
+                self.record(record_of(index))
 
     def _judge_losses(self, losses: Iterable[_Loss]) -> None:
         for loss in losses:
@@ -285,7 +285,8 @@ class Processor:
         loss = values.get("loss")
         return [] if loss is None else [_Loss(item.step, loss, item.wall_time)]
 
-    def _process_step(self, record: StepRecord) -> None:
+    def record(self, record: StepRecord) -> None:
+        """Judge and write a step."""
         if not record.phase:
             self._forget_scalars(record.step)
             self._show_to_observers(lambda observer: observer.on_step(record))

@@ -69,11 +69,14 @@ class FullSteps:
     Attributes:
         waits: How often the training thread has waited.
         waited_s: For how long altogether.
+        announce: Set where several ranks train together: called with a step after which rules want
+            a full measurement, to name one to all ranks. Nobody waits for rules then.
     """
 
     def __init__(self, due: Schedule) -> None:
         self.waits = 0
         self.waited_s = 0.0
+        self.announce: Callable[[int], None] | None = None
         self._due = due
         self._asked: set[int] = set()
         self._soon: set[int] = set()
@@ -116,6 +119,8 @@ class FullSteps:
 
     def expect(self, first: int, last: int) -> None:
         """The rules were given the steps from ``first`` to ``last``, all that they need there."""
+        if self.announce is not None:
+            return
         at = last + SOON_STEPS if self.is_soon(last) else first + LAG_STEPS
         while self._awaited and self._awaited[-1][0] >= at:
             self._awaited.pop()
@@ -148,7 +153,9 @@ class FullSteps:
             step: The step.
             wanted: Whether they want a full measurement after it.
         """
-        if wanted:
+        if wanted and self.announce is not None:
+            self.announce(step)
+        elif wanted:
             self._asked.add(step + (SOON_STEPS if self.is_soon(step) else LAG_STEPS))
         self._soon.discard(step)
         self._answered = step

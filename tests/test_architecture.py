@@ -22,6 +22,7 @@ LAYERS = [
     {"page_format", "ranks"},
     {"capture", "alerts", "flight", "writing", "reading"},
     {"resuming", "processing", "interventions"},
+    {"rank_processing"},
     {"pipeline"},
     {"arguments"},
     {"run"},

@@ -53,7 +53,8 @@ class Capture:
         faults: Where to report what failed.
         first_step: Number of the first step.
         budget: What this may cost, and takes note of it; None: whatever is due is done.
-        ranks: Tells what this rank is to measure for all ranks together; None: everything.
+        find_ranks: Called before anything is measured; tells who says what this rank is to measure
+            for all ranks together, or None to measure everything.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class Capture:
         faults: Faults,
         first_step: int = 0,
         budget: Budget | None = None,
-        ranks: RankObserver | None = None,
+        find_ranks: Callable[[], RankObserver | None] = lambda: None,
     ) -> None:
         self._full_steps = full_steps
+        self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
         self._costs = StepCosts(budget)
         self._measurer = Measurer()
         self._watch = Watch(
@@ -82,7 +84,6 @@ class Capture:
             switch=Switch(output_grads=content.activation_gradients),
             faults=faults,
             own_time=self._costs.own,
-            ranks=ranks,
         )
         self._modules = WatchedModules(self._watch)
         self._reader = StepReader(self._watch)
@@ -178,6 +179,7 @@ class Capture:
 
     def on_input(self, hook: InputHook, given: Any) -> None:
         """The model is called with ``given``."""
+        self._join_ranks()
         forward = self._passes_of(hook, torch.is_grad_enabled())
         if forward is not None:
             alone(forward.on_input, given)
@@ -198,6 +200,13 @@ class Capture:
         forward = self._passes_of(hook, grad_enabled=True)
         if forward is not None:
             alone(forward.on_graph_output, hook, tensor, place)
+
+    def _join_ranks(self) -> None:
+        """The first call of the model or step of an optimizer: by now the ranks are known."""
+        if self._find_ranks is not None:
+            find, self._find_ranks = self._find_ranks, None
+            with self._watch.faults.contained("to join the other ranks"):
+                self._watch.ranks = find()
 
     def _passes_of(self, hook: ModuleHook, grad_enabled: bool) -> ForwardPasses | None:
         """Those that a module's call belongs to; it may be the first call of the next step."""
@@ -286,6 +295,7 @@ class Capture:
 
     def _note_mode(self) -> None:
         """Whatever mode the model steps in, passes in that mode are training."""
+        self._join_ranks()
         model = self._watch.model()
         if model is not None:
             self._window.eval_mode = self._passes.eval_mode = not model.training

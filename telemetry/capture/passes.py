@@ -136,11 +136,11 @@ class ForwardPasses:
     ) -> None:
         self.window = window
         self.ran: set[object] = set()
+        self._watch = watch
         self._content = watch.content
         self._faults = watch.faults
         self._pictured = pictured
         self._backward = backward
-        self._ranks = watch.ranks
         self._model = watch.model
         # Whether what the next watched module is given comes from outside.
         self._awaits_input = True
@@ -189,7 +189,7 @@ class ForwardPasses:
 
     def _observe_inputs(self, name: str, given: Any) -> None:
         """Measure what comes from outside, each tensor once though it is handed on."""
-        ranks, notes = self._ranks, self.window.ranks
+        ranks, notes = self._watch.ranks, self.window.ranks
         taken = ranks is None or ranks.takes_inputs(notes, name, self._model())
         if self.window.phase or not self._content.activations or not taken:
             return
@@ -208,7 +208,7 @@ class ForwardPasses:
             return
         output, returned, tensor = Output(hook.name, place), tensor, local(tensor)
         axis = self._unit_axis(hook, tensor)
-        ranks, notes = self._ranks, self.window.ranks
+        ranks, notes = self._watch.ranks, self.window.ranks
         if ranks is not None and not ranks.takes_output(notes, output, returned, axis):
             return
         if not self.window.observe("outputs", output, tensor, unit_axis=axis):

@@ -44,7 +44,6 @@ class StepReader:
         self._watch = watch
         self._table = watch.table
         self._content = watch.content
-        self._ranks = watch.ranks
         self._probes: dict[int, UpdateProbe] = {}
         # Those that have stepped, in the order of their first steps.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
@@ -118,10 +117,10 @@ class StepReader:
         window.optimizers[optimizer] = OptimizerReading(
             norms=[group.sent() for group in norms], scaled=scaled
         )
-        if self._ranks is not None:
-            self._ranks.note_grads(window.ranks, grads)
+        if self._watch.ranks is not None:
+            self._watch.ranks.note_grads(window.ranks, grads)
             if window.full and self._content.weights:
-                self._ranks.note_parameters(window.ranks, parameters)
+                self._watch.ranks.note_parameters(window.ranks, parameters)
         window.square += sum(group.known_square or 0.0 for group in norms)
         # After the step all is NaN; only now does a broken parameter differ from a bad batch.
         weights_measured = window.full and self._content.weights
@@ -144,8 +143,8 @@ class StepReader:
 
     def _in_turn(self, window: Window, tensors: Indexed) -> Indexed:
         """Those of the parameters that are measured in this window."""
-        if self._ranks is not None:
-            tensors = self._ranks.counting(tensors)
+        if self._watch.ranks is not None:
+            tensors = self._watch.ranks.counting(tensors)
         if not window.left_out:
             return tensors
         described = self._table.parameters

@@ -61,7 +61,7 @@ class Switch:
         self.armed = self.training or self.in_phase
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Watch:
     """One model that is watched.
 
@@ -73,7 +73,8 @@ class Watch:
         switch: What the hooks on its modules look at.
         faults: Where to report what failed.
         own_time: Entered while anything is done on the training thread.
-        ranks: Tells what this rank is to measure for all; None: everything.
+        ranks: Tells what this rank is to measure for all; None: everything. Set before the first
+            measurement.
     """
 
     model: weakref.ref[nn.Module]

@@ -37,7 +37,7 @@ from telemetry.faults import Faults
 from telemetry.ranks.encoding import encode
 from telemetry.ranks.observer import RankObserver
 from telemetry.records import StepRecord
-from telemetry.schedule import every
+from telemetry.schedule import FullSteps, every
 from telemetry.selection import Selection
 
 STEPS, BATCH, LENGTH, WIDTH, CLASSES = 5, 8, 4, 8, 3
@@ -197,13 +197,13 @@ def watched(
     capture = Capture(
         model,
         selection=Selection.parse(None, None),
-        is_due=every(2),
+        full_steps=FullSteps(every(2)),
         content=Content(),
         deliver=deliver,
         safe_point=lambda: None,
         primary=None,
         faults=Loud(),
-        ranks=ranks,
+        find_ranks=lambda: ranks,
     )
     capture.attach()
     try:

@@ -1,0 +1,263 @@
+"""What happens to a step where several ranks write one run: it is sent, merged, recorded once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from telemetry.alert import Alert, alert_fields, parse_alert
+from telemetry.capture import CapturedStep
+from telemetry.capture.rank_part import PartMaker
+from telemetry.events.background import each_within
+from telemetry.faults import Faults
+from telemetry.host_copy import HostCopy
+from telemetry.processing import LightRows, LoggedScalars, Processor, ReadyValues
+from telemetry.ranks.channel import CLOSE_S, Channel, Merged
+from telemetry.ranks.encoding import decode, encode
+from telemetry.ranks.figures import Figure
+from telemetry.ranks.observer import RankObserver
+from telemetry.ranks.part import News
+from telemetry.ranks.rank_part import Common, RankPart, merge
+from telemetry.ranks.tensor_table import TensorTable
+from telemetry.ranks.whole import Whole
+from telemetry.records import StepRecord
+from telemetry.schedule import LAG_STEPS, FullSteps
+
+_OWN_KEPT = 8
+"""Full measurements of the first rank that are kept until they come back merged."""
+
+_LEAD_S = 2.0
+"""A step that rules ask for is announced so long before, for all ranks to hear of it."""
+
+_numbers = itertools.count()
+
+
+class RankProcessor:
+    """Sends what this rank measured to the first rank; on that, records what comes back merged.
+
+    Channels of several loggers are told apart by the order in which each process makes its loggers.
+
+    Args:
+        rank: This one; the first is 0.
+        size: How many train together.
+        recorder: Judges and writes merged steps; None on all ranks but the first.
+        hand_over: Called with each merged step, on a thread of the channel.
+        full_steps: Is told which steps the first rank has announced.
+        current_step: Says which step is in progress.
+        faults: Where failures are reported.
+
+    Attributes:
+        observer: Tells the capture what this rank is to measure.
+        abandoned: Set when nobody waits for the rest any more, and nothing may be written.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        recorder: Processor | None,
+        hand_over: Callable[[Merged], None],
+        full_steps: FullSteps,
+        current_step: Callable[[], int],
+        faults: Faults,
+    ) -> None:
+        self.observer = RankObserver(rank=rank, size=size)
+        self.abandoned = False
+        self._maker = PartMaker(self.observer.standing)
+        self._recorder = recorder
+        self._hand_over = hand_over
+        self._full_steps = full_steps
+        self._current_step = current_step
+        self._faults = faults
+        self._scalars: dict[int, dict[str, float]] = {}
+        self._whole = Whole()
+        self._own: dict[tuple[int, str], StepRecord] = {}
+        self._eval_mode = False
+        self._sent: set[tuple[int, bool]] = set()  # and not recorded so far
+        self._changed = threading.Condition()
+        self._announced = -1
+        self._last: tuple[int, float] = (-1, 0.0)
+        self._step_s = 0.0
+        self._alert: Alert | None = None
+        full_steps.announce = self._announce
+        self._channel = Channel(
+            name=str(next(_numbers)),
+            rank=rank,
+            world_size=size,
+            merge=lambda payloads: encode(merge([decode(payload) for payload in payloads])),
+            deliver=hand_over,
+            heard=self._hear,
+            faults=faults,
+            first_step=current_step(),
+        )
+
+    # --- on the background thread: see Processor ------------------------------------------------
+
+    def process(self, item: CapturedStep | ReadyValues | Merged) -> None:
+        """Send a step, or record one that comes back merged."""
+        if isinstance(item, CapturedStep):
+            self._send(item)
+        elif self._recorder is not None:
+            if isinstance(item, Merged):
+                try:
+                    self._record(item, self._recorder)
+                finally:
+                    self._note_recorded(item)
+            else:
+                self._recorder.process(item)
+
+    def process_few(self, items: Sequence[LightRows | CapturedStep | LoggedScalars]) -> None:
+        """Send several steps that were not measured in full, and what was logged for them."""
+        for item in items:
+            if isinstance(item, LoggedScalars):
+                with self._faults.contained("to send what was logged"):
+                    self._scalars.setdefault(item.step, {}).update(
+                        (name, float(value.wait()) if isinstance(value, HostCopy) else value)
+                        for name, value in item.values.items()
+                    )
+            elif isinstance(item, CapturedStep):
+                with self._faults.contained("to send a step"):
+                    self._send(item)
+
+    def pending_s(self) -> float | None:
+        return None if self._recorder is None else self._recorder.pending_s()
+
+    def write_pending(self) -> None:
+        if self._recorder is not None and not self.abandoned:
+            self._recorder.write_pending()
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """What the rules remember, on the first rank; and what this rank logged for the step."""
+        state = {} if self._recorder is None else self._recorder.state_dict(step)
+        own = {"full_steps": self._full_steps.state_dict(), "logged": self._scalars.get(step, {})}
+        return {"rules": {}, **state, **own}
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
+        """Continue from there; the rules, on the first rank."""
+        logged = state.get("logged")
+        self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
+        self._full_steps.load_state_dict(state.get("full_steps"))
+        if self._recorder is None:
+            return []
+        return self._recorder.load_state_dict({**state, "logged": None}, step)
+
+    def send_rest(self) -> None:
+        """Send what was logged for a step that did not end, for it will not."""
+        rank, size = self.observer.standing.rank, self.observer.standing.size
+        for step, values in sorted(self._scalars.items()):
+            part = RankPart(
+                step=step,
+                wall_time=time.time(),
+                size=size,
+                ranks=frozenset((rank,)),
+                stages=(),
+                tensors=TensorTable.of(rank, {}),
+                common=Common(rank=rank),
+                scalars={name: Figure.of(rank, value) for name, value in values.items()},
+            )
+            self._send_part(part)
+        self._scalars = {}
+
+    def _send(self, captured: CapturedStep) -> None:
+        scalars = {} if captured.window.phase else self._scalars.get(captured.step, {})
+        record = captured.record(scalars)
+        if not record.phase:
+            self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
+            self._eval_mode = record.eval_mode
+        if self._recorder is not None and (record.full or record.phase):
+            self._own[record.step, record.phase] = record
+            while len(self._own) > _OWN_KEPT:
+                del self._own[next(iter(self._own))]
+        self._send_part(self._maker.part(captured, record))
+
+    def _send_part(self, part: RankPart) -> None:
+        if self._recorder is not None:
+            with self._changed:
+                self._sent.add(_place(part))
+        self._channel.send(part.step, encode(part), phase=part.phase)
+
+    def _record(self, merged: Merged, recorder: Processor) -> None:
+        recorder.abandoned = self.abandoned
+        part = decode(merged.payload)
+        means = {name: figure.mean for name, figure in part.scalars.items()}
+        if means and not part.phase:
+            logged = LoggedScalars(step=part.step, wall_time=part.wall_time, values=means)
+            recorder.process_few([logged])
+        own = self._own.pop((part.step, part.phase), None)
+        record = self._whole.record(part, own) if part.stages else None
+        if record is not None:
+            self._note_time(record)
+            recorder.record(_with_own(replace(record, eval_mode=self._eval_mode), own))
+
+    def _note_recorded(self, merged: Merged) -> None:
+        place = _place(merged)
+        with self._changed:
+            self._sent = {other for other in self._sent if other > place}
+            self._changed.notify_all()
+
+    # --- steps that rules ask for ----------------------------------------------------------------
+
+    def _note_time(self, record: StepRecord) -> None:
+        if not record.phase:
+            step, wall_time = self._last
+            self._last = record.step, record.wall_time
+            self._step_s = max(0.0, record.wall_time - wall_time) / max(1, record.step - step)
+
+    def _announce(self, step: int) -> None:
+        """Rules that have judged a step want a full one; the next is the same on all ranks."""
+        if step > self._announced:
+            ahead = LAG_STEPS
+            if self._step_s > 0:
+                ahead = max(ahead, math.ceil(_LEAD_S / self._step_s))
+            at = self._announced = self._current_step() + ahead
+            self._channel.announce(lambda news: replace(news, full_steps=(at,)))
+
+    def _hear(self, news: News) -> None:
+        for step in news.full_steps:
+            if step > self._current_step():  # else this rank is too late
+                self._full_steps.ask(step)
+        if news.message and self._alert is None:
+            self._alert = parse_alert(json.loads(news.message))
+
+    # --- on the training thread ------------------------------------------------------------------
+
+    def raise_together(self, alert: Alert) -> None:
+        """Have all ranks raise this alert at the end of the same step; on the first rank."""
+        self._channel.raise_together(json.dumps(alert_fields(alert)))
+
+    def to_raise(self, step: int | None) -> Alert | None:
+        """The alert to raise now that this step has ended; None as a step: no other will."""
+        agreement = self._channel.agreement
+        due = agreement.training_ended() if step is None else agreement.step_ended(step)
+        return self._alert if due else None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all that was sent has come back merged; only on the first rank."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._sent, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """End the exchange; on the first rank, after all that others sent in time is recorded."""
+        each_within(min(CLOSE_S, timeout_s), self.wait, self._channel.close)
+
+
+def _place(item: RankPart | Merged) -> tuple[int, bool]:
+    """Phases of a step come before the step itself."""
+    return item.step, not item.phase
+
+
+def _with_own(record: StepRecord, own: StepRecord | None) -> StepRecord:
+    """With what is not merged, and which the first rank has like the others."""
+    if own is None:
+        return record
+    record = replace(record, fingerprints=own.fingerprints)
+    if own.layout.parameters != record.layout.parameters:
+        return record
+    return replace(record, trainable=own.trainable, reached=own.reached)
