@@ -1,6 +1,5 @@
 """What happens to a step where several ranks write one run: it is sent, merged, recorded once."""
 
-
 from __future__ import annotations
 
 import itertools

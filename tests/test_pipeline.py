@@ -27,6 +27,7 @@ from telemetry.processing import LoggedScalars, Processor
 from telemetry.processing import Sink as AnySink
 from telemetry.records import Layout, StepRecord
 from telemetry.rule import AnyRule, Rule, as_rule
+from telemetry.schedule import FullSteps, every
 from telemetry.writing.board import Board
 
 LAYOUT = Layout(modules=(), parameters=())
@@ -97,8 +98,16 @@ def make_pipeline(
     on_alert: Callable[[Alert, float], None],
 ) -> Pipeline:
     faults = Faults()
-    processor = Processor(board=board, sink=sink, rules=rules, on_alert=on_alert, faults=faults)
-    return Pipeline(processor, faults)
+    full_steps = FullSteps(every(100))
+    processor = Processor(
+        board=board,
+        sink=sink,
+        rules=rules,
+        on_alert=on_alert,
+        full_steps=full_steps,
+        faults=faults,
+    )
+    return Pipeline(processor, full_steps, faults)
 
 
 def captured(step: int, *, full: bool = False, wall_time: float = 0.0) -> CapturedStep:
