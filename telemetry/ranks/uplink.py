@@ -20,6 +20,7 @@ LAST_S = 4.0
 POLL_S = 0.25
 _BUSY_S = 0.02
 _SEVER_S = 0.2
+_SEARCH_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 30.0
 
 
@@ -107,12 +108,23 @@ class _Sender(threading.Thread):
         leave(store)
 
     def _search(self) -> Address | None:
-        """Where to send, as soon as that is known; asks ever more seldom."""
+        """Where to send, as soon as that is known; asks ever more seldom.
+
+        A run may end before its ranks have met, so at the end it goes on for some seconds.
+        """
         pause_s = _FIRST_PAUSE_S
         while (address := self._find()) is None:
             if self._stopping.wait(pause_s):
-                return None
+                return self._search_last()
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        return address
+
+    def _search_last(self) -> Address | None:
+        give_up = time.monotonic() + _SEARCH_S
+        while (address := self._find()) is None and distributed.is_initialized():
+            if self._abandoned or self._outbox.is_empty or time.monotonic() > give_up:
+                return None
+            time.sleep(_FIRST_PAUSE_S)
         return address
 
 

@@ -166,6 +166,12 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    dist.init_process_group("gloo")
+    if "STORE" in os.environ:
+        rank = int(os.environ["RANK"])
+        store = dist.FileStore(os.environ["STORE"], 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    else:
+        dist.init_process_group("gloo")
     main(Path(sys.argv[1]), sys.argv[2:])
-    dist.destroy_process_group()
+    if "STORE" not in os.environ:
+        dist.destroy_process_group()

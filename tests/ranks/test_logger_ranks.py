@@ -130,3 +130,28 @@ def test_all_ranks_raise_at_the_same_step(folder: Path) -> None:
     assert first["kind"] == "told"
     assert first["message"] == "A rule said so."
     assert first["step"] >= 3
+
+
+def test_a_rank_that_dies_costs_the_others_nothing(
+    tmp_path: Path, alone: tuple[Path, dict[str, Any]]
+) -> None:
+    """With an agent each, for one agent for both would end the other."""
+    store = tmp_path / "store"
+    path = os.pathsep.join(map(str, [SCRIPT.parents[2], SCRIPT.parents[1], SCRIPT.parent]))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(tmp_path), "death"],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RANK": str(rank),
+                 "WORLD_SIZE": "2", "STORE": str(store)},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, -9], told
+    left = json.loads((tmp_path / "0.json").read_text())["death"]
+    assert left["parameters"] == alone[1]["parameters"]
+    assert left["close_s"] < 34
+    assert told[0].count("the records hold 1 of 2 ranks") == 1, told[0]
+    steps = [step for step, _ in scalars(tmp_path / "death")["grad_norm/total"]]
+    assert steps == list(range(logging_ranks.STEPS))
