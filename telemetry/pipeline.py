@@ -66,7 +66,7 @@ class Pipeline:
         self._items: deque[tuple[int, Item | None]] = deque()
         # Holds something when the items should be processed without waiting for more.
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._asleep = True
+        self._asleep = False
         self._block: LightBlock | None = None
         # Each count has one thread that writes it; a common one would need a lock.
         self._steps_taken = self._steps_done = 0
