@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert, Severity
 from telemetry.plain_text import called
-from telemetry.records import Layout, LightSteps, StepRecord
+from telemetry.records import Layout, LightSteps, Parameter, StepRecord
 from telemetry.rule import Rule
 
 
@@ -20,7 +21,8 @@ class UntrainedParameters(Rule):
     them: an optimizer made before a module was replaced, made for a part of the model or for
     another one, or not stepped. It is a warning, too, where parameters without a gradient are at
     least ``share`` of the trainable ones (``detach()``, ``no_grad()``), else a note: a head that
-    nobody reads, an expert that is never chosen. Frozen parameters do not count.
+    nobody reads. Frozen parameters do not count, nor do modules that did not run and are one of
+    several alike, of which others learn: experts are chosen, and some are chosen rarely.
 
     Args:
         share: Of the elements of all parameters that require a gradient.
@@ -33,6 +35,7 @@ class UntrainedParameters(Rule):
     _trained: NDArray[np.bool_]
     _reached: NDArray[np.bool_]
     _trainable: NDArray[np.bool_]
+    _ran: NDArray[np.bool_]
     _told: bool
 
     def __init__(
@@ -50,6 +53,7 @@ class UntrainedParameters(Rule):
         self._trained = np.zeros(0, bool)
         self._reached = np.zeros(0, bool)
         self._trainable = np.zeros(0, bool)
+        self._ran = np.zeros(0, bool)
         self._told = False
 
     @property
@@ -66,17 +70,20 @@ class UntrainedParameters(Rule):
         if len(self._trained) != count:
             self._steps = self._looks = 0
             self._trained, self._reached = np.zeros(count, bool), np.zeros(count, bool)
-            self._trainable = np.zeros(count, bool)
+            self._trainable, self._ran = np.zeros(count, bool), np.zeros(count, bool)
         self._steps += 1
         self._trained |= record.grad_present
         if len(record.trainable) == count:
             self._looks += 1
             self._trainable = record.trainable
             self._reached |= record.reached
+            ran = record.activations
+            self._ran |= [p.module_name in ran for p in record.layout.parameters]
         if self._steps < self._needed or self._looks < _LOOKS or record.total_grad_norm == 0:
             return ()
         self._told = True
         left = self._trainable & ~self._trained
+        left &= self._reached | self._ran | ~_one_of_many(record.layout, self._trained)
         return [self._alert(record, left)] if left.any() else ()
 
     def quiet_steps(self, steps: LightSteps) -> int:
@@ -128,6 +135,18 @@ class UntrainedParameters(Rule):
 _LOOKS = 2  # a look at a step of one optimizer of several says too little
 _LATE = 9  # steps around the last one in which a measurement is asked for
 _NAMED = 5
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+def _one_of_many(layout: Layout, trained: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Parameters that but for numbers in their names are called like one that is trained."""
+
+    def kind(parameter: Parameter) -> tuple[str, tuple[int, ...]]:
+        return _NUMBER.sub(".*", f".{parameter.name}"), parameter.shape
+
+    kinds = [kind(parameter) for parameter in layout.parameters]
+    known = {kind for kind, is_trained in zip(kinds, trained, strict=True) if is_trained}
+    return np.array([kind in known for kind in kinds])
 
 
 def _groups(layout: Layout, left: NDArray[np.bool_], trainable: NDArray[np.bool_]) -> Iterable[str]:

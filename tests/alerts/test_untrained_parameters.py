@@ -72,8 +72,44 @@ def test_what_is_frozen_or_trained_by_another_optimizer_is_none() -> None:
     assert steps == []
 
 
-def test_an_expert_that_is_chosen_rarely_is_none() -> None:
-    class Experts(Net):
+class Experts(Net):
+    """The trunk's output goes through one of three; the last one is never chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        logits: Tensor = self.head(self.experts[self.calls % 2](self.trunk(x)))
+        return logits
+
+
+def test_one_of_several_experts_that_is_never_chosen_is_none() -> None:
+    assert train(UntrainedParameters(), 150, model=Experts()) == []
+
+
+def test_the_first_of_several_layers_that_are_alike_are_told_where_they_run_detached() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for i, layer in enumerate(self.layers):
+                x = layer(x.detach() if i == 2 else x)
+            logits: Tensor = self.head(x)
+            return logits
+
+    [alert] = train(UntrainedParameters(), 150, model=Stack())
+    assert (alert.severity, alert.module_name) == ("warning", "layers.0")
+    assert "layers.0, layers.1 (" in alert.message
+
+
+def test_a_part_that_has_its_turn_rarely_is_none() -> None:
+    class Rare(Net):
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
@@ -81,4 +117,4 @@ def test_an_expert_that_is_chosen_rarely_is_none() -> None:
             extra = self.spare(x)[:, :3] if self.calls % 40 == 0 else torch.zeros(3)  # type: ignore[misc]
             return super().forward(x) + extra
 
-    assert train(UntrainedParameters(), 150, model=Experts(spare=True)) == []
+    assert train(UntrainedParameters(), 150, model=Rare(spare=True)) == []
