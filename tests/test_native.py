@@ -36,7 +36,9 @@ needs_extension = pytest.mark.skipif(not kernel.available, reason=kernel.native)
 
 
 def measure(tensor: Tensor, units: int = 0, inner: int = 1, sample_step: int = 0) -> TensorRecord:
-    (pending,) = native.measure([native.request(tensor, units, inner, sample_step)])
+    dtype = native.DTYPES[tensor.dtype]
+    place = tensor.data_ptr(), tensor.numel(), dtype
+    (pending,) = native.measure([native.Request(*place, units, inner, sample_step)])
     return pending()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -291,13 +290,14 @@ class CapturedStep:
             return merged
         reduced = self.measurements.reduce()
         tally = self.window.tally
-        calls = tally.calls - Counter((o.kind, o.name) for o in tally.observations[:overflown])
         parts: dict[tuple[Kind, Name], list[TensorRecord]] = {}
         for o in tally.observations[overflown:]:
             parts.setdefault((o.kind, o.name), []).append(self._unscaled(o, reduced))
         for (kind, name), records in parts.items():
-            record = TensorRecord.merge_all(records)
-            merged[kind][name] = replace(record, calls=calls[kind, name])
+            record, counted = TensorRecord.merge_all(records), tally.counted[kind, name]
+            merged[kind][name] = (
+                replace(record, calls=record.calls + counted) if counted else record
+            )
         return merged
 
     def _unscaled(self, o: Observation, reduced: Sequence[TensorRecord]) -> TensorRecord:

@@ -44,15 +44,15 @@ class Observation(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Tally:
-    """What was observed, and how often each tensor came by, measured or only counted."""
+    """What was observed, and how often each tensor came by and was only counted."""
 
     observations: list[Observation] = field(default_factory=list)
-    calls: Counter[tuple[Kind, Name]] = field(default_factory=Counter)
+    counted: Counter[tuple[Kind, Name]] = field(default_factory=Counter)
 
     def absorb(self, other: Tally) -> None:
         """Add what ``other`` holds."""
         self.observations += other.observations
-        self.calls.update(other.calls)
+        self.counted.update(other.counted)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,7 +166,7 @@ class Window:
         tally = self.tally if tally is None else tally
         key = kind, name
         if self._measured >= MANY_OBSERVATIONS and self._seen[key] >= FEW_CALLS:
-            tally.calls[key] += 1
+            tally.counted[key] += 1
             return True
         measurement = self.measurer.add(tensor, unit_axis=unit_axis)
         if measurement is None:
@@ -191,7 +191,6 @@ class Window:
 
     def _enter(self, tally: Tally, observation: Observation) -> None:
         self._measured += 1
-        tally.calls[observation.kind, observation.name] += 1
         tally.observations.append(observation)
 
     def end_pass(self, tally: Tally, norms: Sequence[Norms]) -> None:

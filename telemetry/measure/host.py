@@ -30,10 +30,11 @@ def measure(several: Sequence[Values]) -> list[Pending]:
 def _request(values: Values) -> native.Request | None:
     """For the C extension; None if it cannot read these values."""
     tensor, axis = values.tensor, values.unit_axis
-    if tensor.dtype not in native.DTYPES or not tensor.is_contiguous():
+    dtype, count = native.DTYPES.get(tensor.dtype), tensor.numel()
+    if dtype is None or not tensor.is_contiguous():
         return None
     _, units, inner = (0, 0, 1) if axis is None else unit_shape(tensor.shape, axis)
-    return native.request(tensor, units, inner, sample_step(tensor.numel()))
+    return native.Request(tensor.data_ptr(), count, dtype, units, inner, sample_step(count))
 
 
 def _same(record: TensorRecord) -> TensorRecord:

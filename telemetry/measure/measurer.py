@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -66,10 +66,10 @@ class Measurer:
                 last, *how, known = self._last
                 if last() is tensor and how == [version, unit_axis]:
                     return known
-        values = values_of(tensor, unit_axis)
-        read = _read([values])
+        several = [values_of(tensor, unit_axis)]
+        read = _read(several)
         with self._lock:
-            index = self._append(values, read)
+            (index,) = self._append(several, read)
             if index is not None and version is not None:
                 self._last = weakref.ref(tensor), version, unit_axis, index
             return index
@@ -79,22 +79,28 @@ class Measurer:
         several = [values_of(tensor, None) for tensor in tensors]
         read = _read(several)
         with self._lock:
-            return [self._append(values, read) for values in several]
+            return self._append(several, read)
 
-    def _append(self, values: Values | None, read: Iterator[Pending]) -> int | None:
-        if values is None:
-            return None
-        if not values.tensor.numel():
-            pending: Pending = _empty
-        elif values.tensor.is_cpu:
-            pending = next(read)
-        else:
-            device = self._devices.setdefault(values.tensor.device, DeviceTensors())
-            pending = device.add(values)
-        if values.implied_zeros:
-            pending = partial(_with_zeros, pending, values.implied_zeros)
-        self._pending.append(pending)
-        return len(self._pending) - 1
+    def _append(self, several: Sequence[Values | None], read: list[Pending]) -> list[int | None]:
+        """Take what was ``read`` of these values, and the values on accelerators."""
+        indices: list[int | None] = []
+        on_host = iter(read)
+        for values in several:
+            if values is None:
+                indices.append(None)
+                continue
+            if not values.tensor.numel():
+                pending: Pending = _empty
+            elif values.tensor.is_cpu:
+                pending = next(on_host)
+            else:
+                device = self._devices.setdefault(values.tensor.device, DeviceTensors())
+                pending = device.add(values)
+            if values.implied_zeros:
+                pending = partial(_with_zeros, pending, values.implied_zeros)
+            indices.append(len(self._pending))
+            self._pending.append(pending)
+        return indices
 
     def finish(self) -> Measurements:
         """Everything since the last call, for any thread to reduce. Begins the next step."""
@@ -126,10 +132,10 @@ class Measurements:
         return self._records
 
 
-def _read(several: Sequence[Values | None]) -> Iterator[Pending]:
+def _read(several: Sequence[Values | None]) -> list[Pending]:
     """Measure those in CPU memory, in their order."""
-    here = [v for v in several if v is not None and v.tensor.is_cpu and v.tensor.numel()]
-    return iter(host.measure(here))
+    present = (v for v in several if v is not None)
+    return host.measure([v for v in present if v.tensor.is_cpu and v.tensor.numel()])
 
 
 def _empty() -> TensorRecord:

@@ -51,27 +51,23 @@ _NAMES = (*COUNTS[1:], *EXTREMES, *POWER_SUMS)
 
 
 class Request(NamedTuple):
-    """One tensor, as the extension is told of it: see ``_native.pyi``."""
+    """A tensor to measure; it must be held until it is.
 
-    address: int
-    elements: int
-    dtype: int
-    units: int
-    inner: int
-    sample_step: int
-
-
-def request(tensor: Tensor, units: int, inner: int, sample_step: int) -> Request:
-    """Asks for the statistics of a tensor, which must be held until they are measured.
-
-    Args:
-        tensor: Contiguous, not empty, in CPU memory and of one of :data:`DTYPES`.
+    Attributes:
+        address: Of its first element; it is contiguous and in CPU memory.
+        elements: How many there are, at least one.
+        dtype: See :data:`DTYPES`.
         units: How many units its shape ``[outer, units, inner]`` has; 0 for no extremes of units.
         inner: Number of adjacent elements of a unit.
         sample_step: Elements between the starts of two runs of the sample; 0 to count all.
     """
-    dtype = DTYPES[tensor.dtype]
-    return Request(tensor.data_ptr(), tensor.numel(), dtype, units, inner, sample_step)
+
+    address: int
+    elements: int
+    dtype: int
+    units: int = 0
+    inner: int = 1
+    sample_step: int = 0
 
 
 def measure(requests: Sequence[Request]) -> list[Pending]:

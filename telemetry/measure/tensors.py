@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ WORKING_DTYPE: dict[torch.dtype, torch.dtype] = {
 """The dtype in which each measurable dtype is reduced; bit, quantized and 4-bit ones have none."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Values:
+class Values(NamedTuple):
     """The stored values of one tensor, each once.
 
     Attributes:
@@ -84,9 +83,7 @@ def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
     if tensor.layout is not torch.strided:
         return _stored_values(tensor)
     if tensor.is_neg() or not tensor.data_ptr():
-        tensor = (
-            tensor.clone()
-        )  # it stands for the negative of its memory, or for zeros without any
+        tensor = tensor.clone()  # it stands for the negative of its memory, or for zeros without
     if unit_axis is not None:
         if not -tensor.ndim <= unit_axis < tensor.ndim:
             raise IndexError(f"unit_axis={unit_axis}: the tensor has {tensor.ndim} axes")

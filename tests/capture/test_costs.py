@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,13 +59,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     # Wall time comes from elsewhere, too.
     wall = SimpleNamespace(perf_counter=clock.perf_counter)
     monkeypatch.setattr("telemetry.capture.costs.time", wall)
-    add = Measurer.add
+    add, add_all = Measurer.add, Measurer.add_all
 
     def slow_add(measurer: Measurer, tensor: Tensor, *, unit_axis: int | None = None) -> int | None:
         clock.own_s += 0.1
         return add(measurer, tensor, unit_axis=unit_axis)
 
+    def slow_add_all(measurer: Measurer, tensors: Collection[Tensor]) -> list[int | None]:
+        clock.own_s += 0.1 * len(tensors)
+        return add_all(measurer, tensors)
+
     monkeypatch.setattr(Measurer, "add", slow_add)
+    monkeypatch.setattr(Measurer, "add_all", slow_add_all)
     return clock
 
 
