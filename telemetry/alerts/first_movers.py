@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,30 +30,37 @@ class Mover:
     factor: float
 
 
+class _Row(NamedTuple):
+    step: int
+    norms: NDArray[np.float64]
+
+
 class NormRing:
     """The gradient norms of all modules at the last steps."""
 
-    _modules: Modules
-    _rows: deque[tuple[int, NDArray[np.float64]]]
+    _names: tuple[str, ...]
+    _rows: deque[_Row]
 
     def __init__(self) -> None:
         self._modules = Modules()
+        self._names = ()
         self._rows = deque(maxlen=_STEPS)
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
         self._follow(record.layout)
-        self._rows.append((record.step, self._modules.grad_norms(record)))
+        self._rows.append(_Row(record.step, self._modules.grad_norms(record)))
 
     def add_light(self, steps: LightSteps) -> None:
         """Add several."""
         self._follow(steps.layout)
-        self._rows += zip(steps.steps, self._modules.grad_norms(steps), strict=True)
+        self._rows += map(_Row, steps.steps, self._modules.grad_norms(steps))
 
     def _follow(self, layout: Layout) -> None:
         if self._modules.layout is not layout:
-            before, self._modules = self._modules.names, Modules.of(layout)
-            if before != self._modules.names:
+            self._modules = Modules.of(layout)
+            if self._names != self._modules.names:
+                self._names = self._modules.names
                 self._rows.clear()
 
     def movers(self, since: int) -> Sequence[Mover]:
@@ -80,14 +88,14 @@ class NormRing:
             if first is not None:
                 reached = off[first:, column]
                 farthest = reached[np.nanargmax(np.abs(reached))]
-                name = self._modules.names[column]
+                name = self._names[column]
                 mover = Mover(name=name, step=int(steps[first]), factor=float(10**farthest))
                 found.append((mover.step, -abs(farthest), mover))
         return [mover for *_, mover in sorted(found, key=lambda item: item[:2])]
 
     def count(self) -> int:
         """Number of layers."""
-        return len(self._modules.names)
+        return len(self._names)
 
 
 def _begins(is_off: NDArray[np.bool_], steps: NDArray[np.int64], since: int) -> int | None:

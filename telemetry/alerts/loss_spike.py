@@ -48,6 +48,7 @@ class LossSpike(Rule):
     """
 
     name = "loss_spike"
+    _norms: NormRing
     _past: deque[float]
     _first: tuple[float, ...]
     _high: deque[_Loss]
@@ -72,7 +73,7 @@ class LossSpike(Rule):
         self._rate_distance = rate_distance
         self._distance = distance
         self._batch_distance = batch_distance
-        self._norms = NormRing()  # too much for a checkpoint: it begins anew
+        self._norms = NormRing()
         self._past = deque(maxlen=_PAST)
         self._first = ()
         self._high = deque(maxlen=_LASTING + 1)
