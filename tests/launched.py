@@ -17,6 +17,7 @@ from telemetry.first_rank import is_first_rank
 STEPS = 4
 
 logging.basicConfig(level=logging.INFO)  # in a spawned process, too
+torch.manual_seed(0)  # the ranks train copies of one model
 
 
 def train(model: nn.Module, log_dir: str) -> None:
