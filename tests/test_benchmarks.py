@@ -98,6 +98,15 @@ def test_writing_compares_with_torchs_writer(json_file: Path) -> None:
     assert figures["slowdown"]["nothing"] == 1
 
 
+def test_ranks_has_a_row_for_each_size_and_each_tree(json_file: Path) -> None:
+    figures = run("ranks", json_file, "--layers", "3", "6", "--ranks", "8", "1024")["figures"]
+    assert [size["layers"] for size in figures["sizes"]] == [3, 6]
+    assert all(size["bytes"] <= 2000 * size["tensors"] for size in figures["sizes"])
+    assert [(tree["ranks"], tree["levels"]) for tree in figures["trees"]] == [(8, 1), (1024, 4)]
+    assert all(tree["arrival_s"] > tree["first_rank_s"] > 0 for tree in figures["trees"])
+    assert figures["training_thread_us"] < 100
+
+
 def test_gpu_says_that_there_is_no_device(json_file: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one, and the benchmark takes minutes")

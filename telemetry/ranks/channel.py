@@ -25,7 +25,7 @@ from telemetry.faults import Faults
 from telemetry.ranks.attendance import Attendance
 from telemetry.ranks.gathering import Gathering, Merge, RunningClock
 from telemetry.ranks.inbox import Inbox
-from telemetry.ranks.meeting import FAN_OUT, Meeting, Search
+from telemetry.ranks.meeting import Meeting, Search, most_levels
 from telemetry.ranks.part import Kind, News, Part
 from telemetry.ranks.raising import Agreement, Vote
 from telemetry.ranks.uplink import LAST_S, Uplink
@@ -36,7 +36,7 @@ has heard from the one below, which waited."""
 
 CLOSE_S = 20.0
 BUSY_S, IDLE_S = 0.02, 0.2
-"""How often a rank looks for what has arrived: while a step waits for others, and else."""
+"""How often a rank looks for what has arrived: while a step waits for others, and otherwise."""
 _LEAVE_S = 2.0
 _LAP = 2**44
 """Twice the steps that a run may have."""
@@ -117,7 +117,7 @@ class Channel:
         self._close_at = math.inf
         self.agreement = Agreement(first_step)
         if rank == 0:
-            self._meeting = Meeting(self._name, self._open_inbox())
+            self._meeting = Meeting(self._name, self._open_inbox(0))
         else:
             greeting = Part(kind=Kind.JOINED, ranks=frozenset({rank}))
             search = Search(self._name, rank, self._open_inbox)
@@ -251,13 +251,13 @@ class Channel:
         self._news, self._posted = news, data
         if self._inbox is not None:
             self._inbox.post(data)
-        self._heard(news)  # first: the training thread may need it as soon as it goes on
         if news.hold and not self._answered:
             self._answered = True
             held = self.agreement.hold()
             self._take(Part(kind=Kind.HELD, place=held, ranks=frozenset({self._rank})))
         if news.raise_at is not None:
             self.agreement.decide(news.raise_at)
+        self._heard(news)
 
     def _call_vote(self, message: str) -> None:
         if self._vote is None:
@@ -270,17 +270,13 @@ class Channel:
             if self._vote.choose(voters, self._now):
                 self._post(replace(self._news, raise_at=self._vote.decided))
 
-    def _open_inbox(self) -> Inbox:
+    def _open_inbox(self, level: int) -> Inbox:
         """On the first rank; and on a thread of the uplink's if this rank turns out to be one to
         which others send."""
         if self._inbox is not None:
             return self._inbox
-        patience_s = start_s = self._patience_s
-        if self._rank == 0:
-            height = 1 + math.ceil(math.log(self._world_size + 1, FAN_OUT))
-            patience_s = start_s = patience_s * height
-        else:
-            start_s /= 4
+        patience_s = self._patience_s * (1 + most_levels(self._world_size) - level)
+        start_s = patience_s if self._rank == 0 else self._patience_s / 4
         inbox = Inbox()
         inbox.post(self._posted)
         self._gathering = Gathering(

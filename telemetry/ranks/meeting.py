@@ -112,10 +112,11 @@ class Search:
     Args:
         name: Of the meeting.
         rank: Of this process.
-        open_inbox: Called if this rank leads its machine.
+        open_inbox: Called if this rank leads its machine, with its level in the tree: 0 is that of
+            the first rank.
     """
 
-    def __init__(self, name: str, rank: int, open_inbox: Callable[[], Inbox]) -> None:
+    def __init__(self, name: str, rank: int, open_inbox: Callable[[int], Inbox]) -> None:
         self._name = name
         self._rank = rank
         self._open_inbox = open_inbox
@@ -153,13 +154,15 @@ class Search:
         return Place(first=self._first, parent=parent, keys=self._keys)
 
     def _come(self, store: Store) -> None:
+        self._index = 0
         machine = f"{self._meeting}/machine/{this_machine()}"
         leader = store.compare_set(machine, "", str(self._rank))
         if int(leader) != self._rank:
             return
-        here = address_of(self._open_inbox().store, meeting_host(store)).to_text()
-        store.set(f"{machine}/address", here)
         self._index = store.add(f"{self._meeting}/leaders", 1)
+        inbox = self._open_inbox(level_of(self._index))
+        here = address_of(inbox.store, meeting_host(store)).to_text()
+        store.set(f"{machine}/address", here)
         own = f"{self._meeting}/leader/{self._index}"
         store.set(own, here)
         self._keys = (machine, f"{machine}/address", own)
@@ -172,6 +175,16 @@ class Search:
         else:
             key = f"{self._meeting}/leader/{(self._index - 1) // FAN_OUT}"
         return Address.from_text(store.get(key)) if store.check([key]) else None
+
+
+def level_of(leader: int) -> int:
+    """How many ranks are above a leader."""
+    return 0 if leader == 0 else 1 + level_of((leader - 1) // FAN_OUT)
+
+
+def most_levels(world_size: int) -> int:
+    """How many levels a tree has at most: if each rank has a machine of its own."""
+    return 1 + level_of(world_size)
 
 
 def key_of(name: str) -> str:

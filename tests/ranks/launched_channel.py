@@ -43,7 +43,12 @@ def spawned(rank: int, folder: Path) -> None:
 if __name__ == "__main__":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        # The agent's store keeps the first attempt's addresses, to which gloo would connect.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False)
+        attempt = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world_size)
         exchange(Path(sys.argv[1]), dist.get_rank())
     else:
         multiprocessing.spawn(spawned, args=(Path(sys.argv[1]),), nprocs=2)

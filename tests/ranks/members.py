@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from telemetry.faults import Faults
 from telemetry.ranks.channel import Channel, Merged
+from telemetry.ranks.meeting import key_of
 from telemetry.ranks.part import News
 
 ANSWER_S = 60.0
@@ -143,6 +144,18 @@ class Member:
         self.channels.pop(name).close(timeout_s)
         return time.monotonic() - began
 
+    def leave_behind(self, name: str = "run") -> None:
+        """What a run that has died leaves in a store: an address where nobody is."""
+        channel = Channel(
+            name=name, rank=0, world_size=self.world_size, merge=merge, deliver=print,
+            heard=print, faults=Faults(),
+        )  # fmt: skip
+        store = dist.distributed_c10d._get_default_store()
+        store.wait([key := key_of(channel._name)])
+        left = store.get(key)
+        channel.close()
+        store.set(key, left)
+
     def keys(self) -> int:
         """How many keys the store of the group has."""
         return int(dist.distributed_c10d._get_default_store().num_keys())
@@ -155,6 +168,12 @@ class Member:
     def serve(self) -> None:
         """Wait until others can send to this rank."""
         while self.channels["run"]._inbox is None:
+            time.sleep(0.01)
+
+    def has_tried(self) -> None:
+        """Wait until this rank has reached the one above, or has failed to."""
+        uplink = self.channels["run"]._uplink
+        while uplink._pause_s == 0 and uplink._sender.news is None:
             time.sleep(0.01)
 
     def expects(self, rank: int) -> None:

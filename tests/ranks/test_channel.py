@@ -152,6 +152,18 @@ def test_the_group_may_come_after_the_logger(tmp_path: Path) -> None:
         assert_silent(processes)
 
 
+def test_an_address_that_a_former_run_has_left_is_given_up(four: list[Process]) -> None:
+    first, *others = four
+    first.do("leave_behind")
+    every(others, "open")
+    every(others, "has_tried")
+    first.do("open", patience_s=PATIENT)
+    every(four, "send", range(3))
+    everyone = [0, 1, 2, 3]
+    assert first.do("got", 2)[2] == (2, everyone, total(everyone, 2))
+    every(four, "close")
+
+
 @pytest.mark.parametrize("together", [True, False], ids=["in lock-step", "each at its own pace"])
 def test_all_ranks_raise_at_the_end_of_the_same_step(
     four: list[Process], *, together: bool
