@@ -5,8 +5,8 @@ during the call. ``dtype`` is that of their elements: one of ``?bBhHiIqQefd`` as
 :mod:`struct`, ``E`` for bfloat16, ``4`` and ``5`` for float8 of types e4m3fn and e5m2.
 """
 
-def measure(tensors: list[tuple[int, int, int, int, int, int]], /) -> list[bytearray]:
-    """The statistics of several tensors, each given by six integers:
+def measure(tensor: tuple[int, int, int, int, int, int], /) -> bytearray:
+    """The statistics of a tensor, which six integers describe:
 
     * the address of its first element,
     * ``count``: how many there are,
@@ -18,14 +18,17 @@ def measure(tensors: list[tuple[int, int, int, int, int, int]], /) -> list[bytea
       made and scaled up; 0 if all are to be counted, of which there must be less than 2^32.
 
     Returns:
-        Of each, one after the other: four int64 (NaN, +inf, -inf, zeros); six float64 (minimum,
-        maximum and the four power sums of the finite values); of ``k`` buckets the counts, float64
-        ``[k]``; the minimum and the maximum of each unit, float32 ``[units]`` each, NaN where it
-        has one; the buckets, ascending, int16 ``[k]``.
+        One after the other: four int64 (NaN, +inf, -inf, zeros); six float64 (minimum, maximum and
+        the four power sums of the finite values); of ``k`` buckets the counts, float64 ``[k]``; the
+        minimum and the maximum of each unit, float32 ``[units]`` each, NaN where it has one; the
+        buckets, ascending, int16 ``[k]``.
 
     Raises:
         ValueError: The numbers do not fit each other.
     """
+
+def measure_all(tensors: list[tuple[int, int, int, int, int, int]], /) -> list[bytearray]:
+    """The same of several tensors."""
 
 def squared_norms(addresses: list[int], counts: list[int], dtypes: bytes, /) -> bytearray:
     """Sum of the squares of each tensor's elements, as float64 ``[tensors]``.
