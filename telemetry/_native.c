@@ -758,7 +758,7 @@ static int fill_tensor(PyObject *address, PyObject *count, int dtype, Tensor *te
     return 1;
 }
 
-/* One tensor of a call of measure(), and what was found. */
+/* One tensor to measure, and what was found. */
 typedef struct {
     Tensor tensor;
     int64_t units, inner, sample_step;
@@ -771,7 +771,7 @@ static int fill_request(PyObject *numbers, Request *request)
 {
     int64_t rest[3] = {0};
     if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != 6) {
-        PyErr_SetString(PyExc_TypeError, "measure() takes a list of tuples of 6 integers");
+        PyErr_SetString(PyExc_TypeError, "tensors are tuples of 6 integers");
         return 0;
     }
     long dtype = PyLong_AsLong(PyTuple_GetItem(numbers, 2));
@@ -823,51 +823,59 @@ static void serve(Request *request)
     free(statistics.units.lows);
 }
 
-static PyObject *results_of(const Request *requests, Py_ssize_t size)
+/* What was found, which is freed. */
+static PyObject *result_of(Request *request)
 {
-    PyObject *results = PyList_New(size);
-    for (Py_ssize_t i = 0; results != NULL && i < size; i++) {
-        const Request *request = &requests[i];
-        PyObject *result = request->result == NULL
-                               ? PyErr_NoMemory()
-                               : PyByteArray_FromStringAndSize(request->result,
-                                                               (Py_ssize_t)request->size);
-        if (result == NULL)
-            Py_CLEAR(results);
-        else
-            PyList_SetItem(results, i, result);
-    }
-    return results;
+    PyObject *result = request->result == NULL
+                           ? PyErr_NoMemory()
+                           : PyByteArray_FromStringAndSize(request->result,
+                                                           (Py_ssize_t)request->size);
+    free(request->result);
+    return result;
 }
 
-static PyObject *python_measure(PyObject *module, PyObject *tensors)
+static PyObject *python_measure(PyObject *module, PyObject *numbers)
 {
     (void)module;
-    if (!PyList_Check(tensors)) {
-        PyErr_SetString(PyExc_TypeError, "measure() takes a list");
+    Request request = {0};
+    if (!fill_request(numbers, &request))
         return NULL;
-    }
-    Py_ssize_t size = PyList_Size(tensors);
+    PyThreadState *state = request.tensor.count > GIL_KEPT ? PyEval_SaveThread() : NULL;
+    serve(&request);
+    if (state != NULL)
+        PyEval_RestoreThread(state);
+    return result_of(&request);
+}
+
+static PyObject *python_measure_all(PyObject *module, PyObject *list)
+{
+    (void)module;
+    int fits = PyList_Check(list);
+    Py_ssize_t size = fits ? PyList_Size(list) : 0;
+    if (!fits)
+        PyErr_SetString(PyExc_TypeError, "measure_all() takes a list");
     Request *requests = calloc((size_t)size + 1, sizeof *requests);
-    if (requests == NULL)
-        return PyErr_NoMemory();
+    if (fits && requests == NULL)
+        PyErr_NoMemory();
     int64_t total = 0;
-    int fits = 1;
+    fits = fits && requests != NULL;
     for (Py_ssize_t i = 0; fits && i < size; i++) {
-        fits = fill_request(PyList_GetItem(tensors, i), &requests[i]);
+        fits = fill_request(PyList_GetItem(list, i), &requests[i]);
         total += requests[i].tensor.count;
     }
-    if (fits) {
+    PyObject *results = fits ? PyList_New(size) : NULL;
+    if (results != NULL) {
         PyThreadState *state = total > GIL_KEPT ? PyEval_SaveThread() : NULL;
         for (Py_ssize_t i = 0; i < size; i++)
             serve(&requests[i]);
         if (state != NULL)
             PyEval_RestoreThread(state);
+        for (Py_ssize_t i = 0; i < size; i++)
+            PyList_SetItem(results, i, result_of(&requests[i]));
     }
-    PyObject *results = fits ? results_of(requests, size) : NULL;
-    for (Py_ssize_t i = 0; i < size; i++)
-        free(requests[i].result);
     free(requests);
+    if (results != NULL && PyErr_Occurred())
+        Py_CLEAR(results);
     return results;
 }
 
@@ -1117,6 +1125,7 @@ static PyObject *python_compare_sample(PyObject *module, PyObject *const *args,
 
 static PyMethodDef methods[] = {
     {"measure", python_measure, METH_O, NULL},
+    {"measure_all", python_measure_all, METH_O, NULL},
     {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
     {"take_norms", METHOD(python_take_norms), METH_FASTCALL, NULL},
     {"copy_sample", python_copy_sample, METH_O, NULL},

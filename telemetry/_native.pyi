@@ -7,8 +7,8 @@ during the call. ``dtype`` is that of their elements: one of ``?bBhHiIqQefd`` as
 
 from typing import Any
 
-def measure(tensors: list[tuple[int, int, int, int, int, int]], /) -> list[bytearray]:
-    """The statistics of several tensors, each given by six integers:
+def measure(tensor: tuple[int, int, int, int, int, int], /) -> bytearray:
+    """The statistics of a tensor, which six integers describe:
 
     * the address of its first element,
     * ``count``: how many there are,
@@ -20,38 +20,19 @@ def measure(tensors: list[tuple[int, int, int, int, int, int]], /) -> list[bytea
       made and scaled up; 0 if all are to be counted, of which there must be less than 2^32.
 
     Returns:
-        Of each, one after the other: four int64 (NaN, +inf, -inf, zeros); six float64 (minimum,
-        maximum and the four power sums of the finite values); of ``k`` buckets the counts, float64
-        ``[k]``; the minimum and the maximum of each unit, float32 ``[units]`` each, NaN where it
-        has one; the buckets, ascending, int16 ``[k]``.
+        One after the other: four int64 (NaN, +inf, -inf, zeros); six float64 (minimum, maximum and
+        the four power sums of the finite values); of ``k`` buckets the counts, float64 ``[k]``; the
+        minimum and the maximum of each unit, float32 ``[units]`` each, NaN where it has one; the
+        buckets, ascending, int16 ``[k]``.
 
     Raises:
         ValueError: The numbers do not fit each other.
     """
 
-def take_norms(
-    groups: list[dict[str, Any]],
-    identities: bytes,
-    tensor_type: type,
-    exchange: object,
-    row: int,
-    /,
-) -> float:
-    """Read the norms of the gradients of an optimizer's parameters, and its learning rates.
+from typing import Any
 
-    Args:
-        groups: The optimizer's ``param_groups``.
-        identities: For each of their parameters two int64: its address as a Python object, and the
-            place of its norm, or -1 if it is not to be read.
-        tensor_type: The class that gradients are to be of.
-        exchange: Its ``__dlpack_c_exchange_api__``.
-        row: Address of float64 numbers: the rates, one for each group, and the norms behind them.
-            Places of parameters without a gradient are left as they are.
-
-    Returns:
-        The square of the norm of all gradients together; -1.0, and no norm, if there are other
-        parameters, a rate is no number, or a gradient no dense float tensor in CPU memory.
-    """
+def measure_all(tensors: list[tuple[int, int, int, int, int, int]], /) -> list[bytearray]:
+    """The same of several tensors."""
 
 def squared_norms(addresses: list[int], counts: list[int], dtypes: bytes, /) -> bytearray:
     """Sum of the squares of each tensor's elements, as float64 ``[tensors]``.

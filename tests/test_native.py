@@ -38,8 +38,7 @@ needs_extension = pytest.mark.skipif(not kernel.available, reason=kernel.native)
 def measure(tensor: Tensor, units: int = 0, inner: int = 1, sample_step: int = 0) -> TensorRecord:
     dtype = native.DTYPES[tensor.dtype]
     place = tensor.data_ptr(), tensor.numel(), dtype
-    (pending,) = native.measure([native.Request(*place, units, inner, sample_step)])
-    return pending()
+    return native.measure((*place, units, inner, sample_step))()
 
 
 def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
@@ -213,13 +212,17 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
         (address, 1 << 40, ord("f"), 0, 1, 0),
     ):
         with pytest.raises(ValueError, match="count"):
-            _native.measure([(address, 6, ord("f"), 0, 1, 0), arguments])
-    for wrong in ([(address,)], [address]):
+            _native.measure(arguments)
+        with pytest.raises(ValueError, match="count"):
+            _native.measure_all([(address, 6, ord("f"), 0, 1, 0), arguments])
+    for wrong in ((address,), address):
         with pytest.raises(TypeError, match="tuples of 6"):
             _native.measure(wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        _native.measure((address, 6))  # type: ignore[arg-type]
-    assert _native.measure([]) == []
+        with pytest.raises(TypeError, match="tuples of 6"):
+            _native.measure_all([wrong])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="list"):
+        _native.measure_all((address, 6))  # type: ignore[arg-type]
+    assert _native.measure_all([]) == []
     for sample in ((address, 6, ord("f"), -1), (address, 6, ord("f"), 16), (address, -1, 102, 0)):
         with pytest.raises(ValueError, match="count"):
             _native.copy_sample(sample)

@@ -17,24 +17,34 @@ from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch, sketch_array
 
 
-def measure(several: Sequence[Values]) -> list[Pending]:
+def measure(values: Values) -> Pending:
+    """Read a non-empty tensor now."""
+    request = _request(values)
+    if request is None:
+        return partial(_same, _in_pieces(values.collapsed()))
+    return native.measure(request)
+
+
+def measure_all(several: Sequence[Values]) -> list[Pending]:
     """Read non-empty tensors now; all that the C extension reads, in one call."""
     requests = [_request(values) for values in several]
-    read = iter(native.measure([request for request in requests if request is not None]))
+    read = iter(native.measure_all([request for request in requests if request is not None]))
     return [
-        partial(_same, _in_pieces(values.collapsed())) if request is None else next(read)
+        measure(values) if request is None else next(read)
         for values, request in zip(several, requests, strict=True)
     ]
 
 
 def _request(values: Values) -> native.Request | None:
     """For the C extension; None if it cannot read these values."""
-    tensor, axis = values.tensor, values.unit_axis
-    dtype, count = native.DTYPES.get(tensor.dtype), tensor.numel()
+    tensor, axis, _ = values
+    dtype = native.DTYPES.get(tensor.dtype)
     if dtype is None or not tensor.is_contiguous():
         return None
-    _, units, inner = (0, 0, 1) if axis is None else unit_shape(tensor.shape, axis)
-    return native.Request(tensor.data_ptr(), count, dtype, units, inner, sample_step(count))
+    count, units, inner = tensor.numel(), 0, 1
+    if axis is not None:
+        _, units, inner = unit_shape(tensor.shape, axis)
+    return tensor.data_ptr(), count, dtype, units, inner, sample_step(count)
 
 
 def _same(record: TensorRecord) -> TensorRecord:
@@ -63,8 +73,7 @@ def _in_pieces(values: Values) -> TensorRecord:
 
 def _of_piece(piece: Tensor, axis: int | None) -> TensorRecord:
     if piece.dtype in native.DTYPES:
-        (pending,) = measure([Values(tensor=piece, unit_axis=axis)])
-        return pending()
+        return measure(Values(tensor=piece, unit_axis=axis))()
     array = piece.numpy()
     if axis is None:
         return TensorRecord(sketch=sketch_array(array))

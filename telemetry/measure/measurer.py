@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -62,45 +62,41 @@ class Measurer:
         """
         version = None if tensor.is_inference() else tensor._version
         with self._lock:
-            if self._last is not None and version is not None:
-                last, *how, known = self._last
-                if last() is tensor and how == [version, unit_axis]:
-                    return known
-        several = [values_of(tensor, unit_axis)]
-        read = _read(several)
+            last = self._last
+            if last is not None and last[0]() is tensor and last[1:3] == (version, unit_axis):
+                return last[3]
+        values = values_of(tensor, unit_axis)
+        if values is None:
+            return None
+        read = host.measure(values) if _on_host(values) else None
         with self._lock:
-            (index,) = self._append(several, read)
-            if index is not None and version is not None:
+            index = self._append(values, read)
+            if version is not None:
                 self._last = weakref.ref(tensor), version, unit_axis, index
             return index
 
     def add_all(self, tensors: Iterable[Tensor]) -> list[int | None]:
         """The same of many tensors without units, for less than one by one."""
         several = [values_of(tensor, None) for tensor in tensors]
-        read = _read(several)
+        here = [values for values in several if values is not None and _on_host(values)]
+        on_host = iter(host.measure_all(here))
+        read = [next(on_host) if v is not None and _on_host(v) else None for v in several]
         with self._lock:
-            return self._append(several, read)
+            return [
+                None if values is None else self._append(values, pending)
+                for values, pending in zip(several, read, strict=True)
+            ]
 
-    def _append(self, several: Sequence[Values | None], read: list[Pending]) -> list[int | None]:
-        """Take what was ``read`` of these values, and the values on accelerators."""
-        indices: list[int | None] = []
-        on_host = iter(read)
-        for values in several:
-            if values is None:
-                indices.append(None)
-                continue
-            if not values.tensor.numel():
-                pending: Pending = _empty
-            elif values.tensor.is_cpu:
-                pending = next(on_host)
-            else:
-                device = self._devices.setdefault(values.tensor.device, DeviceTensors())
-                pending = device.add(values)
-            if values.implied_zeros:
-                pending = partial(_with_zeros, pending, values.implied_zeros)
-            indices.append(len(self._pending))
-            self._pending.append(pending)
-        return indices
+    def _append(self, values: Values, read: Pending | None) -> int:
+        """Take what was ``read`` in CPU memory, or measure what is elsewhere."""
+        pending = read or _empty
+        if read is None and values.tensor.numel():
+            device = self._devices.setdefault(values.tensor.device, DeviceTensors())
+            pending = device.add(values)
+        if values.implied_zeros:
+            pending = partial(_with_zeros, pending, values.implied_zeros)
+        self._pending.append(pending)
+        return len(self._pending) - 1
 
     def finish(self) -> Measurements:
         """Everything since the last call, for any thread to reduce. Begins the next step."""
@@ -132,10 +128,8 @@ class Measurements:
         return self._records
 
 
-def _read(several: Sequence[Values | None]) -> list[Pending]:
-    """Measure those in CPU memory, in their order."""
-    present = (v for v in several if v is not None)
-    return host.measure([v for v in present if v.tensor.is_cpu and v.tensor.numel()])
+def _on_host(values: Values) -> bool:
+    return values.tensor.is_cpu and values.tensor.numel() > 0
 
 
 def _empty() -> TensorRecord:

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,39 +49,34 @@ _NUMBERS = struct.Struct("=4q6d")
 _NAMES = (*COUNTS[1:], *EXTREMES, *POWER_SUMS)
 
 
-class Request(NamedTuple):
-    """A tensor to measure; it must be held until it is.
+Request = tuple[int, int, int, int, int, int]
+"""A tensor to measure; it must be held until it is.
 
-    Attributes:
-        address: Of its first element; it is contiguous and in CPU memory.
-        elements: How many there are, at least one.
-        dtype: See :data:`DTYPES`.
-        units: How many units its shape ``[outer, units, inner]`` has; 0 for no extremes of units.
-        inner: Number of adjacent elements of a unit.
-        sample_step: Elements between the starts of two runs of the sample; 0 to count all.
-    """
-
-    address: int
-    elements: int
-    dtype: int
-    units: int = 0
-    inner: int = 1
-    sample_step: int = 0
+It is contiguous, not empty and in CPU memory. The numbers are the address of its first element, how
+many elements there are, its dtype (see :data:`DTYPES`); how many units its shape ``[outer, units,
+inner]`` has (0 for no extremes of units) and ``inner``; and how many elements there are between the
+starts of two runs of the sample (0 to count all).
+"""
 
 
-def measure(requests: Sequence[Request]) -> list[Pending]:
-    """Read tensors now, in one call. Returns functions that give their records."""
-    found = _native.measure([*requests]) if requests else []
+def measure(request: Request) -> Pending:
+    """Read a tensor now. Returns a function that gives its record."""
+    return partial(_record, _native.measure(request), request)
+
+
+def measure_all(requests: list[Request]) -> list[Pending]:
+    """The same of several tensors, in one call."""
+    found = _native.measure_all(requests) if requests else []
     return [partial(_record, *pair) for pair in zip(found, requests, strict=True)]
 
 
 def _record(found: bytearray, request: Request) -> TensorRecord:
-    units = request.units
+    _, count, _, units, _, _ = request
     numbers = dict(zip(_NAMES, _NUMBERS.unpack_from(found), strict=True))
     filled = (len(found) - _NUMBERS.size - 8 * units) // 10
     units_at = _NUMBERS.size + 8 * filled
     sketch = Sketch(
-        count=request.elements,
+        count=count,
         **numbers,
         buckets=np.frombuffer(found, np.int16, filled, units_at + 8 * units),
         counts=np.frombuffer(found, np.float64, filled, _NUMBERS.size),

@@ -71,8 +71,7 @@ def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
     """
     if (
         tensor.dtype not in WORKING_DTYPE
-        or tensor.is_meta
-        or tensor.is_mps
+        or (not tensor.is_cpu and (tensor.is_meta or tensor.is_mps))
         or tensor.is_nested
         # A wrapper without its own values: FakeTensor, DTensor, a functional tensor.
         or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__

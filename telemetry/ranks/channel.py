@@ -251,13 +251,13 @@ class Channel:
         self._news, self._posted = news, data
         if self._inbox is not None:
             self._inbox.post(data)
+        self._heard(news)  # first: the training thread may need it as soon as it goes on
         if news.hold and not self._answered:
             self._answered = True
             held = self.agreement.hold()
             self._take(Part(kind=Kind.HELD, place=held, ranks=frozenset({self._rank})))
         if news.raise_at is not None:
             self.agreement.decide(news.raise_at)
-        self._heard(news)
 
     def _call_vote(self, message: str) -> None:
         if self._vote is None:
