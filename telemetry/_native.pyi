@@ -29,10 +29,32 @@ def measure(tensor: tuple[int, int, int, int, int, int], /) -> bytearray:
         ValueError: The numbers do not fit each other.
     """
 
-from typing import Any
-
 def measure_all(tensors: list[tuple[int, int, int, int, int, int]], /) -> list[bytearray]:
     """The same of several tensors."""
+
+def take_norms(
+    groups: list[dict[str, Any]],
+    identities: bytes,
+    tensor_type: type,
+    exchange: object,
+    row: int,
+    /,
+) -> float:
+    """Read the norms of the gradients of an optimizer's parameters, and its learning rates.
+
+    Args:
+        groups: The optimizer's ``param_groups``.
+        identities: For each of their parameters two int64: its address as a Python object, and the
+            place of its norm, or -1 if it is not to be read.
+        tensor_type: The class that gradients are to be of.
+        exchange: Its ``__dlpack_c_exchange_api__``.
+        row: Address of float64 numbers: the rates, one for each group, and the norms behind them.
+            Places of parameters without a gradient are left as they are.
+
+    Returns:
+        The square of the norm of all gradients together; -1.0, and no norm, if there are other
+        parameters, a rate is no number, or a gradient no dense float tensor in CPU memory.
+    """
 
 def squared_norms(addresses: list[int], counts: list[int], dtypes: bytes, /) -> bytearray:
     """Sum of the squares of each tensor's elements, as float64 ``[tensors]``.
