@@ -14,6 +14,7 @@ _COVERED = 0.999
 
 _VANISHED = 1e-6
 _MAX_EDGE = 1e300  # leaves room for sums; infinite edges stand for the largest number
+_MAX_COUNT = 1e100  # no tensor has as many values, and sums of such stay finite
 _SMALLEST_UNIT = 1e-200  # also relative to the range, so that quotients stay finite
 
 
@@ -48,9 +49,9 @@ def histogram_table(value: object) -> NDArray[np.float64]:
     table[:, :2] = np.clip(table[:, :2], -_MAX_EDGE, _MAX_EDGE)
     left, right, counts = table.T
     ascending = (left <= right).all() and (np.diff(right) >= 0).all()
-    if not (ascending and (counts >= 0).all() and np.isfinite(counts.sum())):
+    if not (ascending and ((counts >= 0) & (counts <= _MAX_COUNT)).all()):
         raise ValueError(
-            "the histogram's edges do not ascend, or a count is negative or not finite"
+            "the histogram's edges do not ascend, or a count is negative, too large or not finite"
         )
     return table
 

@@ -116,7 +116,7 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_hold_nobody_up(
 def test_without_the_first_ranks_logger_the_others_are_left_alone(four: list[Process]) -> None:
     every(four[1:], "open")
     every(four[1:], "send", range(1000))
-    assert max(every(four[1:], "close")) < 5
+    assert max(every(four[1:], "close")) < 10  # they look for the first rank for 5 seconds
     assert_silent(four)
     assert [process.exit_code() for process in four] == [0] * 4
 
@@ -129,7 +129,7 @@ def test_a_first_rank_that_ends_or_hangs_keeps_nobody(four: list[Process]) -> No
     first.do("got", 2, "short")
     first.do("close", "short")
     every(four[1:], "send", range(3, 6), "short")
-    assert max(every(four[1:], "close", "short")) < 5
+    assert max(every(four[1:], "close", "short")) < 10
     assert_silent(four)
     every(four, "send", range(3))
     first.do("got", 2)

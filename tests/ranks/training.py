@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from twins import draw, seed
 
-from telemetry.capture import Capture, CapturedStep, Content
+from telemetry.capture import Capture, CapturedStep, Content, LightBlock
 from telemetry.capture.rank_part import PartMaker
 from telemetry.faults import Faults
 from telemetry.ranks.encoding import encode
@@ -191,7 +191,7 @@ def pipeline(model: Net, rank: int, size: int) -> Setup:
 
 @contextmanager
 def watched(
-    model: nn.Module, rank: int, size: int, deliver: Callable[[CapturedStep], None]
+    model: nn.Module, rank: int, size: int, deliver: Callable[[CapturedStep | LightBlock], None]
 ) -> Iterator[tuple[Capture, RankObserver | None]]:
     ranks = RankObserver(rank=rank, size=size) if size > 1 else None
     capture = Capture(
@@ -233,7 +233,7 @@ def train(
     seed(0)
     made = setup(name, rank, size)
     optimizer = torch.optim.Adam(made.watched.parameters(), lr=0.01)
-    taken: list[CapturedStep] = []
+    taken: list[CapturedStep | LightBlock] = []
     losses: list[float | None] = []
     norms: list[float] = []
 
@@ -259,9 +259,13 @@ def train(
         with watched(made.watched, rank, size, taken.append) as (_, ranks):
             loop()
         maker = None if ranks is None else PartMaker(ranks.standing)
+        scalars = [{} if loss is None else {"loss": loss} for loss in losses]
         for captured in taken:
-            loss = losses[captured.step]
-            record = captured.record({} if loss is None else {"loss": loss})
+            if isinstance(captured, LightBlock):
+                row = len(records) - captured.steps[0]
+                records.append(captured.part(row, row + 1, scalars.__getitem__).record(0))
+                continue
+            record = captured.record(scalars[captured.step])
             records.append(record)
             if maker is not None:
                 parts.append(encode(maker.part(captured, record)))
