@@ -53,6 +53,7 @@ def histogram_table(value: object) -> NDArray[np.float64]:
         raise ValueError(
             "the histogram's edges do not ascend, or a count is negative, too large or not finite"
         )
+    counts[counts < 1 / _MAX_COUNT] = 0.0
     return table
 
 

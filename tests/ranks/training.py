@@ -262,7 +262,7 @@ def train(
         scalars = [{} if loss is None else {"loss": loss} for loss in losses]
         for captured in taken:
             if isinstance(captured, LightBlock):
-                row = len(records) - captured.steps[0]
+                row = captured.steps.index(len(records))
                 records.append(captured.part(row, row + 1, scalars.__getitem__).record(0))
                 continue
             record = captured.record(scalars[captured.step])
