@@ -24,8 +24,8 @@ from workloads import WORKLOADS, Loop, Workload
 
 from telemetry import HookLogger, SummaryWriter
 
-_WARM_UP = 9
-"""Steps until the first one, which is measured in full, has been processed."""
+_WARM_UP = 48
+"""Steps until rules have a past to compare with: until then they judge each step alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     device = torch.device("cpu")
     print(describe_machine(device))
-    rounds, steps = (1, 2) if args.quick else (5, 16)
+    rounds, steps = (1, 2) if args.quick else (5, 32)
     print(f"\n{'':46}" + "".join(f"{title:>12}" for title in TITLES))
     costs = {}
     for workload in WORKLOADS:

@@ -68,6 +68,10 @@ class Pipeline:
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._asleep = False
         self._block: LightBlock | None = None
+        # The first step that the rules are not shown yet, and whether all from there on have norms
+        # in the host's memory, so that the answer does not depend on an accelerator.
+        self._first: int | None = None
+        self._answer_is_near = True
         # Each count has one thread that writes it; a common one would need a lock.
         self._steps_taken = self._steps_done = 0
         self._bytes_taken = self._bytes_done = 0
@@ -106,10 +110,10 @@ class Pipeline:
         elif self._asleep:
             self._wake.put(None)
         self._steps_taken += 1
-        if (step + 1) % STEPS_AT_ONCE == 0 or self._full_steps.is_soon(step):
+        self._begin_few(step)
+        if self._is_last(step) or block.count == STEPS_AT_ONCE:
             block.is_closed = True
-            self._full_steps.expect(block.steps[0], step)
-            self._wake.put(None)
+            self._hand_over(step)
 
     def _submit_step(self, captured: CapturedStep) -> None:
         step, full = captured.step, captured.window.full
@@ -120,10 +124,27 @@ class Pipeline:
         self._steps_taken += 1
         self._bytes_taken += captured.nbytes
         self._put(captured)
-        if full or (step + 1) % STEPS_AT_ONCE == 0 or self._full_steps.is_soon(step):
-            if captured.window.on_host and not captured.window.phase:
-                self._full_steps.expect(step, step)
+        if captured.window.phase:
             self._wake.put(None)
+            return
+        self._begin_few(step)
+        self._answer_is_near &= captured.window.on_host
+        if full or self._is_last(step):
+            self._hand_over(step)
+
+    def _begin_few(self, step: int) -> None:
+        if self._first is None:
+            self._first, self._answer_is_near = step, True
+
+    def _is_last(self, step: int) -> bool:
+        """Whether the rules are shown this step and those before it now."""
+        return (step + 1) % STEPS_AT_ONCE == 0 or self._full_steps.is_soon(step)
+
+    def _hand_over(self, step: int) -> None:
+        if self._answer_is_near and self._first is not None:
+            self._full_steps.expect(self._first, step)
+        self._first = None
+        self._wake.put(None)
 
     def _has_room(self, step: int) -> bool:
         if self._bytes_taken - self._bytes_done <= MAX_BYTES:

@@ -95,14 +95,15 @@ class FullSteps:
 
     def __call__(self, step: int) -> bool:
         """Whether the step is measured in full; to be asked in the order of the steps."""
-        if self._awaited and self._awaited[0][0] <= step:
+        is_due = self._due(step)
+        if self._awaited and self._awaited[0][0] <= step and not is_due:
             self._wait(step)
         is_asked = False
         for asked in tuple(self._asked):
             if asked <= step:
                 self._asked.discard(asked)
                 is_asked = True
-        return self._due(step) or is_asked
+        return is_due or is_asked
 
     def is_soon(self, step: int) -> bool:
         """Whether what rules say of the step is needed soon."""
@@ -130,7 +131,7 @@ class FullSteps:
         last = -1
         while self._awaited and self._awaited[0][0] <= step:
             last = self._awaited.popleft()[1]
-        if self._answered >= last or self._due(step) or os.getpid() != self._pid:
+        if self._answered >= last or os.getpid() != self._pid:
             return
         began = time.monotonic()
         earned_s = _PATIENCE_SHARE * (began - self._credit_at)
