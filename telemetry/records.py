@@ -111,7 +111,8 @@ class TensorRecord:
         """Share of units that were always zero; NaN if the tensor has no units."""
         if self.unit_min is None or self.unit_max is None or self.unit_min.size == 0:
             return math.nan
-        return float(np.mean((self.unit_min == 0) & (self.unit_max == 0)))
+        dead = np.count_nonzero((self.unit_min == 0) & (self.unit_max == 0))
+        return dead / self.unit_min.size
 
     def scaled(self, factor: float) -> TensorRecord:
         """As if all elements had been multiplied by a positive, finite factor."""

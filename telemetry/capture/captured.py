@@ -23,8 +23,8 @@ from telemetry.records import Layout, StepRecord, TensorRecord
 _STEP_BYTES = 2560
 """What any step takes, its objects together."""
 
-_OBSERVATION_BYTES = 1024
-"""What leads to the record of a small tensor; its values are in the measurer's arena."""
+_OBSERVATION_BYTES = 3072
+"""What leads to the record of a tensor: mainly its histogram, of some 200 buckets."""
 
 _NORM_BYTES = 16
 """A norm and the index of its parameter."""
@@ -122,7 +122,7 @@ class CapturedStep:
 
     @cached_property
     def nbytes(self) -> int:
-        """Host memory held until :meth:`record`, about; the measurer bounds its own."""
+        """Host memory held until :meth:`record`, about."""
         pictures = [*self.window.feature_maps.values(), *self.window.filters.values()]
         observations = len(self.window.tally.observations)
         norms = sum(1 for _ in self.window.indices()) * _NORM_BYTES

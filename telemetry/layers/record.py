@@ -64,7 +64,7 @@ class LayerRecord:
         output = self.output
         return None if output is None else saturated_share(self.module.type_name, output.sketch)
 
-    @property
+    @cached_property
     def weight_norm(self) -> float | None:
         """L2 norm of the parameters as one vector."""
         return _norm(self.weights)
