@@ -1,0 +1,306 @@
+"""What merging the records of many ranks costs: bytes, levels of the tree, seconds.
+
+Every part is measured for itself: how large what one rank sends is, how long a rank takes to merge
+what those below it sent, and how long that takes to arrive through a store on this machine. The
+time for many ranks is put together from these. A tree is simulated from its lowest level upwards,
+at each level with the bytes that the level below has made; ranks at the same level are on different
+machines and work at the same time, so one of them is merged, the one with most below it, and its
+neighbours are taken for equally full, which they are not: this is an upper bound. CPU times are
+those of the thread that merges. A real network adds its own latency.
+
+It also measures what the training thread pays for each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from machine import describe_machine, write_json
+
+from telemetry.faults import Faults
+from telemetry.ranks.channel import BUSY_S, IDLE_S, Channel
+from telemetry.ranks.encoding import decode, encode
+from telemetry.ranks.gathering import Gathering
+from telemetry.ranks.inbox import Inbox, exchange, join
+from telemetry.ranks.meeting import FAN_OUT
+from telemetry.ranks.part import Part
+from telemetry.ranks.rank_part import Common, RankPart, merge
+from telemetry.ranks.share import WHOLE, Share
+from telemetry.ranks.stage_part import StagePart
+from telemetry.ranks.tensor_table import Row, TensorTable
+from telemetry.records import Layout, Module, Parameter, TensorRecord
+from telemetry.sketch import sketch_array
+
+WORLDS = (8, 64, 1024, 16_384)
+PER_MACHINE = 8
+UNITS = 256
+ELEMENTS = 4096
+_KINDS = ("grads", "weights", "second_moments")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much one rank sends.
+
+    Attributes:
+        layers: Linear layers with a weight and a bias.
+        tensors: Their outputs, the gradients of these, and of each parameter the gradient, the
+            values and the second moment.
+        first_bytes: At the first full step, with the layout.
+        bytes: At later ones.
+        encode_s: CPU time for making bytes of it.
+    """
+
+    layers: int
+    tensors: int
+    first_bytes: int
+    bytes: int
+    encode_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """What a full step costs in one tree.
+
+    Attributes:
+        ranks: How many there are.
+        layers: Of each one's model.
+        levels: How many ranks are above the lowest one.
+        arrival_s: From the end of the step until the writing rank has the whole, without anyone
+            late; half a tick of waiting per level included.
+        first_rank_s: CPU time of the writing rank in the background.
+        largest_bytes: Of what one rank sends to another.
+        waiting_bytes: What waits on the writing rank before it is merged.
+    """
+
+    ranks: int
+    layers: int
+    levels: int
+    arrival_s: float
+    first_rank_s: float
+    largest_bytes: int
+    waiting_bytes: int
+
+
+def merge_payloads(payloads: Sequence[bytes]) -> bytes:
+    """As it is merged on each rank."""
+    return encode(merge([decode(payload) for payload in payloads]))
+
+
+def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = False) -> RankPart:
+    """What one rank measured of so many layers; each tensor has normal numbers of its own."""
+    dice = np.random.default_rng(rank)
+
+    def draw(*, has_units: bool) -> TensorRecord:
+        numbers = dice.standard_normal(ELEMENTS, np.float32) * np.float32(10 ** dice.uniform(-4, 1))
+        return TensorRecord(
+            sketch=sketch_array(numbers),
+            unit_min=-dice.random(UNITS, np.float32) if has_units else None,
+            unit_max=dice.random(UNITS, np.float32) if has_units else None,
+        )
+
+    names = [f"layers.{layer}" for layer in range(layers)]
+    shapes = {"weight": (UNITS, UNITS), "bias": (UNITS,)}
+    parameters = [
+        Parameter(name=f"{name}.{part}", module_name=name, shape=shape)
+        for name in names
+        for part, shape in shapes.items()
+    ]
+    tensors: dict[Row, tuple[Share, TensorRecord]] = {}
+    for name in names:
+        tensors[Row(0, "outputs", name)] = WHOLE, draw(has_units=True)
+        tensors[Row(0, "output_grads", name)] = WHOLE, draw(has_units=False)
+    for kind in _KINDS:
+        for parameter in parameters:
+            tensors[Row(0, kind, parameter.name)] = WHOLE, draw(has_units=False)
+    layout = Layout(
+        modules=tuple(Module(name=name, type_name="Linear") for name in names),
+        parameters=tuple(parameters),
+    )
+    count = len(parameters)
+    ones = np.ones(count)
+    stage = StagePart(
+        stage=0,
+        layout_id="0123456789abcdef",
+        layout=layout if with_layout else None,
+        copies=np.zeros(count, np.int64),
+        norms=dice.random(count),
+        present=ones > 0,
+        finite=ones > 0,
+        before=dice.random(count),
+        parameter_copies=np.zeros(count, np.int64),
+        moved=dice.random(count),
+        sizes=dice.random(count),
+    )
+    return RankPart(
+        step=0,
+        wall_time=0.0,
+        full=True,
+        size=world_size,
+        ranks=frozenset({rank}),
+        stages=(stage,),
+        tensors=TensorTable.of(rank, tensors),
+        common=Common(rank=rank),
+    )
+
+
+def measure_size(layers: int) -> Size:
+    part = make_part(layers, 0, 1024)
+    began = time.thread_time()
+    payload = encode(part)
+    encode_s = time.thread_time() - began
+    return Size(
+        layers=layers,
+        tensors=len(part.tensors.rows),
+        first_bytes=len(encode(make_part(layers, 0, 1024, with_layout=True))),
+        bytes=len(payload),
+        encode_s=encode_s,
+    )
+
+
+def children_by_level(ranks: int) -> list[int]:
+    """How many leaders send to the busiest leader of each level, from the lowest level up."""
+    machines = -(-ranks // PER_MACHINE)
+    found, width, above = [0], 1, 0
+    while above + width < machines:
+        above += width
+        width *= FAN_OUT
+        found.append(min(FAN_OUT, machines - above))
+    return found
+
+
+def simulate(ranks: int, layers: int) -> Tree:
+    """One path through the tree, each rank on it with real bytes from all below it."""
+    own = [make_part(layers, rank, ranks) for rank in range(min(ranks, PER_MACHINE))]
+    below: RankPart | None = None
+    payload = b""
+    arrival_s = cpu_s = 0.0
+    largest = waiting = 0
+    levels = children_by_level(ranks)
+    for children in levels:
+        parts = [encode(part) for part in own]
+        if below is not None:
+            size = len(below.ranks)
+            for child in range(children):
+                begin = PER_MACHINE + child * size
+                moved = replace(below, ranks=frozenset(range(begin, begin + size)))
+                parts.append(encode(moved))
+        sent = parts[1:]
+        carried_s = carry(sent)
+        payload, cpu_s = gather(parts)
+        arrival_s += carried_s + cpu_s + IDLE_S / 2 + BUSY_S
+        largest = max(largest, *(len(part) for part in sent))
+        waiting = sum(len(part) for part in parts)
+        below = decode(payload)
+    return Tree(
+        ranks=ranks,
+        layers=layers,
+        levels=len(levels),
+        arrival_s=arrival_s,
+        first_rank_s=cpu_s,
+        largest_bytes=largest,
+        waiting_bytes=waiting,
+    )
+
+
+def carry(payloads: Sequence[bytes]) -> float:
+    """Seconds until bytes from several ranks have arrived in an inbox, one after another."""
+    inbox = Inbox()
+    child = join(inbox.store)
+    began = time.perf_counter()
+    for number, payload in enumerate(payloads):
+        exchange(inbox.store, child, number, [payload])
+        inbox.collect()
+    return time.perf_counter() - began
+
+
+def gather(payloads: Sequence[bytes]) -> tuple[bytes, float]:
+    """What a rank makes of parts, and its CPU time for that."""
+    parts = [Part(ranks=decode(payload).ranks, payload=payload) for payload in payloads]
+    size = 1 + max(max(part.ranks) for part in parts)
+    gathering = Gathering(
+        world_size=size, merge=merge_payloads, patience_s=1.0, start_s=0.0, forwards_late=False
+    )
+    began = time.thread_time()
+    for part in parts:
+        gathering.add(Part.from_bytes(part.to_bytes()), 0.0)
+    whole = gathering.take(0.0)
+    assert whole is not None
+    return whole.payload, time.thread_time() - began
+
+
+def training_thread_us(steps: int) -> float:
+    """CPU microseconds per step on the training thread: handing bytes over, and the look whether to
+    raise."""
+    channel = Channel(
+        name="benchmark",
+        rank=0,
+        world_size=1,
+        merge=merge_payloads,
+        deliver=lambda merged: None,
+        heard=lambda news: None,
+        faults=Faults(),
+    )
+    began = time.thread_time()
+    for step in range(steps):
+        channel.agreement.step_ended(step)
+    looked_s = time.thread_time() - began
+    channel.close()
+    return looked_s / steps * 1e6
+
+
+def print_tables(sizes: Sequence[Size], trees: Sequence[Tree], step_us: float) -> None:
+    print("\nWhat one rank sends at a full step, with 8 tensors per layer; CPU time to encode it")
+    print(f"{'layers':>8}{'tensors':>9}{'first kB':>10}{'kB':>9}{'B/tensor':>10}{'encode':>11}")
+    for size in sizes:
+        print(
+            f"{size.layers:8,}{size.tensors:9,}{size.first_bytes / 1e3:10.1f}"
+            f"{size.bytes / 1e3:9.1f}{size.bytes / size.tensors:10.0f}"
+            f"{size.encode_s * 1e3:9.1f}ms"
+        )
+    print("\nUntil the writing rank has the whole, and its own CPU time in the background")
+    print(f"{'ranks':>8}{'layers':>8}{'levels':>8}{'arrival':>10}{'CPU':>9}{'MB waiting':>12}")
+    for tree in trees:
+        print(
+            f"{tree.ranks:8,}{tree.layers:8,}{tree.levels:8}{tree.arrival_s:9.2f}s"
+            f"{tree.first_rank_s:8.2f}s{tree.waiting_bytes / 1e6:12.1f}"
+        )
+    print(f"\nOn the training thread: {step_us:.3f} µs per step for the look whether to raise")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="small: figures are rough")
+    parser.add_argument("--layers", type=int, nargs="+", help="default: 10 100 1000")
+    parser.add_argument("--ranks", type=int, nargs="+", help=f"default: {WORLDS}")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    print(describe_machine(device))
+    layers = args.layers or ([5, 10] if args.quick else [10, 100, 1000])
+    worlds = args.ranks or (WORLDS[:2] if args.quick else WORLDS)
+    sizes = [measure_size(count) for count in layers]
+    trees = [simulate(ranks, layers[-1]) for ranks in worlds]
+    step_us = training_thread_us(10_000 if args.quick else 1_000_000)
+    print_tables(sizes, trees, step_us)
+    if args.json:
+        write_json(
+            args.json,
+            device,
+            figures={
+                "sizes": [asdict(size) for size in sizes],
+                "trees": [asdict(tree) for tree in trees],
+                "training_thread_us": step_us,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
