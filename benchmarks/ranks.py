@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from machine import describe_machine, write_json
 
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.ranks.channel import BUSY_S, IDLE_S, Channel
 from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.gathering import Gathering
@@ -245,7 +245,7 @@ def training_thread_us(steps: int) -> float:
         merge=merge_payloads,
         deliver=lambda merged: None,
         heard=lambda news: None,
-        faults=Faults(),
+        failures=Failures(),
     )
     began = time.thread_time()
     for step in range(steps):

@@ -174,7 +174,7 @@ class HookLogger:
                 others are written.
         """
         if self._run.closed:
-            self._run.faults.log_once(
+            self._run.failures.log_once(
                 "HookLogger.log() after close() writes nothing; call it earlier, or inside of the "
                 "with block"
             )

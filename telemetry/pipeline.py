@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from telemetry.capture import CapturedStep, LightBlock
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.processing import LightRows, LoggedScalars, Processor, ReadyValues
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.channel import Merged
@@ -53,13 +53,13 @@ class Pipeline:
     Args:
         processor: Judges and writes each step, on the background thread.
         full_steps: Which steps are measured in full; is told what the rules were given when.
-        faults: Where failures are reported.
+        failures: Where failures are reported.
     """
 
-    def __init__(self, processor: Processor, full_steps: FullSteps, faults: Faults) -> None:
+    def __init__(self, processor: Processor, full_steps: FullSteps, failures: Failures) -> None:
         self._processor: Processor | RankProcessor = processor
         self._full_steps = full_steps
-        self._faults = faults
+        self._failures = failures
         # Each with the number of rows that were in the latest block before it; None ends the run.
         # Neither this nor the next is a Queue: its lock is not reentrant, and close() may run from
         # the garbage collector while the same thread is inside of submit().
@@ -330,7 +330,7 @@ class Pipeline:
             self._few.append(item)
         else:
             self._process_few()
-            with self._faults.contained("to record a step"):
+            with self._failures.contained("to record a step"):
                 self._process(item)
 
     def _gather_rows(self, end: int) -> None:

@@ -14,7 +14,7 @@ from telemetry.alert import Alert
 from telemetry.alerts.judging import Judge
 from telemetry.capture import CapturedStep, LightBlock
 from telemetry.events import summaries
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.first_rank import is_first_rank
 from telemetry.host_copy import HostCopy
 from telemetry.plain_text import printable_lines
@@ -112,7 +112,7 @@ class Processor:
         observers: Are shown each step of training.
         on_alert: Called with each alert and the time at which its step ended.
         full_steps: Is told of each step whether a rule wants a full measurement.
-        faults: Where failures are reported.
+        failures: Where failures are reported.
 
     Attributes:
         abandoned: Set when nobody waits for the rest any more, and nothing may be written.
@@ -127,14 +127,14 @@ class Processor:
         observers: Iterable[Observer] = (),
         on_alert: Callable[[Alert, float], None],
         full_steps: FullSteps,
-        faults: Faults,
+        failures: Failures,
     ) -> None:
         self._board = board
         self._sink = sink
-        self._judge = Judge(rules, faults)
+        self._judge = Judge(rules, failures)
         self._observers = tuple(observers)
         self._on_alert = on_alert
-        self._faults = faults
+        self._failures = failures
         self.abandoned = False
         self._full_steps = full_steps
         self._scalars: dict[int, dict[str, float]] = {}
@@ -155,13 +155,13 @@ class Processor:
         losses: list[list[_Loss]] = [[]]  # before each step, and after the last
         for item in items:
             if isinstance(item, LoggedScalars):
-                with self._faults.contained("to write what was logged"):
+                with self._failures.contained("to write what was logged"):
                     losses[-1] += self._write_scalars(item)
             else:
                 losses += [[] for _ in range(len(item))]
         before = iter(losses)
         for steps, record_of in self._light_steps(items):
-            with self._faults.contained("to record steps"):
+            with self._failures.contained("to record steps"):
                 self._process_light(steps, record_of, list(islice(before, len(steps))))
         self._judge_losses(losses[-1])
 
@@ -216,7 +216,7 @@ class Processor:
             if self.abandoned:
                 return
             self._judge_losses(losses[index])
-            with self._faults.contained("to record a step"):
+            with self._failures.contained("to record a step"):
                 self.record(record_of(index))
 
     def _judge_losses(self, losses: Iterable[_Loss]) -> None:
@@ -236,7 +236,7 @@ class Processor:
 
     def write_pending(self) -> None:
         """Write what the board holds back."""
-        with self._faults.contained("to write the latest norms"):
+        with self._failures.contained("to write the latest norms"):
             step, pending = self._board.pending_values()
             if pending:
                 self._write(pending, step, time.time(), droppable=True)
@@ -280,7 +280,7 @@ class Processor:
         }
         self._scalars.setdefault(item.step, {}).update(values)
         points = [summaries.scalar(name, value) for name, value in values.items()]
-        with self._faults.contained("to write what was logged"):
+        with self._failures.contained("to write what was logged"):
             self._write(points, item.step, item.wall_time)
         loss = values.get("loss")
         return [] if loss is None else [_Loss(item.step, loss, item.wall_time)]
@@ -305,7 +305,7 @@ class Processor:
 
     def _show_to_observers(self, show: Callable[[Observer], None]) -> None:
         for observer in self._observers:
-            with self._faults.contained("to keep a step"):
+            with self._failures.contained("to keep a step"):
                 show(observer)
 
     def _report(self, alerts: Iterable[Alert], wall_time: float) -> None:
@@ -317,7 +317,7 @@ class Processor:
         if is_first_rank():
             log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
         self.write_pending()
-        with self._faults.contained("to write an alert"):
+        with self._failures.contained("to write an alert"):
             self._write(self._board.alert_values(alert), alert.step, wall_time, flush=True)
-        with self._faults.contained("to call on_alert"):
+        with self._failures.contained("to call on_alert"):
             self._on_alert(alert, wall_time)

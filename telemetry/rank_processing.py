@@ -15,7 +15,7 @@ from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.capture import CapturedStep
 from telemetry.capture.rank_part import PartMaker
 from telemetry.events.background import each_within
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.host_copy import HostCopy
 from telemetry.processing import LightRows, LoggedScalars, Processor, ReadyValues
 from telemetry.ranks.channel import CLOSE_S, Channel, Merged
@@ -50,7 +50,7 @@ class RankProcessor:
         hand_over: Called with each merged step, on a thread of the channel.
         full_steps: Is told which steps the first rank has announced.
         current_step: Says which step is in progress.
-        faults: Where failures are reported.
+        failures: Where failures are reported.
 
     Attributes:
         observer: Tells the capture what this rank is to measure.
@@ -66,7 +66,7 @@ class RankProcessor:
         hand_over: Callable[[Merged], None],
         full_steps: FullSteps,
         current_step: Callable[[], int],
-        faults: Faults,
+        failures: Failures,
     ) -> None:
         self.observer = RankObserver(rank=rank, size=size)
         self.abandoned = False
@@ -75,7 +75,7 @@ class RankProcessor:
         self._hand_over = hand_over
         self._full_steps = full_steps
         self._current_step = current_step
-        self._faults = faults
+        self._failures = failures
         self._scalars: dict[int, dict[str, float]] = {}
         self._whole = Whole()
         self._own: dict[tuple[int, str], StepRecord] = {}
@@ -94,7 +94,7 @@ class RankProcessor:
             merge=lambda payloads: encode(merge([decode(payload) for payload in payloads])),
             deliver=hand_over,
             heard=self._hear,
-            faults=faults,
+            failures=failures,
             first_step=current_step(),
         )
 
@@ -117,13 +117,13 @@ class RankProcessor:
         """Send several steps that were not measured in full, and what was logged for them."""
         for item in items:
             if isinstance(item, LoggedScalars):
-                with self._faults.contained("to send what was logged"):
+                with self._failures.contained("to send what was logged"):
                     self._scalars.setdefault(item.step, {}).update(
                         (name, float(value.wait()) if isinstance(value, HostCopy) else value)
                         for name, value in item.values.items()
                     )
             elif isinstance(item, CapturedStep):
-                with self._faults.contained("to send a step"):
+                with self._failures.contained("to send a step"):
                     self._send(item)
 
     def pending_s(self) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any, Literal
 
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.plain_text import type_of
 from telemetry.reading.last_step import EventFile, event_files, last_step
 from telemetry.records import LightSteps, StepRecord
@@ -56,22 +56,22 @@ class LaterSteps:
 
     Args:
         log_dir: Where the run writes; it holds earlier steps only. Not read if it is remote.
-        faults: Logs the warning and failures.
+        failures: Logs the warning and failures.
     """
 
-    def __init__(self, log_dir: str, faults: Faults) -> None:
+    def __init__(self, log_dir: str, failures: Failures) -> None:
         self._log_dir = log_dir
-        self._faults = faults
+        self._failures = failures
         self._earlier: tuple[EventFile, ...] = ()
         if "://" not in log_dir:
-            with faults.contained("to look for earlier steps"):
+            with failures.contained("to look for earlier steps"):
                 self._earlier = tuple(islice(event_files(log_dir), _FEW_FILES))
 
     def on_step(self, record: StepRecord) -> None:
         """Compare the first step with those that are there."""
         earlier, self._earlier = self._earlier, ()
         if earlier:
-            with self._faults.contained("to look for earlier steps"):
+            with self._failures.contained("to look for earlier steps"):
                 self._compare(last_step(earlier, max_bytes=_FEW_BYTES), record.step)
 
     def on_light_steps(self, steps: LightSteps) -> None:
@@ -83,7 +83,7 @@ class LaterSteps:
 
     def _compare(self, last: int | None, step: int) -> None:
         if last is not None and last > step:
-            self._faults.log_once(
+            self._failures.log_once(
                 f"{self._log_dir} already holds steps up to {last}, and this run counts from "
                 f"{step} again. To resume that run: HookLogger(first_step={last + 1}) or "
                 'first_step="auto", or load_state_dict() with the state of a checkpoint. '

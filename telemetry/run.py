@@ -25,7 +25,7 @@ from telemetry.events.given_writer import GivenWriter
 from telemetry.events.late_writer import LateWriter, NoWriter
 from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import SummaryWriter
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.first_rank import may_be_any_rank, rank_and_world_size, role_of
 from telemetry.flight import FlightRecorder
 from telemetry.host_copy import HostCopy
@@ -61,7 +61,7 @@ class Run:
 
     Attributes:
         capture: Watches the model.
-        faults: Where failures are reported.
+        failures: Where failures are reported.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Run:
             log_dir = self._role.directory(log_dir)
         self._claim = DirectoryClaim(model, log_dir, close)
         first_step = resolved(options.first_step, log_dir)
-        self.faults = Faults()
+        self.failures = Failures()
         self._late = None if known or not may_be_any_rank() else LateWriter(log_dir)
         self._open = partial(self._open_writer, writer, log_dir, first_step)
         self._writer: FileWriter | GivenWriter | NoWriter = self._late or self._open()
@@ -83,7 +83,7 @@ class Run:
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
         self._ended = False
-        self._later_steps = LaterSteps(self.log_dir, self.faults)
+        self._later_steps = LaterSteps(self.log_dir, self.failures)
         if first_step > 0:
             self._later_steps.expect_them()
         self._files = PlainFiles(self.log_dir)
@@ -92,7 +92,7 @@ class Run:
         self._flight = FlightRecorder(
             self.log_dir,
             seed=torch.initial_seed(),
-            faults=self.faults,
+            failures=self.failures,
             write=self._files.write_whole,
         )
         self._board = Board(pictures=options.content.images, session_id=session)
@@ -134,9 +134,9 @@ class Run:
             observers=(self._flight, self._later_steps),
             on_alert=self._note_alert,
             full_steps=options.full_steps,
-            faults=self.faults,
+            failures=self.failures,
         )
-        return Pipeline(self._processor, options.full_steps, self.faults)
+        return Pipeline(self._processor, options.full_steps, self.failures)
 
     def _make_capture(self, model: nn.Module, options: Options, first_step: int) -> Capture:
         if options.budget is not None:
@@ -149,7 +149,7 @@ class Run:
             deliver=self._pipeline.submit,
             safe_point=self.step_ended,
             primary=options.optimizer,
-            faults=self.faults,
+            failures=self.failures,
             first_step=first_step,
             budget=options.budget,
             find_ranks=self._find_ranks,
@@ -310,7 +310,7 @@ class Run:
     def _decide(self) -> None:
         """Nobody has told so far who writes, so this process does."""
         if self._late is not None:
-            with self.faults.contained("to open its files"):
+            with self.failures.contained("to open its files"):
                 self._find_ranks()
 
     def _join_ranks(self) -> None:
@@ -330,7 +330,7 @@ class Run:
                 hand_over=self._pipeline.submit_logged,
                 full_steps=self._options.full_steps,
                 current_step=lambda: self.capture.step,
-                faults=self.faults,
+                failures=self.failures,
             )
             self._pipeline.use(self._ranks)
         elif not role.measures:
@@ -353,7 +353,7 @@ class Run:
         self._alerts.append(alert)
         if self._role.writes:
             self._flight.on_alert(alert)
-            with self.faults.contained("to append to alerts.jsonl"):
+            with self.failures.contained("to append to alerts.jsonl"):
                 self._alert_file.write(alert, wall_time)
         if self._on_alert == "raise":
             if alert.stage != "end" and alert.severity != "note" and self._to_raise is None:

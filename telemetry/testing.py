@@ -16,7 +16,7 @@ from telemetry.alert import Alert
 from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
 from telemetry.capture import Capture, CapturedStep, Content, LightBlock
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.records import StepRecord
 from telemetry.rule import AnyRule, as_rule
 from telemetry.schedule import FullSteps, every
@@ -37,7 +37,7 @@ class CapturedRun:
         chosen = default_rules() if rules is None else map(as_rule, rules)
         self.records: list[StepRecord] = []
         self.alerts: list[Alert] = []
-        self._judge = Judge(chosen, _RaisingFaults())
+        self._judge = Judge(chosen, _RaisingFailures())
         self._logged: dict[int, dict[str, float]] = {}
         self._capture: Capture | None = None
         self._full_steps: FullSteps | None = None
@@ -125,7 +125,7 @@ def capture_run(
         deliver=run._take,
         safe_point=lambda: None,
         primary=optimizer,
-        faults=_RaisingFaults(),
+        failures=_RaisingFailures(),
     )
     capture.attach()
     try:
@@ -134,7 +134,7 @@ def capture_run(
         capture.detach()
 
 
-class _RaisingFaults(Faults):
+class _RaisingFailures(Failures):
     """Lets through what a logger would report."""
 
     def report(self, doing: str) -> None:

@@ -1,4 +1,4 @@
-"""What all tests share: steady Hypothesis runs, one torch thread, real MNIST, disks with faults."""
+"""What all tests share: steady Hypothesis runs, one torch thread, real MNIST, disks that fail."""
 
 from __future__ import annotations
 

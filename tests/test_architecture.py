@@ -16,7 +16,7 @@ LAYERS = [
     {"_native", "moments", "budget", "directory_claim", "palette", "plain_text", "sparkline"}
     | {"untrusted", "version"},
     {"kernel", "sketch", "tag_names"},
-    {"alert", "records", "schedule", "faults", "host_copy", "torch_private", "first_rank"},
+    {"alert", "records", "schedule", "failures", "host_copy", "torch_private", "first_rank"},
     {"layers", "rule", "selection", "measure", "images", "events"}
     | {"torch_compiler", "torch_ranks"},
     {"page_format", "ranks"},
@@ -49,7 +49,7 @@ TORCH_FREE = {
     "records",
     "rule",
     "schedule",
-    "faults",
+    "failures",
     "layers",
     "events",
     "page_format",

@@ -743,7 +743,7 @@ def test_a_callback_that_fails_is_told_and_training_goes_on(
     assert "planted in the callback" in caplog.text
 
 
-# --- faults of the disk ---------------------------------------------------------------------------
+# --- failures of the disk -------------------------------------------------------------------------
 
 
 def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(

@@ -21,7 +21,7 @@ from telemetry.capture.captured import CapturedStep, RunTotals
 from telemetry.capture.window import Window
 from telemetry.events.background import BackgroundWriter
 from telemetry.events.summaries import event_of
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.measure import Measurer
 from telemetry.pipeline import Pipeline
 from telemetry.processing import LoggedScalars, Processor
@@ -106,16 +106,16 @@ def make_pipeline(
     on_alert: Callable[[Alert, float], None],
     full_steps: FullSteps | None = None,
 ) -> Pipeline:
-    faults, full_steps = Faults(), full_steps or FullSteps(every(10))
+    failures, full_steps = Failures(), full_steps or FullSteps(every(10))
     processor = Processor(
         board=board,
         sink=sink,
         rules=rules,
         on_alert=on_alert,
         full_steps=full_steps,
-        faults=faults,
+        failures=failures,
     )
-    return Pipeline(processor, full_steps, faults)
+    return Pipeline(processor, full_steps, failures)
 
 
 def captured(step: int, *, full: bool = False, wall_time: float = 0.0) -> CapturedStep:
@@ -123,7 +123,7 @@ def captured(step: int, *, full: bool = False, wall_time: float = 0.0) -> Captur
     if full:
         assert window.observe("weights", "weight", torch.ones(10))
     return CapturedStep.of(
-        window, wall_time=wall_time, layout=LAYOUT, totals=RunTotals(), faults=Faults()
+        window, wall_time=wall_time, layout=LAYOUT, totals=RunTotals(), failures=Failures()
     )
 
 

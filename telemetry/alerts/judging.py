@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from telemetry.alert import Alert
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
 
@@ -17,12 +17,12 @@ class Judge:
 
     Args:
         rules: In the order in which they look.
-        faults: Where a rule that raises is reported.
+        failures: Where a rule that raises is reported.
     """
 
-    def __init__(self, rules: Iterable[Rule], faults: Faults) -> None:
+    def __init__(self, rules: Iterable[Rule], failures: Failures) -> None:
         self._rules = tuple(rules)
-        self._faults = faults
+        self._failures = failures
 
     @property
     def wants_full(self) -> bool:
@@ -61,7 +61,7 @@ class Judge:
         """What each rule that remembers something knows, in their order."""
         states: list[dict[str, Any]] = []
         for name, rule in self._named():
-            with self._faults.contained(f"to take the state of the rule {name!r}"):
+            with self._failures.contained(f"to take the state of the rule {name!r}"):
                 if state := rule.state_dict():
                     states.append({"rule": name, "state": state})
         return states
@@ -84,7 +84,7 @@ class Judge:
         return misfits + [f"there is no rule {name}" for name in known]
 
     def _contained(self, rule: Rule) -> Any:
-        return self._faults.contained(f"to apply the rule {rule.name!r}")
+        return self._failures.contained(f"to apply the rule {rule.name!r}")
 
     def _named(self) -> Iterator[tuple[str, Rule]]:
         """Rules by name; of several of one name the later ones have a number."""

@@ -104,14 +104,14 @@ class BackwardPasses:
             if self._window.passes == 0:
                 self._probes.absorb(ended.tally)
             return
-        with self.watch.own_time, self.watch.faults.contained("to end a backward pass"):
+        with self.watch.own_time, self.watch.failures.contained("to end a backward pass"):
             parameters = ended.accumulated.values()
             with undisturbed() as alone:
                 if alone:
                     self._reader.end_pass(self._window, ended.tally, parameters)
                 message = self._window.no_step.backward_ended(parameters)
             if message is not None:
-                self.watch.faults.log_once(message)
+                self.watch.failures.log_once(message)
                 self.watch.switch.turn(training=False)
 
 

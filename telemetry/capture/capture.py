@@ -24,7 +24,7 @@ from telemetry.capture.passes import ForwardPasses, Passes
 from telemetry.capture.reader import StepReader
 from telemetry.capture.watch import Content, Switch, Watch, alone
 from telemetry.capture.window import Window
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.measure import Measurer
 from telemetry.ranks.observer import RankObserver
 from telemetry.schedule import FullSteps
@@ -50,7 +50,7 @@ class Capture:
             row it is; must not wait.
         safe_point: Called between steps; may raise into the training loop.
         primary: Whose steps count; None: the first optimizer that steps the model's parameters.
-        faults: Where to report what failed.
+        failures: Where to report what failed.
         first_step: Number of the first step.
         budget: What this may cost, and takes note of it; None: whatever is due is done.
         find_ranks: Called before anything is measured; tells who says what this rank is to measure
@@ -67,7 +67,7 @@ class Capture:
         deliver: Callable[[CapturedStep | LightBlock], None],
         safe_point: Callable[[], None],
         primary: Optimizer | None,
-        faults: Faults,
+        failures: Failures,
         first_step: int = 0,
         budget: Budget | None = None,
         find_ranks: Callable[[], RankObserver | None] = lambda: None,
@@ -82,7 +82,7 @@ class Capture:
             selection=selection,
             content=content,
             switch=Switch(output_grads=content.activation_gradients),
-            faults=faults,
+            failures=failures,
             own_time=self._costs.own,
         )
         self._modules = WatchedModules(self._watch)
@@ -129,7 +129,7 @@ class Capture:
             ran = self._modules.how_they_ran(self._window)
             message, level = self._window.no_step.at_the_end(ran)
             if message is not None:
-                self._watch.faults.log_once(message, level=level)
+                self._watch.failures.log_once(message, level=level)
         self.detach()
 
     def _remove_hooks(self) -> None:
@@ -172,7 +172,7 @@ class Capture:
                 with undisturbed():
                     self._passes.begin(self._window, self._modules.pictured)
         except Exception:
-            self._watch.faults.report("to attach its hooks")
+            self._watch.failures.report("to attach its hooks")
             self._remove_hooks()
 
     # --- its passes: called by the hooks on modules ----------------------------------------------
@@ -205,7 +205,7 @@ class Capture:
         """The first call of the model or step of an optimizer: by now the ranks are known."""
         if self._find_ranks is not None:
             find, self._find_ranks = self._find_ranks, None
-            with self._watch.faults.contained("to join the other ranks"):
+            with self._watch.failures.contained("to join the other ranks"):
                 self._watch.ranks = find()
 
     def _passes_of(self, hook: ModuleHook, grad_enabled: bool) -> ForwardPasses | None:
@@ -239,7 +239,7 @@ class Capture:
                     if not window.eval_mode:
                         window.light = self._light.read(optimizer, self._hand_over.layout())
                 except Exception:
-                    self._watch.faults.report("to read the gradients")
+                    self._watch.failures.report("to read the gradients")
         return window.light
 
     def after_light_step(self, optimizer: Optimizer) -> bool:
@@ -254,7 +254,7 @@ class Capture:
                 self._modules.uninstall()
                 self._costs.enter(window, self._watch.model())
             except Exception:
-                self._watch.faults.report("to hand over a step")
+                self._watch.failures.report("to hand over a step")
             self._begin(window.step + 1)
         return True
 
@@ -312,7 +312,7 @@ class Capture:
         self._optimizers.clock.note_thread()
         window = self._window
         with self._watch.own_time:
-            with self._watch.faults.contained("to hand over a step"):
+            with self._watch.failures.contained("to hand over a step"):
                 self._passes.end()
                 if window.on_host:
                     self._full_steps.see(window.step, window.square)
@@ -333,13 +333,13 @@ class Capture:
             yield
             return
         window = Window(step=self.step, measurer=Measurer(), phase=name)
-        with self._watch.faults.contained("to attach its hooks"):
+        with self._watch.failures.contained("to attach its hooks"):
             self._modules.install(self)
         try:
             with self._passes.phase(window, self._modules.pictured):
                 yield
         finally:
-            with self._watch.faults.contained("to hand over a phase"):
+            with self._watch.failures.contained("to hand over a phase"):
                 if not self._window.full:
                     self._modules.uninstall()
                 self._hand_over(window)

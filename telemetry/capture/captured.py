@@ -15,7 +15,7 @@ from torch import Tensor
 from telemetry import images
 from telemetry.capture.scaler import SkippedSteps
 from telemetry.capture.window import Kind, Name, Observation, Tally, Window
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurements
 from telemetry.records import Layout, StepRecord, TensorRecord
@@ -61,7 +61,7 @@ class CapturedStep:
         totals: Shared by all steps of the run.
         measurements: What the window's measurer took.
         overflow_ends: See :meth:`Window.overflow_ends`.
-        faults: Where to report what failed.
+        failures: Where to report what failed.
     """
 
     window: Window
@@ -70,11 +70,11 @@ class CapturedStep:
     totals: RunTotals
     measurements: Measurements | None
     overflow_ends: Sequence[HostCopy]
-    faults: Faults
+    failures: Failures
 
     @staticmethod
     def of(
-        window: Window, *, wall_time: float, layout: Layout, totals: RunTotals, faults: Faults
+        window: Window, *, wall_time: float, layout: Layout, totals: RunTotals, failures: Failures
     ) -> CapturedStep:
         """End the step."""
         measurer = window.measurer
@@ -86,7 +86,7 @@ class CapturedStep:
             totals=totals,
             measurements=measurer.finish() if measurer is not None else None,
             overflow_ends=ends,
-            faults=faults,
+            failures=failures,
         )
 
     def __len__(self) -> int:
@@ -194,7 +194,7 @@ class CapturedStep:
         pictures: dict[str, NDArray[np.uint8]] = {}
         for name, sample in samples.items():
             if sample is not None:
-                with self.faults.contained("to draw a picture"):
+                with self.failures.contained("to draw a picture"):
                     pictures[name] = draw(sample.wait())
         return pictures
 

@@ -36,10 +36,10 @@ class HandOver:
 
     def __call__(self, window: Window) -> None:
         """Nothing is added to the window any more."""
-        layout, faults = self.layout(window.order), self._watch.faults
+        layout, failures = self.layout(window.order), self._watch.failures
         with undisturbed() if window.full else nullcontext():
             captured = CapturedStep.of(
-                window, wall_time=time.time(), layout=layout, totals=self._totals, faults=faults
+                window, wall_time=time.time(), layout=layout, totals=self._totals, failures=failures
             )
         self._deliver(captured)
         self.happened = True

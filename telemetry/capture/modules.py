@@ -61,7 +61,7 @@ class WatchedModules:
         before, self._forward_hooks = self._forward_hooks, {}
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
-                self._watch.faults.log_once(
+                self._watch.failures.log_once(
                     "modules that torch.jit has compiled take no hooks, nothing is "
                     "logged for their outputs"
                 )
@@ -127,7 +127,7 @@ class WatchedModules:
         trained = self._watch.table.owners(window.indices())
         level, message = explain_silence(model, self._on_modules(), window, trained)
         if message:
-            self._watch.faults.log_once(message, level=level)
+            self._watch.failures.log_once(message, level=level)
 
     def _on_modules(self) -> dict[str, ForwardHook]:
         """The hooks that are on a module, by its name."""

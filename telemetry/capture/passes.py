@@ -56,7 +56,7 @@ class Passes:
         compiled = backward_is_compiled()
         watch.switch.output_grads = watch.content.activation_gradients and not compiled
         if compiled:
-            watch.faults.log_once(
+            watch.failures.log_once(
                 "activation gradients are not measured: compiled autograd is on, which does not "
                 "work with hooks on them"
             )
@@ -138,7 +138,7 @@ class ForwardPasses:
         self.ran: set[object] = set()
         self._watch = watch
         self._content = watch.content
-        self._faults = watch.faults
+        self._failures = watch.failures
         self._pictured = pictured
         self._backward = backward
         self._model = watch.model
@@ -164,7 +164,7 @@ class ForwardPasses:
             return
         for place, tensor in enumerate(tensors_in(output)):
             if is_being_traced(tensor):
-                self._faults.log_once(
+                self._failures.log_once(
                     "passes in which the model is traced or transformed, or is on the meta "
                     "device, have no values to measure"
                 )
@@ -213,7 +213,7 @@ class ForwardPasses:
             return
         if not self.window.observe("outputs", output, tensor, unit_axis=axis):
             what = described(tensor)
-            self._faults.log_once(
+            self._failures.log_once(
                 f"what {hook.called} returned is not measured: {what} cannot be", kind=what
             )
 

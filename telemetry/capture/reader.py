@@ -157,7 +157,7 @@ class StepReader:
         named = {parameters[index].name: local(tensor) for index, tensor in tensors}
         for name in window.observe_parameters(kind, named, scaled=scaled):
             what = described(named[name])
-            self._watch.faults.log_once(
+            self._watch.failures.log_once(
                 f"{kind} of {name} are not measured: {what} cannot be", kind=what
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from telemetry.capture.parameters import ParameterTable
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.ranks.observer import RankObserver
 from telemetry.selection import Selection
 from telemetry.torch_private import undisturbed
@@ -71,7 +71,7 @@ class Watch:
         selection: Which of its modules are watched.
         content: What a full measurement holds.
         switch: What the hooks on its modules look at.
-        faults: Where to report what failed.
+        failures: Where to report what failed.
         own_time: Entered while anything is done on the training thread.
         ranks: Tells what this rank is to measure for all; None: everything. Set before the first
             measurement.
@@ -82,7 +82,7 @@ class Watch:
     selection: Selection
     content: Content
     switch: Switch
-    faults: Faults
+    failures: Failures
     own_time: AbstractContextManager[None]
     ranks: RankObserver | None = None
 
@@ -92,7 +92,7 @@ class Watch:
             try:
                 act(*args)
             except Exception:
-                self.faults.report(doing)
+                self.failures.report(doing)
 
     def contain_alone(self, doing: str, act: Callable[..., None], *args: Any) -> None:
         """The same by :func:`alone`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from telemetry.alert import Alert, TelemetryAlert
 from telemetry.events.plain_files import write_whole
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.flight.document import MAX_ALERTS, Flight, compose, describe
 from telemetry.flight.file import encode_flight, flight_path
 from telemetry.flight.snapshot import Snapshot, detail, light_snapshots, snapshot
@@ -43,7 +43,7 @@ class FlightRecorder:
     A file is written at an alert of severity ``error``, at a loss spike, and when an exception ends
     the training. It is completed with the steps that follow after a quarter of ``steps``, or at
     :meth:`close`; errors until then become part of it. A run writes at most 8 files, for its first
-    faults.
+    failures.
 
     Call :meth:`on_step` with each record before the rules judge it. Nothing here raises; failures
     are logged once. Calls may come from several threads.
@@ -52,7 +52,7 @@ class FlightRecorder:
         log_dir: Where files are written; none are written to a remote one (``"s3://..."``).
         steps: Number of steps that are kept.
         seed: Of torch's generator, to be written to the file.
-        faults: Where failures are reported.
+        failures: Where failures are reported.
         write: Writes a whole file; by default at once, on the caller's thread.
     """
 
@@ -62,7 +62,7 @@ class FlightRecorder:
         *,
         steps: int = 200,
         seed: int | None = None,
-        faults: Faults | None = None,
+        failures: Failures | None = None,
         write: Callable[[Path, bytes], None] = write_whole,
     ) -> None:
         if steps < 1:
@@ -70,7 +70,7 @@ class FlightRecorder:
         self._log_dir = os.fspath(log_dir)
         self._count = steps
         self._seed = seed
-        self._faults = faults or Faults()
+        self._failures = failures or Failures()
         self._write_file = write
         self._lock = threading.Lock()
         self._steps: deque[Snapshot] = deque()
@@ -144,9 +144,9 @@ class FlightRecorder:
             with self._lock:
                 yield
         except OSError:
-            self._faults.report(f"to write a flight file into {self._log_dir}")
+            self._failures.report(f"to write a flight file into {self._log_dir}")
         except Exception:
-            self._faults.report("to keep the last steps")
+            self._failures.report("to keep the last steps")
 
     def _keep(self, step: Snapshot) -> None:
         if len(self._steps) == self._count:
@@ -198,7 +198,7 @@ class FlightRecorder:
         assert self._flight is not None
         if "://" in self._log_dir:
             message = f"flight files are not written to {self._log_dir}"
-            self._faults.log_once(message, level=logging.INFO)
+            self._failures.log_once(message, level=logging.INFO)
             return
         path = flight_path(Path(self._log_dir), self._flight.step)
         if path not in self._files and len(self._files) >= MAX_FILES:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from telemetry.capture.inert import Inert
 from telemetry.capture.outputs import tensors_in
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.interventions.intervention import Intervention, remove_all
 from telemetry.selection import Selectors, select_modules
 from telemetry.torch_compiler import drop_compiled_code
@@ -134,25 +134,25 @@ class _Call:
     with_grad: bool
     handles: list[RemovableHandle] = field(default_factory=list)
 
-    def watch(self, output: object, faults: Faults) -> None:
+    def watch(self, output: object, failures: Failures) -> None:
         """Capture the gradients of ``output``, whose values were captured."""
         grads = self.captured._grads
         for index, tensor in enumerate(tensors_in(output)):
             # Without a grad_fn it is a leaf, whose gradient sums over all its uses.
             if tensor.requires_grad and tensor.grad_fn is not None:
-                self.handles.append(tensor.register_hook(partial(_add, grads, index, faults)))
+                self.handles.append(tensor.register_hook(partial(_add, grads, index, failures)))
 
     def stop(self) -> None:
         remove_all(self.handles)
 
 
-def _add(grads: list[Tensor | None], index: int, faults: Faults, grad: Tensor) -> None:
+def _add(grads: list[Tensor | None], index: int, failures: Failures, grad: Tensor) -> None:
     try:
         with undisturbed():
             earlier = grads[index]
             grads[index] = grad.detach().clone() if earlier is None else earlier + grad
     except Exception:
-        faults.report("to capture a gradient")
+        failures.report("to capture a gradient")
 
 
 class _CallKeeper:
@@ -161,7 +161,7 @@ class _CallKeeper:
     def __init__(self, name: str, calls: int) -> None:
         self._name = name
         self._calls = calls
-        self._faults = Faults()
+        self._failures = Failures()
         self._pending = threading.local()
         self.kept: deque[_Call] = deque()
 
@@ -188,7 +188,7 @@ class _CallKeeper:
         try:
             self._pending.inputs[-1] = _copies((args, kwargs))
         except Exception:
-            self._faults.report(f"to capture the inputs of {self._name or 'the model'}")
+            self._failures.report(f"to capture the inputs of {self._name or 'the model'}")
 
     def after(self, args: Any, kwargs: Any, output: Any) -> None:
         """The module returned ``output``, or None after an exception."""
@@ -198,7 +198,7 @@ class _CallKeeper:
             else:
                 self._keep(self._pending.inputs.pop(), output)
         except Exception:
-            self._faults.report(f"to capture the outputs of {self._name or 'the model'}")
+            self._failures.report(f"to capture the outputs of {self._name or 'the model'}")
 
     def _keep(self, inputs: tuple[Tensor, ...], output: Any) -> None:
         if output is None or any(map(is_being_traced, tensors_in(output))):
@@ -207,7 +207,7 @@ class _CallKeeper:
         grads: list[Tensor | None] = [None] * len(outputs)
         captured = Captured(inputs=inputs, outputs=outputs, _grads=grads)
         call = _Call(captured=captured, with_grad=torch.is_grad_enabled())
-        call.watch(output, self._faults)
+        call.watch(output, self._failures)
         if len(self.kept) == self._calls:
             self.kept.popleft().stop()
         self.kept.append(call)
@@ -216,7 +216,7 @@ class _CallKeeper:
         """Checkpointing repeats a call. If it first ran without gradients, this call has them."""
         for call in reversed(self.kept):
             if not call.with_grad and not call.handles and _same(call.captured.outputs, output):
-                call.watch(output, self._faults)
+                call.watch(output, self._failures)
                 return
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.ranks.attendance import Attendance
 from telemetry.ranks.gathering import Gathering, Merge, RunningClock
 from telemetry.ranks.inbox import Inbox
@@ -72,7 +72,7 @@ class Channel:
         merge: Makes one payload of several, in any order and grouping; on the channel's thread.
         deliver: Called on the first rank with each step, in order, on the channel's thread.
         heard: Called on all ranks with each version of the news, on the channel's thread.
-        faults: Where failures are reported.
+        failures: Where failures are reported.
         first_step: The number of the first step.
         patience_s: As :data:`PATIENCE_S`.
 
@@ -89,7 +89,7 @@ class Channel:
         merge: Merge,
         deliver: Callable[[Merged], None],
         heard: Callable[[News], None],
-        faults: Faults,
+        failures: Failures,
         first_step: int = 0,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -99,7 +99,7 @@ class Channel:
         self._merge = merge
         self._deliver = deliver
         self._heard = heard
-        self._faults = faults
+        self._failures = failures
         self._patience_s = patience_s
         self._clock = RunningClock()
         self._now = 0.0
@@ -168,12 +168,12 @@ class Channel:
     def _run(self) -> None:
         while not self._closing:
             self._turn()
-        with self._faults.contained("to end the exchange with other ranks"):
+        with self._failures.contained("to end the exchange with other ranks"):
             self._end()
 
     def _turn(self, *, hurry: bool = False) -> None:
         """Do what there is to do, after a wait of a moment for more of it."""
-        with self._faults.contained("to exchange records with other ranks"):
+        with self._failures.contained("to exchange records with other ranks"):
             self._do_given()
             self._now = self._clock.now()
             self._receive()
@@ -231,7 +231,7 @@ class Channel:
             if self._uplink is not None:
                 self._uplink.put(part.to_bytes(), droppable=True)
                 continue
-            with self._faults.contained("to record what the ranks measured"):
+            with self._failures.contained("to record what the ranks measured"):
                 step = part.place % _LAP // 2
                 if not part.phase:
                     self._attendance.check(step, part.ranks, gathering)

@@ -13,7 +13,7 @@ from telemetry.alert import Alert
 from telemetry.alerts.configuration import default_rules
 from telemetry.alerts.history import leading
 from telemetry.alerts.judging import Judge
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.records import LightSteps, StepRecord
 from telemetry.testing import capture_run
 
@@ -66,7 +66,7 @@ def loss_of(name: str, output: Tensor, target: Tensor, broken: bool) -> Tensor:
 
 def judged(records: Sequence[StepRecord], at_once: int) -> tuple[list[Alert], int]:
     """Alerts of the default rules, and how many steps they passed over."""
-    judge, found, passed = Judge(default_rules(), Faults()), list[Alert](), 0
+    judge, found, passed = Judge(default_rules(), Failures()), list[Alert](), 0
 
     def judge_one(record: StepRecord) -> None:
         if record.loss is not None:

@@ -13,7 +13,7 @@ from interrupted_runs import RUNS, train
 from telemetry import Alert, StepRecord
 from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.records import LightSteps
 
 
@@ -36,8 +36,8 @@ class Replay:
     """
 
     def __init__(self) -> None:
-        self.faults = Faults()
-        self.judge = Judge(default_rules(), self.faults)
+        self.failures = Failures()
+        self.judge = Judge(default_rules(), self.failures)
         self.alerts: list[Alert] = []
         self.asked: list[int] = []
         self.passed = 0
@@ -87,7 +87,7 @@ def test_alerts_asks_and_memory_are_the_same(name: str, tmp_path: Path) -> None:
         assert together.alerts == alone.alerts
         assert together.asked == alone.asked
         assert remembered(together) == remembered(alone)
-        assert together.faults.summary() == ""
+        assert together.failures.summary() == ""
         passed += together.passed
     assert passed > 0 or name == "vanishing"  # where something is wrong from the beginning
 

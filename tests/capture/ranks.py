@@ -57,10 +57,10 @@ def train(name: str, log_dir: Path | None, *, watch: str) -> dict[str, Any]:
     recorder = Recorder()
     logger = None
     if log_dir is not None and watch == "before":
-        logger = HookLogger(model, log_dir, alerts=[recorder], every_n_steps=2)
+        logger = HookLogger(model, log_dir, alerts=[recorder], every_n_steps=2, ranks="each")
     wrapped = WRAPPERS[name](model)
     if log_dir is not None and watch == "after":
-        logger = HookLogger(wrapped, log_dir, alerts=[recorder], every_n_steps=2)
+        logger = HookLogger(wrapped, log_dir, alerts=[recorder], every_n_steps=2, ranks="each")
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.1)
     seed(dist.get_rank() + 1)
     norms, grads, second_moments = [], [], []

@@ -20,7 +20,7 @@ from twins import Recorder, assert_left_alone
 from telemetry import HookLogger
 from telemetry.capture import Capture, CapturedStep, Content
 from telemetry.capture import window as window_module
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.schedule import FullSteps, every
 from telemetry.selection import Selection
 
@@ -175,7 +175,7 @@ def test_memory_held_between_steps_does_not_grow() -> None:
         deliver=lambda captured: captured.record({}),
         safe_point=lambda: None,
         primary=None,
-        faults=Faults(),
+        failures=Failures(),
     )
 
     def after(steps: int) -> int:

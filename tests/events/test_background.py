@@ -265,7 +265,7 @@ def test_a_failing_disk_is_not_tried_at_every_record() -> None:
 def test_an_unforeseen_error_does_not_end_the_thread() -> None:
     files = MemoryFiles()
     writer = make_writer(files)
-    files.failure = ZeroDivisionError("a fault of ours")
+    files.failure = ZeroDivisionError("a failure of ours")
     put(writer, b"a")
     writer.flush()
     files.failure = None

@@ -1,4 +1,4 @@
-"""The faults that take a whole process: kill -9, exits, forks."""
+"""The ends that take a whole process: kill -9, exits, forks."""
 
 from __future__ import annotations
 

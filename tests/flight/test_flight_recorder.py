@@ -441,7 +441,7 @@ def test_a_run_writes_few_files(tmp_path: Path) -> None:
     assert all(read_flight(path)["complete"] for path in flight_files(tmp_path))
 
 
-# --- faults of ours ------------------------------------------------------------------------------
+# --- failures of ours ----------------------------------------------------------------------------
 
 
 def test_a_directory_that_cannot_be_written_is_told_once(

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.ranks.channel import Channel, Merged
 from telemetry.ranks.meeting import key_of
 from telemetry.ranks.part import News
@@ -90,7 +90,7 @@ class Member:
             merge=merge,
             deliver=ear.deliver,
             heard=ear.hear,
-            faults=Faults(),
+            failures=Failures(),
             patience_s=patience_s,
         )
 
@@ -148,7 +148,7 @@ class Member:
         """What a run that has died leaves in a store: an address where nobody is."""
         channel = Channel(
             name=name, rank=0, world_size=self.world_size, merge=merge, deliver=print,
-            heard=print, faults=Faults(),
+            heard=print, failures=Failures(),
         )  # fmt: skip
         store = dist.distributed_c10d._get_default_store()
         store.wait([key := key_of(channel._name)])

@@ -33,7 +33,7 @@ from twins import draw, seed
 
 from telemetry.capture import Capture, CapturedStep, Content, LightBlock
 from telemetry.capture.rank_part import PartMaker
-from telemetry.faults import Faults
+from telemetry.failures import Failures
 from telemetry.ranks.encoding import encode
 from telemetry.ranks.observer import RankObserver
 from telemetry.records import StepRecord
@@ -202,7 +202,7 @@ def watched(
         deliver=deliver,
         safe_point=lambda: None,
         primary=None,
-        faults=Loud(),
+        failures=Loud(),
         find_ranks=lambda: ranks,
     )
     capture.attach()
@@ -212,7 +212,7 @@ def watched(
         capture.end()
 
 
-class Loud(Faults):
+class Loud(Failures):
     def report(self, doing: str) -> None:
         raise
 

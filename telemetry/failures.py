@@ -11,7 +11,7 @@ from telemetry.plain_text import printable
 log = logging.getLogger("telemetry")
 
 
-class Faults:
+class Failures:
     """Counts what failed inside telemetry and logs the first failure of each kind."""
 
     def __init__(self) -> None:
