@@ -1,0 +1,20 @@
+"""Values: what was measured at one training step."""
+
+from telemetry.records.layout import Layout, Module, Parameter
+from telemetry.records.light import LightSteps
+from telemetry.records.ranks import Divergence, RankFacts, Spread
+from telemetry.records.step import StepRecord
+from telemetry.records.tensor import Output, TensorRecord
+
+__all__ = [
+    "Divergence",
+    "Layout",
+    "LightSteps",
+    "Module",
+    "Output",
+    "Parameter",
+    "RankFacts",
+    "Spread",
+    "StepRecord",
+    "TensorRecord",
+]

@@ -1,0 +1,140 @@
+"""Everything that was measured at one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.records.layout import Layout, norms_by_module
+from telemetry.records.ranks import RankFacts
+from telemetry.records.tensor import Output, TensorRecord
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepRecord:
+    """Everything that was measured at one optimizer step.
+
+    Attributes:
+        step: Optimizer steps completed before this one, from 0.
+        wall_time: When the step ended, seconds since the epoch.
+        layout: Names and order of what follows.
+        grad_norms: L2 norm of each parameter's gradient as the optimizer used it, float64, shape
+            ``[parameters]``; 0 where there was none.
+        grad_present: Whether the parameter had a gradient, bool, shape ``[parameters]``.
+        grad_finite: Whether all elements of the gradient were finite, bool, shape ``[parameters]``.
+        phase: Name of a part of the run that is not training, such as ``validation``; then only
+            activations and pictures were measured. Empty for a step of training.
+        learning_rates: Of each parameter group; of several optimizers, in the order in which they
+            first stepped.
+        scalars: What the user logged for this step, by name.
+        loss_scale: Factor of a ``GradScaler`` on the loss; all gradients here are without it.
+        skipped_steps: Steps that a ``GradScaler`` has skipped so far.
+        skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the
+            gradients are not finite by design.
+        eval_mode: Whether the model was in evaluation mode when the optimizer stepped.
+        full: Whether what follows was measured at this step.
+        trainable: For each parameter whether it requires a gradient, bool, shape ``[parameters]``;
+            like all that follows empty if the step is not full.
+        reached: Whether it had one, even if no optimizer holds the parameter, likewise.
+        fingerprints: A number for each tensor that the model was given, of any type and in their
+            order; it is the same for the same values.
+        left_out: Modules that were not measured, because ``max_overhead`` gave the turn to others.
+        total_grad_norm_before_clipping: Norm of all gradients at the end of the backward pass.
+        clipped_fraction: Share of all full steps so far at which clipping reduced it.
+        nan_buffers: Buffers that hold a NaN, by their names in ``named_buffers()``.
+        nonfinite_parameters: Parameters that held a NaN or Inf before the step. Also on steps that
+            are not full, if a gradient is not finite and on the CPU.
+        inputs: What the model was given, all its floating-point tensors together, by an empty name.
+            If the first watched module was given something else, or the model itself was not
+            called, also the input of that module, by its name.
+        outputs: Every tensor that each watched module returned, in forward order.
+        output_grads: Gradients with respect to those outputs.
+        grads: Gradients by parameter name, accumulated and unscaled.
+        weights: Parameters before the step, by parameter name.
+        second_moments: Running means of squared gradients after the step, by parameter name:
+            ``exp_avg_sq`` of Adam and of other optimizers that have it. Measured with the weights.
+        update_ratios: ``||after - before|| / ||before||`` by parameter name.
+        feature_maps: Pictures of convolutions' outputs, uint8 ``[height, width, 3]``, by module
+            name.
+        filters: Pictures of convolutions' weights, likewise.
+        input: A picture of the batch that the model was given, likewise.
+        random_states: States of torch's generators at the start of the step, by device, as
+            ``torch.get_rng_state()`` gives them.
+        ranks: What only several ranks show; None if this is the record of one.
+    """
+
+    step: int
+    wall_time: float
+    layout: Layout
+    grad_norms: NDArray[np.float64]
+    grad_present: NDArray[np.bool_]
+    grad_finite: NDArray[np.bool_]
+    phase: str = ""
+    learning_rates: tuple[float, ...] = ()
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float | None = None
+    skipped_steps: int = 0
+    skipped: bool = False
+    eval_mode: bool = False
+    full: bool = False
+    trainable: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    reached: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    fingerprints: tuple[float, ...] = ()
+    left_out: frozenset[str] = frozenset()
+    total_grad_norm_before_clipping: float | None = None
+    clipped_fraction: float | None = None
+    nan_buffers: tuple[str, ...] = ()
+    nonfinite_parameters: tuple[str, ...] = ()
+    inputs: Mapping[str, TensorRecord] = field(default_factory=dict)
+    outputs: Mapping[Output, TensorRecord] = field(default_factory=dict)
+    output_grads: Mapping[Output, TensorRecord] = field(default_factory=dict)
+    grads: Mapping[str, TensorRecord] = field(default_factory=dict)
+    weights: Mapping[str, TensorRecord] = field(default_factory=dict)
+    second_moments: Mapping[str, TensorRecord] = field(default_factory=dict)
+    update_ratios: Mapping[str, float] = field(default_factory=dict)
+    feature_maps: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
+    filters: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
+    input: NDArray[np.uint8] | None = None
+    random_states: Mapping[str, bytes] = field(default_factory=dict)
+    ranks: RankFacts | None = None
+
+    @cached_property
+    def activations(self) -> Mapping[str, TensorRecord]:
+        """The first output of each watched module that ran, in forward order, by module name."""
+        return _first_of_each(self.outputs)
+
+    @cached_property
+    def activation_grads(self) -> Mapping[str, TensorRecord]:
+        """Gradients with respect to those first outputs."""
+        return _first_of_each(self.output_grads)
+
+    @cached_property
+    def total_grad_norm(self) -> float:
+        """L2 norm of all gradients together: the root of the sum of their squared norms."""
+        return float(np.sqrt(np.square(self.grad_norms).sum()))
+
+    @cached_property
+    def all_grads_finite(self) -> bool:
+        """Whether every element of every gradient was finite."""
+        return bool(self.grad_finite.all())
+
+    @cached_property
+    def module_grad_norms(self) -> NDArray[np.float64]:
+        """L2 norm of the gradients of each module's own parameters, shape ``[modules]``.
+
+        0 where a module has none; NaN or infinite if one of them is.
+        """
+        return norms_by_module(self.grad_norms[np.newaxis], self.layout).reshape(-1)
+
+    @property
+    def loss(self) -> float | None:
+        """What the user logged as ``loss``, if anything."""
+        return self.scalars.get("loss")
+
+
+def _first_of_each(outputs: Mapping[Output, TensorRecord]) -> Mapping[str, TensorRecord]:
+    return {output.module_name: tensor for output, tensor in outputs.items() if not output.place}

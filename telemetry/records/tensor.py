@@ -1,0 +1,90 @@
+"""What was in one tensor during one step: histogram, exact moments, extremes of units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.sketch import Sketch
+
+
+class Output(NamedTuple):
+    """Which of the tensors that a module returned.
+
+    As a string it is ``rnn`` for the first and ``rnn[1]`` for the second. The string is for people,
+    not for parsing, because a module may be called ``rnn[1]``, too.
+
+    Attributes:
+        module_name: As in ``named_modules()``.
+        place: Index of the tensor among those returned, from 0.
+    """
+
+    module_name: str
+    place: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.module_name}[{self.place}]" if self.place else self.module_name
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorRecord:
+    """What was in one tensor during one step, all its calls and micro-batches together.
+
+    Attributes:
+        sketch: Histogram and exact moments of all elements.
+        calls: Number of tensors; of very many only the first few of each module are merged.
+        unit_min: Smallest value of each unit or channel, float32, shape ``[units]``; None if the
+            tensor has no units. NaN where the unit has one.
+        unit_max: Largest value of each unit, likewise.
+    """
+
+    sketch: Sketch
+    calls: int = 1
+    unit_min: NDArray[np.float32] | None = None
+    unit_max: NDArray[np.float32] | None = None
+
+    @property
+    def dead_fraction(self) -> float:
+        """Share of units that were always zero; NaN if the tensor has no units."""
+        if self.unit_min is None or self.unit_max is None or self.unit_min.size == 0:
+            return math.nan
+        dead = np.count_nonzero((self.unit_min == 0) & (self.unit_max == 0))
+        return dead / self.unit_min.size
+
+    def scaled(self, factor: float) -> TensorRecord:
+        """As if all elements had been multiplied by a positive, finite factor."""
+        return replace(
+            self,
+            sketch=self.sketch.scaled(factor),
+            unit_min=None if self.unit_min is None else self.unit_min * np.float32(factor),
+            unit_max=None if self.unit_max is None else self.unit_max * np.float32(factor),
+        )
+
+    @staticmethod
+    def merge_all(records: Iterable[TensorRecord]) -> TensorRecord:
+        """One record as if all tensors had been one; units only if every tensor has as many."""
+        items = list(records)
+        if len(items) == 1:
+            return items[0]
+        lows, highs = [r.unit_min for r in items], [r.unit_max for r in items]
+        return TensorRecord(
+            sketch=Sketch.merge_all(r.sketch for r in items),
+            calls=sum(r.calls for r in items),
+            unit_min=_merge_units(np.minimum, lows),
+            unit_max=_merge_units(np.maximum, highs),
+        )
+
+
+def _merge_units(
+    pick: np.ufunc, arrays: list[NDArray[np.float32] | None]
+) -> NDArray[np.float32] | None:
+    known = [array for array in arrays if array is not None]
+    if len(known) < len(arrays) or len({array.shape for array in known}) != 1:
+        return None
+    merged: NDArray[np.float32] = pick.reduce(known)
+    return merged
