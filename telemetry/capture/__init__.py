@@ -1,6 +1,6 @@
 """Hooks on a model and on its optimizers: what happens in training, as one value per step.
 
-PyTorch calls our hooks (:mod:`hooks`, :mod:`optimizer_hooks`), each hook calls :mod:`capture`, and
+PyTorch calls our hooks (:mod:`hooks`, :mod:`optimizer_hooks`), each hook calls :mod:`steps`, and
 that hands the :class:`~window.Window` of the step in progress to one piece after the other:
 
 1. begin: :mod:`costs` says how much is affordable, :mod:`modules` puts hooks on what is watched;
@@ -8,6 +8,8 @@ that hands the :class:`~window.Window` of the step in progress to one piece afte
    return, :mod:`backward` the gradients of that;
 3. optimizer steps: :mod:`reader` adds gradients, parameters and what the step changes;
 4. end: :mod:`hand_over` delivers a :class:`CapturedStep`, and the next step begins.
+
+:mod:`capture` turns all that on and off.
 
 :mod:`captured` makes the record of it, on the background thread. Most steps need none of this:
 :mod:`light` reads their gradients and adds a row to a :class:`LightBlock`.

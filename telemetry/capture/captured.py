@@ -14,7 +14,7 @@ from torch import Tensor
 
 from telemetry import images
 from telemetry.capture.scaler import SkippedSteps
-from telemetry.capture.window import Kind, Name, Observation, Tally, Window
+from telemetry.capture.window import Kind, Name, Observation, Window
 from telemetry.failures import Failures
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurements
@@ -104,21 +104,7 @@ class CapturedStep:
 
     def without_detail(self) -> CapturedStep:
         """The same step with nothing but its norms: for where memory is short."""
-        window = replace(
-            self.window,
-            measurer=None,
-            left_out=frozenset(),
-            tally=Tally(),
-            updates=[],
-            feature_maps={},
-            filters={},
-            input=None,
-            random_states={},
-            trainable=set(),
-            reached=set(),
-            fingerprints=[],
-        )
-        return replace(self, window=window, measurements=None)
+        return replace(self, window=self.window.without_detail(), measurements=None)
 
     @cached_property
     def nbytes(self) -> int:

@@ -25,7 +25,7 @@ _UNITS_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBas
 
 
 class Receiver(Protocol):
-    """What the hooks on modules call: see :class:`telemetry.capture.Capture`."""
+    """What the hooks on modules call: see :class:`telemetry.capture.steps.Steps`."""
 
     def on_input(self, hook: InputHook, given: Any) -> None: ...
     def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None: ...

@@ -25,7 +25,7 @@ primary: a second stage of training has begun, and the first stage's optimizer s
 
 
 class StepReceiver(Protocol):
-    """What the hooks on optimizers call: see :class:`telemetry.capture.Capture`."""
+    """What the hooks on optimizers call: see :class:`telemetry.capture.steps.Steps`."""
 
     def before_light_step(self, optimizer: Optimizer) -> bool: ...
     def after_light_step(self, optimizer: Optimizer) -> bool: ...

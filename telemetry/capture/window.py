@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -142,6 +142,23 @@ class Window:
         for optimizer in self.optimizers.values():
             for reading in optimizer.norms:
                 yield from reading.indices
+
+    def without_detail(self) -> Window:
+        """The same with nothing but the norms, as if it had not been measured in full."""
+        return replace(
+            self,
+            measurer=None,
+            left_out=frozenset(),
+            tally=Tally(),
+            updates=[],
+            feature_maps={},
+            filters={},
+            input=None,
+            random_states={},
+            trainable=set(),
+            reached=set(),
+            fingerprints=[],
+        )
 
     def observe(
         self,

@@ -1,0 +1,264 @@
+"""The way of each step, from its begin to the hand-over: what the hooks call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from telemetry.capture.costs import StepCosts
+from telemetry.capture.hand_over import HandOver
+from telemetry.capture.hooks import ForwardHook, InputHook, ModuleHook
+from telemetry.capture.light import LightReader
+from telemetry.capture.modules import WatchedModules
+from telemetry.capture.optimizer_hooks import OptimizerHooks
+from telemetry.capture.passes import ForwardPasses, Passes
+from telemetry.capture.reader import StepReader
+from telemetry.capture.watch import Watch, alone
+from telemetry.capture.window import Window
+from telemetry.measure import Measurer
+from telemetry.ranks.observer import RankObserver
+from telemetry.schedule import FullSteps
+from telemetry.torch_private import NO_TASK, backward_task, undisturbed
+
+
+class Steps:
+    """Takes the steps of training one after the other.
+
+    The hooks call the methods here, and these call the pieces in turn; no piece calls back.
+
+    Args:
+        watch: What is watched.
+        hand_over: Is given each step that is over.
+        costs: Say how much is affordable, and take note of what was done.
+        full_steps: Which steps are measured in full.
+        primary, safe_point, first_step, find_ranks: As in :class:`Capture`.
+
+    Attributes:
+        window: The step in progress.
+        modules: The hooks on the model.
+        optimizers: The hooks on its optimizers.
+        passes: Those of the step in progress.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        hand_over: HandOver,
+        costs: StepCosts,
+        *,
+        full_steps: FullSteps,
+        primary: Optimizer | None,
+        safe_point: Callable[[], None],
+        first_step: int,
+        find_ranks: Callable[[], RankObserver | None],
+    ) -> None:
+        self._watch = watch
+        self._hand_over = hand_over
+        self._costs = costs
+        self._full_steps = full_steps
+        self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
+        self._measurer = Measurer()
+        self._reader = StepReader(watch)
+        self._light = LightReader(watch.table)
+        self.modules = WatchedModules(watch)
+        self.passes = Passes(watch, self._reader)
+        self.optimizers = OptimizerHooks(self, primary, safe_point)
+        self.window = Window(step=first_step, measurer=None)
+
+    def start(self) -> None:
+        """Begin to watch: the step in progress begins anew."""
+        self.optimizers.install()
+        self._watch.table.forget_optimizers()
+        self._costs.restart()
+        with self._watch.own_time:
+            self._begin(self.window.step, attaching=True)
+
+    def stop(self) -> None:
+        """Take every hook off; harmless when done twice."""
+        self.end_waiting()
+        self.optimizers.remove()
+        self._remove_hooks()
+        self._reader.forget()
+
+    def _remove_hooks(self) -> None:
+        self.passes.end()
+        self.modules.remove()
+
+    def _begin(self, step: int, *, attaching: bool = False) -> None:
+        full, norms = self._costs.affords(full=self._full_steps(step))
+        if self.window.light and not full:
+            self.window.step, self.window.norms, self.window.light = step, norms, False
+            return
+        self._reader.forget()
+        self.window = Window(
+            step=step,
+            measurer=self._measurer if full else None,
+            norms=norms,
+            thread=self.optimizers.clock.thread,
+        )
+        try:
+            # Hooks are there when training begins even if nothing is due: a model that is compiled
+            # without them would never show anything.
+            if full or attaching:
+                self.modules.install(self)
+            if full:
+                self.window.left_out = self._costs.left_out(self._hand_over.layout().modules)
+                alone(self._reader.begin, self.window)
+                with undisturbed():
+                    self.passes.begin(self.window, self.modules.pictured)
+        except Exception:
+            self._watch.failures.report("to attach its hooks")
+            self._remove_hooks()
+
+    # --- its passes: called by the hooks on modules ----------------------------------------------
+
+    def on_input(self, hook: InputHook, given: Any) -> None:
+        """The model is called with ``given``."""
+        self._join_ranks()
+        forward = self._passes_of(hook, torch.is_grad_enabled())
+        if forward is not None:
+            alone(forward.on_input, given)
+
+    def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
+        """A module was called with ``args`` and returned ``output``."""
+        forward = self._passes_of(hook, torch.is_grad_enabled())
+        if forward is not None:
+            alone(forward.on_output, hook, args, output)
+
+    def on_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:
+        """A compiled graph shows an output of a module, or the gradient of one."""
+        if backward:
+            if self.passes.backward is not None:
+                self.passes.backward.on_output_grad(hook, place, tensor)
+            return
+        # Without gradients only the graphs of a phase show anything.
+        forward = self._passes_of(hook, grad_enabled=True)
+        if forward is not None:
+            alone(forward.on_graph_output, hook, tensor, place)
+
+    def _join_ranks(self) -> None:
+        """The first call of the model or step of an optimizer: by now the ranks are known."""
+        if self._find_ranks is not None:
+            find, self._find_ranks = self._find_ranks, None
+            with self._watch.failures.contained("to join the other ranks"):
+                self._watch.ranks = find()
+
+    def _passes_of(self, hook: ModuleHook, grad_enabled: bool) -> ForwardPasses | None:
+        """Those that a module's call belongs to; it may be the first call of the next step."""
+        forward = self.passes.of_call(hook, grad_enabled)
+        # What checkpointing runs again, in a backward pass, begins no other pass.
+        if forward is not None and forward.window.optimizers and backward_task() == NO_TASK:
+            self.end_waiting()
+            forward = self.passes.of_call(hook, grad_enabled)
+        return forward
+
+    # --- its optimizer steps: called by the hooks on optimizers -----------------------------------
+
+    def steps_parameters(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer holds parameters of the model."""
+        return self._watch.table.are_stepped_by(optimizer)
+
+    def other_step(self) -> None:
+        """An optimizer that holds none of them has stepped."""
+        self.window.no_step.other_step()
+
+    def before_light_step(self, optimizer: Optimizer) -> bool:
+        """The gradients are final; whether that is all there is to read of this step, and was."""
+        window = self.window
+        if window.full or not window.norms or window.optimizers or not self._light.reads(optimizer):
+            return False
+        if not window.light:
+            with self._watch.own_time:
+                try:
+                    self._note_mode()
+                    if not window.eval_mode:
+                        window.light = self._light.read(optimizer, self._hand_over.layout())
+                except Exception:
+                    self._watch.failures.report("to read the gradients")
+        return window.light
+
+    def after_light_step(self, optimizer: Optimizer) -> bool:
+        """The parameters have changed; whether that was such a step, which is over now."""
+        window = self.window
+        if not window.light or not self._light.reads(optimizer):
+            return False
+        with self._watch.own_time:
+            try:
+                self._full_steps.see(window.step, self._light.square)
+                self._hand_over.light(self._light.completed(window.step))
+                self.modules.uninstall()
+                self._costs.enter(window, self._watch.model())
+            except Exception:
+                self._watch.failures.report("to hand over a step")
+            self._begin(window.step + 1)
+        return True
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The gradients are final and the parameters not yet changed."""
+        self._note_mode()
+        if not self._light.reads(optimizer):
+            self._light.stop()
+        if self.window.norms:
+            read = self._reader.before_step
+            self._watch.contain_alone("to read the gradients", read, self.window, optimizer)
+
+    def evaluated(self) -> None:
+        """A closure has run for the first time: until the step ends, it is only repeated."""
+        self._watch.switch.turn(training=False)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The parameters have changed."""
+        if self.window.full:
+            read = self._reader.after_step
+            self._watch.contain_alone("to measure the update", read, self.window, optimizer)
+            self._watch.switch.turn(training=self.passes.forward is not None)
+        if self._watch.ranks is None and self._reader.reads_alone(optimizer):
+            self._light.prepare(optimizer, again=self.window.full)
+
+    def all_stepped(self) -> bool:
+        """Whether every parameter that has a gradient was stepped since the last step ended."""
+        return self._watch.table.all_among(set(self.window.indices()))
+
+    def manual_step(self) -> None:
+        """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
+        self._reader.by_hand = True
+        self._note_mode()
+        if self.window.norms:
+            read = self._reader.step_by_hand
+            self._watch.contain_alone("to read the gradients", read, self.window)
+        self.step_completed()
+
+    def _note_mode(self) -> None:
+        """Whatever mode the model steps in, passes in that mode are training."""
+        self._join_ranks()
+        model = self._watch.model()
+        if model is not None:
+            self.window.eval_mode = self.passes.eval_mode = not model.training
+
+    # --- its end -------------------------------------------------------------------------------
+
+    def end_waiting(self) -> None:
+        """End the step in progress if it only waits for other optimizers."""
+        if self.optimizers.clock.pass_begins():
+            self.step_completed()
+
+    def step_completed(self) -> None:
+        """A step is over, and its last backward pass, too."""
+        self.optimizers.clock.note_thread()
+        window = self.window
+        with self._watch.own_time:
+            with self._watch.failures.contained("to hand over a step"):
+                self.passes.end()
+                if window.on_host:
+                    self._full_steps.see(window.step, window.square)
+                if window.norms:
+                    self._hand_over(window)
+                if window.full:
+                    self.modules.explain_silence(window)
+                self.modules.uninstall()
+                self._costs.enter(window, self._watch.model())
+            self._begin(window.step + 1)
