@@ -1,23 +1,22 @@
-"""The background thread: takes steps from the training thread without ever making it wait."""
+"""Takes steps from the training thread without ever making it wait, as far as there is room."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from telemetry.capture import CapturedStep, LightBlock
 from telemetry.failures import Failures
-from telemetry.processing import LightRows, LoggedScalars, Processor, ReadyValues
+from telemetry.logged import LoggedScalars, ReadyValues
+from telemetry.processing import Processor
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.channel import Merged
 from telemetry.schedule import STEPS_AT_ONCE, FullSteps
+from telemetry.step_thread import StepThread
 
 log = logging.getLogger("telemetry")
 
@@ -28,16 +27,7 @@ than the latter, steps are dropped."""
 
 CLOSE_TIMEOUT_S = 60.0
 
-FEW_S = 0.5
-"""The longest time for which a step waits for others, to be processed with them."""
-
-Act = Callable[[], None]
-Item = CapturedStep | LightBlock | LoggedScalars | ReadyValues | Merged | Act | threading.Event
 Result = TypeVar("Result")
-
-
-class _Thread(threading.Thread):
-    """Of a pipeline; none of them waits for another, for that one may be waiting for it."""
 
 
 class Pipeline:
@@ -57,34 +47,19 @@ class Pipeline:
     """
 
     def __init__(self, processor: Processor, full_steps: FullSteps, failures: Failures) -> None:
-        self._processor: Processor | RankProcessor = processor
         self._full_steps = full_steps
-        self._failures = failures
-        # Each with the number of rows that were in the latest block before it; None ends the run.
-        # Neither this nor the next is a Queue: its lock is not reentrant, and close() may run from
-        # the garbage collector while the same thread is inside of submit().
-        self._items: deque[tuple[int, Item | None]] = deque()
-        # Holds something when the items should be processed without waiting for more.
-        self._wake: SimpleQueue[None] = SimpleQueue()
-        self._asleep = False
-        self._block: LightBlock | None = None
         # The first step that the rules are not shown yet, and whether all from there on have norms
         # in the host's memory, so that the answer does not depend on an accelerator.
         self._first: int | None = None
         self._answer_is_near = True
         # Each count has one thread that writes it; a common one would need a lock.
-        self._steps_taken = self._steps_done = 0
-        self._bytes_taken = self._bytes_done = 0
+        self._steps_taken = self._bytes_taken = 0
         self._pid = os.getpid()
         self._closed = False
         self._late: threading.Event | None = None
         self.thinned = 0
         self.dropped = 0
-        # On the background thread: the block whose rows come next, and how many were taken.
-        self._current: LightBlock | None = None
-        self._rows_done = 0
-        self._few: list[LightRows | CapturedStep | LoggedScalars] = []
-        self._thread = _Thread(target=self._run, name="telemetry", daemon=True)
+        self._thread = StepThread(processor, failures)
         self._thread.start()
 
     def submit(self, step: CapturedStep | LightBlock) -> None:
@@ -100,15 +75,14 @@ class Pipeline:
 
     def _submit_row(self, block: LightBlock) -> None:
         step = block.steps[-1]
-        if block is not self._block:
+        if block is not self._thread.block:
             if self._closed or os.getpid() != self._pid or not self._has_room(step):
                 block.is_closed = True
                 return
             self._bytes_taken += block.nbytes
-            self._put(block)
-            self._block = block
-        elif self._asleep:
-            self._wake.put(None)
+            self._thread.put(block)
+        else:
+            self._thread.rouse()
         self._steps_taken += 1
         self._begin_few(step)
         if self._is_last(step) or block.count == STEPS_AT_ONCE:
@@ -117,15 +91,15 @@ class Pipeline:
 
     def _submit_step(self, captured: CapturedStep) -> None:
         step, full = captured.step, captured.window.full
-        if full and self._bytes_taken - self._bytes_done > MAX_DETAIL_BYTES:
+        if full and self._bytes_taken - self._thread.bytes_done > MAX_DETAIL_BYTES:
             captured = captured.without_detail()
             self.thinned += 1
             self._report_short(step, "is recorded with its norms alone", self.thinned)
         self._steps_taken += 1
         self._bytes_taken += captured.nbytes
-        self._put(captured)
+        self._thread.put(captured)
         if captured.window.phase:
-            self._wake.put(None)
+            self._thread.wake()
             return
         self._begin_few(step)
         self._answer_is_near &= captured.window.on_host
@@ -144,10 +118,10 @@ class Pipeline:
         if self._answer_is_near and self._first is not None:
             self._full_steps.expect(self._first, step)
         self._first = None
-        self._wake.put(None)
+        self._thread.wake()
 
     def _has_room(self, step: int) -> bool:
-        if self._bytes_taken - self._bytes_done <= MAX_BYTES:
+        if self._bytes_taken - self._thread.bytes_done <= MAX_BYTES:
             return True
         self.dropped += 1
         self._report_short(step, "is not recorded", self.dropped)
@@ -155,7 +129,7 @@ class Pipeline:
 
     def use(self, processor: RankProcessor) -> None:
         """Have this one process all steps; before the first."""
-        self._processor = processor
+        self._thread.processor = processor
 
     def ignore_all(self) -> None:
         """Take nothing from now on: another process does it."""
@@ -164,12 +138,7 @@ class Pipeline:
     def submit_logged(self, item: LoggedScalars | ReadyValues | Merged) -> None:
         """Queue what the user logged, or what the ranks measured together."""
         if not self._closed and os.getpid() == self._pid:
-            self._put(item)
-
-    def _put(self, item: Item | None) -> None:
-        self._items.append((self._block.count if self._block is not None else 0, item))
-        if self._asleep:
-            self._wake.put(None)
+            self._thread.put(item)
 
     @property
     def is_late(self) -> bool:
@@ -182,11 +151,11 @@ class Pipeline:
         Returns at once on the background thread of this or another pipeline.
         """
         here = threading.current_thread()
-        if self._closed or os.getpid() != self._pid or isinstance(here, _Thread):
+        if self._closed or os.getpid() != self._pid or isinstance(here, StepThread):
             return
         done = threading.Event()
-        self._put(done)
-        self._wake.put(None)
+        self._thread.put(done)
+        self._thread.wake()
         if not done.wait(timeout_s):
             self._late = done
             log.warning("telemetry: the steps so far are not judged within %.3g s", timeout_s)
@@ -197,11 +166,11 @@ class Pipeline:
         Args:
             step: In progress; what was logged for it is part of the state.
         """
-        return self.in_turn(lambda: self._processor.state_dict(step)) or {}
+        return self.in_turn(lambda: self._thread.processor.state_dict(step)) or {}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Let the rules continue from there, with ``step`` in progress; what did not fit."""
-        misfits = self.in_turn(lambda: self._processor.load_state_dict(state, step))
+        misfits = self.in_turn(lambda: self._thread.processor.load_state_dict(state, step))
         return ["the rules"] if misfits is None else misfits
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -212,10 +181,10 @@ class Pipeline:
         if os.getpid() != self._pid:
             return
         was_closed, self._closed = self._closed, True
-        self._put(None)
-        self._wake.put(None)
+        self._thread.put(None)
+        self._thread.wake()
         self._thread.join(timeout_s)
-        self._processor.abandoned = True
+        self._thread.processor.abandoned = True
         if not was_closed:
             self._report_losses(timeout_s)
 
@@ -224,8 +193,8 @@ class Pipeline:
         if self._closed or os.getpid() != self._pid or self.on_own_thread():
             return act()
         results: SimpleQueue[Result] = SimpleQueue()
-        self._put(lambda: results.put(act()))
-        self._wake.put(None)
+        self._thread.put(lambda: results.put(act()))
+        self._thread.wake()
         try:
             return results.get(timeout=CLOSE_TIMEOUT_S)
         except Empty:
@@ -246,124 +215,12 @@ class Pipeline:
             )
 
     def _report_losses(self, timeout_s: float) -> None:
+        waiting = self._steps_taken - self._thread.steps_done
         losses = {
             "were recorded with their norms alone": self.thinned,
             "were dropped": self.dropped,
-            f"were not judged within {timeout_s:.3g} s": self._steps_taken - self._steps_done,
+            f"were not judged within {timeout_s:.3g} s": waiting,
         }
         parts = [f"{count} steps {what}" for what, count in losses.items() if count]
         if parts:
             log.warning("telemetry: %s", "; ".join(parts))
-
-    # --- on the background thread --------------------------------------------------------------
-
-    def _run(self) -> None:
-        on = True
-        while on and not self._processor.abandoned:
-            on = self._take_waiting(everything=not self._handed_over())
-        if not self._processor.abandoned:
-            self._processor.write_pending()
-
-    def _handed_over(self) -> bool:
-        """Wait until steps are handed over; False if none were for some time."""
-        until = time.monotonic() + FEW_S
-        while (left_s := until - time.monotonic()) > 0:
-            if self._is_woken(left_s):
-                return True
-        if self._processor.pending_s() is None and not self._anything_waits():
-            self._asleep = True
-            if not self._anything_waits():  # of what came before, nobody tells us
-                self._wake.get()
-            self._asleep = False
-            return self._handed_over()
-        return False
-
-    def _is_woken(self, timeout_s: float) -> bool:
-        """Wait for that, or until the processor has something to do."""
-        pending_s = self._processor.pending_s()
-        try:
-            self._wake.get(timeout=timeout_s if pending_s is None else min(timeout_s, pending_s))
-        except Empty:
-            if pending_s is not None and pending_s <= timeout_s:
-                self._processor.write_pending()
-            return False
-        with contextlib.suppress(Empty):
-            while True:
-                self._wake.get_nowait()
-        return True
-
-    def _anything_waits(self) -> bool:
-        block = self._current
-        return bool(self._items) or (block is not None and block.count > self._rows_done)
-
-    def _take_waiting(self, *, everything: bool) -> bool:
-        """Process what is there, in the order in which it came; False if the run ends with it.
-
-        Args:
-            everything: Also the rows of a block that is not closed.
-        """
-        while not self._processor.abandoned:
-            # Counted first: what was logged before these rows is among the items then.
-            block, count = self._current, 0
-            if block is not None and (everything or block.is_closed):
-                count = block.count
-            items = [self._items.popleft() for _ in range(len(self._items))]
-            for rows, item in items:
-                self._gather_rows(rows)
-                if item is None:
-                    self._process_few()
-                    return False
-                self._take(item)
-            if self._current is block:
-                self._gather_rows(count)
-            if not items:
-                break
-        self._process_few()
-        return True
-
-    def _take(self, item: Item) -> None:
-        if isinstance(item, LightBlock):
-            if self._current is not None:
-                self._bytes_done += self._current.nbytes
-            self._current, self._rows_done = item, 0
-        elif isinstance(item, LoggedScalars) or (isinstance(item, CapturedStep) and item.is_light):
-            self._few.append(item)
-        else:
-            self._process_few()
-            with self._failures.contained("to record a step"):
-                self._process(item)
-
-    def _gather_rows(self, end: int) -> None:
-        block, first = self._current, self._rows_done
-        if block is not None and end > first:
-            self._few.append(LightRows(block=block, first=first, end=end))
-            self._rows_done = end
-
-    def _process_few(self) -> None:
-        """Process what was gathered."""
-        few, self._few = self._few, []
-        if few:
-            try:
-                self._processor.process_few(few)
-            finally:
-                steps = [item for item in few if not isinstance(item, LoggedScalars)]
-                self._steps_done += sum(map(len, steps))
-                self._bytes_done += sum(s.nbytes for s in steps if isinstance(s, CapturedStep))
-
-    def _process(self, item: CapturedStep | ReadyValues | Merged | threading.Event | Act) -> None:
-        if isinstance(item, threading.Event):
-            self._processor.write_pending()
-            item.set()
-        elif isinstance(item, CapturedStep):
-            try:
-                self._processor.process(item)
-            finally:
-                self._steps_done += 1
-                self._bytes_done += item.nbytes
-        elif isinstance(item, Merged):
-            assert isinstance(self._processor, RankProcessor)
-            self._processor.process(item)
-        elif isinstance(item, ReadyValues):
-            self._processor.process(item)
-        else:
-            item()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby, islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from telemetry.alert import Alert
 from telemetry.alerts.judging import Judge
-from telemetry.capture import CapturedStep, LightBlock
+from telemetry.capture import CapturedStep, LightRows, light_steps
 from telemetry.events import summaries
 from telemetry.failures import Failures
 from telemetry.first_rank import is_first_rank
 from telemetry.host_copy import HostCopy
+from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.plain_text import printable_lines
 from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
@@ -54,36 +54,6 @@ class Sink(Protocol):
             flush: Have it written at once, without waiting for that.
             repeat: Those of the values that every further file has to hold, too.
         """
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LoggedScalars:
-    """What the user logged at one step; tensors perhaps still on their way to the host."""
-
-    step: int
-    wall_time: float
-    values: Mapping[str, float | HostCopy]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReadyValues:
-    """Values that are written as they are."""
-
-    step: int
-    wall_time: float
-    values: Sequence[bytes]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LightRows:
-    """Some rows of a block."""
-
-    block: LightBlock
-    first: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.first
 
 
 class _Loss(NamedTuple):
@@ -160,33 +130,11 @@ class Processor:
             else:
                 losses += [[] for _ in range(len(item))]
         before = iter(losses)
-        for steps, record_of in self._light_steps(items):
+        light = [item for item in items if not isinstance(item, LoggedScalars)]
+        for steps, record_of in light_steps(light, self._logged_for):
             with self._failures.contained("to record steps"):
                 self._process_light(steps, record_of, list(islice(before, len(steps))))
         self._judge_losses(losses[-1])
-
-    def _light_steps(
-        self, items: Iterable[LightRows | CapturedStep | LoggedScalars]
-    ) -> Iterator[tuple[LightSteps, Callable[[int], StepRecord]]]:
-        """The steps among these, as many at a time as possible; and what makes records of them."""
-        steps = [item for item in items if not isinstance(item, LoggedScalars)]
-        for block, several in groupby(
-            steps, lambda s: s.block if isinstance(s, LightRows) else None
-        ):
-            if block is not None:
-                rows = [rows for rows in several if isinstance(rows, LightRows)]
-                part = block.part(rows[0].first, rows[-1].end, self._logged_for)
-                yield part, part.record
-                continue
-            records: list[StepRecord] = []
-            for captured in several:
-                assert isinstance(captured, CapturedStep)
-                record = captured.record(self._logged_for(captured.step))
-                if records and not LightSteps.fit(records[0], record):
-                    yield LightSteps.of(records), records.__getitem__
-                    records = []
-                records.append(record)
-            yield LightSteps.of(records), records.__getitem__
 
     def _process_light(
         self,

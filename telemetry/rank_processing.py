@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from telemetry.alert import Alert, alert_fields, parse_alert
-from telemetry.capture import CapturedStep
+from telemetry.capture import CapturedStep, LightRows
 from telemetry.capture.rank_part import PartMaker
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.host_copy import HostCopy
-from telemetry.processing import LightRows, LoggedScalars, Processor, ReadyValues
+from telemetry.logged import LoggedScalars, ReadyValues
+from telemetry.processing import Processor
 from telemetry.ranks.channel import CLOSE_S, Channel, Merged
 from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.figures import Figure

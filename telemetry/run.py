@@ -29,9 +29,10 @@ from telemetry.failures import Failures
 from telemetry.first_rank import may_be_any_rank, rank_and_world_size, role_of
 from telemetry.flight import FlightRecorder
 from telemetry.host_copy import HostCopy
+from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.page_format import new_session_id
 from telemetry.pipeline import CLOSE_TIMEOUT_S, Pipeline
-from telemetry.processing import LoggedScalars, Processor, ReadyValues
+from telemetry.processing import Processor
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.observer import RankObserver
 from telemetry.resuming import STATE_FORMAT, LaterSteps, checked_state, resolved

@@ -17,12 +17,13 @@ LAYERS = [
     | {"untrusted", "version"},
     {"kernel", "sketch", "tag_names"},
     {"alert", "records", "schedule", "failures", "host_copy", "torch_private", "first_rank"},
-    {"layers", "rule", "selection", "measure", "images", "events"}
+    {"layers", "rule", "selection", "measure", "images", "events", "logged"}
     | {"torch_compiler", "torch_ranks"},
     {"page_format", "ranks"},
     {"capture", "alerts", "flight", "writing", "reading"},
     {"resuming", "processing", "interventions"},
     {"rank_processing"},
+    {"step_thread"},
     {"pipeline"},
     {"arguments"},
     {"run"},

@@ -16,15 +16,17 @@ from serialized import summary_of
 from tensorboard.compat.proto.event_pb2 import Event
 
 from telemetry import pipeline as pipeline_module
+from telemetry import step_thread
 from telemetry.alert import Alert
 from telemetry.capture.captured import CapturedStep, RunTotals
 from telemetry.capture.window import Window
 from telemetry.events.background import BackgroundWriter
 from telemetry.events.summaries import event_of
 from telemetry.failures import Failures
+from telemetry.logged import LoggedScalars
 from telemetry.measure import Measurer
 from telemetry.pipeline import Pipeline
-from telemetry.processing import LoggedScalars, Processor
+from telemetry.processing import Processor
 from telemetry.processing import Sink as AnySink
 from telemetry.records import Layout, StepRecord
 from telemetry.rule import AnyRule, Rule, as_rule
@@ -304,7 +306,7 @@ class Watch(Rule):
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time limit lets the background thread begin."""
-    monkeypatch.setattr(pipeline_module, "FEW_S", 3600.0)
+    monkeypatch.setattr(step_thread, "FEW_S", 3600.0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -322,7 +324,7 @@ def test_steps_that_are_not_measured_in_full_are_taken_a_few_at_a_time(
 
 
 def test_nothing_waits_for_long(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_module, "FEW_S", 0.01)
+    monkeypatch.setattr(step_thread, "FEW_S", 0.01)
     watch = Watch()
     pipeline = make(sink, watch)
     pipeline.submit(captured(0))

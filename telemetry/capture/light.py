@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
+from telemetry.capture.captured import CapturedStep
 from telemetry.capture.parameters import ParameterTable
 from telemetry.kernel import available
-from telemetry.records import Layout, LightSteps
+from telemetry.records import Layout, LightSteps, StepRecord
 from telemetry.schedule import STEPS_AT_ONCE
 from telemetry.torch_private import calling_scaler, in_function_mode
 
@@ -83,6 +86,47 @@ class LightBlock:
             learning_rates=self.rows[first:end, : self.groups].copy(),
             scalars=[scalars_of(step) for step in steps],
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LightRows:
+    """Some rows of a block."""
+
+    block: LightBlock
+    first: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+
+def light_steps(
+    steps: Iterable[LightRows | CapturedStep], scalars_of: Callable[[int], Mapping[str, float]]
+) -> Iterator[tuple[LightSteps, Callable[[int], StepRecord]]]:
+    """Steps that were not measured in full, as many at a time as possible.
+
+    Args:
+        steps: In their order.
+        scalars_of: What the user logged for a step.
+
+    Yields:
+        Some of them, and what makes a record of one, by its index among these.
+    """
+    for block, several in groupby(steps, lambda s: s.block if isinstance(s, LightRows) else None):
+        if block is not None:
+            rows = [rows for rows in several if isinstance(rows, LightRows)]
+            part = block.part(rows[0].first, rows[-1].end, scalars_of)
+            yield part, part.record
+            continue
+        records: list[StepRecord] = []
+        for captured in several:
+            assert isinstance(captured, CapturedStep)
+            record = captured.record(scalars_of(captured.step))
+            if records and not LightSteps.fit(records[0], record):
+                yield LightSteps.of(records), records.__getitem__
+                records = []
+            records.append(record)
+        yield LightSteps.of(records), records.__getitem__
 
 
 class LightReader:
