@@ -57,13 +57,14 @@ class LaterSteps:
     Args:
         log_dir: Where the run writes; it holds earlier steps only. Not read if it is remote.
         failures: Logs the warning and failures.
+        expected: Do not warn: the run was resumed.
     """
 
-    def __init__(self, log_dir: str, failures: Failures) -> None:
+    def __init__(self, log_dir: str, failures: Failures, *, expected: bool = False) -> None:
         self._log_dir = log_dir
         self._failures = failures
         self._earlier: tuple[EventFile, ...] = ()
-        if "://" not in log_dir:
+        if "://" not in log_dir and not expected:
             with failures.contained("to look for earlier steps"):
                 self._earlier = tuple(islice(event_files(log_dir), _FEW_FILES))
 

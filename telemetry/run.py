@@ -1,57 +1,42 @@
-"""One run of a logger: what is captured of a model, what the rules find, and all its files."""
+"""One run of a logger: puts capture, background thread, ranks and files together."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from multiprocessing.util import Finalize
 from threading import Thread
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import tensorboard
 
 from telemetry.alert import Alert, TelemetryAlert
-from telemetry.arguments import Options, log_dir_of
+from telemetry.arguments import Options
 from telemetry.budget import Budget
 from telemetry.capture import Capture
-from telemetry.directory_claim import DirectoryClaim
 from telemetry.events.background import each_within
-from telemetry.events.file_writer import FileWriter
-from telemetry.events.given_writer import GivenWriter
-from telemetry.events.late_writer import LateWriter, NoWriter
-from telemetry.events.plain_files import PlainFiles
-from telemetry.events.summary_writer import SummaryWriter
 from telemetry.failures import Failures
-from telemetry.first_rank import may_be_any_rank, rank_and_world_size, role_of
-from telemetry.flight import FlightRecorder
+from telemetry.first_rank import rank_and_world_size, role_of
 from telemetry.host_copy import HostCopy
 from telemetry.logged import LoggedScalars, ReadyValues
-from telemetry.page_format import new_session_id
 from telemetry.pipeline import CLOSE_TIMEOUT_S, Pipeline
 from telemetry.processing import Processor
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.observer import RankObserver
-from telemetry.resuming import STATE_FORMAT, LaterSteps, checked_state, resolved
+from telemetry.resuming import STATE_FORMAT, LaterSteps, checked_state
+from telemetry.run_files import RunFiles
 from telemetry.writing import links
-from telemetry.writing.alert_file import AlertFile
 from telemetry.writing.board import Board
 
 log = logging.getLogger("telemetry")
-
-_FLUSH_S = 0.75
-"""A step waits in the pipeline, and on the page for as long, before it comes to the writer; two
-seconds later it is in the file."""
 
 _HAND_ON_S = 30.0
 """The longest time for which a flush of the writer makes its caller wait for us."""
 
 
 class Run:
-    """The capture, the background thread and the files of one logger.
+    """What one logger does from its begin to its end.
 
     Args:
         model: The model in training; held weakly.
@@ -69,77 +54,47 @@ class Run:
         self, model: nn.Module, writer: object, options: Options, close: Callable[[], None]
     ) -> None:
         options.check(model)
-        known = rank_and_world_size()
+        role_is_final = rank_and_world_size() is not None
+        self._options = options
         self._role = role_of(options.ranks)
-        log_dir = log_dir_of(writer, written=self._role.writes)
-        if not isinstance(writer, tensorboard.SummaryWriter):
-            log_dir = self._role.directory(log_dir)
-        self._claim = DirectoryClaim(model, log_dir, close)
-        first_step = resolved(options.first_step, log_dir)
         self.failures = Failures()
-        self._late = None if known or not may_be_any_rank() else LateWriter(log_dir)
-        self._open = partial(self._open_writer, writer, log_dir, first_step)
-        self._writer: FileWriter | GivenWriter | NoWriter = self._late or self._open()
-        self._on_alert = options.on_alert
+        self._files = RunFiles(
+            model,
+            writer,
+            options,
+            role=self._role,
+            role_is_final=role_is_final,
+            close=close,
+            before_flush=self._hand_on,
+            failures=self.failures,
+        )
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
         self._ended = False
-        self._later_steps = LaterSteps(self.log_dir, self.failures)
-        if first_step > 0:
-            self._later_steps.expect_them()
-        self._files = PlainFiles(self.log_dir)
-        session = new_session_id()
-        self._alert_file = AlertFile(self.log_dir, session=session, files=self._files)
-        self._flight = FlightRecorder(
-            self.log_dir,
-            seed=torch.initial_seed(),
-            failures=self.failures,
-            write=self._files.write_whole,
-        )
-        self._board = Board(pictures=options.content.images, session_id=session)
-        self._options = options
+        resumed = self._files.first_step > 0
+        self._later_steps = LaterSteps(self.log_dir, self.failures, expected=resumed)
+        self._board = Board(pictures=options.content.images, session_id=self._files.session_id)
         self._ranks: RankProcessor | None = None
         self._pipeline = self._make_pipeline(options)
-        self.capture = self._make_capture(model, options, first_step)
-        if known:
+        self.capture = self._make_capture(model, options)
+        if role_is_final:
             self._join_ranks()
-        # Unlike atexit, it also runs in a process of multiprocessing, and before the writer's own,
-        # which has the priority 0.
+        # Unlike atexit, also in a process of multiprocessing; before the writer's, of priority 0.
         self._finalizer = Finalize(model, close, exitpriority=10)
-
-    def _open_writer(
-        self, writer: object, log_dir: str, first_step: int
-    ) -> FileWriter | GivenWriter | NoWriter:
-        if not self._role.writes:
-            return NoWriter(log_dir)
-        if isinstance(writer, tensorboard.SummaryWriter):
-            self._claim.hold(writer)
-            given = GivenWriter(writer)
-            given.call_before_flush(self._hand_on)
-            return given
-        try:
-            opened = SummaryWriter(log_dir, purge_step=first_step or None, flush_secs=_FLUSH_S)
-        except OSError as error:
-            raise type(error)(
-                f"HookLogger(writer={log_dir!r}): cannot be written: {error}"
-            ) from error
-        file_writer = opened._get_file_writer()
-        self._claim.hold(file_writer)
-        return file_writer
 
     def _make_pipeline(self, options: Options) -> Pipeline:
         self._processor = Processor(
             board=self._board,
-            sink=self._writer,
+            sink=self._files.writer,
             rules=options.rules,
-            observers=(self._flight, self._later_steps),
+            observers=(self._files.flight, self._later_steps),
             on_alert=self._note_alert,
             full_steps=options.full_steps,
             failures=self.failures,
         )
         return Pipeline(self._processor, options.full_steps, self.failures)
 
-    def _make_capture(self, model: nn.Module, options: Options, first_step: int) -> Capture:
+    def _make_capture(self, model: nn.Module, options: Options) -> Capture:
         if options.budget is not None:
             options.budget.entered = self._log_costs
         return Capture(
@@ -151,7 +106,7 @@ class Run:
             safe_point=self.step_ended,
             primary=options.optimizer,
             failures=self.failures,
-            first_step=first_step,
+            first_step=self._files.first_step,
             budget=options.budget,
             find_ranks=self._find_ranks,
         )
@@ -176,7 +131,7 @@ class Run:
     @property
     def log_dir(self) -> str:
         """The log directory or URL."""
-        return self._writer.get_logdir()
+        return self._files.log_dir
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
@@ -199,12 +154,9 @@ class Run:
         Raises:
             TelemetryAlert: There is one.
         """
-        if (
-            self._ranks is None
-            and self._to_raise is not None
-            and not self._pipeline.on_own_thread()
-        ):
-            alert, self._to_raise = self._to_raise, None
+        alert = self._to_raise
+        if alert is not None and self._ranks is None and not self._pipeline.on_own_thread():
+            self._to_raise = None
             raise TelemetryAlert(alert)
 
     def step_ended(self, step: int | None = -1) -> None:
@@ -237,8 +189,7 @@ class Run:
         self.capture.detach()
         self._await_steps(CLOSE_TIMEOUT_S)
         self.capture.load_state_dict(usable)
-        if isinstance(self._writer, FileWriter):
-            self._writer.purge(self.capture.step)
+        self._files.purge(self.capture.step)
         misfits += self._pipeline.load_state_dict(usable, self.capture.step)
         if attached:
             self.capture.attach()
@@ -250,13 +201,13 @@ class Run:
     def flush(self) -> None:
         """Wait until the rules have seen all steps so far and all is written; at most a minute."""
         self._decide()
-        each_within(CLOSE_TIMEOUT_S, self._await_steps, self._files.flush, self._writer.flush)
+        each_within(CLOSE_TIMEOUT_S, self._await_steps, self._files.flush)
 
     def note_exception(self, exception: BaseException, timeout_s: float) -> None:
         """The training ends in an exception; its flight file is written."""
         if self._role.writes:
             self._pipeline.flush(timeout_s)
-            self._flight.on_exception(exception, self.capture.step)
+            self._files.flight.on_exception(exception, self.capture.step)
         self.capture.detach()  # the exception is reason enough for a run without steps
 
     def close(self, timeout_s: float) -> None:
@@ -275,15 +226,7 @@ class Run:
     def _end(self, timeout_s: float) -> None:
         if not self._ended:
             self._decide()
-            each_within(
-                timeout_s,
-                self._end_exchange,
-                self._pipeline.close,
-                lambda left_s: self._flight.close(),
-                self._files.close,
-                self._writer.close,
-            )
-            self._claim.release()
+            each_within(timeout_s, self._end_exchange, self._pipeline.close, self._files.close)
             self._ended = True
 
     def _await_steps(self, timeout_s: float) -> None:
@@ -310,19 +253,13 @@ class Run:
 
     def _decide(self) -> None:
         """Nobody has told so far who writes, so this process does."""
-        if self._late is not None:
+        if self._files.is_undecided:
             with self.failures.contained("to open its files"):
                 self._find_ranks()
 
     def _join_ranks(self) -> None:
         role = self._role
-        if self._late is not None or not (role.writes or isinstance(self._writer, NoWriter)):
-            former, self._writer = self._writer, self._open()
-            if self._late is not None:
-                self._late.use(self._writer)
-                self._late = None
-            else:
-                former.close()
+        self._files.open_for(role)
         if role.merges:
             self._ranks = RankProcessor(
                 rank=role.rank,
@@ -346,20 +283,18 @@ class Run:
 
     def _log_costs(self, budget: Budget, step: int) -> None:
         self.log(budget.scalars(), step)
-        news = budget.news()
-        if news is not None:
+        if (news := budget.news()) is not None:
             log.warning("telemetry: %s", news)
 
     def _note_alert(self, alert: Alert, wall_time: float) -> None:
         self._alerts.append(alert)
         if self._role.writes:
-            self._flight.on_alert(alert)
-            with self.failures.contained("to append to alerts.jsonl"):
-                self._alert_file.write(alert, wall_time)
-        if self._on_alert == "raise":
+            self._files.write_alert(alert, wall_time)
+        on_alert = self._options.on_alert
+        if on_alert == "raise":
             if alert.stage != "end" and alert.severity != "note" and self._to_raise is None:
                 self._to_raise = alert
                 if self._ranks is not None:
                     self._ranks.raise_together(alert)
-        elif self._on_alert is not None:
-            self._on_alert(alert)
+        elif on_alert is not None:
+            on_alert(alert)

@@ -26,6 +26,7 @@ LAYERS = [
     {"step_thread"},
     {"pipeline"},
     {"arguments"},
+    {"run_files"},
     {"run"},
     {"logger", "testing"},
     {"tensorboard_plugin"},

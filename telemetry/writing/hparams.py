@@ -32,6 +32,24 @@ def values_of(
         TypeError: An argument or a value has another type.
         ValueError: A name or a string cannot be encoded in UTF-8.
     """
+    _check(hyperparameters, metrics)
+    infos = [
+        api_pb2.HParamInfo(name=name, type=_KINDS[_kind(value)])
+        for name, value in hyperparameters.items()
+    ]
+    names = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=metric)) for metric in metrics]
+    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=names)
+    start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+    for name, value in hyperparameters.items():
+        setattr(start.hparams[name], _kind(value), value)
+    content = plugin_data_pb2.HParamsPluginData
+    return [
+        _value(metadata.EXPERIMENT_TAG, content(experiment=experiment)),
+        _value(metadata.SESSION_START_INFO_TAG, content(session_start_info=start)),
+    ]
+
+
+def _check(hyperparameters: object, metrics: object) -> None:
     if not isinstance(hyperparameters, Mapping):
         raise TypeError(f"hparams({hyperparameters!r}): must be a dict of values by name")
     if isinstance(metrics, str):
@@ -47,20 +65,6 @@ def values_of(
                 f"hparams({name}={value!r}): must be a number, a bool or a string, "
                 f"not {type(value).__qualname__}"
             )
-    infos = [
-        api_pb2.HParamInfo(name=name, type=_KINDS[_kind(value)])
-        for name, value in hyperparameters.items()
-    ]
-    names = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=metric)) for metric in metrics]
-    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=names)
-    start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-    for name, value in hyperparameters.items():
-        setattr(start.hparams[name], _kind(value), value)
-    content = plugin_data_pb2.HParamsPluginData
-    return [
-        _value(metadata.EXPERIMENT_TAG, content(experiment=experiment)),
-        _value(metadata.SESSION_START_INFO_TAG, content(session_start_info=start)),
-    ]
 
 
 def _kind(value: Hyperparameter) -> str:
