@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from moments_close import assert_moments_close
-from native_cases import LETTERS, libc, read_everything
+from native_cases import LETTERS, count_in_bins, libc, read_everything
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -235,6 +235,16 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
             _native.compare_sample(refused, bytearray())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="bytearray"):
         _native.compare_sample((address, 6, ord("f"), 0), b"")  # type: ignore[arg-type]
+    edges = np.array([0.0, np.inf]).tobytes()
+    for below in (bytes(4), bytes(1 << 17)):
+        with pytest.raises(ValueError, match="65536 cells"):
+            _native.count_bins(address, 3, below, edges)
+    with pytest.raises(ValueError, match="one edge"):
+        _native.count_bins(address, 3, bytes(1 << 18), b"")
+    with pytest.raises(ValueError, match="count"):
+        _native.count_bins(address, -1, bytes(1 << 18), edges)
+    with pytest.raises(TypeError, match="bytes"):
+        _native.count_bins(address, 3, bytes(1 << 18), [0.0])  # type: ignore[arg-type]
     for lists in (([address], [6, 6], b"f"), ([address], [6], b"ff"), ([address], [6])):
         with pytest.raises(ValueError, match="as long"):
             _native.squared_norms(*lists)
@@ -265,6 +275,7 @@ def test_nothing_beyond_a_page_is_read() -> None:
     from telemetry import _native
 
     read_everything(_native, before_a_page_that_must_not_be_read)
+    count_in_bins(_native, before_a_page_that_must_not_be_read)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
@@ -293,8 +304,9 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
 
 @needs_extension
 def test_numpy_measures_the_same_without_the_extension() -> None:
+    tests = ["tests/test_measure.py", "tests/test_native.py", "tests/events/test_torch_values.py"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/test_measure.py", "tests/test_native.py"],
+        [sys.executable, "-m", "pytest", "-q", *tests],
         cwd=ROOT,
         env={**os.environ, "TELEMETRY_NATIVE": "0"},
         stdout=subprocess.PIPE,
