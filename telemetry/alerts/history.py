@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import islice
 
 import numpy as np
@@ -51,6 +51,10 @@ class History:
     @property
     def last(self) -> float:
         return self._values[-1]
+
+    def latest(self, count: int) -> Iterator[float]:
+        """The last ``count`` values, or all if there are fewer, oldest first."""
+        return islice(self._values, max(0, len(self._values) - count), None)
 
     @property
     def median(self) -> float:

@@ -15,9 +15,10 @@ from telemetry.rule import Rule
 class LogitGrowth(Rule):
     """A note when attention logits that a module returns are very large.
 
-    Softmax then returns 0 and 1 alone, and no gradient. Models whose largest attention logit went
-    beyond 10,000 diverged (Wortsman et al. 2023, "Small-scale proxies for large-scale Transformer
-    training instabilities"); layers that are well have some tens.
+    Softmax then returns 0 and 1 alone, and no gradient. All models in Wortsman et al. 2023,
+    "Small-scale proxies for large-scale Transformer training instabilities" (section 3.3), whose
+    largest attention logit exceeded 10,000 early in training diverged; where it was forced to some
+    value, the loss was worse from 1,000 on.
 
     Only modules with "attention" or "attn" in their names whose last part has "logit" or "score"
     are looked at: what is computed inside of a function is not seen.

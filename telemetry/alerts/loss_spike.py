@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
 from telemetry.alert import Alert
 from telemetry.alerts.first_movers import Mover, NormRing
-from telemetry.alerts.history import History
+from telemetry.alerts.history import median
+from telemetry.alerts.past import Past
+from telemetry.alerts.rise import Rise
 from telemetry.plain_text import called
 from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
@@ -24,10 +27,10 @@ class _Loss(NamedTuple):
 class LossSpike(Rule):
     """Alerts when the loss of some steps lies far above all of the hundred before, for a reason.
 
-    How far a loss lies above its past is counted in ranges: highest minus lowest of the last
-    hundred losses. Those that are high themselves do not become part of that past. A jump alone
-    is no fault: a harder task, other data or another weight of a term do the same. So it takes one
-    of three reasons:
+    How far a loss lies above its past is counted in ranges: highest minus lowest of a hundred
+    losses, the latest ten left out. Those that are high themselves do not become part of that
+    past. A jump alone is no fault: a harder task, other data or another weight of a term do the
+    same. So it takes one of three reasons:
 
     - The learning rate has just jumped to three times all rates that the run has survived, and two
       losses since then are ``rate_distance`` ranges above the past. A warm restart returns to a
@@ -37,9 +40,8 @@ class LossSpike(Rule):
       loss, because both are of the same batch; if the weights went wrong, gradients went first.
     - One to five losses are ``batch_distance`` ranges above, and the next one is back: the batch.
 
-    A further jump of the rate makes it worse. It is over when half of the rise is undone; where the
-    loss rose above that of the first steps, half of the way up to there: to be no worse than an
-    untrained model is no recovery.
+    A further jump of the rate makes it worse. It is over when :class:`Rise` is undone; while the
+    learning rate is still what made the loss jump, when the loss is what it usually was.
 
     Args:
         rate_distance: In ranges.
@@ -49,14 +51,13 @@ class LossSpike(Rule):
 
     name = "loss_spike"
     _norms: NormRing
-    _past: deque[float]
+    _past: Past
     _first: tuple[float, ...]
     _high: deque[_Loss]
     _rates: deque[tuple[float, ...]]
     _survived: tuple[float, ...]
     _begun: Alert | None
-    _usual: float
-    _peak: float
+    _rise: Rise | None
     _calm: int
 
     def __init__(
@@ -74,14 +75,13 @@ class LossSpike(Rule):
         self._distance = distance
         self._batch_distance = batch_distance
         self._norms = NormRing()
-        self._past = deque(maxlen=_PAST)
+        self._past = Past(_JUST)
         self._first = ()
         self._high = deque(maxlen=_LASTING + 1)
         self._rates = deque(maxlen=_JUST)
         self._survived = ()
         self._begun = None
-        self._usual = 0.0
-        self._peak = 0.0
+        self._rise = None
         self._calm = 0
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
@@ -98,31 +98,35 @@ class LossSpike(Rule):
             if self._high and self._rate_jump() < _RATE_JUMP:
                 yield from self._back()
                 self._high.clear()
-            self._past.append(loss)
+            self._past.add(loss)
             return
         self._high.append(_Loss(record.step, loss))
         found = self._find(record)
         if found is not None:
             yield found if self._begun is None else replace(found, stage="worse")
             if self._begun is None:
-                self._begun, self._usual, self._peak = found, _median(self._past), found.value
+                self._begun = found
+                self._rise = Rise(
+                    first=median(self._first), usual=self._past.median, peak=found.value
+                )
             self._calm = 0
             self._past.clear()
             self._high.clear()
         elif len(self._high) > _LASTING:
             self._past.clear()
-            self._past.extend(self._high_losses)  # it is how things are now
+            for known in self._high_losses:
+                self._past.adopt(known)  # it is how things are now
             self._high.clear()
 
     def quiet_steps(self, steps: LightSteps) -> int:
         if self._begun is not None or self._high:
             return 0
-        past = self._past.copy()
+        past = copy(self._past)
         for index, loss in enumerate(steps.losses.tolist()):
             if math.isfinite(loss):
                 if _ranges_above(past, loss) >= self._rate_distance:
                     return index
-                past.append(loss)
+                past.add(loss)
         return len(steps)
 
     def pass_over(self, steps: LightSteps) -> None:
@@ -132,7 +136,8 @@ class LossSpike(Rule):
         losses = [loss for loss in steps.losses.tolist() if math.isfinite(loss)]
         if len(self._first) < _FEW_BATCHES:
             self._first = (*self._first, *losses)[:_FEW_BATCHES]
-        self._past += losses
+        for loss in losses:
+            self._past.add(loss)
 
     @property
     def _high_losses(self) -> list[float]:
@@ -202,18 +207,25 @@ class LossSpike(Rule):
         ]
         return max(rises, default=0.0)
 
+    def _rate_is_high(self) -> bool:
+        """Whether the rate of a group still is what no loss has survived."""
+        return any(
+            rate >= _RATE_JUMP * known > 0
+            for rate, known in zip(self._rates[-1], self._survived, strict=False)
+        )
+
     # --- what is said ----------------------------------------------------------------------------
 
     def _alert(self, reason: str, advice: str) -> Alert:
         step = self._high[0].step
-        peak, usual = max(self._high_losses), _median(self._past)
+        peak, usual = max(self._high_losses), self._past.median
         return Alert(
             kind=self.name,
             severity="warning",
             step=step,
             module_name=None,
             value=peak,
-            threshold=max(self._past),
+            threshold=self._past.highest,
             message=(
                 f"The loss jumped from {usual:.4g} to {peak:.4g} at step {step}, {reason}."
                 f"{_in_words(self._norms.movers(step), self._norms.count())}\n{advice}"
@@ -221,23 +233,23 @@ class LossSpike(Rule):
         )
 
     def _until_over(self, step: int, loss: float) -> Iterable[Alert]:
-        begun = self._begun
+        begun, rise = self._begun, self._rise
         assert begun is not None
-        self._peak = max(self._peak, loss)
-        usual, first = self._usual, _median(self._first)
-        top = min(self._peak, first) if first > usual else self._peak
-        self._calm = self._calm + 1 if loss < (usual + top) / 2 else 0
+        assert rise is not None
+        self._rise = rise.followed_by(loss)
+        is_low = loss <= rise.usual if self._rate_is_high() else self._rise.is_undone(loss)
+        self._calm = self._calm + 1 if is_low else 0
         if self._calm >= _CALM:
-            self._begun = None
+            self._begun = self._rise = None
             self._past.clear()
             yield _over(begun, step)
 
 
-def _ranges_above(past: Collection[float], loss: float) -> float:
+def _ranges_above(past: Past, loss: float) -> float:
     """How far a loss lies above its past, in ranges of that; minus infinity while it is short."""
     if len(past) < _FEWEST:
         return -math.inf
-    highest, lowest = max(past), min(past)
+    highest, lowest = past.highest, past.lowest
     unit = max(highest - lowest, _LEAST_RANGE * abs(highest))
     return (loss - highest) / unit if unit > 0 else -math.inf
 
@@ -245,13 +257,6 @@ def _ranges_above(past: Collection[float], loss: float) -> float:
 def _over(begun: Alert, step: int) -> Alert:
     message = f"The loss spike of step {begun.step} is over."
     return replace(begun, step=step, stage="end", message=message)
-
-
-def _median(values: Iterable[float]) -> float:
-    history = History(_PAST)
-    for value in values:
-        history.add(value)
-    return history.median
 
 
 def _in_words(movers: Sequence[Mover], count: int) -> str:
@@ -268,8 +273,7 @@ def _in_words(movers: Sequence[Mover], count: int) -> str:
     return f" First to move: {named}."
 
 
-_PAST = 100  # in losses, as in course
-_FEWEST = 20  # a range of fewer says little; by eye
+_FEWEST = 10  # a range of fewer says little; by eye
 _LEAST_RANGE = 1e-3  # of the highest loss, so that a constant loss has one; as in course
 _JUST = 10  # steps; as in course
 _RATE_JUMP = 3.0  # as in course: neither warm restarts nor warm-up triple the highest rate

@@ -25,6 +25,10 @@ class LossStuck(Rule):
     The losses of the last ``steps`` steps must be noise: their halves have the same mean, and each
     is independent of the one before. The losses of GANs and of reinforcement learning wander.
 
+    A loss that is far from 0 and the same at every step, though the batches differ, depends on
+    neither inputs nor targets, whatever its value: the network's output has become a constant, at
+    the flat end of a sigmoid for example.
+
     Args:
         reduction: By what part of itself the loss must have come down to be on its way.
         steps: Number of losses that are looked at; as many must have come before.
@@ -35,6 +39,8 @@ class LossStuck(Rule):
     _losses: deque[float]
     _moves: float
     _classes: int
+    _given: tuple[float, ...]
+    _varies: bool
     _episode: Episode
 
     def __init__(self, *, reduction: float = 0.03, steps: int = 100) -> None:
@@ -44,12 +50,17 @@ class LossStuck(Rule):
         self._losses = deque(maxlen=2 * steps)
         self._moves = 0.0
         self._classes = 0
+        self._given = ()
+        self._varies = False
         self._episode = Episode(_CALM)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         if record.update_ratios:
             self._moves = _median(list(record.update_ratios.values()))
             self._classes = _outputs_of_last_layer(record)
+        if record.fingerprints:
+            self._varies = self._given != () and record.fingerprints != self._given
+            self._given = record.fingerprints
         loss = record.loss
         if loss is None or not math.isfinite(loss):
             return ()
@@ -74,6 +85,8 @@ class LossStuck(Rule):
     def _find(self, record: StepRecord) -> Alert | None:
         first, losses = _median(self._first), np.array(self._losses)
         now = float(np.mean(losses[-self._needed :]))
+        if self._varies and _is_constant(losses[-self._needed :]) and now > _NOTHING * abs(first):
+            return self._alert(record, now, now, "the same at each, though the batches differ")
         if not _is_noise(losses[-self._needed :]) or not self._moves > _MOVES:
             return None
         if not first > 0 or float(losses.std()) > _NOISE * now:
@@ -81,11 +94,12 @@ class LossStuck(Rule):
         blocks = losses[: len(losses) // _FIRST * _FIRST].reshape(-1, _FIRST)
         least = float(np.median(blocks, axis=1).min())
         guess = math.log(self._classes) if self._classes > 2 else math.nan
+        moves = f"though the weights move by {self._moves:.1g} of their norm at each step"
         if abs(now - guess) < self._reduction * guess:
-            return self._alert(record, now, guess, f"which is ln {self._classes}: a guess among "
-                               f"{self._classes} classes")  # fmt: skip
+            what = f"which is ln {self._classes}: a guess among {self._classes} classes"
+            return self._alert(record, now, guess, f"{what}, {moves}")
         if least > (1 - self._reduction) * first and now < (1 + self._reduction) * first:
-            return self._alert(record, now, first, "as in the first steps")
+            return self._alert(record, now, first, f"as in the first steps, {moves}")
         return None
 
     def _alert(self, record: StepRecord, now: float, reference: float, what: str) -> Alert:
@@ -97,8 +111,7 @@ class LossStuck(Rule):
             value=now,
             threshold=(1 - self._reduction) * reference,
             message=(
-                f"The loss of the last {self._needed} steps is {now:.4g}, {what}, though the "
-                f"weights move by {self._moves:.1g} of their norm at each step.\n"
+                f"The loss of the last {self._needed} steps is {now:.4g}, {what}.\n"
                 "Check that each target belongs to its input, that the output depends on the "
                 "input, weight decay and learning rate; a small part of the data should be learned "
                 "by heart within some hundred steps."
@@ -110,12 +123,17 @@ def _is_noise(losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
     """Whether the losses have no trend and are independent of each other."""
     off = losses - losses.mean()
     variance = float(off @ off)
-    if variance <= (_ROUNDING * float(losses.mean())) ** 2 * len(losses):
-        return True  # it does not move at all
+    if _is_constant(losses):
+        return True
     first, second = np.split(off, 2)
     # Four standard errors of the difference of two means.
     trend = abs(first.mean() - second.mean()) > 4 * 2 * losses.std() / len(losses) ** 0.5
     return not trend and float(off[1:] @ off[:-1]) < _CORRELATED * variance
+
+
+def _is_constant(losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
+    """Whether the losses are equal but for rounding."""
+    return bool(losses.std() <= _ROUNDING * abs(losses.mean()))
 
 
 def _outputs_of_last_layer(record: StepRecord) -> int:
@@ -135,4 +153,5 @@ _CALM = 2
 _MOVES = 1e-5  # ten thousand such steps move a weight by a tenth; below it no_learning looks
 _NOISE = 0.25  # of the loss: policy losses are noise around 0; by eye
 _ROUNDING = 1e-5
+_NOTHING = 0.05  # of the first loss: what is left where all examples are known; by eye
 _CORRELATED = 0.3  # three standard errors of the correlation of 100 independent losses

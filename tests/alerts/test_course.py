@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from telemetry.alerts.course import Course, LossTrend, NormTrend
+from telemetry.alerts.course import Course
+from telemetry.alerts.loss_trend import LossTrend
+from telemetry.alerts.norm_trend import NormTrend
 from telemetry.records import Layout, Module, Parameter, StepRecord
 
 LAYOUT = Layout(
@@ -73,6 +75,25 @@ def test_noise_is_neither_worse_nor_far_above() -> None:
     trend = loss_after(noise(1.0, 80))
     assert not trend.is_worse
     assert trend.steps_far_above == 0
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("offset", [-5.0, 5.0])
+def test_a_loss_that_rises_step_by_step_does_not_raise_its_own_limit(
+    unit: float, offset: float
+) -> None:
+    trend, most = LossTrend(), 0
+    for loss in [*noise(1.0, 80), *(1 + 0.01 * step for step in range(80))]:
+        trend.add(unit * (loss + offset))
+        most = max(most, trend.steps_far_above)
+    assert most >= 20
+
+
+def test_half_of_what_was_learned_is_lost_however_slowly() -> None:
+    learns, creeps = [5 - 0.04 * step for step in range(100)], [1 + 0.002 * s for s in range(1100)]
+    lost = [loss_after(learns + creeps[:steps]).has_lost for steps in (500, 950, 1100)]
+    assert lost == [False, False, True]
+    assert not loss_after([*learns, 9.0, 9.0, *noise(1.0, 20)]).has_lost
 
 
 @pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])

@@ -34,6 +34,13 @@ def test_a_learning_rate_that_jumps_for_three_steps_is_named(at: int, every: int
     assert [alert.stage for alert in rest] in ([], ["end"])
 
 
+def test_it_is_not_over_while_the_rate_stays_high_and_the_loss_above_its_usual() -> None:
+    stays = dict.fromkeys(range(205, 500), 0.5)
+    assert [alert.stage for alert in train(LossSpike(), 500, **rates(stays))] == ["begin"]
+    ends = dict.fromkeys(range(205, 300), 0.5)
+    assert [alert.stage for alert in train(LossSpike(), 700, **rates(ends))][-1] == "end"
+
+
 def test_five_spikes_of_a_run_that_returns_to_its_checkpoint_are_five_alerts() -> None:
     at = range(150, 650, 100)
     settings = rates({step + i: 0.9 for step in at for i in range(3)})

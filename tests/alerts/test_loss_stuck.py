@@ -27,3 +27,24 @@ def test_a_run_that_learns_is_none() -> None:
 def test_weights_that_do_not_move_are_the_matter_of_another_rule() -> None:
     model = net()
     assert train(LossStuck(), 300, model=model, optimizer=SGD(model.parameters(), 1e-9)) == []
+
+
+def test_a_loss_that_is_the_same_for_all_batches_is_noted() -> None:
+    model = net()
+    model.append(Off())
+
+    def dies(step: int) -> None:
+        model[-1].on = step < 120
+
+    [alert] = train(LossStuck(), 400, model=model, before=dies)
+    assert alert.step == 300
+    assert "the same at each, though the batches differ" in alert.message
+
+
+class Off(torch.nn.Module):
+    """A gate that closes, so that all outputs are the same."""
+
+    on = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.on else 0 * x

@@ -32,3 +32,21 @@ def test_tokens_are_recognized_too() -> None:
         SameBatch(), 130, model=model, batch=lambda s: (torch.randint(9, (4, 3)), classes)
     )
     assert fresh == []
+
+
+def test_a_data_set_of_one_batch_is_none_until_it_is_known_by_heart() -> None:
+    points, classes = draw()
+    noisy = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
+    assert train(SameBatch(), 230, model=noisy, batch=lambda step: (points, classes)) == []
+    [alert] = train(SameBatch(), 230, batch=lambda step: (points, classes))
+    assert alert.step >= 100
+
+
+@pytest.mark.parametrize("every", [10, 100])
+def test_a_loader_that_gets_stuck_is_noted_whatever_the_loss(every: int) -> None:
+    noisy = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
+    last = draw()
+    [alert] = train(
+        SameBatch(), 400, model=noisy, batch=lambda step: draw() if step < 83 else last, every=every
+    )
+    assert alert.step <= 300

@@ -1,0 +1,64 @@
+"""What a figure was some time ago."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from telemetry.alerts.history import History
+
+
+class Past:
+    """The last hundred values but for the latest ones; of few, the older half.
+
+    A value that rises step by step, compared with those just before it, would raise its own limit.
+
+    Args:
+        latest: How many of the latest are left out.
+    """
+
+    _old: History
+    _new: deque[float]
+
+    def __init__(self, latest: int) -> None:
+        self._latest = latest
+        self._old = History(_OLD)
+        self._new = deque()
+
+    def __len__(self) -> int:
+        return len(self._old)
+
+    def __copy__(self) -> Past:
+        other = Past(self._latest)
+        other._old, other._new = self._old.__copy__(), self._new.copy()
+        return other
+
+    def add(self, value: float) -> None:
+        """Add the latest value, which becomes past later."""
+        self._new.append(value)
+        waiting = min(self._latest, (len(self._old) + len(self._new)) // 2)
+        while len(self._new) > waiting:
+            self._old.add(self._new.popleft())
+
+    def adopt(self, value: float) -> None:
+        """Add a value that is past at once."""
+        self._old.add(value)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._old = History(_OLD)
+        self._new.clear()
+
+    @property
+    def highest(self) -> float:
+        return self._old.highest
+
+    @property
+    def lowest(self) -> float:
+        return self._old.lowest
+
+    @property
+    def median(self) -> float:
+        return self._old.median
+
+
+_OLD = 100  # by eye, in steps; tried 50 and 200
