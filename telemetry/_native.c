@@ -915,7 +915,7 @@ static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
     return result;
 }
 
-/* --- gradients -------------------------------------------------------------------------------- */
+/* --- PyTorch's tensors ------------------------------------------------------------------------ */
 
 /* A tensor as DLPack 1 describes it, https://github.com/dmlc/dlpack. */
 typedef struct {
@@ -963,23 +963,92 @@ static int is_dense(const DLTensor *tensor)
 }
 
 /* Describe a float tensor in CPU memory; 0 if it is anything else. */
-static int describe(PyObject *object, const Exchange *exchange, Tensor *tensor)
+static int describe(PyObject *object, const Exchange *exchange, DLTensor *found, Tensor *tensor)
 {
-    DLTensor found;
-    if (exchange->describe(object, &found)) {
+    if (exchange->describe(object, found)) {
         PyErr_Clear();
         return 0;
     }
-    int bits = found.dtype.bits, is_float = found.dtype.code == 2, is_bfloat = found.dtype.code == 4;
+    int bits = found->dtype.bits;
+    int is_float = found->dtype.code == 2, is_bfloat = found->dtype.code == 4;
     tensor->dtype = is_float && bits == 32 ? 'f' : is_float && bits == 64 ? 'd'
                   : is_float && bits == 16 ? 'e' : is_bfloat && bits == 16 ? 'E' : 0;
-    tensor->values = found.data + found.byte_offset;
+    tensor->values = found->data + found->byte_offset;
     tensor->count = 1;
-    for (int i = 0; i < found.ndim; i++)
-        tensor->count *= found.shape[i];
-    return tensor->dtype && found.device.type == 1 && found.dtype.lanes == 1 &&
-           (found.data || !tensor->count) && is_dense(&found);
+    for (int i = 0; i < found->ndim; i++)
+        tensor->count *= found->shape[i];
+    return tensor->dtype && found->device.type == 1 && found->dtype.lanes == 1 &&
+           (found->data || !tensor->count) && is_dense(found);
 }
+
+/* Describe a dense tensor and where the units of one of its axes lie; 0 if it is anything else. */
+static int describe_units(PyObject *object, const Exchange *exchange, PyObject *axis,
+                          Request *request)
+{
+    DLTensor found;
+    if (!describe(object, exchange, &found, &request->tensor) || !request->tensor.count)
+        return 0;
+    request->inner = 1;
+    if (axis == Py_None)
+        return 1;
+    long at = PyLong_AsLong(axis);
+    at += at < 0 ? found.ndim : 0;
+    if (PyErr_Occurred() || at < 0 || at >= found.ndim) {
+        PyErr_Clear();
+        return 0;
+    }
+    request->units = found.shape[at];
+    if (request->units == 1) /* whose stride says nothing */
+        request->inner = request->tensor.count;
+    else if (found.strides != NULL)
+        request->inner = found.strides[at];
+    else
+        for (int i = (int)at + 1; i < found.ndim; i++)
+            request->inner *= found.shape[i];
+    return 1;
+}
+
+static PyObject *python_measure_tensor(PyObject *module, PyObject *const *args,
+                                       Py_ssize_t arg_count)
+{
+    (void)module;
+    if (arg_count != 5) {
+        PyErr_SetString(PyExc_TypeError, "measure_tensor() takes 5 arguments");
+        return NULL;
+    }
+    const Exchange *exchange = PyCapsule_GetPointer(args[3], "dlpack_exchange_api");
+    if (exchange == NULL)
+        return NULL;
+    Request request = {0};
+    if ((PyObject *)Py_TYPE(args[0]) != args[2] || exchange->version.major != 1 ||
+        !exchange->describe || !describe_units(args[0], exchange, args[1], &request))
+        Py_RETURN_NONE;
+    long long count = request.tensor.count, units = request.units, inner = request.inner;
+    PyObject *number = PyObject_CallFunction(args[4], "L", count);
+    long long step = number ? PyLong_AsLongLong(number) : -1;
+    Py_XDECREF(number);
+    if (PyErr_Occurred())
+        return NULL;
+    if (step < 0 || (!step && count > UINT32_MAX)) {
+        PyErr_SetString(PyExc_ValueError, "the sample's step does not fit the count");
+        return NULL;
+    }
+    request.sample_step = step;
+    PyThreadState *state = count > GIL_KEPT ? PyEval_SaveThread() : NULL;
+    serve(&request);
+    if (state != NULL)
+        PyEval_RestoreThread(state);
+    PyObject *result = result_of(&request), *address = PyLong_FromVoidPtr((void *)request.tensor.values);
+    if (result == NULL || address == NULL) {
+        Py_XDECREF(result);
+        Py_XDECREF(address);
+        return NULL;
+    }
+    return Py_BuildValue("N(NLiLLL)", result, address, count, request.tensor.dtype, units, inner,
+                         step);
+}
+
+/* --- gradients -------------------------------------------------------------------------------- */
 
 typedef struct {
     PyObject *grad;
@@ -993,6 +1062,7 @@ static Py_ssize_t find_gradients(PyObject *groups, const int64_t *identities, Py
                                  PyObject *tensor_type, const Exchange *exchange, double *row,
                                  Gradient *gradients)
 {
+    DLTensor description;
     Py_ssize_t found = 0, at = 0, group_count = PyList_Size(groups);
     PyObject *name = PyUnicode_InternFromString("grad");
     int fits = name != NULL;
@@ -1016,7 +1086,7 @@ static Py_ssize_t find_gradients(PyObject *groups, const int64_t *identities, Py
             }
             found++;
             fits = (PyObject *)Py_TYPE(next->grad) == tensor_type &&
-                   describe(next->grad, exchange, &next->tensor);
+                   describe(next->grad, exchange, &description, &next->tensor);
         }
         row[g] = fits ? PyFloat_AsDouble(rate) : NAN;
     }
@@ -1180,6 +1250,7 @@ static PyObject *python_count_bins(PyObject *module, PyObject *const *args, Py_s
 static PyMethodDef methods[] = {
     {"measure", python_measure, METH_O, NULL},
     {"measure_all", python_measure_all, METH_O, NULL},
+    {"measure_tensor", METHOD(python_measure_tensor), METH_FASTCALL, NULL},
     {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
     {"take_norms", METHOD(python_take_norms), METH_FASTCALL, NULL},
     {"copy_sample", python_copy_sample, METH_O, NULL},

@@ -5,6 +5,7 @@ during the call. ``dtype`` is that of their elements: one of ``?bBhHiIqQefd`` as
 :mod:`struct`, ``E`` for bfloat16, ``4`` and ``5`` for float8 of types e4m3fn and e5m2.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 def measure(tensor: tuple[int, int, int, int, int, int], /) -> bytearray:
@@ -31,6 +32,28 @@ def measure(tensor: tuple[int, int, int, int, int, int], /) -> bytearray:
 
 def measure_all(tensors: list[tuple[int, int, int, int, int, int]], /) -> list[bytearray]:
     """The same of several tensors."""
+
+def measure_tensor(
+    tensor: object,
+    unit_axis: int | None,
+    tensor_type: type,
+    exchange: object,
+    sample_step: Callable[[int], int],
+    /,
+) -> tuple[bytearray, tuple[int, int, int, int, int, int]] | None:
+    """The statistics of a tensor object, which is asked for nothing in Python.
+
+    Args:
+        tensor: The tensor.
+        unit_axis: The axis whose units are told apart; None if none are.
+        tensor_type: Its class.
+        exchange: The ``__dlpack_c_exchange_api__`` of that.
+        sample_step: Gives the sample's step for a number of elements.
+
+    Returns:
+        What :func:`measure` returns, and the six integers for it. None for a tensor of another
+        class, dtype or device, one with gaps or without elements, or without this axis.
+    """
 
 def take_norms(
     groups: list[dict[str, Any]],

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from telemetry import kernel
-from telemetry.measure import native
+from telemetry.measure import host, native
 from telemetry.measure.sampling import block_sample, sample_step
+from telemetry.measure.tensors import values_of
 from telemetry.records import TensorRecord
 from telemetry.sketch import bucket_indices, sketch_array
 
@@ -135,6 +136,67 @@ def test_a_sample_of_equal_numbers_is_all_of_them(value: float) -> None:
     sketch = measure(tensor, sample_step=sample_step(tensor.numel())).sketch
     assert sketch.buckets.tolist() == [int(bucket_indices(np.array(value)))]
     assert sketch.counts.tolist() == [200_000]
+
+
+def layout(value: object) -> str | None:
+    if not isinstance(value, Tensor):
+        return None
+    return f"{value.layout} {list(value.shape)} {value.dtype}"
+
+
+X = torch.randn(6, 4, 5, 3, generator=torch.Generator().manual_seed(0))
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("tensor", "axis"),
+    [
+        *[(X, axis) for axis in (None, 0, 1, 2, 3, -1, -4)],
+        *[(X.to(memory_format=torch.channels_last), axis) for axis in (None, 1, 3)],
+        (X.permute(2, 0, 3, 1), 3),
+        (X[:1].transpose(0, 2), 2),
+        (X[:, :1].contiguous(memory_format=torch.channels_last), 1),
+        (X.double(), 1),
+        (X.half(), 1),
+        (X.bfloat16(), 1),
+        (X.clone().requires_grad_() * 2, 1),
+        (torch.randn(200_000), None),
+        (torch.randn(50, 20_000), 0),
+        (torch.tensor(3.0), None),
+    ],
+    ids=layout,
+)
+def test_a_tensor_object_is_read_like_its_values(tensor: Tensor, axis: int | None) -> None:
+    found = native.measure_plain(tensor, axis)
+    values = values_of(tensor, axis)
+    assert found is not None
+    assert values is not None
+    record, expected = found(), host.measure(values)()
+    for name, value in vars(expected.sketch).items():
+        np.testing.assert_array_equal(getattr(record.sketch, name), value, err_msg=name)
+    np.testing.assert_array_equal(record.unit_min, expected.unit_min)
+    np.testing.assert_array_equal(record.unit_max, expected.unit_max)
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("tensor", "axis"),
+    [
+        (X, 4),
+        (X, -5),
+        (X[..., :2], None),
+        (X[:1].expand(6, 4, 5, 3), None),
+        (X[:0], None),
+        (X.long(), None),
+        (X.to_sparse(), None),
+        (X.to("meta"), None),
+        (torch._neg_view(X), None),
+        (torch.nn.Parameter(X), None),
+    ],
+    ids=layout,
+)
+def test_other_tensor_objects_are_refused(tensor: Tensor, axis: int | None) -> None:
+    assert native.measure_plain(tensor, axis) is None
 
 
 # --- units ---------------------------------------------------------------------------------------

@@ -17,7 +17,13 @@ from telemetry.capture.reader import StepReader
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Tally, Window
 from telemetry.records import Output
-from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task, undisturbed
+from telemetry.torch_private import (
+    NO_TASK,
+    at_end_of_backward,
+    backward_task,
+    in_function_mode,
+    undisturbed,
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,9 +68,11 @@ class BackwardPasses:
         ranks, notes = self.watch.ranks, self._window.ranks
         if ranks is not None and not ranks.takes_output_grad(notes, output, grad):
             return
-        with undisturbed() as alone:
-            if alone:
-                self._window.observe("output_grads", output, local(grad), scaled=True, tally=tally)
+        observe = partial(self._window.observe, "output_grads", output, scaled=True, tally=tally)
+        if in_function_mode() or not observe(grad, plain=True):
+            with undisturbed() as alone:
+                if alone:
+                    observe(local(grad))
 
     def end(self) -> None:
         """The step is over; nothing is observed any more, even where a graph holds a hook of ours.

@@ -18,15 +18,13 @@ from torch.optim import Optimizer
 from telemetry.capture.captured import CapturedStep
 from telemetry.capture.parameters import ParameterTable
 from telemetry.kernel import available
+from telemetry.measure.native import TENSORS
 from telemetry.records import Layout, LightSteps, StepRecord
 from telemetry.schedule import STEPS_AT_ONCE
 from telemetry.torch_private import calling_scaler, in_function_mode
 
 if available:
     from telemetry import _native
-
-_TENSORS: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-"""Tells the extension where a tensor's elements are."""
 
 _ABSENT = -1.0
 """Stands for the norm of a gradient that there is not."""
@@ -159,7 +157,7 @@ class LightReader:
         self._refused &= not again
         if self.reads(optimizer) and not again:
             return
-        if available and _TENSORS is not None and not self._refused:
+        if TENSORS is not None and not self._refused:
             self._optimizer = weakref.ref(optimizer)
             self._parameters = self._table.parameters
             self._identities = self._table.identities_of(optimizer)
@@ -189,7 +187,7 @@ class LightReader:
         if in_function_mode() or calling_scaler() is not None:
             return False
         address = block.address + block.count * block.rows.strides[0]
-        self.square = _native.take_norms(groups, self._identities, torch.Tensor, _TENSORS, address)
+        self.square = _native.take_norms(groups, self._identities, torch.Tensor, TENSORS, address)
         if self.square == -1.0:
             self.stop()
             self._refused = True

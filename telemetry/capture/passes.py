@@ -21,7 +21,7 @@ from telemetry.host_copy import HostCopy
 from telemetry.measure import fingerprint
 from telemetry.records import Output
 from telemetry.torch_compiler import backward_is_compiled
-from telemetry.torch_private import NO_TASK, backward_task, is_being_traced
+from telemetry.torch_private import NO_TASK, backward_task, in_function_mode, is_being_traced
 from telemetry.torch_ranks import calling_stage
 
 _FINGERPRINTS = 64
@@ -170,10 +170,31 @@ class ForwardPasses:
                 )
                 return
             self._observe_output(hook, tensor, place)
-            # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
-            if self._backward is not None and tensor.grad_fn is not None:
-                tensor.register_hook(GradHook(self._backward, hook, place))
+            self._follow(hook, tensor, place)
         self._take_images(hook.name, given, output)
+
+    def on_plain_output(self, hook: ForwardHook, output: Any) -> bool:
+        """The same for most modules, and anywhere; False, and nothing done, if it cannot be."""
+        if type(output) is not Tensor or self._awaits_input or hook.name in self._pictured:
+            return False
+        if self._watch.ranks is not None or not self._content.activations:
+            return False
+        if in_function_mode() or is_being_traced(output):
+            return False
+        if self._takes(hook):
+            axis = self._unit_axis(hook, output)
+            if not self.window.observe(
+                "outputs", Output(hook.name), output, unit_axis=axis, plain=True
+            ):
+                return False
+            self._follow(hook, output, 0)
+        return True
+
+    def _follow(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
+        """See the gradient of an output."""
+        # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
+        if self._backward is not None and tensor.grad_fn is not None:
+            tensor.register_hook(GradHook(self._backward, hook, place))
 
     def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         """A compiled graph shows one of the tensors that a module returned."""

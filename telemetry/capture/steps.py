@@ -126,7 +126,7 @@ class Steps:
     def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
         """A module was called with ``args`` and returned ``output``."""
         forward = self._passes_of(hook, torch.is_grad_enabled())
-        if forward is not None:
+        if forward is not None and not forward.on_plain_output(hook, output):
             alone(forward.on_output, hook, args, output)
 
     def on_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:

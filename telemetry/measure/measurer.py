@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from telemetry.measure import host
+from telemetry.measure import host, native
 from telemetry.measure.device import DeviceTensors
 from telemetry.measure.native import Pending
 from telemetry.measure.tensors import Values, values_of
@@ -60,20 +60,40 @@ class Measurer:
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
         """
-        version = None if tensor.is_inference() else tensor._version
-        with self._lock:
-            last = self._last
-            if last is not None and last[0]() is tensor and last[1:3] == (version, unit_axis):
-                return last[3]
+        index = self.add_plain(tensor, unit_axis=unit_axis)
+        if index is not None:
+            return index
         values = values_of(tensor, unit_axis)
         if values is None:
             return None
         read = host.measure(values) if _on_host(values) else None
         with self._lock:
             index = self._append(values, read)
-            if version is not None:
-                self._last = weakref.ref(tensor), version, unit_axis, index
+            self._note_last(tensor, unit_axis, index)
             return index
+
+    def add_plain(self, tensor: Tensor, *, unit_axis: int | None = None) -> int | None:
+        """The same of a dense tensor of floats in CPU memory; None, and nothing done, for others.
+
+        It calls no operation of PyTorch's, so it may be called anywhere but in torch-function
+        modes.
+        """
+        with self._lock:
+            known, *last, index = self._last or (_no_tensor, None, -1)
+            if known() is tensor and last == [_version_of(tensor), unit_axis]:
+                return index
+        read = native.measure_plain(tensor, unit_axis)
+        if read is None:
+            return None
+        with self._lock:
+            self._pending.append(read)
+            self._note_last(tensor, unit_axis, len(self._pending) - 1)
+            return len(self._pending) - 1
+
+    def _note_last(self, tensor: Tensor, unit_axis: int | None, index: int) -> None:
+        version = _version_of(tensor)
+        if version is not None:
+            self._last = weakref.ref(tensor), version, unit_axis, index
 
     def add_all(self, tensors: Iterable[Tensor]) -> list[int | None]:
         """The same of many tensors without units, for less than one by one."""
@@ -126,6 +146,15 @@ class Measurements:
             finally:
                 self._pending.clear()
         return self._records
+
+
+def _no_tensor() -> None:
+    """Stands for a reference to a tensor that is gone."""
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """How often it was changed in place; None where that is not counted."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _on_host(values: Values) -> bool:

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,9 @@ _LETTERS = {
 DTYPES = {getattr(torch, name): ord(letter) for name, letter in _LETTERS.items() if available}
 """The dtypes that the extension reads; none without the extension."""
 
+TENSORS: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None) if available else None
+"""Tells the extension where a tensor's elements are; None if it cannot be told so."""
+
 Pending = Callable[[], TensorRecord]
 """Gives the record of a tensor that was read, on any thread."""
 
@@ -62,6 +66,17 @@ starts of two runs of the sample (0 to count all).
 def measure(request: Request) -> Pending:
     """Read a tensor now. Returns a function that gives its record."""
     return partial(_record, _native.measure(request), request)
+
+
+def measure_plain(tensor: Tensor, unit_axis: int | None) -> Pending | None:
+    """Read a dense tensor of floats in CPU memory now; None if it is anything else.
+
+    No operation of PyTorch's is called; only torch-function modes see that it is asked something.
+    """
+    if TENSORS is None or type(tensor) is not Tensor or tensor.is_neg():  # not as its memory says
+        return None
+    found = _native.measure_tensor(tensor, unit_axis, Tensor, TENSORS, sample_step)
+    return None if found is None else partial(_record, *found)
 
 
 def measure_all(requests: list[Request]) -> list[Pending]:

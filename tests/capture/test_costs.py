@@ -59,17 +59,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     # Wall time comes from elsewhere, too.
     wall = SimpleNamespace(perf_counter=clock.perf_counter)
     monkeypatch.setattr("telemetry.capture.costs.time", wall)
-    add, add_all = Measurer.add, Measurer.add_all
+    add, add_plain, add_all = Measurer.add, Measurer.add_plain, Measurer.add_all
 
     def slow_add(measurer: Measurer, tensor: Tensor, *, unit_axis: int | None = None) -> int | None:
-        clock.own_s += 0.1
-        return add(measurer, tensor, unit_axis=unit_axis)
+        before_s = clock.own_s
+        index = add(measurer, tensor, unit_axis=unit_axis)
+        if clock.own_s == before_s:  # else it was a plain one
+            clock.own_s += 0.1
+        return index
+
+    def slow_add_plain(
+        measurer: Measurer, tensor: Tensor, *, unit_axis: int | None = None
+    ) -> int | None:
+        index = add_plain(measurer, tensor, unit_axis=unit_axis)
+        clock.own_s += 0.1 if index is not None else 0.0
+        return index
 
     def slow_add_all(measurer: Measurer, tensors: Collection[Tensor]) -> list[int | None]:
         clock.own_s += 0.1 * len(tensors)
         return add_all(measurer, tensors)
 
     monkeypatch.setattr(Measurer, "add", slow_add)
+    monkeypatch.setattr(Measurer, "add_plain", slow_add_plain)
     monkeypatch.setattr(Measurer, "add_all", slow_add_all)
     return clock
 
