@@ -16,7 +16,7 @@ from telemetry.capture import CapturedStep, LightBlock
 from telemetry.failures import Failures
 from telemetry.processing import LightRows, LoggedScalars, Processor, ReadyValues
 from telemetry.rank_processing import RankProcessor
-from telemetry.ranks.channel import Merged
+from telemetry.ranks.part import Merged
 from telemetry.schedule import STEPS_AT_ONCE, FullSteps
 
 log = logging.getLogger("telemetry")
@@ -75,15 +75,18 @@ class Pipeline:
         # Each count has one thread that writes it; a common one would need a lock.
         self._steps_taken = self._steps_done = 0
         self._bytes_taken = self._bytes_done = 0
+        self._merged_taken = self._merged_done = 0  # bytes
         self._pid = os.getpid()
         self._closed = False
         self._late: threading.Event | None = None
         self.thinned = 0
         self.dropped = 0
+        self.dropped_merged = 0
         # On the background thread: the block whose rows come next, and how many were taken.
         self._current: LightBlock | None = None
         self._rows_done = 0
         self._few: list[LightRows | CapturedStep | LoggedScalars] = []
+        self._merged: list[Merged] = []
         self._thread = _Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 
@@ -160,6 +163,16 @@ class Pipeline:
     def ignore_all(self) -> None:
         """Take nothing from now on: another process does it."""
         self._closed = True
+
+    def submit_merged(self, merged: Merged) -> bool:
+        """Queue what the ranks measured together; returns whether there is room for it."""
+        if self._merged_taken - self._merged_done > MAX_BYTES:
+            self.dropped_merged += 1
+            self._report_short(merged.step, "is not recorded", self.dropped_merged)
+            return False
+        self._merged_taken += len(merged.payload)
+        self.submit_logged(merged)
+        return not self._closed
 
     def submit_logged(self, item: LoggedScalars | ReadyValues | Merged) -> None:
         """Queue what the user logged, or what the ranks measured together."""
@@ -248,7 +261,7 @@ class Pipeline:
     def _report_losses(self, timeout_s: float) -> None:
         losses = {
             "were recorded with their norms alone": self.thinned,
-            "were dropped": self.dropped,
+            "were dropped": self.dropped + self.dropped_merged,
             f"were not judged within {timeout_s:.3g} s": self._steps_taken - self._steps_done,
         }
         parts = [f"{count} steps {what}" for what, count in losses.items() if count]
@@ -328,6 +341,8 @@ class Pipeline:
             self._current, self._rows_done = item, 0
         elif isinstance(item, LoggedScalars) or (isinstance(item, CapturedStep) and item.is_light):
             self._few.append(item)
+        elif isinstance(item, Merged):
+            self._merged.append(item)
         else:
             self._process_few()
             with self._failures.contained("to record a step"):
@@ -341,6 +356,8 @@ class Pipeline:
 
     def _process_few(self) -> None:
         """Process what was gathered."""
+        if self._merged:
+            self._process_merged()
         few, self._few = self._few, []
         if few:
             try:
@@ -350,7 +367,15 @@ class Pipeline:
                 self._steps_done += sum(map(len, steps))
                 self._bytes_done += sum(s.nbytes for s in steps if isinstance(s, CapturedStep))
 
-    def _process(self, item: CapturedStep | ReadyValues | Merged | threading.Event | Act) -> None:
+    def _process_merged(self) -> None:
+        merged, self._merged = self._merged, []
+        assert isinstance(self._processor, RankProcessor)
+        try:
+            self._processor.record(merged)
+        finally:
+            self._merged_done += sum(len(item.payload) for item in merged)
+
+    def _process(self, item: CapturedStep | ReadyValues | threading.Event | Act) -> None:
         if isinstance(item, threading.Event):
             self._processor.write_pending()
             item.set()
@@ -360,9 +385,6 @@ class Pipeline:
             finally:
                 self._steps_done += 1
                 self._bytes_done += item.nbytes
-        elif isinstance(item, Merged):
-            assert isinstance(self._processor, RankProcessor)
-            self._processor.process(item)
         elif isinstance(item, ReadyValues):
             self._processor.process(item)
         else:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from telemetry.alert import Alert
 from telemetry.alerts.judging import Judge
@@ -86,6 +86,10 @@ class LightRows:
         return self.end - self.first
 
 
+Light: TypeAlias = LightRows | CapturedStep | StepRecord
+"""Steps that were not measured in full."""
+
+
 class _Loss(NamedTuple):
     step: int
     value: float
@@ -146,7 +150,7 @@ class Processor:
         else:
             self.record(item.record(self._logged_for(item.step)))
 
-    def process_few(self, items: Sequence[LightRows | CapturedStep | LoggedScalars]) -> None:
+    def process_few(self, items: Sequence[Light | LoggedScalars]) -> None:
         """Judge and write several steps that were not measured in full, and what was logged.
 
         Args:
@@ -158,7 +162,7 @@ class Processor:
                 with self._failures.contained("to write what was logged"):
                     losses[-1] += self._write_scalars(item)
             else:
-                losses += [[] for _ in range(len(item))]
+                losses += [[] for _ in range(1 if isinstance(item, StepRecord) else len(item))]
         before = iter(losses)
         for steps, record_of in self._light_steps(items):
             with self._failures.contained("to record steps"):
@@ -166,7 +170,7 @@ class Processor:
         self._judge_losses(losses[-1])
 
     def _light_steps(
-        self, items: Iterable[LightRows | CapturedStep | LoggedScalars]
+        self, items: Iterable[Light | LoggedScalars]
     ) -> Iterator[tuple[LightSteps, Callable[[int], StepRecord]]]:
         """The steps among these, as many at a time as possible; and what makes records of them."""
         steps = [item for item in items if not isinstance(item, LoggedScalars)]
@@ -179,9 +183,12 @@ class Processor:
                 yield part, part.record
                 continue
             records: list[StepRecord] = []
-            for captured in several:
-                assert isinstance(captured, CapturedStep)
-                record = captured.record(self._logged_for(captured.step))
+            for step in several:
+                if isinstance(step, CapturedStep):
+                    record = step.record(self._logged_for(step.step))
+                else:
+                    assert isinstance(step, StepRecord)
+                    record = step
                 if records and not LightSteps.fit(records[0], record):
                     yield LightSteps.of(records), records.__getitem__
                     records = []

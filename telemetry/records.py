@@ -173,11 +173,14 @@ class Divergence:
         parameter: Its name.
         rank: The lowest rank whose parameter differs from that of most.
         other: A rank that has what most have.
+        declared: Whether a ``DTensor`` or DDP says that they are copies; else they may be anything
+            of the same name.
     """
 
     parameter: str
     rank: int
     other: int
+    declared: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +190,7 @@ class RankFacts:
     Attributes:
         size: How many ranks train together.
         held: Which of them this record holds.
+        measured: Which of these measured the step in full.
         hosts: Names of the hosts of the ranks that are named here, as far as known.
         scalars: Of what the user logged.
         step_s: Of the seconds from the step before to this one; None if not known.
@@ -201,6 +205,7 @@ class RankFacts:
 
     size: int
     held: frozenset[int]
+    measured: frozenset[int] = frozenset()
     hosts: Mapping[int, str] = field(default_factory=dict)
     scalars: Mapping[str, Spread] = field(default_factory=dict)
     step_s: Spread | None = None
@@ -359,6 +364,7 @@ class LightSteps:
         grad_present: bool, likewise.
         learning_rates: float64, shape ``[n, groups]``.
         scalars: What the user logged for each.
+        ranks: As in each record; empty if these are the steps of one.
         loss_scale: The same at all of them, as are ``skipped`` and ``eval_mode``.
     """
 
@@ -369,6 +375,7 @@ class LightSteps:
     grad_present: NDArray[np.bool_]
     learning_rates: NDArray[np.float64]
     scalars: Sequence[Mapping[str, float]]
+    ranks: Sequence[RankFacts] = ()
     loss_scale: float | None = None
     skipped: bool = False
     eval_mode: bool = False
@@ -395,6 +402,7 @@ class LightSteps:
             grad_present=np.stack([record.grad_present for record in records]),
             learning_rates=np.array([record.learning_rates for record in records]),
             scalars=[record.scalars for record in records],
+            ranks=[record.ranks for record in records if record.ranks is not None],
             loss_scale=records[0].loss_scale,
             skipped=records[0].skipped,
             eval_mode=records[0].eval_mode,
@@ -456,6 +464,7 @@ class LightSteps:
             loss_scale=self.loss_scale,
             skipped=self.skipped,
             eval_mode=self.eval_mode,
+            ranks=self.ranks[index] if self.ranks else None,
         )
 
 
@@ -466,6 +475,7 @@ _OF_EACH_STEP = (
     "grad_present",
     "learning_rates",
     "scalars",
+    "ranks",
 )
 
 

@@ -102,6 +102,8 @@ class Run:
         self.capture = self._make_capture(model, options, first_step)
         if known:
             self._join_ranks()
+            if self._ranks is not None:
+                self._ranks.observer.standing.look_at(model)
         # Unlike atexit, it also runs in a process of multiprocessing, and before the writer's own,
         # which has the priority 0.
         self._finalizer = Finalize(model, close, exitpriority=10)
@@ -327,7 +329,7 @@ class Run:
                 rank=role.rank,
                 size=role.size,
                 recorder=self._processor if role.writes else None,
-                hand_over=self._pipeline.submit_logged,
+                hand_over=self._pipeline.submit_merged,
                 full_steps=self._options.full_steps,
                 current_step=lambda: self.capture.step,
                 failures=self.failures,
