@@ -141,9 +141,9 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
     return RankPart(
         step=0,
         wall_time=0.0,
-        full=True,
         size=world_size,
         ranks=frozenset({rank}),
+        measured=frozenset({rank}),
         stages=(stage,),
         tensors=TensorTable.of(rank, tensors),
         common=Common(rank=rank),

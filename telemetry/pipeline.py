@@ -14,7 +14,7 @@ from telemetry.failures import Failures
 from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.processing import Processor
 from telemetry.rank_processing import RankProcessor
-from telemetry.ranks.channel import Merged
+from telemetry.ranks.part import Merged
 from telemetry.schedule import STEPS_AT_ONCE, FullSteps
 from telemetry.step_thread import StepThread
 
@@ -54,11 +54,13 @@ class Pipeline:
         self._answer_is_near = True
         # Each count has one thread that writes it; a common one would need a lock.
         self._steps_taken = self._bytes_taken = 0
+        self._merged_bytes_taken = 0
         self._pid = os.getpid()
         self._closed = False
         self._late: threading.Event | None = None
         self.thinned = 0
         self.dropped = 0
+        self.dropped_merged = 0
         self._thread = StepThread(processor, failures)
         self._thread.start()
 
@@ -134,6 +136,16 @@ class Pipeline:
     def ignore_all(self) -> None:
         """Take nothing from now on: another process does it."""
         self._closed = True
+
+    def submit_merged(self, merged: Merged) -> bool:
+        """Queue what the ranks measured together; returns whether there is room for it."""
+        if self._merged_bytes_taken - self._thread.merged_bytes_done > MAX_BYTES:
+            self.dropped_merged += 1
+            self._report_short(merged.step, "is not recorded", self.dropped_merged)
+            return False
+        self._merged_bytes_taken += len(merged.payload)
+        self.submit_logged(merged)
+        return not self._closed
 
     def submit_logged(self, item: LoggedScalars | ReadyValues | Merged) -> None:
         """Queue what the user logged, or what the ranks measured together."""
@@ -218,7 +230,7 @@ class Pipeline:
         waiting = self._steps_taken - self._thread.steps_done
         losses = {
             "were recorded with their norms alone": self.thinned,
-            "were dropped": self.dropped,
+            "were dropped": self.dropped + self.dropped_merged,
             f"were not judged within {timeout_s:.3g} s": waiting,
         }
         parts = [f"{count} steps {what}" for what, count in losses.items() if count]

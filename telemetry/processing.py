@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from telemetry.alert import Alert
 from telemetry.alerts.judging import Judge
-from telemetry.capture import CapturedStep, LightRows, light_steps
+from telemetry.capture import CapturedStep, LightItem, light_steps
 from telemetry.events import summaries
 from telemetry.failures import Failures
 from telemetry.first_rank import is_first_rank
@@ -116,7 +116,7 @@ class Processor:
         else:
             self.record(item.record(self._logged_for(item.step)))
 
-    def process_few(self, items: Sequence[LightRows | CapturedStep | LoggedScalars]) -> None:
+    def process_few(self, items: Sequence[LightItem | LoggedScalars]) -> None:
         """Judge and write several steps that were not measured in full, and what was logged.
 
         Args:
@@ -128,7 +128,7 @@ class Processor:
                 with self._failures.contained("to write what was logged"):
                     losses[-1] += self._write_scalars(item)
             else:
-                losses += [[] for _ in range(len(item))]
+                losses += [[] for _ in range(1 if isinstance(item, StepRecord) else len(item))]
         before = iter(losses)
         light = [item for item in items if not isinstance(item, LoggedScalars)]
         for steps, record_of in light_steps(light, self._logged_for):

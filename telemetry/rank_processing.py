@@ -7,7 +7,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +20,11 @@ from telemetry.failures import Failures
 from telemetry.host_copy import HostCopy
 from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.processing import Processor
-from telemetry.ranks.channel import CLOSE_S, Channel, Merged
+from telemetry.ranks.channel import CLOSE_S, Channel
 from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.figures import Figure
 from telemetry.ranks.observer import RankObserver
-from telemetry.ranks.part import News
+from telemetry.ranks.part import Merged, News, named
 from telemetry.ranks.rank_part import Common, RankPart, merge
 from telemetry.ranks.tensor_table import TensorTable
 from telemetry.ranks.whole import Whole
@@ -32,6 +33,9 @@ from telemetry.schedule import LAG_STEPS, FullSteps
 
 _OWN_KEPT = 8
 """Full measurements of the first rank that are kept until they come back merged."""
+
+_ANNOUNCED_KEPT = 8
+"""Steps that were announced, of which ranks that heard of them too late have nothing in full."""
 
 _LEAD_S = 2.0
 """A step that rules ask for is announced so long before, for all ranks to hear of it."""
@@ -48,7 +52,8 @@ class RankProcessor:
         rank: This one; the first is 0.
         size: How many train together.
         recorder: Judges and writes merged steps; None on all ranks but the first.
-        hand_over: Called with each merged step, on a thread of the channel.
+        hand_over: Called with each merged step, on a thread of the channel; returns whether there
+            is room for it.
         full_steps: Is told which steps the first rank has announced.
         current_step: Says which step is in progress.
         failures: Where failures are reported.
@@ -64,7 +69,7 @@ class RankProcessor:
         rank: int,
         size: int,
         recorder: Processor | None,
-        hand_over: Callable[[Merged], None],
+        hand_over: Callable[[Merged], bool],
         full_steps: FullSteps,
         current_step: Callable[[], int],
         failures: Failures,
@@ -83,36 +88,33 @@ class RankProcessor:
         self._eval_mode = False
         self._sent: set[tuple[int, bool]] = set()  # and not recorded so far
         self._changed = threading.Condition()
-        self._announced = -1
+        self._announced: deque[int] = deque([-1], maxlen=_ANNOUNCED_KEPT)
         self._last: tuple[int, float] = (-1, 0.0)
         self._step_s = 0.0
         self._alert: Alert | None = None
+        self._first_step = current_step()
         full_steps.announce = self._announce
         self._channel = Channel(
             name=str(next(_numbers)),
             rank=rank,
             world_size=size,
             merge=lambda payloads: encode(merge([decode(payload) for payload in payloads])),
-            deliver=hand_over,
+            deliver=self._deliver,
             heard=self._hear,
             failures=failures,
-            first_step=current_step(),
+            first_step=self._first_step,
         )
+        if recorder is not None:
+            self._channel.announce(lambda news: replace(news, first_step=self._first_step))
 
     # --- on the background thread: see Processor ------------------------------------------------
 
-    def process(self, item: CapturedStep | ReadyValues | Merged) -> None:
-        """Send a step, or record one that comes back merged."""
+    def process(self, item: CapturedStep | ReadyValues) -> None:
+        """Send a step, or write values."""
         if isinstance(item, CapturedStep):
             self._send(item)
         elif self._recorder is not None:
-            if isinstance(item, Merged):
-                try:
-                    self._record(item, self._recorder)
-                finally:
-                    self._note_recorded(item)
-            else:
-                self._recorder.process(item)
+            self._recorder.process(item)
 
     def process_few(self, items: Sequence[LightRows | CapturedStep | LoggedScalars]) -> None:
         """Send several steps that were not measured in full, and what was logged for them."""
@@ -126,6 +128,26 @@ class RankProcessor:
             elif isinstance(item, CapturedStep):
                 with self._failures.contained("to send a step"):
                     self._send(item)
+
+    def record(self, several: Sequence[Merged]) -> None:
+        """Record steps that come back merged; of those not measured in full, many at once."""
+        recorder, few = self._recorder, list[StepRecord | LoggedScalars]()
+        if recorder is None:
+            return
+        recorder.abandoned = self.abandoned
+        try:
+            for merged in several:
+                with self._failures.contained("to record what the ranks measured"):
+                    for item in self._items_of(merged):
+                        if isinstance(item, StepRecord) and (item.full or item.phase):
+                            before, few = few, []
+                            recorder.process_few(before)
+                            recorder.record(item)
+                        else:
+                            few.append(item)
+            recorder.process_few(few)
+        finally:
+            self._note_recorded(several[-1])
 
     def pending_s(self) -> float | None:
         return None if self._recorder is None else self._recorder.pending_s()
@@ -184,18 +206,32 @@ class RankProcessor:
                 self._sent.add(_place(part))
         self._channel.send(part.step, encode(part), phase=part.phase)
 
-    def _record(self, merged: Merged, recorder: Processor) -> None:
-        recorder.abandoned = self.abandoned
+    def _items_of(self, merged: Merged) -> Iterator[LoggedScalars | StepRecord]:
+        """What was logged for a step, and its record."""
         part = decode(merged.payload)
         means = {name: figure.mean for name, figure in part.scalars.items()}
         if means and not part.phase:
-            logged = LoggedScalars(step=part.step, wall_time=part.wall_time, values=means)
-            recorder.process_few([logged])
+            yield LoggedScalars(step=part.step, wall_time=part.wall_time, values=means)
         own = self._own.pop((part.step, part.phase), None)
         record = self._whole.record(part, own) if part.stages else None
         if record is not None:
             self._note_time(record)
-            recorder.record(_with_own(replace(record, eval_mode=self._eval_mode), own))
+            self._tell_intervals(part)
+            yield _with_own(replace(record, eval_mode=self._eval_mode), own)
+
+    def _tell_intervals(self, part: RankPart) -> None:
+        others = part.ranks - part.measured
+        if part.full and others and part.step not in self._announced:
+            self._failures.log_once(
+                f"step {part.step} was measured in full by {named(part.measured)} and not by "
+                f"{named(others)}; use the same every_n_steps on all ranks, without max_overhead",
+                kind="intervals",
+            )
+
+    def _deliver(self, merged: Merged) -> None:
+        """On the thread of the channel; what there is no room for is not recorded."""
+        if not self._hand_over(merged):
+            self._note_recorded(merged)
 
     def _note_recorded(self, merged: Merged) -> None:
         place = _place(merged)
@@ -213,14 +249,22 @@ class RankProcessor:
 
     def _announce(self, step: int) -> None:
         """Rules that have judged a step want a full one; the next is the same on all ranks."""
-        if step > self._announced:
+        if step > self._announced[-1]:
             ahead = LAG_STEPS
             if self._step_s > 0:
                 ahead = max(ahead, math.ceil(_LEAD_S / self._step_s))
-            at = self._announced = self._current_step() + ahead
+            at = self._current_step() + ahead
+            self._announced.append(at)
             self._channel.announce(lambda news: replace(news, full_steps=(at,)))
 
     def _hear(self, news: News) -> None:
+        if news.first_step not in (None, self._first_step):
+            self._failures.log_once(
+                f"this rank counts its steps from {self._first_step} and the first rank from "
+                f"{news.first_step}, so their records do not meet; give all ranks the same "
+                'first_step (with "auto", each has to see the directory of the run)',
+                kind="first step",
+            )
         for step in news.full_steps:
             if step > self._current_step():  # else this rank is too late
                 self._full_steps.ask(step)

@@ -79,6 +79,8 @@ class Run:
         self.capture = self._make_capture(model, options)
         if role_is_final:
             self._join_ranks()
+            if self._ranks is not None:
+                self._ranks.observer.standing.look_at(model)
         # Unlike atexit, also in a process of multiprocessing; before the writer's, of priority 0.
         self._finalizer = Finalize(model, close, exitpriority=10)
 
@@ -265,7 +267,7 @@ class Run:
                 rank=role.rank,
                 size=role.size,
                 recorder=self._processor if role.writes else None,
-                hand_over=self._pipeline.submit_logged,
+                hand_over=self._pipeline.submit_merged,
                 full_steps=self._options.full_steps,
                 current_step=lambda: self.capture.step,
                 failures=self.failures,

@@ -15,7 +15,7 @@ from telemetry.failures import Failures
 from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.processing import Processor
 from telemetry.rank_processing import RankProcessor
-from telemetry.ranks.channel import Merged
+from telemetry.ranks.part import Merged
 
 FEW_S = 0.5
 """The longest time for which a step waits for others, to be processed with them."""
@@ -41,6 +41,7 @@ class StepThread(threading.Thread):
         block: The latest that was put here. Its rows are processed as they are added.
         steps_done: How many steps were processed.
         bytes_done: What those had taken.
+        merged_bytes_done: Of what the ranks measured together, how much was processed.
     """
 
     def __init__(self, processor: Processor, failures: Failures) -> None:
@@ -55,11 +56,12 @@ class StepThread(threading.Thread):
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._asleep = False
         self.block: LightBlock | None = None
-        self.steps_done = self.bytes_done = 0
+        self.steps_done = self.bytes_done = self.merged_bytes_done = 0
         # The block whose rows come next, and how many were taken.
         self._current: LightBlock | None = None
         self._rows_done = 0
         self._few: list[LightRows | CapturedStep | LoggedScalars] = []
+        self._merged: list[Merged] = []
 
     def put(self, item: Item | None) -> None:
         """Have something processed; None ends the thread."""
@@ -151,6 +153,8 @@ class StepThread(threading.Thread):
             self._current, self._rows_done = item, 0
         elif isinstance(item, LoggedScalars) or (isinstance(item, CapturedStep) and item.is_light):
             self._few.append(item)
+        elif isinstance(item, Merged):
+            self._merged.append(item)
         else:
             self._process_few()
             with self._failures.contained("to record a step"):
@@ -164,6 +168,8 @@ class StepThread(threading.Thread):
 
     def _process_few(self) -> None:
         """Process what was gathered."""
+        if self._merged:
+            self._process_merged()
         few, self._few = self._few, []
         if few:
             try:
@@ -173,7 +179,15 @@ class StepThread(threading.Thread):
                 self.steps_done += sum(map(len, steps))
                 self.bytes_done += sum(s.nbytes for s in steps if isinstance(s, CapturedStep))
 
-    def _process(self, item: CapturedStep | ReadyValues | Merged | threading.Event | Act) -> None:
+    def _process_merged(self) -> None:
+        merged, self._merged = self._merged, []
+        assert isinstance(self.processor, RankProcessor)
+        try:
+            self.processor.record(merged)
+        finally:
+            self.merged_bytes_done += sum(len(item.payload) for item in merged)
+
+    def _process(self, item: CapturedStep | ReadyValues | threading.Event | Act) -> None:
         if isinstance(item, threading.Event):
             self.processor.write_pending()
             item.set()
@@ -183,9 +197,6 @@ class StepThread(threading.Thread):
             finally:
                 self.steps_done += 1
                 self.bytes_done += item.nbytes
-        elif isinstance(item, Merged):
-            assert isinstance(self.processor, RankProcessor)
-            self.processor.process(item)
         elif isinstance(item, ReadyValues):
             self.processor.process(item)
         else:

@@ -86,6 +86,17 @@ def flat_shard_group(model: nn.Module) -> Any | None:
     return distributed.group.WORLD if is_flat else None
 
 
+def localized_spec(tensor: object) -> Any | None:
+    """The ``DTensorSpec`` of the ``DTensor`` that DDP over a slice of a mesh has made plain."""
+    return getattr(tensor, "_st_info", None)
+
+
+def ignored_by(wrapper: DistributedDataParallel) -> set[int]:
+    """``id`` of each parameter that DDP was told to leave alone."""
+    ignored = getattr(wrapper.module, "_ddp_params_and_buffers_to_ignore", ())
+    return {id(wrapper.module.get_parameter(name)) for name in ignored}
+
+
 def made_local(node: object) -> Any | None:
     """The ``DTensorSpec`` of the ``DTensor`` that was made local by this node of the graph."""
     if type(node).__name__ != "_ToTorchTensorBackward":

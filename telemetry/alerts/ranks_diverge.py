@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
+from telemetry.alerts.history import leading
 from telemetry.plain_text import printable
-from telemetry.records import LightSteps, RankFacts, StepRecord
+from telemetry.records import Divergence, LightSteps, RankFacts, StepRecord
 from telemetry.rule import Rule
 
 
@@ -16,7 +17,9 @@ class RanksDiverge(Rule):
 
     Copies of a parameter, as DDP and HSDP keep them, begin equal and take equal steps. Once their
     bits differ they drift apart, and every rank trains another model. That is looked at whenever a
-    step is measured in full. It is lasting, so it is reported once.
+    step is measured in full. It is lasting, so it is reported once. Where neither DDP nor a
+    ``DTensor`` says that parameters are copies, those that are not equal at the first look are
+    none: each rank may have a model, or an expert, of its own.
 
     One rank alone is lost if its loss, an output or a parameter is NaN or infinite and no other
     rank has such a value of its own: then the fault is in its part of the batch or in its hardware.
@@ -24,30 +27,45 @@ class RanksDiverge(Rule):
 
     name = "ranks_diverge"
     _reported: bool
+    _looked: bool
+    _apart: set[str]
     _alone: Episode
 
     def __init__(self) -> None:
         self._reported = False
+        self._looked = False
+        self._apart = set()
         self._alone = Episode(_CALM_STEPS)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         facts = record.ranks
         if facts is None:
             return
-        if facts.diverged and not self._reported:
+        diverged = self._copies_that_differ(facts)
+        if diverged and not self._reported:
             self._reported = True
-            yield _diverged(record, facts)
+            yield _diverged(record, facts, diverged)
         yield from self._alone.update(record.step, _alone(record, facts))
 
+    def _copies_that_differ(self, facts: RankFacts) -> Sequence[Divergence]:
+        if not self._looked and len(facts.measured) > 1:
+            self._looked = True
+            self._apart = {found.parameter for found in facts.diverged if not found.declared}
+        return [found for found in facts.diverged if found.parameter not in self._apart]
+
     def quiet_steps(self, steps: LightSteps) -> int:
-        return len(steps)
+        if self._alone.is_on:
+            return 0
+        return (
+            leading([not _is_alone(facts) for facts in steps.ranks]) if steps.ranks else len(steps)
+        )
 
 
 _CALM_STEPS = 20  # by eye
 
 
-def _diverged(record: StepRecord, facts: RankFacts) -> Alert:
-    first, count = facts.diverged[0], len(facts.diverged)
+def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]) -> Alert:
+    first, count = diverged[0], len(diverged)
     owner = {p.name: p.module_name for p in record.layout.parameters}
     more = f" and {count - 1} more parameters" if count > 1 else ""
     return Alert(
@@ -67,10 +85,13 @@ def _diverged(record: StepRecord, facts: RankFacts) -> Alert:
     )
 
 
+def _is_alone(facts: RankFacts) -> bool:
+    """Whether one rank of several holds NaN or infinity of its own."""
+    return facts.nonfinite == 1 and len(facts.held) > 1
+
+
 def _alone(record: StepRecord, facts: RankFacts) -> Alert | None:
-    if facts.first_nonfinite is None or facts.nonfinite != 1 or len(facts.held) < 2:
-        return None
-    if record.skipped:
+    if facts.first_nonfinite is None or not _is_alone(facts) or record.skipped:
         return None
     rank, where = facts.first_nonfinite
     return Alert(

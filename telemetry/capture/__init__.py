@@ -17,7 +17,15 @@ that hands the :class:`~window.Window` of the step in progress to one piece afte
 
 from telemetry.capture.capture import Capture
 from telemetry.capture.captured import CapturedStep
-from telemetry.capture.light import LightBlock, LightRows, light_steps
+from telemetry.capture.light import LightBlock, LightItem, LightRows, light_steps
 from telemetry.capture.watch import Content
 
-__all__ = ["Capture", "CapturedStep", "Content", "LightBlock", "LightRows", "light_steps"]
+__all__ = [
+    "Capture",
+    "CapturedStep",
+    "Content",
+    "LightBlock",
+    "LightItem",
+    "LightRows",
+    "light_steps",
+]

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -98,8 +98,12 @@ class LightRows:
         return self.end - self.first
 
 
+LightItem: TypeAlias = LightRows | CapturedStep | StepRecord
+"""One or several steps that were not measured in full."""
+
+
 def light_steps(
-    steps: Iterable[LightRows | CapturedStep], scalars_of: Callable[[int], Mapping[str, float]]
+    steps: Iterable[LightItem], scalars_of: Callable[[int], Mapping[str, float]]
 ) -> Iterator[tuple[LightSteps, Callable[[int], StepRecord]]]:
     """Steps that were not measured in full, as many at a time as possible.
 
@@ -117,9 +121,12 @@ def light_steps(
             yield part, part.record
             continue
         records: list[StepRecord] = []
-        for captured in several:
-            assert isinstance(captured, CapturedStep)
-            record = captured.record(scalars_of(captured.step))
+        for step in several:
+            assert not isinstance(step, LightRows)
+            if isinstance(step, StepRecord):
+                record = step
+            else:
+                record = step.record(scalars_of(step.step))
             if records and not LightSteps.fit(records[0], record):
                 yield LightSteps.of(records), records.__getitem__
                 records = []

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from telemetry.records import Parameter
 from telemetry.selection import clean_name, cleaned
 from telemetry.torch_private import undisturbed
+from telemetry.torch_ranks import localized_spec
 
 
 class ParameterTable:
@@ -40,6 +41,8 @@ class ParameterTable:
         if model is None:
             return False
         named = dict(model.named_parameters())
+        if self._names and not named:  # DDP over a slice of a mesh replaces them in the first pass
+            return False
         index_of = {id(parameter): index for index, parameter in enumerate(named.values())}
         names = list(named)
         if index_of == self._index_of and names == self._names and not self._any_lazy:
@@ -113,12 +116,13 @@ def _described(model: nn.Module, named: dict[str, nn.Parameter]) -> Iterator[Par
     chosen = cleaned((name, name) for name, _ in model.named_modules())
     shown = {full: short for short, full in chosen.items()}
     for name, parameter in named.items():
+        whole = localized_spec(parameter) or parameter
         owner, _, own = name.rpartition(".")
         module_name = shown.get(owner, clean_name(owner))  # a wrapper goes by what it wraps
         yield Parameter(
             name=f"{module_name}.{own}" if module_name else own,
             module_name=module_name,
-            shape=() if is_lazy(parameter) else tuple(parameter.shape),
+            shape=() if is_lazy(parameter) else tuple(whole.shape),
         )
 
 

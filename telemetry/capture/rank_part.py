@@ -51,7 +51,7 @@ class PartMaker:
             step=record.step,
             wall_time=record.wall_time,
             phase=record.phase,
-            full=record.full,
+            measured=frozenset((rank,) if record.full else ()),
             size=self._standing.size,
             ranks=frozenset((rank,)),
             stages=(self._stage(captured, record, full=full),),

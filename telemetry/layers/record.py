@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from telemetry.layers.module_types import saturated_share
-from telemetry.records import Module, Output, StepRecord, TensorRecord
+from telemetry.records import Module, Output, Spread, StepRecord, TensorRecord
 from telemetry.sketch import Sketch
 
 
@@ -30,6 +30,7 @@ class LayerRecord:
         update_ratios: ``||after - before|| / ||before||`` of each of ``weights``; NaN if unknown.
         grad_norm: L2 norm of the gradients of its parameters; None if none had a gradient.
         grad_size: Number of elements of these gradients.
+        ranks_rms: Of the root mean square of its first output on each of several ranks.
     """
 
     module: Module
@@ -41,6 +42,7 @@ class LayerRecord:
     update_ratios: Sequence[float] = ()
     grad_norm: float | None = None
     grad_size: int = 0
+    ranks_rms: Spread | None = None
 
     @cached_property
     def output(self) -> TensorRecord | None:
@@ -101,6 +103,17 @@ class LayerRecord:
         return figure(total, lambda sketch: math.sqrt(max(sketch.mean, 0.0)))
 
     @property
+    def rank_spread(self) -> float | None:
+        """How much smaller the least RMS of an output on any rank is than the largest, 0 to 1.
+
+        None on one rank, and where one alone measured it or all have the same.
+        """
+        spread = self.ranks_rms
+        if spread is None or spread.low_rank == spread.high_rank:
+            return None
+        return 1.0 if math.isinf(spread.high) else 1 - spread.low / spread.high
+
+    @property
     def nonfinite_count(self) -> int | None:
         """Number of NaN and infinite elements in outputs, parameters and the gradients of both."""
         groups = (self.outputs, self.output_grads, self.weights, self.grads)
@@ -110,7 +123,7 @@ class LayerRecord:
 
 def layers_of(record: StepRecord) -> Iterator[LayerRecord]:
     """What was measured of each layer, in the order of ``record.layout.modules``."""
-    layout = record.layout
+    layout, ranks = record.layout, record.ranks
     outputs = _by_module(record.outputs)
     output_grads = _by_module(record.output_grads)
     parameters: dict[str, list[int]] = {}
@@ -134,6 +147,7 @@ def layers_of(record: StepRecord) -> Iterator[LayerRecord]:
             update_ratios=[record.update_ratios.get(name, math.nan) for name in weighed],
             grad_norm=float(record.module_grad_norms[row]) if with_grad else None,
             grad_size=sum(layout.parameters[index].size for index in with_grad),
+            ranks_rms=None if ranks is None else ranks.activation_rms.get(Output(module.name)),
         )
 
 

@@ -41,6 +41,7 @@ class Statistic:
         as_curve: Whether each layer has a curve of it in TensorBoard.
         as_spread: Whether its quantiles over all layers are curves there, under ``depth/``.
         zero_is_silent: Whether the curves skip points whose value is zero.
+        of_ranks: Whether only a run of several ranks has it.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Statistic:
     as_curve: bool = False
     as_spread: bool = False
     zero_is_silent: bool = False
+    of_ranks: bool = False
 
 
 def _of_output(of_finite: Callable[[Sketch], float]) -> Callable[[LayerRecord], float | None]:
@@ -201,6 +203,17 @@ STATISTICS = (
         as_curve=True,
     ),
     Statistic(
+        name="rank_spread",
+        title="Spread over ranks",
+        unit="share",
+        log=False,
+        description="How much smaller the activation RMS is on one of several ranks than on "
+        "another: 0 where all are alike.",
+        of=lambda layer: layer.rank_spread,
+        as_curve=True,
+        of_ranks=True,
+    ),
+    Statistic(
         name="nonfinite",
         title="Non-finite count",
         unit="elements",
@@ -215,9 +228,12 @@ STATISTICS = (
 PAGE_STATISTICS = tuple(statistic for statistic in STATISTICS if statistic.on_page)
 """What the Telemetry page and the commands show."""
 
-MATRIX_STATISTICS = tuple(s for s in PAGE_STATISTICS if not s.every_step)
+MATRIX_STATISTICS = tuple(s for s in PAGE_STATISTICS if not (s.every_step or s.of_ranks))
 """Columns of the matrix that a full step writes for the page. The page's other statistics are
 derived from the parameters' gradient norms of every step."""
+
+RANK_STATISTICS = tuple(s for s in PAGE_STATISTICS if s.of_ranks)
+"""Further columns, where several ranks write one run."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from telemetry.ranks.gathering import Gathering
-from telemetry.ranks.part import ranges_of
+from telemetry.ranks.part import named
 
 log = logging.getLogger("telemetry")
 
@@ -32,14 +32,14 @@ class Attendance:
         if back:
             self._back |= back
             log.warning(
-                "telemetry: from step %d on, the records hold what %s measured", step, _named(back)
+                "telemetry: from step %d on, the records hold what %s measured", step, named(back)
             )
         others = gathering.members - ranks - self._elsewhere
         if others:
             self._elsewhere |= others
             log.warning(
                 "telemetry: step %d was measured by %s, and not by %s; use the same every_n_steps "
-                "on all ranks", step, _named(ranks), _named(others),
+                "on all ranks", step, named(ranks), named(others),
             )  # fmt: skip
 
     def _tell_missed(
@@ -50,9 +50,5 @@ class Attendance:
             self._missed |= new
             log.warning(
                 "telemetry: from step %d on, the records hold %d of %d ranks: %s %s",
-                step, len(ranks), self._world_size, _named(new), reason,
+                step, len(ranks), self._world_size, named(new), reason,
             )  # fmt: skip
-
-
-def _named(ranks: frozenset[int] | set[int]) -> str:
-    return f"rank {next(iter(ranks))}" if len(ranks) == 1 else f"ranks {ranges_of(ranks)}"

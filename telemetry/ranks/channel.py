@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from telemetry.failures import Failures
@@ -26,7 +26,8 @@ from telemetry.ranks.attendance import Attendance
 from telemetry.ranks.gathering import Gathering, Merge, RunningClock
 from telemetry.ranks.inbox import Inbox
 from telemetry.ranks.meeting import Meeting, Search, most_levels
-from telemetry.ranks.part import Kind, News, Part
+from telemetry.ranks.part import Kind, Merged, News, Part
+from telemetry.ranks.places import Places, step_of
 from telemetry.ranks.raising import Agreement, Vote
 from telemetry.ranks.uplink import LAST_S, Uplink
 
@@ -38,25 +39,6 @@ CLOSE_S = 20.0
 BUSY_S, IDLE_S = 0.02, 0.2
 """How often a rank looks for what has arrived: while a step waits for others, and otherwise."""
 _LEAVE_S = 2.0
-_LAP = 2**44
-"""Twice the steps that a run may have."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Merged:
-    """What ranks measured at one step.
-
-    Attributes:
-        step: Its number.
-        phase: Name of a part of the run that is not training; empty for a step of training.
-        ranks: Whose measurements these are.
-        payload: The measurements, merged.
-    """
-
-    step: int
-    phase: str
-    ranks: frozenset[int]
-    payload: bytes
 
 
 class Channel:
@@ -104,13 +86,12 @@ class Channel:
         self._clock = RunningClock()
         self._now = 0.0
         self._given: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lap, self._last = 0, (-1, "")
+        self._places = Places()
         self._gathering: Gathering | None = None
         self._inbox: Inbox | None = None
         self._uplink: Uplink | None = None
         self._news, self._posted = News(), b""
         self._vote: Vote | None = None
-        self._answered = False
         self._attendance = Attendance(world_size)
         self._pid = os.getpid()
         self._closing = False
@@ -201,18 +182,8 @@ class Channel:
             self._uplink.outbox.greeting = Part(kind=Kind.JOINED, ranks=here).to_bytes()
 
     def _send(self, step: int, payload: bytes, phase: str) -> None:
-        place = 2 * step + (not phase)
-        # A run that goes back, or repeats a phase, begins another lap.
-        self._lap += place < self._last[0] or (place, phase) == self._last
-        self._last = place, phase
-        self._take(
-            Part(
-                place=self._lap * _LAP + place,
-                phase=phase,
-                ranks=frozenset({self._rank}),
-                payload=payload,
-            )
-        )
+        place, ranks = self._places.next(step, phase), frozenset({self._rank})
+        self._take(Part(place=place, phase=phase, ranks=ranks, payload=payload))
 
     def _take(self, part: Part) -> None:
         """Something from this rank or from below."""
@@ -232,7 +203,7 @@ class Channel:
                 self._uplink.put(part.to_bytes(), droppable=True)
                 continue
             with self._failures.contained("to record what the ranks measured"):
-                step = part.place % _LAP // 2
+                step = step_of(part.place)
                 if not part.phase:
                     self._attendance.check(step, part.ranks, gathering)
                 self._deliver(
@@ -252,9 +223,7 @@ class Channel:
         if self._inbox is not None:
             self._inbox.post(data)
         self._heard(news)  # first: the training thread may need it as soon as it goes on
-        if news.hold and not self._answered:
-            self._answered = True
-            held = self.agreement.hold()
+        if news.hold and (held := self.agreement.hold()) is not None:
             self._take(Part(kind=Kind.HELD, place=held, ranks=frozenset({self._rank})))
         if news.raise_at is not None:
             self.agreement.decide(news.raise_at)

@@ -49,13 +49,14 @@ class Checks:
         merged[:, 4] = np.add.reduceat(rows[:, 4], starts)
         return Checks(places=merged)
 
-    def differing(self) -> list[tuple[int, int, int]]:
-        """Parameters that are not equal: index, a rank that differs, and the rank it differs from.
+    def differing(self) -> list[tuple[int, int, int, int]]:
+        """Parameters that are not equal: index, a rank that differs, the rank it differs from, and
+        the number of the shard.
 
         The sum that most ranks have is taken for right, of several the lowest rank's. One row for
         each parameter, that of its lowest such rank.
         """
-        found: dict[int, tuple[int, int, int]] = {}
+        found: dict[int, tuple[int, int, int, int]] = {}
         shards = self.places[:, :2]
         if len(shards) < 2:
             return []
@@ -65,5 +66,5 @@ class Checks:
             right, *wrong = sorted(rows.tolist(), key=lambda row: (-row[4], row[3]))
             rank, index = min(row[3] for row in wrong), int(at[0])
             if index not in found or rank < found[index][1]:
-                found[index] = (index, rank, right[3])
+                found[index] = (index, rank, right[3], int(at[1]))
         return [found[index] for index in sorted(found)]

@@ -119,7 +119,7 @@ def _plain(part: RankPart, columns: _Columns) -> dict[str, Any]:
         "tensors": _plain_table(part.tensors, columns),
         "common": asdict(part.common),
         "phase": part.phase,
-        "full": part.full,
+        "measured": columns.add(_ranks(part.measured)),
         "scalars": {name: asdict(figure) for name, figure in part.scalars.items()},
         "own": {name: asdict(figure) for name, figure in part.own.items()},
         "hosts": {host: columns.add(_ranks(ranks)) for host, ranks in part.hosts.items()},
@@ -133,8 +133,9 @@ def _part(plain: Mapping[str, Any], body: memoryview) -> RankPart:
     bad, common = plain["first_nonfinite"], plain["common"]
     hosts = {host: frozenset(_array(body, at).tolist()) for host, at in plain["hosts"].items()}
     return RankPart(
-        **{name: plain[name] for name in ("step", "wall_time", "size", "phase", "full")},
+        **{name: plain[name] for name in ("step", "wall_time", "size", "phase")},
         ranks=frozenset(_array(body, plain["ranks"]).tolist()),
+        measured=frozenset(_array(body, plain["measured"]).tolist()),
         stages=tuple(_stage(stage, body) for stage in plain["stages"]),
         tensors=_table(plain["tensors"], body),
         common=Common(**common | {"learning_rates": tuple(common["learning_rates"])}),

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from telemetry.ranks.share import Reduction, Share, flat_index
-from telemetry.torch_ranks import active_ddp, calling_stage, flat_shard_group, fsdp_mesh
+from telemetry.torch_ranks import (
+    active_ddp,
+    calling_stage,
+    flat_shard_group,
+    fsdp_mesh,
+    ignored_by,
+    localized_spec,
+)
 
 _OF_DATA = (
     "dp",
@@ -94,6 +101,22 @@ def placed(tensor: Any) -> Placed:
     return placed_by(tensor.device_mesh, tensor.placements, tensor.dim())
 
 
+class _Spread(NamedTuple):
+    """A mesh, how a tensor is spread over it, and its number of axes."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    dims: int
+
+
+def _spread(tensor: Any) -> _Spread | None:
+    """That of a ``DTensor``, or of a parameter that was one; None for any other tensor."""
+    if is_dtensor(tensor):
+        return _Spread(tensor.device_mesh, tensor.placements, tensor.dim())
+    spec = localized_spec(tensor)
+    return None if spec is None else _Spread(spec.mesh, spec.placements, len(spec.shape))
+
+
 def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Placed:
     """How a local tensor lies in a whole one of so many axes."""
     copies: list[tuple[int, int]] = []
@@ -159,6 +182,9 @@ class Standing:
     same_data: Placed = field(default_factory=Placed)
     flat_shards_of: int | None = None
     _shares: dict[Hashable, Share] = field(default_factory=dict)
+    _plain: dict[int, Share] = field(default_factory=dict)  # of plain ones that nobody copies
+    _ignored: set[int] = field(default_factory=set)
+    _meshes: dict[int, Any] = field(default_factory=dict)
 
     def look_at(self, model: nn.Module) -> None:
         """Read from a model's parameters which dimensions of their meshes are given the same data.
@@ -172,9 +198,9 @@ class Standing:
         of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
         found: dict[str, tuple[int, int]] = {}
-        parameters: Iterable[Any] = model.parameters()
-        meshes = {id(p.device_mesh): p.device_mesh for p in parameters if is_dtensor(p)}
-        for mesh in meshes.values():
+        spreads = filter(None, map(_spread, model.parameters()))
+        self._meshes |= {id(spread.mesh): spread.mesh for spread in spreads}
+        for mesh in self._meshes.values():
             names = mesh.mesh_dim_names
             if names is None:
                 names = ("",) * mesh.ndim if not of_fsdp else ()
@@ -204,32 +230,39 @@ class Standing:
             tensor: It.
             index: Of the parameter; copies take turns in being measured.
         """
-        if not is_dtensor(tensor):
+        spread = _spread(tensor)
+        if spread is None:
+            if id(tensor) in self._ignored and self.replicas is not None:
+                self._plain[index] = Share(copy=self.replicas.first * self.size)
             return self.of_plain(index)
-        mesh, placements = tensor.device_mesh, tensor.placements
-        key = index, mesh, placements, tensor.dim()
-        share = self._shares.get(key)
+        share = self._shares.get((index, spread))
         if share is None:
-            first = int(min(mesh.mesh.flatten().tolist()))
-            where = placed_by(mesh, placements, tensor.dim())
-            share = where.share(first=first * self.size, turn=index)
-            if mesh.size() < self.size:  # ranks outside of the mesh may have copies of their own
+            first = int(min(spread.mesh.mesh.flatten().tolist()))
+            share = placed_by(*spread).share(first=first * self.size, turn=index)
+            if spread.mesh.size() < self.size:  # ranks outside of it may have copies of their own
                 share = replace(share, copies=0)
-            self._shares[key] = share
+            self._shares[index, spread] = share
+        if not is_dtensor(tensor):
+            self._plain[index] = share  # its gradient is plain, too, and does not know
         return share
 
     def of_plain(self, index: int) -> Share:
         """Which part this rank holds of a parameter that is no ``DTensor``."""
+        if index in self._plain:
+            return self._plain[index]
         if self.flat_shards_of is not None:
             return Share(copy=self.flat_shards_of * self.size)
         if self.replicas is None:
-            return Share(copy=self.rank * self.size, copies=0 if self.size > 1 else 1)
+            return Share(copy=self.rank * self.size, copies=0 if self.size > 1 else 1, shard=-1)
+        first = self.replicas.first
         where = Placed(copy=self.replicas.index, copies=self.replicas.count)
-        return where.share(first=self.replicas.first * self.size, turn=index)
+        # What other groups of DDP have may be another part: only copies in one group are compared.
+        return replace(where.share(first=first * self.size, turn=index), shard=first)
 
     def _take_replicas(self, wrapper: DistributedDataParallel) -> None:
         from torch import distributed
 
+        self._ignored = ignored_by(wrapper)
         group = wrapper.process_group
         ranks = sorted(distributed.get_process_group_ranks(group))
         self.replicas = Replicas(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import groupby
@@ -67,21 +67,36 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Merged:
+    """What ranks measured at one step.
+
+    Attributes:
+        step: Its number.
+        phase: Name of a part of the run that is not training; empty for a step of training.
+        ranks: Whose measurements these are.
+        payload: The measurements, merged.
+    """
+
+    step: int
+    phase: str
+    ranks: frozenset[int]
+    payload: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class News:
     """What the first rank tells all others; each version replaces the former.
 
     Attributes:
-        settings: Of the first rank's logger, as its owner writes them, such as its interval.
+        first_step: At which the first rank began; None before it has told.
         full_steps: Steps that are measured in full although the schedule does not name them.
-        end_at: The last step of the run; None while it goes on.
         hold: Whether every rank shall stop at the end of a step, since one is about to be chosen.
         raise_at: The step at whose end all raise; None if none is chosen.
         message: What they raise, as its owner writes it.
     """
 
-    settings: str = ""
+    first_step: int | None = None
     full_steps: tuple[int, ...] = ()
-    end_at: int | None = None
     hold: bool = False
     raise_at: int | None = None
     message: str = ""
@@ -102,6 +117,11 @@ def ranges_of(ranks: Iterable[int]) -> str:
         members = [rank for _, rank in run]
         runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
     return ",".join(runs)
+
+
+def named(ranks: Collection[int]) -> str:
+    """Likewise, for a message: ``rank 7``, ``ranks 0-3``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges_of(ranks)}"
 
 
 def ranks_of(ranges: str) -> frozenset[int]:

@@ -53,8 +53,10 @@ class Agreement:
         """Called instead when no step follows; likewise."""
         return self._holding and not self._over and self._is_reached(None)
 
-    def hold(self) -> int:
-        """Make the training thread stop at the end of its step; returns that step."""
+    def hold(self) -> int | None:
+        """Make the training thread stop at the end of its step; returns that step, once."""
+        if self._holding:
+            return None
         # The order matters: if the training thread passes the end of a step because it looks before
         # the first line, then it has noted that step before, and the second line sees it.
         self._holding = True

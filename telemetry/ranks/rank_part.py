@@ -48,9 +48,10 @@ class RankPart:
     addition. So a tree may merge in whatever order parts arrive.
 
     Attributes:
-        step, wall_time, phase, full: As in :class:`telemetry.records.StepRecord`.
+        step, wall_time, phase: As in :class:`telemetry.records.StepRecord`.
         size: How many ranks train together.
         ranks: Which of them this holds.
+        measured: Which of these measured the step in full.
         stages: Their parameters, one for each stage of a pipeline and each different layout.
         tensors: What was in their tensors.
         scalars: What the user logged.
@@ -70,13 +71,18 @@ class RankPart:
     tensors: TensorTable
     common: Common
     phase: str = ""
-    full: bool = False
+    measured: frozenset[int] = frozenset()
     scalars: Mapping[str, Figure] = field(default_factory=dict)
     own: Mapping[str, Figure] = field(default_factory=dict)
     hosts: Mapping[str, frozenset[int]] = field(default_factory=dict)
     nonfinite: int = 0
     first_nonfinite: Nonfinite | None = None
     not_known: frozenset[str] = frozenset()
+
+    @property
+    def full(self) -> bool:
+        """Whether a rank measured the step in full."""
+        return bool(self.measured)
 
 
 def merge(parts: Sequence[RankPart]) -> RankPart:
@@ -106,7 +112,7 @@ def merge(parts: Sequence[RankPart]) -> RankPart:
         wall_time=max(part.wall_time for part in parts),
         size=max(part.size for part in parts),
         ranks=ranks,
-        full=any(part.full for part in parts),
+        measured=frozenset().union(*(part.measured for part in parts)),
         stages=tuple(merge_stages(stages[key]) for key in sorted(stages)),
         tensors=TensorTable.merge_all([part.tensors for part in parts]),
         scalars=merge_figures(part.scalars for part in parts),

@@ -23,7 +23,8 @@ class Share:
         counts: Whether no rank that this one knows of has a lower copy; else it need not measure.
         piece: If units or channels are spread over ranks, which of the pieces this is, from 0.
         pieces: How many there are; 1 if each rank has all units.
-        shard: Which part of its copy this is, for telling whether two copies are equal.
+        shard: Which part of its copy this is, for telling whether two copies are equal; -1 if
+            nothing says that other ranks' are copies of it.
         reduction: How the values of the ranks of one copy become the tensor's, if what they hold is
             not part of it: a ``Partial`` of ``DTensor``.
         reduced: Over how many ranks that goes.

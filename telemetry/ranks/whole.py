@@ -214,14 +214,20 @@ def _facts(part: RankPart, joined: JoinedLayouts) -> RankFacts:
     return RankFacts(
         size=part.size,
         held=part.ranks,
+        measured=part.measured,
         scalars={name: f.spread for name, f in part.scalars.items() if f.spread is not None},
         step_s=None if step is None else step.spread,
         activation_rms=_spreads(part, joined, "outputs"),
         activation_grad_rms=_spreads(part, joined, "output_grads"),
         diverged=tuple(
-            Divergence(parameter=joined.layout.parameters[at[index]].name, rank=rank, other=other)
+            Divergence(
+                parameter=joined.layout.parameters[at[index]].name,
+                rank=rank,
+                other=other,
+                declared=shard >= 0,
+            )
             for stage, at in _of_stages(part, joined)
-            for index, rank, other in stage.checks.differing()
+            for index, rank, other, shard in stage.checks.differing()
         ),
         nonfinite=part.nonfinite,
         first_nonfinite=None if bad is None else (bad.rank, bad.where),

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.records.layout import Layout, norms_by_module
+from telemetry.records.ranks import RankFacts
 from telemetry.records.step import StepRecord
 
 
@@ -29,6 +30,7 @@ class LightSteps:
         grad_present: bool, likewise.
         learning_rates: float64, shape ``[n, groups]``.
         scalars: What the user logged for each.
+        ranks: As in each record; empty if these are the steps of one.
         loss_scale: The same at all of them, as are ``skipped`` and ``eval_mode``.
     """
 
@@ -39,6 +41,7 @@ class LightSteps:
     grad_present: NDArray[np.bool_]
     learning_rates: NDArray[np.float64]
     scalars: Sequence[Mapping[str, float]]
+    ranks: Sequence[RankFacts] = ()
     loss_scale: float | None = None
     skipped: bool = False
     eval_mode: bool = False
@@ -65,6 +68,7 @@ class LightSteps:
             grad_present=np.stack([record.grad_present for record in records]),
             learning_rates=np.array([record.learning_rates for record in records]),
             scalars=[record.scalars for record in records],
+            ranks=[record.ranks for record in records if record.ranks is not None],
             loss_scale=records[0].loss_scale,
             skipped=records[0].skipped,
             eval_mode=records[0].eval_mode,
@@ -126,6 +130,7 @@ class LightSteps:
             loss_scale=self.loss_scale,
             skipped=self.skipped,
             eval_mode=self.eval_mode,
+            ranks=self.ranks[index] if self.ranks else None,
         )
 
 
@@ -136,4 +141,5 @@ _OF_EACH_STEP = (
     "grad_present",
     "learning_rates",
     "scalars",
+    "ranks",
 )

@@ -33,11 +33,14 @@ class Divergence:
         parameter: Its name.
         rank: The lowest rank whose parameter differs from that of most.
         other: A rank that has what most have.
+        declared: Whether a ``DTensor`` or DDP says that they are copies; else they may be anything
+            of the same name.
     """
 
     parameter: str
     rank: int
     other: int
+    declared: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class RankFacts:
     Attributes:
         size: How many ranks train together.
         held: Which of them this record holds.
+        measured: Which of these measured the step in full.
         hosts: Names of the hosts of the ranks that are named here, as far as known.
         scalars: Of what the user logged.
         step_s: Of the seconds from the step before to this one; None if not known.
@@ -61,6 +65,7 @@ class RankFacts:
 
     size: int
     held: frozenset[int]
+    measured: frozenset[int] = frozenset()
     hosts: Mapping[int, str] = field(default_factory=dict)
     scalars: Mapping[str, Spread] = field(default_factory=dict)
     step_s: Spread | None = None

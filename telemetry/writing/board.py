@@ -13,7 +13,7 @@ from telemetry.events import summaries
 from telemetry.page_format import LAYOUT_PREFIX
 from telemetry.records import LightSteps, StepRecord
 from telemetry.tag_names import TOTAL_GRAD_NORM
-from telemetry.writing import custom_scalars, spread, tags
+from telemetry.writing import custom_scalars, rank_curves, spread, tags
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.learning_rates import LearningRates
 from telemetry.writing.page import PageWriter
@@ -65,6 +65,8 @@ class Board:
         rates_stay = self._rates.stay(steps)
         for index, total in enumerate(steps.total_grad_norms.tolist()):
             values = [summaries.scalar(TOTAL_GRAD_NORM, total)]
+            if steps.ranks:
+                values += rank_curves.values_of(steps.ranks[index])
             if not rates_stay:
                 record = steps.record(index)
                 yield self._rates.late_values(record)
@@ -79,6 +81,8 @@ class Board:
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """The values to write in an event with the record's step."""
         yield from tags.values_of(record)
+        if record.ranks is not None:
+            yield from rank_curves.values_of(record.ranks)
         yield from self._rates.values_of(record)
         yield from spread.values_of(record)
         yield from self._page.values_of(record)

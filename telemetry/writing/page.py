@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
-from telemetry.layers import MATRIX_STATISTICS, MISSING, table
+from telemetry.layers import MATRIX_STATISTICS, MISSING, RANK_STATISTICS, Statistic, table
 from telemetry.page_format import (
     EVENTS_PER_TAG,
     NORM_BLOCK_BYTES,
@@ -45,6 +45,7 @@ class PageWriter:
         self._first_session = self._session = session_id or new_session_id()
         self._restarts = 0
         self._layout: Layout | None = None
+        self._columns = MATRIX_STATISTICS
         self._layout_number = -1
         self._written: dict[ChunkKind, int] = {}
         self._matrix: NDArray[np.float32] | None = None
@@ -81,13 +82,14 @@ class PageWriter:
             yield from self._pending(record.step, in_new_tag=restarted)
             if restarted:
                 self._restart()
+            self._columns = MATRIX_STATISTICS + (RANK_STATISTICS if record.ranks else ())
             yield self._begin_layout(record.layout)
         self._last_step = record.step
         self._block.add(record.step, record.wall_time, _grad_norms(record))
         if record.full or self._block.is_due(record.wall_time):
             yield from self.pending_values()
         if record.full:
-            yield self._numbers("m", self._with_held(record, _matrix(record)))
+            yield self._numbers("m", self._with_held(record, _matrix(record, self._columns)))
 
     def goes_on(self, steps: LightSteps) -> bool:
         """Whether :meth:`values_of_light` may be asked about these: nothing new begins."""
@@ -143,7 +145,7 @@ class PageWriter:
         self._layout_number += 1
         self._written = {"m": 0, "n": 0}
         self._matrix = None
-        content = encode_layout(layout, MATRIX_STATISTICS)
+        content = encode_layout(layout, self._columns)
         tag = layout_tag(self._session, self._layout_number)
         return summaries.tensor(tag, content, PLUGIN_NAME)
 
@@ -192,10 +194,10 @@ class _NormBlock:
         return np.column_stack([distance, np.stack(rows)])
 
 
-def _matrix(record: StepRecord) -> NDArray[np.float32]:
-    """The :data:`MATRIX_STATISTICS`, shape ``[modules, statistics]``."""
+def _matrix(record: StepRecord, columns: Sequence[Statistic]) -> NDArray[np.float32]:
+    """Some statistics, shape ``[modules, statistics]``."""
     layers = table(record)
-    places = [layers.place[statistic.name] for statistic in MATRIX_STATISTICS]
+    places = [layers.place[statistic.name] for statistic in columns]
     return as_float32(np.where(layers.known, layers.values, MISSING)[:, places])
 
 

@@ -1,90 +1,60 @@
-"""Run on two ranks by test_logger_ranks.py: trains bare and with a ``HookLogger``."""
+"""Called on ranks by test_logger_ranks.py: trains bare and with a ``HookLogger``."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import signal
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+import training
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from twins import draw, seed
+from torch.utils.tensorboard import SummaryWriter
+from twins import Recorder, draw, seed
 
-from telemetry import Alert, HookLogger, TelemetryAlert
+from telemetry import Alert, HookLogger, Rule, TelemetryAlert
+from telemetry.ranks.channel import Channel
 from telemetry.records import StepRecord
 
-STEPS, BATCH, WIDTH = 9, 8, 6
 
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def plain(model: Any) -> nn.Module:
-    """Gradients are reduced by the loop."""
-    return model  # type: ignore[no-any-return]
-
-
-def fsdp(model: Any) -> nn.Module:
-    fully_shard(model[0])
-    return fully_shard(model)
-
-
-WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
-    "ddp": DistributedDataParallel,
-    "fsdp": fsdp,
-    "plain": plain,
-}
-
-
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(BATCH, WIDTH, generator=generator) for _ in range(STEPS)]
-
-
-def own(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def twins(rank: int, size: int, way: str, folder: Path, **options: Any) -> dict[str, Any]:
+    """What a bare training left behind and one that is logged."""
+    return {"bare": train(rank, size, way), "watched": train(rank, size, way, folder, **options)}
 
 
 def train(
-    way: str, log_dir: Path | None, rank: int = 0, size: int = 1, **options: Any
+    rank: int, size: int, way: str, log_dir: Path | None = None, **options: Any
 ) -> dict[str, Any]:
-    """What training left behind; ``way`` is ``alone`` in one process with the whole batch."""
+    """What training left behind; see :func:`training.setup`."""
     seed(0)
-    model = mlp() if way == "alone" else WRAPPERS[way](mlp())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    made = training.setup(way, rank, size)
+    optimizer = torch.optim.Adam(made.watched.parameters(), lr=0.01)
     logger = None
     if log_dir is not None:
-        logger = HookLogger(model, log_dir, every_n_steps=2, **options)
+        logger = HookLogger(made.watched, log_dir, every_n_steps=2, **options)
+    index, count = made.share
     losses = []
     with logger or nullcontext():
-        for batch in batches():
+        for batch in training.batches():
             optimizer.zero_grad()
-            loss = (model(batch.chunk(size)[rank]) - 1).square().mean()
-            loss.backward()
-            if way == "plain":
-                for parameter in model.parameters():
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= size  # type: ignore[operator]
-            losses.append(float(loss.detach()))
+            losses.append(made.run(batch.chunk(count)[index]))
+            if made.clips:
+                nn.utils.clip_grad_norm_(made.watched.parameters(), training.MAX_NORM)
             if logger is not None:
-                logger.log(loss=loss, own=rank)
+                own = {"own": rank} if losses[-1] is None else {"own": rank, "loss": losses[-1]}
+                logger.log(own)
             optimizer.step()
         if logger is not None:
             logger.log(accuracy=rank)
-    parameters = [own(p).detach().flatten().tolist() for p in model.parameters()]
-    return {"losses": losses, "parameters": parameters, "random": draw()}
+    return {"losses": losses, "parameters": parameters(made.watched), "random": draw()}
+
+
+def parameters(model: nn.Module) -> list[list[float]]:
+    return [training.own(p).detach().flatten().tolist() for p in model.parameters()]
 
 
 class AtStep:
@@ -103,7 +73,7 @@ class AtStep:
         ]  # fmt: skip
 
 
-def until_raised(log_dir: Path) -> dict[str, Any]:
+def until_raised(rank: int, size: int, log_dir: Path) -> dict[str, Any]:
     """Train until the alert is raised; a collective in each step holds the ranks together."""
     model = DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -113,65 +83,149 @@ def until_raised(log_dir: Path) -> dict[str, Any]:
             while step < 100_000:
                 step += 1
                 optimizer.zero_grad()
-                model(torch.randn(2, WIDTH)).square().mean().backward()
+                model(torch.randn(2, 6)).square().mean().backward()
                 optimizer.step()
     except TelemetryAlert as raised:
         return {"step": step, "kind": raised.alert.kind, "message": raised.alert.message}
     return {"step": None}
 
 
-def with_a_death(log_dir: Path, rank: int) -> dict[str, Any]:
-    """Rank 1 dies in the middle; the other has no collective, and goes on."""
-    seed(0)
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    logger = HookLogger(model, log_dir, every_n_steps=2)
-    for step, batch in enumerate(batches()):
-        if (step, rank) == (5, 1):
-            logger.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
+def tampered(rank: int, size: int, log_dir: Path) -> list[tuple[int, str]]:
+    """Train; the last rank changes a weight before step 50. Alerts of this rank."""
+    model = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, log_dir, every_n_steps=10) as logger:
+        for step in range(70):
+            if step == 50 and rank == size - 1:
+                with torch.no_grad():
+                    model.module[0].weight[0, 0] += 1e-6
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+        return [(a.step, a.message) for a in logger.alerts if a.kind == "ranks_diverge"]
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class OnceFull(Rule):
+    """Wants a full measurement, until there was one at a step that is not in the schedule."""
+
+    seen: StepRecord | None = None
+
+    @property
+    def wants_full(self) -> bool:
+        return self.seen is None
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        if record.full and record.step > 0 and self.seen is None:
+            self.seen = record
+        return ()
+
+
+def begun_late(rank: int, folder: str) -> None:
+    """For ``mp.spawn``: the process group comes after the loggers, one of them with a writer."""
+    merged, first = mlp(), mlp()
+    rule = OnceFull()
+    given = SummaryWriter(f"{folder}/merged") if rank == 0 else f"{folder}/merged"
+    logger = HookLogger(merged, given, every_n_steps=10**6, alerts=[rule])
+    other = HookLogger(first, f"{folder}/first", every_n_steps=2, ranks="first", alerts=())
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    for model in (merged, first):
+        train_until(model, lambda: rule.seen is not None)
+    with logger.phase("validation"), torch.no_grad():
+        merged(torch.full((3, 6), float(rank)))
+    logger.close()
+    other.close()
+    if rank == 0:
+        assert rule.seen is not None
+        ranks = rule.seen.ranks
+        assert ranks is not None
+        assert ranks.held == ranks.measured == {0, 1}
+        assert rule.seen.activations["0"].sketch.count == 2 * 4 * 8
+        given.close()  # type: ignore[union-attr]
+    dist.destroy_process_group()
+
+
+def train_until(model: nn.Module, is_done: Any) -> None:
+    """Train until the first rank says that it is done."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    done = torch.zeros(())
+    while not done:
         optimizer.zero_grad()
-        (model(batch) - 1).square().mean().backward()
+        model(torch.ones(4, 6)).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
         optimizer.step()
+        done.fill_(is_done())
+        dist.broadcast(done, 0)
+
+
+class Loner:
+    """Trains without collectives: whoever goes, the others can go on. All compute the same."""
+
+    def __init__(self, log_dir: Path | None, **options: Any) -> None:
+        seed(0)
+        self.model = mlp()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.recorder = Recorder()
+        self.step = 0
+        self.logger = None
+        if log_dir is not None:
+            self.logger = HookLogger(self.model, log_dir, alerts=[self.recorder], **options)
+
+    def go_on(self, end: int) -> None:
+        while self.step < end:
+            self.optimizer.zero_grad()
+            batch = torch.full((2, 6), 0.1 * self.step)
+            (self.model(batch) - 1).square().mean().backward()
+            self.optimizer.step()
+            self.step += 1
+
+    def left(self) -> Any:
+        return parameters(self.model), draw()
+
+
+loners: list[Loner] = []
+
+
+def begin(rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2) -> None:
+    """Waits as long for others as a test can."""
+    assert Channel.__init__.__kwdefaults__ is not None
+    Channel.__init__.__kwdefaults__["patience_s"] = 1.0
+    loners.append(Loner(log_dir, every_n_steps=every_n_steps))
+
+
+def go_on(rank: int, size: int, end: int) -> None:
+    """Train up to this step; on the first rank, wait until all that is merged."""
+    loners[-1].go_on(end)
+    if rank == 0 and loners[-1].logger is not None:
+        loners[-1].logger.flush()
+
+
+def expects(rank: int, size: int, other: int) -> None:
+    """Wait until the first rank waits for what another measured."""
+    logger = loners[-1].logger
+    assert logger is not None
+    channel = logger._run._ranks._channel  # type: ignore[union-attr]
+    while other not in channel._gathering.members:  # type: ignore[union-attr]
+        time.sleep(0.01)
+
+
+def end(rank: int, size: int) -> dict[str, Any]:
+    """What training left behind; how long the end took; and of each step whose measurements the
+    record says to hold, whose are in the full ones, and how many numbers these have."""
+    loner = loners.pop()
     began = time.monotonic()
-    logger.close(30.0)
+    if loner.logger is not None:
+        loner.logger.close()
     return {
         "close_s": time.monotonic() - began,
-        "parameters": [p.detach().flatten().tolist() for p in model.parameters()],
+        "left": loner.left(),
+        "held": [sorted(r.ranks.held) for r in loner.recorder.records if r.ranks],
+        "measured": [sorted(r.ranks.measured) for r in loner.recorder.records if r.ranks],
+        "counts": [r.activations["0"].sketch.count for r in loner.recorder.records if r.full],
     }
-
-
-def main(folder: Path, cases: list[str]) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    left: dict[str, Any] = {}
-    for case in cases:
-        way, _, ranks = case.partition("-")
-        if case == "raise":
-            left[case] = until_raised(folder / case)
-        elif case == "death":
-            dist.barrier()
-            (folder / f"{rank}.json").write_text(json.dumps(left))
-            left[case] = with_a_death(folder / case, rank)
-        else:
-            options = {"ranks": ranks} if ranks else {}
-            bare = train(way, None, rank, size)
-            left[case] = {
-                "bare": bare,
-                "watched": train(way, folder / case, rank, size, **options),
-            }
-    (folder / f"{rank}.json").write_text(json.dumps(left))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if "STORE" in os.environ:
-        rank = int(os.environ["RANK"])
-        store = dist.FileStore(os.environ["STORE"], 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    else:
-        dist.init_process_group("gloo")
-    main(Path(sys.argv[1]), sys.argv[2:])
-    if "STORE" not in os.environ:
-        dist.destroy_process_group()

@@ -8,18 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from members import Process, every, ranks, total
+from members import Process, every, meet, ranks, total
 
 PATIENT = 1000.0
 """Patience with which a test would not end if anybody waited for who is late."""
-
-
-def meet(processes: list[Process], folder: Path) -> None:
-    every(processes, "init", f"file://{folder}/rendezvous")
-
-
-def told(process: Process, words: str) -> int:
-    return process.log.read_text().count(words)
 
 
 def assert_silent(processes: list[Process]) -> None:
@@ -74,7 +66,7 @@ def test_a_rank_that_dies_is_missed_once(four: list[Process]) -> None:
     assert [step for step, *_ in seen] == list(range(300))
     three = [0, 1, 2]
     assert seen[5:] == [(s, three, total(three, s)) for s in range(5, 300)]
-    assert told(first, "from step 5 on, the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
+    assert first.told("from step 5 on, the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
     assert len(first.log.read_text().splitlines()) == 1
     assert max(every(four[:3], "close")) < 10
     assert [process.exit_code() for process in four[:3]] == [0] * 3
@@ -93,8 +85,8 @@ def test_a_rank_that_hangs_is_missed_and_comes_back(four: list[Process]) -> None
     first.do("expects", 3)
     every(four[:3], "send", range(10, 20))
     assert first.do("got", 19)[19] == (19, [0, 1, 2, 3], total(range(4), 19))
-    assert told(first, "the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
-    assert told(first, "the records hold what rank 3 measured") == 1
+    assert first.told("the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
+    assert first.told("the records hold what rank 3 measured") == 1
     assert max(every(four, "close")) < 10
 
 
@@ -108,8 +100,8 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_hold_nobody_up(
     seen = first.do("got", 39)
     assert [step for step, *_ in seen] == list(range(40))
     assert [members for _, members, _ in seen] == [[0, 1, 2], [0, 1], [0, 1], [0, 1]] * 10
-    assert told(first, "rank 3 made no HookLogger") == 1
-    assert told(first, "use the same every_n_steps") == 1
+    assert first.told("rank 3 made no HookLogger") == 1
+    assert first.told("use the same every_n_steps") == 1
     assert max(every(four[:3], "close")) < 10
 
 

@@ -2,57 +2,55 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import logging_ranks
 import pytest
 import torch
+import training
+from members import Process, every, meet, ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+from test_whole_records import OUTPUT_GRADS, single
+from torch import multiprocessing
 
-SCRIPT = Path(logging_ranks.__file__)
-MERGED = ["ddp", "fsdp", "plain"]
+MERGED = [
+    *((2, way) for way in ("ddp", "fsdp", "by hand", "tp", "sequence", "pipeline")),
+    *((4, way) for way in ("hsdp", "fsdp tp", "ddp tp", "ddp tp inside", "experts")),
+]
 
-
-def launch(folder: Path, *cases: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks by ``torchrun``."""
-    path = os.pathsep.join(map(str, [SCRIPT.parents[2], SCRIPT.parents[1], SCRIPT.parent]))
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         "--max-restarts=0", str(SCRIPT), str(folder), *cases],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+CLIPPING_UNKNOWN = ["by hand", "experts", "pipeline", "ddp tp", "ddp tp inside"]
+"""Gradients change after the backward pass, or nobody knows then whose they are."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks wrote and left behind, one case after the other."""
-    folder = tmp_path_factory.mktemp("ranks")
-    done = launch(folder, *MERGED, "plain-each", "plain-first", "raise")
-    (folder / "told").write_text(done.stderr)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert "telemetry failed" not in done.stderr
-    return folder
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, two_ranks: list[Process], four_ranks: list[Process]
+) -> dict[tuple[int, str], tuple[Path, list[Any]]]:
+    """By number of ranks and way of training, the run that they wrote and what they left behind."""
+    folder, groups = tmp_path_factory.mktemp("runs"), {2: two_ranks, 4: four_ranks}
+    runs = {}
+    for size, way in MERGED:
+        run = folder / f"{size} {way}"
+        left = every(groups[size], "call", logging_ranks.twins, way, run)
+        runs[size, way] = run, left
+    return runs
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The run of one process with the whole batch, and what it left behind."""
-    folder = tmp_path_factory.mktemp("alone")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """The runs of one process with the whole batch, and what it left behind."""
+    runs = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    left = logging_ranks.train("alone", folder)
+    for way in ("alone", "alone unclipped", "alone experts"):
+        folder = tmp_path_factory.mktemp("alone")
+        runs[way] = folder, logging_ranks.train(0, 1, way, folder)
     torch.set_num_threads(threads)
-    return folder, left
-
-
-def left_by(folder: Path, case: str) -> list[Any]:
-    return [json.loads((folder / f"{rank}.json").read_text())[case] for rank in range(2)]
+    return runs
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -64,94 +62,186 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+def histogram_counts(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """How many numbers each histogram has."""
+    events = EventAccumulator(str(run), size_guidance={"tensors": 0})
+    events.Reload()
+    return {
+        tag: [(e.step, make_ndarray(e.tensor_proto)[:, 2].sum()) for e in events.Tensors(tag)]
+        for tag in events.Tags()["tensors"]
+        if events.SummaryMetadata(tag).plugin_data.plugin_name == "histograms"
+    }
+
+
 def files_of(run: Path) -> list[str]:
     return sorted(path.name for path in run.glob("**/events.out.*"))
 
 
-@pytest.mark.parametrize("case", [*MERGED, "plain-each", "plain-first"])
-def test_training_is_left_alone_on_every_rank(folder: Path, case: str) -> None:
-    for rank in left_by(folder, case):
+@pytest.mark.parametrize(("size", "way"), MERGED)
+def test_training_is_left_alone_on_every_rank(trained: Any, size: int, way: str) -> None:
+    for rank in trained[size, way][1]:
         assert rank["bare"] == rank["watched"]
 
 
-@pytest.mark.parametrize("case", MERGED)
-def test_the_run_is_that_of_one_process(
-    folder: Path, alone: tuple[Path, dict[str, Any]], case: str
-) -> None:
-    run = folder / case
+@pytest.mark.parametrize(("size", "way"), MERGED)
+def test_the_run_is_that_of_one_process(trained: Any, alone: Any, size: int, way: str) -> None:
+    run = trained[size, way][0]
+    one_process = alone[single(way)][0]
     assert len(files_of(run)) == 1
-    got, wanted = scalars(run), scalars(alone[0])
-    assert set(wanted) <= set(got)
+    got, wanted = scalars(run), scalars(one_process)
     for tag, points in wanted.items():
-        if tag in ("own", "accuracy"):
+        if tag in ("own", "accuracy") or ("clipp" in tag and way in CLIPPING_UNKNOWN):
             continue
-        if case == "plain" and "clipp" in tag:
-            continue  # nothing says that the loop adds gradients up after its backward pass
         assert [step for step, _ in got[tag]] == [step for step, _ in points], tag
-        # Each rank's backward is called with the mean over its half of the batch.
-        scale = 2 if tag.startswith("activation_grad") else 1
+        # Each rank's backward is called with the mean over its part of the batch.
+        scale = OUTPUT_GRADS.get(way, size) if tag.startswith("activation_grad") else 1
         values = [value / scale for _, value in got[tag]]
         assert values == pytest.approx([value for _, value in points], rel=1e-5, abs=1e-7), tag
+    counts = histogram_counts(run)
+    assert len(counts) > 20
+    assert counts == histogram_counts(one_process)
 
 
-@pytest.mark.parametrize("case", MERGED)
-def test_what_was_logged_is_the_mean_over_ranks(folder: Path, case: str) -> None:
-    losses = [rank["watched"]["losses"] for rank in left_by(folder, case)]
-    got = scalars(folder / case)
-    steps = range(logging_ranks.STEPS)
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "by hand"])
+def test_what_was_logged_is_the_mean_over_ranks(trained: Any, way: str) -> None:
+    run, left = trained[2, way]
+    losses = [rank["watched"]["losses"] for rank in left]
+    got = scalars(run)
+    steps = range(training.STEPS)
     means = [(losses[0][step] + losses[1][step]) / 2 for step in steps]
     assert [step for step, _ in got["loss"]] == list(steps)
     assert [value for _, value in got["loss"]] == pytest.approx(means, rel=1e-6)
     assert got["own"] == [(step, 0.5) for step in steps]
-    assert got["accuracy"] == [(logging_ranks.STEPS, 0.5)]
+    assert got["accuracy"] == [(training.STEPS, 0.5)]
+    for name, pick in {"min": min, "max": max}.items():
+        found = [pick((losses[rank][step], rank) for rank in range(2)) for step in steps]
+        assert got[f"rank_spread/loss/{name}"] == [
+            (step, pytest.approx(value)) for step, (value, _) in enumerate(found)
+        ]
+        assert got[f"rank_spread/loss/{name}_rank"] == [
+            (step, rank) for step, (_, rank) in enumerate(found)
+        ]
+    assert [step for step, _ in got["rank_time/slowest"]] == list(steps)[1:]
+    assert len([tag for tag in got if tag.startswith("rank_spread/0")]) == 9
 
 
-def test_each_rank_writes_its_own_run(folder: Path) -> None:
-    losses = [rank["watched"]["losses"] for rank in left_by(folder, "plain-each")]
-    run = folder / "plain-each"
-    assert sorted(path.name for path in run.iterdir()) == ["rank-0000", "rank-0001"]
+def test_each_rank_writes_its_own_run(two_ranks: list[Process], tmp_path: Path) -> None:
+    left = every(two_ranks, "call", logging_ranks.twins, "by hand", tmp_path, ranks="each")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0000", "rank-0001"]
     for rank in range(2):
-        assert len(files_of(run / f"rank-000{rank}")) == 1
-        got = [value for _, value in scalars(run / f"rank-000{rank}")["loss"]]
-        assert got == pytest.approx(losses[rank])
+        run = tmp_path / f"rank-000{rank}"
+        assert left[rank]["bare"] == left[rank]["watched"]
+        assert len(files_of(run)) == 1
+        got = [value for _, value in scalars(run)["loss"]]
+        assert got == pytest.approx(left[rank]["watched"]["losses"])
 
 
-def test_the_first_rank_alone_writes(folder: Path) -> None:
-    losses = left_by(folder, "plain-first")[0]["watched"]["losses"]
-    run = folder / "plain-first"
-    assert len(files_of(run)) == 1
-    assert [value for _, value in scalars(run)["loss"]] == pytest.approx(losses)
-    assert scalars(run)["own"][0] == (0, 0.0)
+def test_the_first_rank_alone_writes(two_ranks: list[Process], tmp_path: Path) -> None:
+    left = every(two_ranks, "call", logging_ranks.twins, "by hand", tmp_path, ranks="first")
+    assert [rank["bare"] == rank["watched"] for rank in left] == [True, True]
+    assert len(files_of(tmp_path)) == 1
+    got = scalars(tmp_path)
+    assert [value for _, value in got["loss"]] == pytest.approx(left[0]["watched"]["losses"])
+    assert got["own"][0] == (0, 0.0)
 
 
-def test_all_ranks_raise_at_the_same_step(folder: Path) -> None:
-    first, second = left_by(folder, "raise")
+def test_all_ranks_raise_at_the_same_step(two_ranks: list[Process], tmp_path: Path) -> None:
+    first, second = every(two_ranks, "call", logging_ranks.until_raised, tmp_path)
     assert first == second
     assert first["kind"] == "told"
     assert first["message"] == "A rule said so."
     assert first["step"] >= 3
 
 
-def test_a_rank_that_dies_costs_the_others_nothing(
-    tmp_path: Path, alone: tuple[Path, dict[str, Any]]
+def test_a_weight_that_changes_on_one_rank_is_named(
+    two_ranks: list[Process], tmp_path: Path
 ) -> None:
-    """With an agent each, for one agent for both would end the other."""
-    store = tmp_path / "store"
-    path = os.pathsep.join(map(str, [SCRIPT.parents[2], SCRIPT.parents[1], SCRIPT.parent]))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path), "death"],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RANK": str(rank),
-                 "WORLD_SIZE": "2", "STORE": str(store)},
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    told = [process.communicate(timeout=200)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, -9], told
-    left = json.loads((tmp_path / "0.json").read_text())["death"]
-    assert left["parameters"] == alone[1]["parameters"]
-    assert left["close_s"] < 34
-    assert told[0].count("the records hold 1 of 2 ranks") == 1, told[0]
-    steps = [step for step, _ in scalars(tmp_path / "death")["grad_norm/total"]]
-    assert steps == list(range(logging_ranks.STEPS))
+    (alert,), others = every(two_ranks, "call", logging_ranks.tampered, tmp_path)
+    step, message = alert
+    assert 50 <= step <= 60
+    assert message.startswith("0.weight on rank 1 (")
+    assert others == []
+
+
+def test_loggers_may_be_made_before_the_process_group(tmp_path: Path) -> None:
+    multiprocessing.start_processes(  # which mp.spawn is, with another start method
+        logging_ranks.begun_late, args=(str(tmp_path),), nprocs=2, start_method="forkserver"
+    )
+    assert [len(files_of(tmp_path / name)) for name in ("merged", "first")] == [1, 1]
+    got = scalars(tmp_path / "merged")
+    steps = [step for step, _ in got["grad_norm/total"]]
+    assert steps == list(range(len(steps)))
+    assert [value for _, value in got["validation/activation_mean/0000.0"]] != []
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[Process]]:
+    """Three ranks whose training needs nobody else."""
+    with ranks(tmp_path, 3) as processes:
+        meet(processes, tmp_path)
+        yield processes
+
+
+def bare(steps: int) -> Any:
+    """What such a training leaves behind without a logger."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    loner = logging_ranks.Loner(None)
+    loner.go_on(steps)
+    torch.set_num_threads(threads)
+    return loner.left()
+
+
+def test_ranks_that_hang_or_die_cost_the_others_nothing(
+    three: list[Process], tmp_path: Path
+) -> None:
+    first, second, third = three
+    every(three, "call", logging_ranks.begin, tmp_path / "run")
+    every(three, "call", logging_ranks.go_on, 4)
+    second.signal(signal.SIGSTOP)
+    every([third, first], "call", logging_ranks.go_on, 8)
+    second.signal(signal.SIGCONT)
+    second.do("call", logging_ranks.go_on, 8)
+    first.do("call", logging_ranks.expects, 1)
+    every([third, second, first], "call", logging_ranks.go_on, 12)
+    third.signal(signal.SIGKILL)
+    every([second, first], "call", logging_ranks.go_on, 16)
+    left = every([first, second], "call", logging_ranks.end)
+    assert [rank["left"] for rank in left] == [bare(16)] * 2
+    assert max(rank["close_s"] for rank in left) < 20
+    held = [[0, 1, 2], [0, 2], [0, 1, 2], [0, 1]]
+    assert left[0]["held"] == [ranks for ranks in held for _ in range(4)]
+    assert left[0]["counts"] == [2 * 8 * len(ranks) for ranks in held for _ in range(2)]
+    for told in (
+        "from step 4 on, the records hold 2 of 3 ranks: rank 1 sent nothing in time",
+        "from step 8 on, the records hold what rank 1 measured",
+        "from step 12 on, the records hold 2 of 3 ranks: rank 2 sent nothing in time",
+    ):
+        assert first.told(told) == 1, first.log.read_text()
+    assert first.told("telemetry:") == 3, first.log.read_text()
+    steps = [step for step, _ in scalars(tmp_path / "run")["grad_norm/total"]]
+    assert steps == list(range(16))
+
+
+def test_a_rank_without_a_logger_and_one_with_another_interval_are_told_of(
+    three: list[Process], tmp_path: Path
+) -> None:
+    first, second, third = three
+    for process, log_dir, every_n_steps in zip(
+        three, (tmp_path / "run", tmp_path / "run", None), (2, 3, 2), strict=True
+    ):
+        process.do("call", logging_ranks.begin, log_dir, every_n_steps)
+    every([third, second, first], "call", logging_ranks.go_on, 7)
+    left = every([third, second, first], "call", logging_ranks.end)
+    assert [rank["left"] for rank in left] == [bare(7)] * 3
+    assert max(rank["close_s"] for rank in left) < 20
+    assert left[2]["held"] == [[0, 1]] * 7
+    measured: list[list[int]] = [[0, 1], [], [0], [1], [0], [], [0, 1]]
+    assert left[2]["measured"] == measured
+    assert left[2]["counts"] == [2 * 8 * len(ranks) for ranks in measured if ranks]
+    for told in (
+        "from step 0 on, the records hold 2 of 3 ranks: rank 2 made no HookLogger",
+        "step 2 was measured in full by rank 0 and not by rank 1; use the same every_n_steps",
+    ):
+        assert first.told(told) == 1, first.log.read_text()
+    assert first.told("telemetry:") == 2, first.log.read_text()

@@ -114,13 +114,13 @@ def test_what_was_logged_is_the_mean_over_the_ranks_that_logged_it() -> None:
     ("sums", "expected"),
     [
         ([5, 5, 5, 5], []),
-        ([5, 5, 6, 5], [(0, 2, 0)]),
-        ([6, 5, 5, 5], [(0, 0, 1)]),
-        ([5, 6], [(0, 1, 0)]),
+        ([5, 5, 6, 5], [(0, 2, 0, 0)]),
+        ([6, 5, 5, 5], [(0, 0, 1, 0)]),
+        ([5, 6], [(0, 1, 0, 0)]),
     ],
 )
 def test_the_copy_that_differs_from_most_is_named(
-    sums: list[int], expected: list[tuple[int, int, int]]
+    sums: list[int], expected: list[tuple[int, int, int, int]]
 ) -> None:
     checks = [Checks.of(rank, [(0, 0, total), (1, 0, 9)]) for rank, total in enumerate(sums)]
     forth, back = checks[0], checks[-1]

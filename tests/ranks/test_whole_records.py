@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import training
+from members import Process, every
 from numpy.typing import NDArray
 
 from telemetry.alerts.ranks_diverge import RanksDiverge
@@ -28,8 +26,6 @@ from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.sketch import LAST_BUCKET
 from telemetry.testing import alerts_of
 
-TESTS = Path(__file__).parents[1]
-
 ON_TWO = [
     "ddp",
     "ddp inside",
@@ -39,68 +35,73 @@ ON_TWO = [
     "sequence",
     "pipeline",
     "fsdp1",
+    "experts",
     "ddp, tampered",
     "ddp, poisoned",
 ]
-ON_FOUR = ["hsdp", "fsdp tp", "fsdp", "hsdp, tampered"]
-UNCLIPPED = ["tp", "pipeline", "fsdp1"]
+ON_FOUR = ["hsdp", "fsdp tp", "ddp tp", "fsdp", "experts", "hsdp, tampered"]
+UNCLIPPED = ["tp", "pipeline", "fsdp1", "ddp tp", "ddp tp inside"]
 CLIPPED = ["ddp", "fsdp", "sequence", "hsdp", "fsdp tp"]  # after gradients were reduced
 WAYS = [(2, name) for name in ON_TWO] + [(4, name) for name in ON_FOUR]
 HEALTHY = [way for way in WAYS if "," not in way[1]]
-OUTPUT_GRADS = {"tp": 1, "sequence": 1, "fsdp tp": 2, "pipeline": 2}
+OUTPUT_GRADS = {"tp": 1, "sequence": 1, "fsdp tp": 2, "ddp tp": 2, "pipeline": 2}
+OUTPUT_GRADS["ddp tp inside"] = 2
 """How many times as large outputs' gradients are, if not as many times as there are ranks: each is
 that of the mean over the part of the batch that a backward pass was called with."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Parts of all ranks, after two have trained by ``torchrun`` and four by ``mp.spawn``."""
-    folder = tmp_path_factory.mktemp("ranks")
-    path = ":".join(map(str, (TESTS.parent, TESTS, TESTS / "ranks")))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    spawn = (
-        "import sys, torch.multiprocessing as mp, training\n"
-        "if __name__ == '__main__':\n"
-        "    mp.spawn(training.spawned, args=(4, sys.argv[1], sys.argv[2:]), nprocs=4)\n"
-    )
-    (folder / "spawn.py").write_text(spawn)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for command, names in (
-        ([*torchrun, str(TESTS / "ranks" / "training.py")], ON_TWO),
-        ([str(folder / "spawn.py")], ON_FOUR),
-    ):
-        done = subprocess.run(
-            [sys.executable, *command, str(folder), *names],
-            env=environment, capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-6000:]
-        assert "telemetry failed" not in done.stderr
-    return folder
+def single(way: str) -> str:
+    """The training of one process that computes the same."""
+    if way == "experts":
+        return "alone experts"
+    return "alone unclipped" if way in UNCLIPPED else "alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The folder that holds the parts of all ranks, and what each training left on each rank."""
+
+    folder: Path
+    left: dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[bool, tuple[dict[str, Any], list[StepRecord]]]:
-    """What one process saw with the whole batch, and its records; with clipping and without."""
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, two_ranks: list[Process], four_ranks: list[Process]
+) -> Trained:
+    """What two ranks and four ranks have trained."""
+    folder = tmp_path_factory.mktemp("parts")
+    left = {
+        len(processes): every(processes, "call", training.run, folder, names)
+        for processes, names in ((two_ranks, ON_TWO), (four_ranks, ON_FOUR))
+    }
+    return Trained(folder=folder, left=left)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, tuple[dict[str, Any], list[StepRecord]]]:
+    """What one process saw with the whole batch, and its records."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     runs = {}
-    for clips, name in ((True, "alone"), (False, "alone unclipped")):
+    for name in ("alone", "alone unclipped", "alone experts"):
         left, records, _ = training.train(name, 0, 1, watch=True)
-        runs[clips] = left, records
+        runs[name] = left, records
     torch.set_num_threads(threads)
     return runs
 
 
-def parts_of(folder: Path, size: int, name: str, step: int) -> list[RankPart]:
-    return [decode((folder / f"{size}-{name}-{step}-{rank}").read_bytes()) for rank in range(size)]
+def parts_of(trained: Trained, size: int, name: str, step: int) -> list[RankPart]:
+    paths = [trained.folder / f"{size}-{name}-{step}-{rank}" for rank in range(size)]
+    return [decode(path.read_bytes()) for path in paths]
 
 
-def merged(folder: Path, size: int, name: str) -> list[StepRecord]:
+def merged(trained: Trained, size: int, name: str) -> list[StepRecord]:
     """By a tree of random shape, with encoding and decoding on the way."""
     whole, records = Whole(), []
     dice = random.Random(f"{size} {name}")
     for step in range(training.STEPS):
-        parts = parts_of(folder, size, name, step)
+        parts = parts_of(trained, size, name, step)
         while len(parts) > 1:
             dice.shuffle(parts)
             parts = [decode(encode(merge(parts[:2]))), *parts[2:]]
@@ -110,26 +111,25 @@ def merged(folder: Path, size: int, name: str) -> list[StepRecord]:
     return records
 
 
-def told(folder: Path, size: int, name: str) -> list[dict[str, Any]]:
-    texts = [(folder / f"{size}-{rank}.json").read_text() for rank in range(size)]
-    return [json.loads(text)[name] for text in texts]
+def told(trained: Trained, size: int, name: str) -> list[dict[str, Any]]:
+    return [left[name] for left in trained.left[size]]
 
 
 @pytest.mark.parametrize(("size", "name"), WAYS)
-def test_training_is_left_alone_on_every_rank(folder: Path, size: int, name: str) -> None:
-    for rank in told(folder, size, name):
+def test_training_is_left_alone_on_every_rank(trained: Trained, size: int, name: str) -> None:
+    for rank in told(trained, size, name):
         assert json.dumps(rank["bare"]) == json.dumps(rank["watched"])  # NaN included
 
 
 @pytest.mark.parametrize(("size", "name"), HEALTHY)
 def test_the_whole_record_is_that_of_one_process(
-    folder: Path,
-    alone: dict[bool, tuple[dict[str, Any], list[StepRecord]]],
+    trained: Trained,
+    alone: dict[str, tuple[dict[str, Any], list[StepRecord]]],
     size: int,
     name: str,
 ) -> None:
-    left, expected = alone[name not in UNCLIPPED]
-    for got, wanted in zip(merged(folder, size, name), expected, strict=True):
+    left, expected = alone[single(name)]
+    for got, wanted in zip(merged(trained, size, name), expected, strict=True):
         assert (got.step, got.full) == (wanted.step, wanted.full)
         assert got.ranks is not None
         assert got.ranks.held == frozenset(range(size))
@@ -195,10 +195,10 @@ def dense(record: TensorRecord) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize(("size", "name"), [way for way in HEALTHY if way[1] in CLIPPED])
 def test_the_norm_before_clipping_is_what_clipping_returns(
-    folder: Path, size: int, name: str
+    trained: Trained, size: int, name: str
 ) -> None:
-    returned = told(folder, size, name)[0]["watched"]["norms"]
-    for record in merged(folder, size, name):
+    returned = told(trained, size, name)[0]["watched"]["norms"]
+    for record in merged(trained, size, name):
         if record.full:
             expected = pytest.approx(returned[record.step], rel=1e-5)
             assert record.total_grad_norm_before_clipping == expected
@@ -207,9 +207,9 @@ def test_the_norm_before_clipping_is_what_clipping_returns(
 
 @pytest.mark.parametrize(("size", "name"), [(2, "ddp, tampered"), (4, "hsdp, tampered")])
 def test_a_parameter_that_was_changed_on_one_rank_is_named(
-    folder: Path, size: int, name: str
+    trained: Trained, size: int, name: str
 ) -> None:
-    records = merged(folder, size, name)
+    records = merged(trained, size, name)
     (alert,) = alerts_of(records, [RanksDiverge()])
     assert (alert.kind, alert.step) == ("ranks_diverge", 2)
     assert alert.module_name == "blocks.0.norm"
@@ -221,21 +221,21 @@ def test_a_parameter_that_was_changed_on_one_rank_is_named(
     )
 
 
-def test_a_rank_whose_batch_alone_is_bad_is_named(folder: Path) -> None:
-    alerts = alerts_of(merged(folder, 2, "ddp, poisoned"), [RanksDiverge()])
+def test_a_rank_whose_batch_alone_is_bad_is_named(trained: Trained) -> None:
+    alerts = alerts_of(merged(trained, 2, "ddp, poisoned"), [RanksDiverge()])
     assert [(alert.step, alert.stage) for alert in alerts] == [(2, "begin")]
     assert "on rank 1 (" in alerts[0].message
     assert "alone, first seen in the output of blocks.0.norm" in alerts[0].message
 
 
 @pytest.mark.parametrize(("size", "name"), HEALTHY)
-def test_ranks_that_agree_are_silent(folder: Path, size: int, name: str) -> None:
-    assert alerts_of(merged(folder, size, name), [RanksDiverge()]) == []
+def test_ranks_that_agree_are_silent(trained: Trained, size: int, name: str) -> None:
+    assert alerts_of(merged(trained, size, name), [RanksDiverge()]) == []
 
 
-def test_the_spread_over_ranks_says_whose_the_extremes_are(folder: Path) -> None:
-    losses = [rank["watched"]["losses"] for rank in told(folder, 2, "ddp")]
-    for step, record in enumerate(merged(folder, 2, "ddp")):
+def test_the_spread_over_ranks_says_whose_the_extremes_are(trained: Trained) -> None:
+    losses = [rank["watched"]["losses"] for rank in told(trained, 2, "ddp")]
+    for step, record in enumerate(merged(trained, 2, "ddp")):
         assert record.ranks is not None
         spread = record.ranks.scalars["loss"]
         low, high = sorted((losses[rank][step], rank) for rank in range(2))
@@ -247,9 +247,9 @@ def test_the_spread_over_ranks_says_whose_the_extremes_are(folder: Path) -> None
             assert {rms.low_rank, rms.high_rank} == {0, 1}
 
 
-def test_copies_take_turns_in_being_measured(folder: Path) -> None:
+def test_copies_take_turns_in_being_measured(trained: Trained) -> None:
     """Under DDP the ranks share parameters and gradients, and each measures its own outputs."""
-    parts = parts_of(folder, 2, "ddp", 0)
+    parts = parts_of(trained, 2, "ddp", 0)
     weights = [{row.name for row in p.tensors.rows if row.kind == "weights"} for p in parts]
     assert weights[0] & weights[1] == set()
     assert {len(names) for names in weights} == {7}
@@ -257,8 +257,8 @@ def test_copies_take_turns_in_being_measured(folder: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_a_rank_that_is_missing_is_said_to_be(folder: Path) -> None:
-    record = Whole().record(merge(parts_of(folder, 4, "fsdp", 0)[:3]))
+def test_a_rank_that_is_missing_is_said_to_be(trained: Trained) -> None:
+    record = Whole().record(merge(parts_of(trained, 4, "fsdp", 0)[:3]))
     assert record is not None
     assert record.ranks is not None
     assert record.ranks.missing == (3,)

@@ -1,13 +1,10 @@
-"""Run on several ranks by test_whole_records.py: trains bare and watched, and keeps the parts.
+"""Called on several ranks by test_whole_records.py: trains bare and watched, and keeps the parts.
 
 Every way of training is that of :func:`train` in one process, and computes the same.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -41,6 +39,7 @@ from telemetry.schedule import FullSteps, every
 from telemetry.selection import Selection
 
 STEPS, BATCH, LENGTH, WIDTH, CLASSES = 5, 8, 4, 8, 3
+EXPERTS = 6
 MAX_NORM = 0.05
 
 
@@ -69,6 +68,41 @@ class Net(nn.Module):
         for block in self.blocks.values():
             x = block(x)
         return x if self.head is None else self.head(x)
+
+
+class Experts(nn.Module):
+    """Every expert takes every token; in a group, each rank has some of the experts."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return self.mixture(x)
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        own = [x if other == rank else torch.zeros_like(x) for other in range(size)]
+        every = all_reduce(torch.cat(own), group=self.group)
+        mixed: Tensor = all_reduce(self.mixture(every), group=self.group)
+        return mixed.chunk(size)[rank]
+
+    def mixture(self, x: Tensor) -> Tensor:
+        return torch.einsum("bli,eio->elbo", x, own(self.weight)).relu().sum(0).transpose(0, 1)
+
+
+class Mixture(nn.Module):
+    """Experts between two layers that every rank has."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = Experts(group)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.experts(self.first(x)))
+        return out
 
 
 @dataclass
@@ -127,13 +161,22 @@ def setup(name: str, rank: int, size: int) -> Setup:
         tensor_parallel(model, mesh, in_sequence=name == "sequence")
         # PyTorch does not clip DTensors and others together.
         return Setup(model, (0, 1), plainly(model), clips=name == "sequence")
-    if name == "fsdp tp":
+    if name in ("fsdp tp", "ddp tp", "ddp tp inside"):
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
         data = mesh["dp"]
         tensor_parallel(model, mesh["tp"], in_sequence=True)
+        share = data.get_local_rank(), 2
+        if name != "fsdp tp":
+            wrapped = DistributedDataParallel(model, device_mesh=data)
+            watched = model if name == "ddp tp inside" else wrapped
+            return Setup(watched, share, plainly(wrapped), clips=False)
         fully_shard(model.blocks["0"], mesh=data)
         fully_shard(model, mesh=data)
-        return Setup(model, (data.get_local_rank(), 2), plainly(model))
+        return Setup(model, share, plainly(model))
+    if name == "alone experts":
+        return Setup(mixture := Mixture(), (0, 1), plainly(mixture), clips=False)
+    if name == "experts":
+        return experts(rank, size)
     assert name == "pipeline"
     return pipeline(model, rank, size)
 
@@ -148,6 +191,27 @@ def by_hand(model: nn.Module, size: int) -> Callable[[Tensor], float]:
         return loss
 
     return run
+
+
+def experts(rank: int, size: int) -> Setup:
+    """Experts are spread over two ranks, and copied where there are more."""
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "ep"))
+    model = Mixture(mesh["ep"].get_group())
+    shards = distribute_tensor(model.experts.weight, mesh["ep"], [Shard(0)])
+    model.experts.weight = nn.Parameter(shards)
+
+    def run(batch: Tensor) -> float:
+        loss = plainly(model)(batch)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            is_expert = parameter is model.experts.weight
+            dist.all_reduce(
+                own(parameter.grad), group=mesh["dp"].get_group() if is_expert else None
+            )
+            parameter.grad /= size
+        return loss
+
+    return Setup(model, (rank, size), run, clips=False)
 
 
 def tensor_parallel(model: Net, mesh: Any, *, in_sequence: bool) -> None:
@@ -276,9 +340,8 @@ def train(
     return left, records, parts
 
 
-def run(rank: int, size: int, folder: Path, names: list[str]) -> None:
-    """All ways of training, one after the other."""
-    torch.set_num_threads(1)
+def run(rank: int, size: int, folder: Path, names: list[str]) -> dict[str, Any]:
+    """All ways of training, one after the other: what each left behind."""
     told: dict[str, Any] = {}
     for name in names:
         kind, _, fault = name.partition(", ")
@@ -287,30 +350,4 @@ def run(rank: int, size: int, folder: Path, names: list[str]) -> None:
         told[name] = {"bare": bare, "watched": seen}
         for step, part in enumerate(parts):
             (folder / f"{size}-{name}-{step}-{rank}").write_bytes(part)
-    (folder / f"{size}-{rank}.json").write_text(json.dumps(told))
-
-
-def spawned(rank: int, size: int, folder: str, names: list[str]) -> None:
-    """For ``mp.spawn``."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous-{size}", rank=rank, world_size=size
-    )
-    try:
-        run(rank, size, Path(folder), names)
-    finally:
-        dist.destroy_process_group()
-
-
-def launched() -> None:
-    """For ``torchrun``."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo")
-    try:
-        run(dist.get_rank(), dist.get_world_size(), Path(sys.argv[1]), sys.argv[2:])
-    finally:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    launched()
+    return told

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-TESTS = Path(__file__).parents[1]
-
+import wrapping
+from members import Process, every
 
 CASES = ["ddp/before", "ddp_with_accumulation/after", "fsdp/before", "fsdp/after", "fsdp/rank 0"]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes saw of bare and watched runs, by case."""
-    folder = tmp_path_factory.mktemp("ranks")
-    script = TESTS / "capture" / "ranks.py"
-    path = ":".join(map(str, (TESTS.parent, TESTS)))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder), *CASES],
-            env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, told in zip(processes, errors, strict=True):
-        assert process.returncode == 0, told
-        assert "telemetry failed" not in told
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_are_left_alone_and_log_what_they_hold(
-    ranks: list[dict[str, Any]], case: str
+    two_ranks: list[Process], tmp_path: Path, case: str
 ) -> None:
     calls = 2 if "accumulation" in case else 1
-    for rank, results in enumerate(ranks):
-        bare, watched = results[case]["bare"], results[case]["watched"]
+    for rank, results in enumerate(every(two_ranks, "call", wrapping.run_twins, case, tmp_path)):
+        bare, watched = results["bare"], results["watched"]
         for key in ("parameters", "random", "norms_before_clipping", "second_moments"):
             assert bare[key] == watched[key]
         if case.endswith("rank 0") and rank == 1:

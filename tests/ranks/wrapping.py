@@ -1,10 +1,7 @@
-"""Run on two ranks by test_ranks.py: trains a model bare and watched, and says what was logged."""
+"""Called on two ranks by test_wrapping.py: trains a model bare and watched; what was logged."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,6 @@ from twins import Recorder, draw, seed
 
 from telemetry import HookLogger
 from telemetry.records import StepRecord
-
-WORLD = 2
 
 
 def mlp() -> nn.Sequential:
@@ -106,29 +101,12 @@ def summary(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD
-    )
-    try:
-        seen = {case: run_twins(*case.split("/"), folder / case, rank) for case in sys.argv[3:]}
-    finally:
-        dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps(seen))
-
-
-def run_twins(name: str, watch: str, folder: Path, rank: int) -> dict[str, Any]:
-    """Only on rank 0 if that is what ``watch`` says: then the other must not wait for it."""
-    log_dir = folder / str(rank) if rank == 0 or watch != "rank 0" else None
+def run_twins(rank: int, size: int, case: str, folder: Path) -> dict[str, Any]:
+    """Only on rank 0 if that is what the case says: then the other must not wait for it."""
+    name, watch = case.split("/")
+    log_dir = folder / case / str(rank) if rank == 0 or watch != "rank 0" else None
     when = "before" if watch == "rank 0" else watch
     return {
         "bare": train(name, None, watch=when),
         "watched": train(name, log_dir, watch=when),
     }
-
-
-if __name__ == "__main__":
-    main()

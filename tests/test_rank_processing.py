@@ -1,0 +1,158 @@
+"""What the first rank does with merged steps: judges and writes them in blocks, within bounds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from serialized import summary_of
+
+from telemetry import pipeline as pipeline_module
+from telemetry.alert import Alert
+from telemetry.failures import Failures
+from telemetry.pipeline import Pipeline
+from telemetry.processing import Processor
+from telemetry.rank_processing import RankProcessor
+from telemetry.ranks.encoding import encode
+from telemetry.ranks.figures import Figure, merge_figures
+from telemetry.ranks.part import Merged
+from telemetry.ranks.rank_part import Common, RankPart
+from telemetry.ranks.stage_part import StagePart
+from telemetry.ranks.tensor_table import TensorTable
+from telemetry.records import Layout, LightSteps, Module, Parameter, StepRecord
+from telemetry.rule import Rule
+from telemetry.schedule import FullSteps, every
+from telemetry.writing.board import Board
+
+LAYOUT = Layout(
+    modules=(Module(name="layer", type_name="Linear"),),
+    parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4,)),),
+)
+
+
+def merged(step: int) -> Merged:
+    """A step that two ranks did not measure in full; the second took longer, its loss is higher."""
+    stage = StagePart(
+        stage=0,
+        layout_id="a",
+        layout=LAYOUT if step == 0 else None,
+        copies=np.zeros(1, np.int64),
+        norms=np.array([3.0]),
+        present=np.ones(1, bool),
+        finite=np.ones(1, bool),
+    )
+    everyone = frozenset({0, 1})
+    part = RankPart(
+        step=step,
+        wall_time=float(step),
+        size=2,
+        ranks=everyone,
+        stages=(stage,),
+        tensors=TensorTable.of(0, {}),
+        common=Common(rank=0),
+        scalars=merge_figures({"loss": Figure.of(rank, 1.0 + rank)} for rank in (0, 1)),
+        own=merge_figures({"step_s": Figure.of(rank, 0.5 + rank)} for rank in (0, 1)),
+    )
+    return Merged(step=step, phase="", ranks=everyone, payload=encode(part))
+
+
+class Watch(Rule):
+    """Finds every step quiet, and keeps how many it was shown at a time."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Sequence[int]] = []
+
+    def __call__(self, record: StepRecord) -> Iterator[Alert]:
+        self.blocks.append([record.step])
+        yield from ()
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        return len(steps)
+
+    def pass_over(self, steps: LightSteps) -> None:
+        self.blocks.append(list(steps.steps))
+
+
+class FirstRank:
+    """Its pipeline; ``gate`` holds the background thread up."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.watch = Watch()
+        self.values: list[tuple[int, str, float]] = []
+        failures, full_steps = Failures(), FullSteps(every(100))
+        processor = Processor(
+            board=Board(),
+            sink=self,
+            rules=[self.watch],
+            on_alert=print,
+            full_steps=full_steps,
+            failures=failures,
+        )
+        self.pipeline = Pipeline(processor, full_steps, failures)
+        self.ranks = RankProcessor(
+            rank=0,
+            size=2,
+            recorder=processor,
+            hand_over=self.pipeline.submit_merged,
+            full_steps=full_steps,
+            current_step=lambda: 0,
+            failures=failures,
+        )
+        self.pipeline.use(self.ranks)
+
+    def write_values(
+        self, values: Sequence[bytes], step: int, wall_time: float, **_: object
+    ) -> None:
+        assert self.gate.wait(30)
+        for value in summary_of(values).value:
+            self.values.append((step, value.tag, value.simple_value))
+
+    def curve(self, tag: str) -> list[tuple[int, float]]:
+        return [(step, value) for step, found, value in self.values if found == tag]
+
+
+@pytest.fixture
+def first() -> Iterator[FirstRank]:
+    rank = FirstRank()
+    yield rank
+    rank.gate.set()
+    rank.ranks.close(5.0)
+
+
+def test_merged_steps_are_judged_and_written_in_blocks(first: FirstRank) -> None:
+    first.gate.set()
+    for step in range(40):
+        assert first.pipeline.submit_merged(merged(step))
+        if step == 0:
+            first.pipeline.flush()
+    first.pipeline.close()
+    assert [step for block in first.watch.blocks for step in block] == list(range(40))
+    assert max(map(len, first.watch.blocks)) > 8
+    for tag, value in {
+        "grad_norm/total": 3.0,
+        "loss": 1.5,
+        "rank_time/slowest": 1.5,
+        "rank_time/slowest_rank": 1.0,
+        "rank_spread/loss/min": 1.0,
+        "rank_spread/loss/min_rank": 0.0,
+        "rank_spread/loss/max": 2.0,
+        "rank_spread/loss/max_rank": 1.0,
+    }.items():
+        assert first.curve(tag) == [(step, value) for step in range(40)], tag
+
+
+def test_merged_steps_that_wait_are_bounded_and_told(
+    first: FirstRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline_module, "MAX_BYTES", 3 * len(merged(0).payload))
+    taken = [first.pipeline.submit_merged(merged(step)) for step in range(10)]
+    assert taken == [step < taken.index(False) for step in range(10)]
+    assert 3 <= taken.index(False) <= 6
+    first.gate.set()
+    first.pipeline.close()
+    assert len(first.curve("grad_norm/total")) == sum(taken)
+    assert caplog.text.count("is not recorded") == 1
+    assert f"{10 - sum(taken)} steps were dropped" in caplog.text
