@@ -27,6 +27,7 @@ LAYERS = [
     {"arguments"},
     {"run"},
     {"logger", "testing"},
+    {"integrations"},
     {"tensorboard_plugin"},
     {"commands"},
     {""},  # telemetry/__init__.py
