@@ -26,7 +26,7 @@ from telemetry.schedule import FullSteps
 from telemetry.selection import Selection, check_model
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | None] | None
-OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise"] | None
+OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise", "stop"] | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,9 +56,9 @@ class Options:
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        if not (self.on_alert is None or self.on_alert == "raise" or callable(self.on_alert)):
+        if self.on_alert not in (None, "raise", "stop") and not callable(self.on_alert):
             raise TypeError(
-                f'HookLogger(on_alert={self.on_alert!r}): must be a callable or "raise"'
+                f'HookLogger(on_alert={self.on_alert!r}): must be a callable, "raise" or "stop"'
             )
         check_first_step(self.first_step)
         if self.ranks not in get_args(Ranks):

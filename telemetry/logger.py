@@ -71,7 +71,8 @@ class HookLogger:
             ``{"dead_units": {"fraction": 0.8}, "saturated_units": None}``.
         on_alert: Called with each :class:`Alert` on a background thread, or ``"raise"`` to raise
             :class:`TelemetryAlert` from the end of an optimizer step, :meth:`log`, :meth:`step` or
-            the end of the ``with`` block.
+            the end of the ``with`` block; or ``"stop"`` to set :attr:`should_stop` there. Notes do
+            neither.
         first_step: Number of the first step of a resumed run; ``"auto"``: the step after the last
             one in the local directory, or 0 without any. In a log directory, TensorBoard then hides
             what was logged earlier for this step and later ones. :meth:`load_state_dict` does the
@@ -156,6 +157,14 @@ class HookLogger:
     def alerts(self) -> tuple[Alert, ...]:
         """The alerts so far, oldest first; waits until the rules have seen all steps so far."""
         return self._run.alerts
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether an alert asks for the end of training; False without ``on_alert="stop"``.
+
+        Ranks that train together all see it at the end of the same optimizer step.
+        """
+        return self._run.should_stop
 
     def log(
         self, scalars: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor

@@ -48,6 +48,7 @@ class Run:
     Attributes:
         capture: Watches the model.
         failures: Where failures are reported.
+        should_stop: As :attr:`telemetry.HookLogger.should_stop`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Run:
         )
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
+        self.should_stop = False
         self._ended = False
         resumed = self._files.first_step > 0
         self._later_steps = LaterSteps(self.log_dir, self.failures, expected=resumed)
@@ -151,7 +153,7 @@ class Run:
         self._pipeline.submit_logged(LoggedScalars(step=step, wall_time=time.time(), values=values))
 
     def raise_if_asked(self) -> None:
-        """Raise the first alert, if the user asked for that.
+        """Raise the first alert, or note that training should stop, if the user asked for that.
 
         Raises:
             TelemetryAlert: There is one.
@@ -159,10 +161,15 @@ class Run:
         alert = self._to_raise
         if alert is not None and self._ranks is None and not self._pipeline.on_own_thread():
             self._to_raise = None
+            self._stop_for(alert)
+
+    def _stop_for(self, alert: Alert) -> None:
+        if self._options.on_alert == "raise":
             raise TelemetryAlert(alert)
+        self.should_stop = True
 
     def step_ended(self, step: int | None = -1) -> None:
-        """Likewise at the end of a step, where ranks that train together all raise.
+        """Likewise at the end of a step, where ranks that train together all do so.
 
         Args:
             step: Its number; -1: of the one before the step in progress; None: no other will end.
@@ -170,7 +177,7 @@ class Run:
         if self._ranks is not None:
             alert = self._ranks.to_raise(self.capture.step - 1 if step == -1 else step)
             if alert is not None:
-                raise TelemetryAlert(alert)
+                self._stop_for(alert)
         self.raise_if_asked()
 
     # --- resuming ------------------------------------------------------------------------------
@@ -293,7 +300,7 @@ class Run:
         if self._role.writes:
             self._files.write_alert(alert, wall_time)
         on_alert = self._options.on_alert
-        if on_alert == "raise":
+        if isinstance(on_alert, str):
             if alert.stage != "end" and alert.severity != "note" and self._to_raise is None:
                 self._to_raise = alert
                 if self._ranks is not None:

@@ -29,6 +29,7 @@ LAYERS = [
     {"run_files"},
     {"run"},
     {"logger", "testing"},
+    {"integrations"},
     {"tensorboard_plugin"},
     {"commands"},
     {""},  # telemetry/__init__.py

@@ -692,6 +692,19 @@ def test_an_alert_raises_between_two_steps_if_asked_to(tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_an_alert_says_to_stop_between_two_steps_if_asked_to(tmp_path: Path) -> None:
+    model, seen = mlp(), []
+    with HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert="stop") as logger:
+        for _ in train(model, steps=4):
+            seen.append(logger.should_stop)
+            logger.flush()
+    assert seen[0] is False
+    assert seen[2:] == [True, True]
+    with HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert=print) as logger:
+        run_through(train(model, steps=4))
+    assert not logger.should_stop
+
+
 @WRITERS
 @pytest.mark.parametrize("method", ["flush", "close"])
 def test_a_callback_may_flush_or_close_the_writer(
@@ -809,7 +822,7 @@ def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
         ({"writer": torch.optim.SGD(mlp().parameters(), lr=1)}, TypeError, "not torch.optim.sgd"),
         ({"first_step": 2**63}, ValueError, "below 2"),
         ({"first_step": -1}, ValueError, r"first_step=-1\): must not be negative"),
-        ({"on_alert": "stop"}, TypeError, 'must be a callable or "raise"'),
+        ({"on_alert": "halt"}, TypeError, 'must be a callable, "raise" or "stop"'),
     ],
 )
 def test_bad_arguments_are_named(

@@ -123,10 +123,7 @@ def light_steps(
         records: list[StepRecord] = []
         for step in several:
             assert not isinstance(step, LightRows)
-            if isinstance(step, StepRecord):
-                record = step
-            else:
-                record = step.record(scalars_of(step.step))
+            record = step if isinstance(step, StepRecord) else step.record(scalars_of(step.step))
             if records and not LightSteps.fit(records[0], record):
                 yield LightSteps.of(records), records.__getitem__
                 records = []

@@ -1,0 +1,59 @@
+"""Accelerate: ``Accelerator(log_with=TelemetryTracker("runs/x"))``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from torch import Tensor, nn
+
+from telemetry.integrations.trainer_logger import TrainerLogger, Writer
+from telemetry.logger import HookLogger
+
+
+class TelemetryTracker(TrainerLogger, GeneralTracker):
+    """A tracker that logs what an Accelerate loop trains.
+
+    ``accelerator.init_trackers()`` takes it in, :meth:`watch` begins, ``accelerator.log({"loss":
+    loss})`` logs at the step in progress, ``accelerator.end_training()`` closes. Checkpoints of
+    ``accelerator.save_state()`` hold its state. With ``on_alert="stop"``, leave the loop when
+    ``tracker.should_stop``.
+
+    Args:
+        writer: As for ``HookLogger``.
+        options: Likewise.
+    """
+
+    name = "telemetry"
+    requires_logging_directory = False
+    main_process_only = False  # the ranks write one run together
+
+    def __init__(self, writer: Writer, **options: Any) -> None:
+        super().__init__(writer, **options)
+        self._configuration: Mapping[str, Any] = {}
+
+    @property
+    def tracker(self) -> HookLogger | None:
+        return self.hook_logger
+
+    def watch(self, accelerator: Accelerator, model: nn.Module) -> HookLogger:
+        """Begin to log the training of a model, after ``accelerator.prepare``."""
+        accelerator.register_for_checkpointing(self)
+        logger = self.begin(model, None)
+        if self._configuration:
+            logger.hparams(self._configuration)
+        return logger
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        shown = {name: v for name, v in values.items() if isinstance(v, bool | int | float | str)}
+        self._configuration = shown
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        if self.hook_logger is not None:
+            numbers = {tag: v for tag, v in values.items() if isinstance(v, int | float | Tensor)}
+            self.hook_logger.log(numbers)
+
+    def finish(self) -> None:
+        self.end()

@@ -1,0 +1,107 @@
+"""What all callbacks share: the logger of a trainer, made when its training begins."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import tensorboard
+
+from telemetry.failures import Failures
+from telemetry.logger import HookLogger
+
+Writer = tensorboard.SummaryWriter | str | os.PathLike[str]
+
+
+class TrainerLogger:
+    """A :class:`HookLogger` from the beginning of a training to its end.
+
+    Args:
+        writer: As for ``HookLogger``; None: where the trainer writes.
+        options: The other arguments of ``HookLogger``. With ``on_alert="stop"`` the trainer ends
+            the training as it does by itself, on all ranks at the same step.
+
+    Attributes:
+        hook_logger: That of the latest training, open or closed; None before the first.
+        failures: Where failures of the callback itself are reported.
+
+    Raises:
+        TypeError: ``HookLogger`` has no such argument.
+    """
+
+    def __init__(self, writer: Writer | None = None, **options: Any) -> None:
+        super().__init__()
+        try:
+            inspect.signature(HookLogger).bind(None, None, **options)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}: HookLogger {error}") from None
+        self.hook_logger: HookLogger | None = None
+        self.failures = Failures()
+        self._writer = writer
+        self._options = options
+        self._state: Mapping[str, Any] | None = None
+        self._phase = ExitStack()
+        self._loss_step = -1
+        self._training = False
+
+    def begin(self, model: nn.Module, writer: Any, *, first_step: Any = 0) -> HookLogger:
+        """The training of ``model`` begins.
+
+        Args:
+            model: The model.
+            writer: Where the trainer writes.
+            first_step: Number of the first step, unless the user gave one, or a state was loaded.
+        """
+        self.end()
+        options = {"first_step": first_step, **self._options}
+        self.hook_logger = logger = HookLogger(model, self._writer or writer, **options)
+        state, self._state = self._state, None
+        if state:
+            logger.load_state_dict(state)
+        self._loss_step, self._training = -1, True
+        return logger
+
+    def end(self, exception: BaseException | None = None) -> None:
+        """The training ends; harmless when repeated."""
+        self._phase.close()
+        if self.hook_logger is not None and self._training:
+            self._training = False
+            self.hook_logger.__exit__(type(exception), exception, None)
+
+    def log_loss(self, loss: object) -> None:
+        """Log a loss if it is a single number: of several micro-batches, that of the first."""
+        if isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() == 1):
+            logger = self.hook_logger
+            if logger is not None and logger.current_step != self._loss_step:
+                self._loss_step = logger.current_step
+                logger.log(loss=loss)
+
+    def begin_phase(self, name: str) -> None:
+        """What runs from here to :meth:`end_phase` is no training; see ``HookLogger.phase``."""
+        self._phase.close()
+        if self.hook_logger is not None and self._training:
+            self._phase.enter_context(self.hook_logger.phase(name))
+
+    def end_phase(self) -> None:
+        """The phase ends; harmless when repeated."""
+        self._phase.close()
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether an alert asks for the end of the training (``on_alert="stop"``)."""
+        return self.hook_logger is not None and self.hook_logger.should_stop
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the logger; empty before the first training."""
+        return {} if self.hook_logger is None else self.hook_logger.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there: now, or if no training is in progress, when one begins."""
+        if self.hook_logger is not None and self._training:
+            self.hook_logger.load_state_dict(state)
+        else:
+            self._state = state
