@@ -83,6 +83,7 @@ class Run:
         self._alerts: list[Alert] = []
         self._to_raise: Alert | None = None
         self._ended = False
+        self._exception: BaseException | None = None
         self._later_steps = LaterSteps(self.log_dir, self.failures)
         if first_step > 0:
             self._later_steps.expect_them()
@@ -253,6 +254,7 @@ class Run:
 
     def note_exception(self, exception: BaseException, timeout_s: float) -> None:
         """The training ends in an exception; its flight file is written."""
+        self._exception = exception
         if self._role.writes:
             self._pipeline.flush(timeout_s)
             self._flight.on_exception(exception, self.capture.step)
@@ -279,11 +281,21 @@ class Run:
                 self._end_exchange,
                 self._pipeline.close,
                 lambda left_s: self._flight.close(),
+                lambda left_s: self._write_end(),
                 self._files.close,
                 self._writer.close,
             )
             self._claim.release()
             self._ended = True
+
+    def _write_end(self) -> None:
+        """Write that the run is closed, so that nobody waits for more or takes it for killed."""
+        step, values = self._board.end_values(self._exception)
+        self._exception = None  # its frames hold the model
+        if values and self._role.writes:
+            self._writer.write_values(
+                values, step, time.time(), droppable=False, flush=False, repeat=()
+            )
 
     def _await_steps(self, timeout_s: float) -> None:
         """Wait until the rules have seen all steps so far, those of all ranks included."""
