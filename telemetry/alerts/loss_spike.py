@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from telemetry.alert import Alert
-from telemetry.alerts.first_movers import Mover, NormRing
+from telemetry.alerts.first_movers import NormRing
 from telemetry.alerts.history import History
+from telemetry.movers import Mover
 from telemetry.plain_text import called
 from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
