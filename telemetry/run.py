@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -84,6 +85,7 @@ class Run:
         self._to_raise: Alert | None = None
         self._ended = False
         self._exception: BaseException | None = None
+        self._process_id = os.getpid()
         self._later_steps = LaterSteps(self.log_dir, self.failures)
         if first_step > 0:
             self._later_steps.expect_them()
@@ -286,13 +288,18 @@ class Run:
                 self._writer.close,
             )
             self._claim.release()
+            self._exception = None  # its frames hold the model
             self._ended = True
 
     def _write_end(self) -> None:
-        """Write that the run is closed, so that nobody waits for more or takes it for killed."""
+        """Write that the run is closed, so that nobody waits for more or takes it for killed.
+
+        What is recorded afterwards makes it void. A writer that its user has closed stays closed.
+        """
         step, values = self._board.end_values(self._exception)
-        self._exception = None  # its frames hold the model
-        if values and self._role.writes:
+        is_open = not isinstance(self._writer, GivenWriter) or self._writer.is_open
+        is_here = os.getpid() == self._process_id
+        if values and self._role.writes and is_open and is_here:
             self._writer.write_values(
                 values, step, time.time(), droppable=False, flush=False, repeat=()
             )
@@ -354,6 +361,8 @@ class Run:
         """Write what waits before someone else flushes or closes the writer."""
         if not self._pipeline.is_late:
             self._pipeline.flush(_HAND_ON_S)
+        if isinstance(self._writer, GivenWriter) and self._writer.is_about_to_close:
+            self._write_end()
 
     def _log_costs(self, budget: Budget, step: int) -> None:
         self.log(budget.scalars(), step)
