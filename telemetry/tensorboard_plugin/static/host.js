@@ -1,6 +1,8 @@
 // TensorBoard around the page: when it reloads, and the address that people copy.
 
 const PREFIX = "p.telemetry.";
+const ONE_ENTRY_MS = 500;
+let lastEntry = -Infinity;
 
 /**
  * Calls back whenever TensorBoard has reloaded its data. The protocol is that of its experimental
@@ -34,8 +36,13 @@ export function readLink() {
   return link;
 }
 
-/** Puts that into the address, without a new entry in the history. */
-export function writeLink(link) {
+/**
+ * Puts that into the address.
+ * @param {Object} link
+ * @param {boolean} isNew whether the browser's Back is to lead to what was before; many such
+ *   changes within a moment are one
+ */
+export function writeLink(link, isNew) {
   const target = address();
   const others = target.hash
     .replace(/^#/, "")
@@ -47,10 +54,22 @@ export function writeLink(link) {
   const hash = [...others, ...ours].join("&");
   const url = target.pathname + target.search + (hash ? `#${hash}` : "");
   try {
-    frame().history.replaceState(frame().history.state, "", url);
+    const { history } = frame();
+    const now = performance.now();
+    const isEntry = isNew && now - lastEntry > ONE_ENTRY_MS;
+    if (isNew) lastEntry = now;
+    history[isEntry ? "pushState" : "replaceState"](history.state, "", url);
   } catch {
     // A page from disk may forbid it; the link is a convenience.
   }
+}
+
+/** Calls back with the link when the browser goes back or forth. */
+export function onNavigation(callback) {
+  const target = frame();
+  const follow = () => callback(readLink());
+  target.addEventListener("popstate", follow);
+  window.addEventListener("pagehide", () => target.removeEventListener("popstate", follow));
 }
 
 function frame() {

@@ -1,0 +1,58 @@
+// Keeps the page up to date: when asked, or by itself every few seconds while it can be seen.
+
+import { element } from "./dom.js";
+import { formatStep } from "./format.js";
+
+const EVERY_MS = 5000;
+
+export class Live {
+  /** @param {(() => Promise<void>)|null} refresh null: the data does not grow */
+  constructor(refresh) {
+    this.refresh = refresh;
+    this.isOn = false;
+    this.said = ""; // why the data could not be read again
+    document.addEventListener("visibilitychange", () => this.#await());
+  }
+
+  /** The step that is shown last, and the buttons. */
+  controls(lastStep) {
+    const about = element(
+      "span",
+      { class: this.said ? "failure" : "muted", title: this.said },
+      `as of step ${formatStep(lastStep)}`,
+      this.said ? element("span", { role: "alert" }, ` (${this.said})`) : null,
+    );
+    if (!this.refresh) return element("div", { class: "live" }, about);
+    return element(
+      "div",
+      { class: "live" },
+      about,
+      element("button", { dataset: { key: "reload" }, onclick: () => this.refresh() }, "Reload"),
+      element(
+        "button",
+        {
+          dataset: { key: "live" },
+          "aria-pressed": String(this.isOn),
+          title: `Read what is new every ${EVERY_MS / 1000} seconds`,
+          onclick: () => this.#toggle(),
+        },
+        "Live",
+      ),
+    );
+  }
+
+  #toggle() {
+    this.isOn = !this.isOn;
+    this.refresh();
+    this.#await();
+  }
+
+  #await() {
+    clearTimeout(this.timer);
+    if (!this.isOn || document.hidden) return;
+    this.timer = setTimeout(async () => {
+      await this.refresh();
+      this.#await();
+    }, EVERY_MS);
+  }
+}
