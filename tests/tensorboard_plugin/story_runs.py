@@ -11,6 +11,7 @@ from telemetry.events import FileWriter, summaries
 from telemetry.page_format import PLUGIN_NAME, encode_end, end_tag
 from telemetry.writing import hparams
 
+HOSTILE = 'a<b>&"\x01, c'
 LAYERS = ["embed"] + [f"blocks.{i}.{name}" for i in range(3) for name in ("attn.qkv", "fc1")]
 BLOCKS = [*LAYERS, "blocks.2.norm", "head"]
 BOOM = 100
@@ -44,8 +45,8 @@ def write_story(logdir: Path) -> None:
     )  # fmt: skip
     for name in ("old9", "old10"):
         write_run(
-            logdir / name, layout_of(["a", "b"]), steps=range(30), session="20260201-000000.000-a",
-            norms=lambda _: np.ones(2, np.float32),
+            logdir / name, layout_of([HOSTILE, "b"]), steps=range(30),
+            session="20260201-000000.000-a", norms=lambda _: np.ones(2, np.float32),
         )  # fmt: skip
     for name, rate, session in (("boom", 0.5, "20260301-000000.000-aaaa"), ("old9", 0.01, "")):
         writer = FileWriter(logdir / name)

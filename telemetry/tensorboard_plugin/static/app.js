@@ -9,6 +9,7 @@ import { drawLegend } from "./legend.js";
 import { Live } from "./live.js";
 import { Panel } from "./panel.js";
 import { fromLink, toLink } from "./permalink.js";
+import { hoverAgain } from "./pointer.js";
 import { groupsAtDepth, titleOf } from "./rows.js";
 import { RunTable } from "./run_table.js";
 import { makeScale } from "./scale.js";
@@ -262,6 +263,7 @@ export class App {
     this.shown = this.#shown(view);
     for (const [panel, shown] of this.shown) panel.draw(shown);
     drawLegend(this.legend, this.#scale(), this.statistic, this.state.mode, this.theme);
+    for (const panel of this.panels) hoverAgain(panel.heatmap);
     this.side.draw();
     document.documentElement.dataset.drawMs = (performance.now() - began).toFixed(1);
   }

@@ -34,15 +34,16 @@ export class Live {
           dataset: { key: "live" },
           "aria-pressed": String(this.isOn),
           title: `Read what is new every ${EVERY_MS / 1000} seconds`,
-          onclick: () => this.#toggle(),
+          onclick: (event) => this.#toggle(event.currentTarget),
         },
         "Live",
       ),
     );
   }
 
-  #toggle() {
+  #toggle(button) {
     this.isOn = !this.isOn;
+    button.setAttribute("aria-pressed", String(this.isOn));
     this.refresh();
     this.#await();
   }

@@ -34,7 +34,7 @@ export class Panel {
     this.notice = element("p", { class: "notice", role: "status", hidden: true });
     this.first = element("div", { class: "first-nonfinite" });
     this.profile = element("canvas", { class: "profile", role: "img" });
-    this.curvesTitle = element("h3", {});
+    this.curvesTitle = element("h2", { class: "curves-title" });
     this.curves = element("canvas", { class: "curves", role: "img" });
     this.curvesLegend = element("div", {});
     this.node = element(
