@@ -260,6 +260,7 @@ export class App {
     this.theme ??= readTheme();
     const view = this.view();
     drawToolbar(this.toolbar, this.#toolbarContent(), this);
+    this.live.draw(Math.max(...this.panels.map((panel) => panel.overview.lastStep)));
     this.shown = this.#shown(view);
     for (const [panel, shown] of this.shown) panel.draw(shown);
     drawLegend(this.legend, this.#scale(), this.statistic, this.state.mode, this.theme);
@@ -344,7 +345,7 @@ export class App {
       grouping: this.panels[0].grouping(this.state.order),
       hasRoles: this.panels[0].grouping("role").groups.size > 0,
       isZoomed: this.state.zoom !== null,
-      live: this.live.controls(Math.max(...this.panels.map((panel) => panel.overview.lastStep))),
+      live: this.live.node,
       alertCount: this.panels.reduce((sum, panel) => sum + panel.alerts.length, 0),
     };
   }

@@ -26,6 +26,13 @@ export function onReload(callback) {
   window.parent.postMessage("experimental.bootstrap", "*", [port2]);
 }
 
+/** Moves the page's own tab into view, which TensorBoard cuts off where it has many. */
+export function showTab() {
+  if (frame() === window) return;
+  const tab = frame().document.querySelector("[role=tab][aria-selected=true]");
+  tab?.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
+
 /** What the address says about the page, by name. */
 export function readLink() {
   const link = {};
@@ -67,7 +74,10 @@ export function writeLink(link, isNew) {
 /** Calls back with the link when the browser goes back or forth. */
 export function onNavigation(callback) {
   const target = frame();
-  const follow = () => callback(readLink());
+  const follow = () => {
+    // Inside of TensorBoard the address begins with the dashboard, which may be another one.
+    if (target === window || address().hash.startsWith("#telemetry")) callback(readLink());
+  };
   target.addEventListener("popstate", follow);
   window.addEventListener("pagehide", () => target.removeEventListener("popstate", follow));
 }

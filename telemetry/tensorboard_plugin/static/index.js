@@ -2,7 +2,7 @@
 
 import { App } from "./app.js";
 import { element } from "./dom.js";
-import { onNavigation, onReload, readLink, writeLink } from "./host.js";
+import { onNavigation, onReload, readLink, showTab, writeLink } from "./host.js";
 import { ServerSource } from "./source.js";
 import { followTheme } from "./theme.js";
 
@@ -16,6 +16,7 @@ export async function render() {
   followTheme((theme) => app.setTheme(theme));
   onReload(() => app.refresh());
   onNavigation((link) => app.follow(link));
+  showTab();
   await app.start();
 }
 

@@ -1,6 +1,6 @@
 // Keeps the page up to date: when asked, or by itself every few seconds while it can be seen.
 
-import { element } from "./dom.js";
+import { element, fill } from "./dom.js";
 import { formatStep } from "./format.js";
 
 const EVERY_MS = 5000;
@@ -11,21 +11,21 @@ export class Live {
     this.refresh = refresh;
     this.isOn = false;
     this.said = ""; // why the data could not be read again
+    this.node = element("div", { class: "live" });
     document.addEventListener("visibilitychange", () => this.#await());
   }
 
-  /** The step that is shown last, and the buttons. */
-  controls(lastStep) {
+  /** Shows which step was read last, and the buttons. */
+  draw(lastStep) {
     const about = element(
       "span",
       { class: this.said ? "failure" : "muted", title: this.said },
       `as of step ${formatStep(lastStep)}`,
       this.said ? element("span", { role: "alert" }, ` (${this.said})`) : null,
     );
-    if (!this.refresh) return element("div", { class: "live" }, about);
-    return element(
-      "div",
-      { class: "live" },
+    if (!this.refresh) return fill(this.node, about);
+    fill(
+      this.node,
       about,
       element("button", { dataset: { key: "reload" }, onclick: () => this.refresh() }, "Reload"),
       element(
@@ -52,7 +52,8 @@ export class Live {
     clearTimeout(this.timer);
     if (!this.isOn || document.hidden) return;
     this.timer = setTimeout(async () => {
-      await this.refresh();
+      // Another dashboard of TensorBoard's hides the frame, not the document.
+      if (window.innerWidth) await this.refresh();
       this.#await();
     }, EVERY_MS);
   }

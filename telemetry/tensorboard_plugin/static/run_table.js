@@ -24,7 +24,7 @@ const COLUMNS = [
     show: (run) => ago(run.started),
   },
   {
-    title: "Steps",
+    title: "Last step",
     key: (run) => run.lastStep,
     show: (run) => formatStep(run.lastStep),
     isNumber: true,

@@ -2,6 +2,7 @@
 
 import { dropDown, element, fill } from "./dom.js";
 import { saveView } from "./export.js";
+import { toLink } from "./permalink.js";
 import { deepest, groupsAtDepth } from "./rows.js";
 
 /**
@@ -11,9 +12,12 @@ import { deepest, groupsAtDepth } from "./rows.js";
  * @param {import("./app.js").App} app
  */
 export function drawToolbar(node, content, app) {
-  // Rebuilding a control that has the focus would take it away.
-  if (node.contains(document.activeElement) && document.activeElement.type === "search") return;
   const { state, runs, overview, grouping, isZoomed } = content;
+  // Rebuilding would close an open list, and take the place in a text that is being typed.
+  const known = JSON.stringify([toLink(state), runs.length, overview.version, content.alertCount]);
+  if (node.known === known) return;
+  if (node.contains(document.activeElement) && document.activeElement.type === "search") return;
+  node.known = known;
   const change = (changes) => app.change(changes);
   const { statistics } = overview;
   const statisticOptions = statistics.map((known) => [known.name, known.title]);
