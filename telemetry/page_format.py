@@ -11,6 +11,7 @@ at most :data:`EVENTS_PER_TAG` events each, so that TensorBoard's sampling keeps
                                                   norms of every step; the first column is the
                                                   step relative to the event's (0 or less)
 ``telemetry/a/<session>/<number>``                JSON: one alert
+``telemetry/end/<session>``                       JSON: how the logger was closed
 ================================================  ==================================================
 
 Numbers are 0 or more, NaN or infinite; :data:`~telemetry.layers.MISSING` stands for what was not
@@ -19,6 +20,7 @@ measured. Sessions sort by age. From its first step on, a session replaces all e
 
 from __future__ import annotations
 
+import calendar
 import json
 import math
 import os
@@ -41,9 +43,11 @@ NORM_BLOCK_BYTES = 1 << 18
 
 LAYOUT_PREFIX = "telemetry/layout/"
 ALERT_PREFIX = "telemetry/a/"
+END_PREFIX = "telemetry/end/"
 _MAX_DIGITS = 15
 _NUMBER = rf"([0-9]{{1,{_MAX_DIGITS}}})"
 _CHUNK = re.compile(rf"telemetry/([mn])/([^/]+)/{_NUMBER}/{_NUMBER}")
+_STAMP = re.compile(r"\d{8}-\d{6}", re.ASCII)
 _MAX_DIMENSIONS = 64  # torch's own limit
 
 ChunkKind = Literal["m", "n"]
@@ -84,12 +88,25 @@ def new_session_id() -> str:
     return f"{stamp}.{nanoseconds // 1000:06d}-{os.urandom(2).hex()}"
 
 
+def session_start_s(session: str) -> float | None:
+    """When a session began, seconds since the epoch; None if its id does not say."""
+    found = _STAMP.match(session)
+    try:
+        return calendar.timegm(time.strptime(found[0], "%Y%m%d-%H%M%S")) if found else None
+    except ValueError:
+        return None
+
+
 def layout_tag(session: str, number: int) -> str:
     return f"{LAYOUT_PREFIX}{session}/{number:04d}"
 
 
 def alert_tag(session: str, number: int) -> str:
     return f"{ALERT_PREFIX}{session}/{number:05d}"
+
+
+def end_tag(session: str) -> str:
+    return f"{END_PREFIX}{session}"
 
 
 def parse_layout_tag(tag: str) -> tuple[str, int]:
@@ -163,6 +180,24 @@ def decode_alert(text: bytes) -> Alert:
         ValueError: The text is not an alert.
     """
     return parse_alert(_parse(text, "alert"))
+
+
+def encode_end(exception: BaseException | None) -> bytes:
+    """The JSON text of a logger's end; ``exception`` is what the training ended in."""
+    name = None if exception is None else type(exception).__name__
+    return json.dumps({"exception": name, "format": FORMAT_VERSION}).encode()
+
+
+def decode_end(text: bytes) -> str | None:
+    """The class of the exception in which the training ended; None without one.
+
+    Raises:
+        NewerFormatError: It has a later format.
+        ValueError: The text is not an end.
+    """
+    known = untrusted.fields(exception=untrusted.optional(untrusted.name))(_parse(text, "end"))
+    name: str | None = known["exception"]
+    return name
 
 
 def _parse(text: bytes, what: str) -> Any:

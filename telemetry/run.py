@@ -73,6 +73,7 @@ class Run:
         self._to_raise: Alert | None = None
         self.should_stop = False
         self._ended = False
+        self._exception: BaseException | None = None
         resumed = self._files.first_step > 0
         self._later_steps = LaterSteps(self.log_dir, self.failures, expected=resumed)
         self._board = Board(pictures=options.content.images, session_id=self._files.session_id)
@@ -214,6 +215,7 @@ class Run:
 
     def note_exception(self, exception: BaseException, timeout_s: float) -> None:
         """The training ends in an exception; its flight file is written."""
+        self._exception = exception
         if self._role.writes:
             self._pipeline.flush(timeout_s)
             self._files.flight.on_exception(exception, self.capture.step)
@@ -235,8 +237,18 @@ class Run:
     def _end(self, timeout_s: float) -> None:
         if not self._ended:
             self._decide()
-            each_within(timeout_s, self._end_exchange, self._pipeline.close, self._files.close)
+            each_within(
+                timeout_s,
+                self._end_exchange,
+                self._pipeline.close,
+                lambda left_s: self._write_end(),
+                self._files.close,
+            )
+            self._exception = None  # its frames hold the model
             self._ended = True
+
+    def _write_end(self) -> None:
+        self._files.write_end(*self._board.end_values(self._exception))
 
     def _await_steps(self, timeout_s: float) -> None:
         """Wait until the rules have seen all steps so far, those of all ranks included."""
@@ -289,6 +301,8 @@ class Run:
         """Write what waits before someone else flushes or closes the writer."""
         if not self._pipeline.is_late:
             self._pipeline.flush(_HAND_ON_S)
+        if self._files.is_about_to_close:
+            self._write_end()
 
     def _log_costs(self, budget: Budget, step: int) -> None:
         self.log(budget.scalars(), step)

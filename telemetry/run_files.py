@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -68,6 +70,7 @@ class RunFiles:
         if not isinstance(writer, tensorboard.SummaryWriter):
             log_dir = role.directory(log_dir)
         self.session_id = new_session_id()
+        self._process_id = os.getpid()
         self._given = writer
         self._log_dir = log_dir
         self._before_flush = before_flush
@@ -134,6 +137,23 @@ class RunFiles:
         self.flight.on_alert(alert)
         with self._failures.contained("to append to alerts.jsonl"):
             self._alerts.write(alert, wall_time)
+
+    @property
+    def is_about_to_close(self) -> bool:
+        """Whether the user's writer is being closed."""
+        return isinstance(self.writer, GivenWriter) and self.writer.is_about_to_close
+
+    def write_end(self, step: int, values: Sequence[bytes]) -> None:
+        """Write that the run is closed, so that nobody waits for more or takes it for killed.
+
+        What is recorded afterwards makes it void. A writer that its user has closed stays closed,
+        and a fork of the process that trained has nothing to say.
+        """
+        is_open = not isinstance(self.writer, GivenWriter) or self.writer.is_open
+        if values and is_open and os.getpid() == self._process_id:
+            self.writer.write_values(
+                values, step, time.time(), droppable=False, flush=False, repeat=()
+            )
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all is written."""

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 LAYERS = [
     {"_native", "moments", "budget", "directory_claim", "palette", "plain_text", "sparkline"}
     | {"untrusted", "version"},
-    {"kernel", "sketch", "tag_names"},
+    {"kernel", "movers", "sketch", "tag_names"},
     {"alert", "records", "schedule", "failures", "host_copy", "torch_private", "first_rank"},
     {"layers", "rule", "selection", "measure", "images", "events", "logged"}
     | {"torch_compiler", "torch_ranks"},
@@ -41,6 +41,7 @@ TORCH_FREE = {
     "_native",
     "kernel",
     "moments",
+    "movers",
     "sketch",
     "palette",
     "plain_text",

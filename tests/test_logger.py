@@ -15,6 +15,7 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,13 @@ from telemetry import Alert, HookLogger, TelemetryAlert
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.commands import cli
 from telemetry.events import list_event_files
-from telemetry.page_format import LAYOUT_PREFIX, PLUGIN_NAME, parse_layout_tag
+from telemetry.page_format import (
+    END_PREFIX,
+    LAYOUT_PREFIX,
+    PLUGIN_NAME,
+    decode_end,
+    parse_layout_tag,
+)
 from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
 from telemetry.records import StepRecord
@@ -653,6 +660,21 @@ def test_alerts_wait_for_no_disk(freezable_disk: FreezableDisk) -> None:
         assert len((log_dir / "alerts.jsonl").read_text().splitlines()) == 2
         assert (log_dir / "flight-1.json").exists()
     writer.close()
+
+
+@pytest.mark.parametrize("exception", [None, KeyError("a")])
+def test_a_run_says_how_it_ended(tmp_path: Path, exception: Exception | None) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with suppress(KeyError), HookLogger(model, tmp_path):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if exception:
+            raise exception
+    source = FileSource(tmp_path)
+    [tag] = [tag for tag in source.tensor_tags(PLUGIN_NAME) if tag.startswith(END_PREFIX)]
+    [point] = source.read_tensors(PLUGIN_NAME, [tag])[tag]
+    assert decode_end(bytes(point.value)) == (exception and "KeyError")
 
 
 def test_an_exception_in_the_body_leaves_a_flight_file(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import ArrayLike
 
-NORMAL_CONSISTENT = 1.4826  # 1 / (3rd quartile of the standard normal distribution)
-"""Median absolute deviation to standard deviation, for a normal distribution."""
+from telemetry.movers import NORMAL_CONSISTENT
 
 
 def median(values: Collection[float]) -> float:

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from telemetry.alert import Alert
-from telemetry.alerts.first_movers import Mover, NormRing
+from telemetry.alerts.first_movers import NormRing
 from telemetry.alerts.history import median
 from telemetry.alerts.past import Past
 from telemetry.alerts.rise import Rise
+from telemetry.movers import Mover
 from telemetry.plain_text import called
 from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule

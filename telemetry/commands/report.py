@@ -36,6 +36,8 @@ MAX_LAYERS_IN_DETAIL = 100
 """Of more layers, only those with alerts and some others keep histograms and pictures."""
 MAX_PICTURES_BYTES = 128 << 20
 """All pictures of a report together; browsers still open a report of this size."""
+MAX_ALERTS = 50
+"""Alerts of which a report says which layers moved first."""
 _IMPORT = re.compile(r'from "\./(\w+\.js)"')
 
 _TEMPLATE = """<!DOCTYPE html>
@@ -50,7 +52,8 @@ script-src 'unsafe-inline' data:; style-src 'unsafe-inline'">
 <script type="importmap">{imports}</script>
 </head>
 <body>
-<h1 class="report-title">{title}<span class="count">{facts}</span></h1>
+<section class="report-title" aria-label="Report"><b>{title}</b>\
+<span class="count">{facts}</span></section>
 <div id="telemetry"></div>
 {faults}
 <script type="application/json" id="data">{data}</script>
@@ -139,7 +142,7 @@ def _faults(log_dir: str | os.PathLike[str]) -> str:
     except (OSError, ValueError) as error:
         text = str(error)
     return (
-        '<section class="faults"><h2>Around the faults</h2>'
+        '<section class="faults" aria-label="Around the faults"><h2>Around the faults</h2>'
         f"<pre>{html.escape(text)}</pre></section>"
     )
 
@@ -166,6 +169,10 @@ def _data(name: str, run: RunData, overview: Overview) -> dict[str, Any]:
     return {
         "run": name,
         "overview": payloads.overview(overview),
+        "movers": {
+            step: payloads.movers(run, step)
+            for step in sorted({alert.step for alert in overview.alerts})[:MAX_ALERTS]
+        },
         "matrices": matrices,
         "scalars": _packed(payloads.scalars(run.source)),
         "histograms": dict(_histograms(run, layers)),

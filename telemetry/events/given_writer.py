@@ -86,6 +86,16 @@ class GivenWriter:
                 if self._writer.file_writer is file_writer:
                     raise
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the writer has a file, so that one more event opens no other."""
+        return self._writer.file_writer is not None
+
+    @property
+    def is_about_to_close(self) -> bool:
+        """Whether what is called before a flush is called because someone closes the writer."""
+        return self._calls.is_about_to_close
+
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Waits until all events so far are in the file, or writing them has failed.
 
@@ -156,6 +166,7 @@ class _Calls:
         self.writer = writer
         self._process_id = os.getpid()
         self._drains: list[Callable[[], None]] = []
+        self.is_about_to_close = False
         self._closing: list[None] = []  # an entry per call; a count would need a lock
         # Two threads that find the writer closed must not open two files.
         self._opening = threading.RLock()
@@ -216,7 +227,9 @@ class _Calls:
         return self._methods["flush"](*args, **options)
 
     def close(self, *args: Any, **options: Any) -> Any:
+        self.is_about_to_close = True
         self._drain()
+        self.is_about_to_close = False
         self._closing.append(None)
         try:
             return self._methods["close"](*args, **options)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,14 @@ from numpy.typing import NDArray
 
 from telemetry.alert import alert_fields
 from telemetry.layers import PAGE_STATISTICS
+from telemetry.movers import Mover
 from telemetry.page_format import FORMAT_VERSION
 from telemetry.reading import builtin_tags
 from telemetry.reading.derived import LayerSeries
 from telemetry.reading.distributions import distribution, histogram_table
+from telemetry.reading.first_movers import first_movers
 from telemetry.reading.matrix import Matrix
-from telemetry.reading.run_data import Overview
+from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import Point, Problems, RunSource
 
@@ -25,6 +29,8 @@ MAX_PICTURE_PIXELS = 1 << 22
 """Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws."""
 MAX_PICTURE_BYTES = 4 * MAX_PICTURE_PIXELS
 """Even a picture that does not compress stays below this."""
+MAX_MOVERS = 100
+"""Layers that moved first; the page shows the first few."""
 
 _ALIGNMENT = 8
 
@@ -58,6 +64,19 @@ def overview(run: Overview) -> dict[str, Any]:
         "sessions": run.session_count,
         "alerts": [alert_fields(alert) for alert in run.alerts],
     }
+
+
+def movers(run: RunData, step: int) -> dict[str, Any]:
+    """Which layers left their past first around a step; null if that cannot be known."""
+    found = first_movers(run, step)
+    shown = None if found is None else [_mover(mover) for mover in found[:MAX_MOVERS]]
+    return {"movers": shown, "count": len(found or ()), "layers": len(run.overview().layers)}
+
+
+def _mover(mover: Mover) -> dict[str, Any]:
+    # JSON has no infinity.
+    factor = mover.factor if math.isfinite(mover.factor) else "Infinity"
+    return asdict(mover) | {"factor": factor}
 
 
 def matrix(part: Matrix) -> bytes:

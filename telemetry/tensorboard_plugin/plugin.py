@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import PurePath
@@ -18,15 +19,17 @@ from telemetry.reading import payloads
 from telemetry.reading.matrix import Region, thin
 from telemetry.reading.run_data import RunData
 from telemetry.reading.sessions import Layer
-from telemetry.tensorboard_plugin.provider_source import ProviderSource, list_runs
+from telemetry.tensorboard_plugin.provider_source import ProviderSource, list_all_runs
 from telemetry.tensorboard_plugin.requests import (
     BadRequestError,
     NotFoundError,
     answer,
     number,
+    required_number,
     send,
     text,
 )
+from telemetry.tensorboard_plugin.run_table import RunTable
 from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, read_static_files
 
 MAX_ROWS = 2048
@@ -46,6 +49,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def __init__(self, context: base_plugin.TBContext) -> None:
         self._provider = context.data_provider
         self._static = read_static_files()
+        self._table = RunTable(self._provider)
         self._runs: OrderedDict[tuple[str, str], RunData] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -62,7 +66,9 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return {
             "/static/*": answer(self._serve_static),
             "/runs": answer(self._serve_runs),
+            "/run_table": answer(self._serve_run_table),
             "/run": answer(self._serve_run),
+            "/movers": answer(self._serve_movers),
             "/matrix": answer(self._serve_matrix),
             "/scalars": answer(self._serve_scalars),
             "/layer": answer(self._serve_layer),
@@ -79,14 +85,23 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _serve_runs(self, request: wrappers.Request) -> wrappers.Response:
         experiment = plugin_util.experiment_id(request.environ)
-        runs = list_runs(self._provider, experiment)
-        return _json(request, [{"name": run, "lastStep": step} for run, step in runs.items()])
+        entries = list_all_runs(self._provider, experiment)
+        runs = [{"name": e.name, "lastStep": e.last_step, "started": e.started_s} for e in entries]
+        return _json(request, runs)
+
+    def _serve_run_table(self, request: wrappers.Request) -> wrappers.Response:
+        experiment = plugin_util.experiment_id(request.environ)
+        return _json(request, self._table.rows(experiment, time.time()))
 
     def _serve_run(self, request: wrappers.Request) -> wrappers.Response:
         try:
             return _json(request, payloads.overview(self._run(request).overview()))
         except NewerFormatError as error:
             return _json(request, {"newerFormat": str(error)})
+
+    def _serve_movers(self, request: wrappers.Request) -> wrappers.Response:
+        step = required_number(request, "step")
+        return _json(request, payloads.movers(self._run(request), step))
 
     def _serve_matrix(self, request: wrappers.Request) -> wrappers.Response:
         region = Region(
@@ -121,9 +136,8 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return _json(request, payloads.images(run.source, self._layer(request, run)))
 
     def _serve_image(self, request: wrappers.Request) -> wrappers.Response:
-        run, tag, step = self._run(request), text(request, "tag"), number(request, "step")
-        if step is None:
-            raise BadRequestError("step is missing")
+        tag, step = text(request, "tag"), required_number(request, "step")
+        run = self._run(request)
         png = payloads.picture(run.source, tag, step)
         if png is None:
             raise NotFoundError(f"no picture of {tag} at step {step}")

@@ -12,6 +12,7 @@ from tensorboard import context
 from tensorboard.data.provider import DataProvider, RunTagFilter
 
 from telemetry.page_format import PLUGIN_NAME
+from telemetry.reading.run_list import RunEntry, newest_first, run_entry
 from telemetry.reading.sources import Point, Problems
 
 _ALL = 10**9  # 0 would mean none
@@ -22,14 +23,61 @@ _UNDECODABLE = (ValueError, TypeError, KeyError, OverflowError, MemoryError)
 log = logging.getLogger(__name__)
 
 
-def list_runs(provider: DataProvider, experiment: str) -> dict[str, int]:
-    """The runs that have data for the page, and the last step of that data."""
-    listing = provider.list_tensors(_CONTEXT, experiment_id=experiment, plugin_name=PLUGIN_NAME)
-    return {
-        run: max(series.max_step for series in tags.values())
-        for run, tags in listing.items()
-        if tags
-    }
+def list_all_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
+    """The runs that have data for the page, newest first."""
+    listing = list_series(provider.list_tensors, experiment, PLUGIN_NAME)
+    return newest_first(run_entry(run, tags) for run, tags in listing.items() if tags)
+
+
+def list_series(
+    list_tags: Callable[..., Any], experiment: str, plugin_name: str
+) -> Mapping[str, Mapping[str, Any]]:
+    """What TensorBoard says about each tag of a plugin, by run."""
+    found: Mapping[str, Mapping[str, Any]] = list_tags(
+        _CONTEXT, experiment_id=experiment, plugin_name=plugin_name
+    )
+    return found
+
+
+def read_runs(
+    read: Callable[..., Any],
+    experiment: str,
+    plugin_name: str,
+    wanted: Mapping[str, Sequence[str]],
+    most: int = _ALL,
+) -> Mapping[str, Mapping[str, Sequence[Any]]]:
+    """At most so many values of some tags of several runs, without runs that cannot be decoded.
+
+    Args:
+        read: The provider's method.
+        experiment: The experiment's id.
+        plugin_name: Whose tags they are.
+        wanted: Tags by run; another run's tag of the same name may come along.
+        most: Values per tag.
+    """
+    if not wanted:
+        return {}
+    filtered = RunTagFilter(
+        runs=list(wanted), tags={tag for tags in wanted.values() for tag in tags}
+    )
+    try:
+        found: Mapping[str, Mapping[str, Sequence[Any]]] = read(
+            _CONTEXT,
+            experiment_id=experiment,
+            plugin_name=plugin_name,
+            downsample=most,
+            run_tag_filter=filtered,
+        )
+        return found
+    except (*_UNDECODABLE, grpc.RpcError) as error:
+        if len(wanted) == 1:
+            log.warning("telemetry: run %r: %s", *wanted, error)
+            return {}
+    runs = list(wanted)
+    halves = runs[: len(runs) // 2], runs[len(runs) // 2 :]
+    parts = [{run: wanted[run] for run in half} for half in halves]
+    first, second = [read_runs(read, experiment, plugin_name, part, most) for part in parts]
+    return {**first, **second}
 
 
 class ProviderSource:
@@ -132,6 +180,12 @@ class ProviderSource:
         half = len(tags) // 2
         first = self._read(read, plugin_name, tags[:half], most)
         return {**first, **self._read(read, plugin_name, tags[half:], most)}
+
+
+def text_of(datum: Any) -> bytes:
+    """The text in a tensor; empty if it holds numbers."""
+    value = _point(datum).value
+    return value if isinstance(value, bytes) else b""
 
 
 def _point(datum: Any) -> Point:

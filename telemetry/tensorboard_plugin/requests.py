@@ -64,6 +64,14 @@ def number(request: wrappers.Request, name: str) -> int | None:
     return int(value)
 
 
+def required_number(request: wrappers.Request, name: str) -> int:
+    """A required whole number of 0 or more."""
+    value = number(request, name)
+    if value is None:
+        raise BadRequestError(f"{name} is missing")
+    return value
+
+
 def send(
     request: wrappers.Request, content: Any, content_type: str, **options: Any
 ) -> wrappers.Response:

@@ -103,5 +103,10 @@ class Board:
         """The values held back so far, and the step of the event that takes them."""
         return self._page.last_step, tuple(self._page.pending_values())
 
+    def end_values(self, exception: BaseException | None) -> tuple[int, Sequence[bytes]]:
+        """The values to write when the logger is closed, and the step of their event."""
+        value = self._page.end_value(exception)
+        return self._page.last_step, () if value is None else (value,)
+
     def _alert_curve(self) -> bytes:
         return summaries.scalar("alerts/count", self._alert_count)

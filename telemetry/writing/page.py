@@ -18,7 +18,9 @@ from telemetry.page_format import (
     ChunkKind,
     alert_tag,
     encode_alert,
+    encode_end,
     encode_layout,
+    end_tag,
     layout_tag,
     new_session_id,
 )
@@ -114,6 +116,17 @@ class PageWriter:
         tag = alert_tag(self._session, self._alert_count)
         self._alert_count += 1
         return summaries.tensor(tag, encode_alert(alert), PLUGIN_NAME)
+
+    def end_value(self, exception: BaseException | None) -> bytes | None:
+        """That the logger is closed, to write in an event with :attr:`last_step`; None if nothing
+        was recorded.
+
+        Args:
+            exception: What the training ended in, if it did.
+        """
+        if self._layout is None:
+            return None
+        return summaries.tensor(end_tag(self._session), encode_end(exception), PLUGIN_NAME)
 
     def _with_held(self, record: StepRecord, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
         """The matrix, with the last known row of each module that this step left out.

@@ -126,8 +126,8 @@ class TelemetryPage:
         self.locator(f"html[data-ready='{ready}']").wait_for(state="attached")
         return self
 
-    def locator(self, selector: str) -> Locator:
-        return self.page.frame_locator('iframe[src*="name=telemetry"]').locator(selector)
+    def locator(self, selector: str, **options: Any) -> Locator:
+        return self.page.frame_locator('iframe[src*="name=telemetry"]').locator(selector, **options)
 
     @property
     def frame(self) -> Frame:

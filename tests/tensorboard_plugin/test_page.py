@@ -11,6 +11,8 @@ from browser import TelemetryPage, serve
 from known_runs import layout_of, write_run
 from page_runs import COLORS, DARKEST, HOSTILE, INFINITE, LIGHTEST, NAMES, NAN, rising, write_runs
 
+RUNS = "fetch('/data/plugin/telemetry/runs').then((answer) => answer.json())"
+
 
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -100,13 +102,14 @@ def test_a_growing_run_is_followed_and_only_what_is_new_is_read(
     names = layout_of(NAMES)
     write_run(logdir / run, names, steps=range(20), norms=rising, session="20260101-000000.000-a")
     reload = page.page.locator("app-header-reload button").first
-    page.open()
+    page.open(run="demo")
     for _ in range(60):
-        if run in page.locator("label:has-text('Run') select").inner_text():
+        if run in [known["name"] for known in page.frame.evaluate(RUNS)]:
             break
-        reload.click()
         page.page.wait_for_timeout(250)  # the loader looks once a second
-    page.locator("label:has-text('Run') select").select_option(run)
+    reload.click()
+    page.locator("button[aria-label='Run: demo']").click()
+    page.locator(".runs[data-loaded]").get_by_role("button", name=run, exact=True).click()
     page.locator(f".panel[data-run='{run}'][data-steps='20']").wait_for()
     asked: list[str] = []
     page.page.on("request", lambda request: asked.append(request.url))

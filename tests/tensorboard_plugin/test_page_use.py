@@ -103,7 +103,7 @@ def test_a_link_keeps_groups_apart_whatever_they_are_called(page: TelemetryPage)
 
 def test_a_search_leaves_the_layers_that_match(page: TelemetryPage) -> None:
     page.open(run="demo")
-    page.locator("input[type=search]").fill("act")
+    page.locator(".toolbar input[type=search]").fill("act")
     page.locator("html[data-ready=true]").wait_for(state="attached")
     page.page.wait_for_function("location.hash.includes('search=act')")
     top = page.pixel(0.25, 0.5)

@@ -11,22 +11,29 @@ export class AlertList {
     this.severity = "";
     this.node = element("section", { class: "alerts", "aria-label": "Alerts" });
     this.alerts = [];
+    this.lists = [];
   }
 
-  /** @param {Object[]} alerts each with the `run` it is of, if there are several */
-  show(alerts, chosen) {
-    this.alerts = alerts;
+  /** @param {Object[]} panels whose alerts are listed, with the run if there are several */
+  show(panels, chosen) {
+    const lists = panels.map((panel) => panel.alerts);
+    const isSame = lists.length === this.lists.length && lists.every((l, i) => l === this.lists[i]);
+    if (isSame && chosen === this.chosen) return;
+    this.lists = lists;
     this.chosen = chosen;
+    this.alerts = panels.flatMap((panel) =>
+      panel.alerts.map((alert) => ({ alert, run: panels.length > 1 ? panel.run : null })),
+    );
     this.#draw();
   }
 
   #draw() {
     const { alerts } = this;
-    const kinds = [...new Set(alerts.map((alert) => alert.kind))].sort();
+    const kinds = [...new Set(alerts.map(({ alert }) => alert.kind))].sort();
     const shown = alerts
-      .filter((alert) => !this.kind || alert.kind === this.kind)
-      .filter((alert) => !this.severity || alert.severity === this.severity)
-      .sort((a, b) => b.step - a.step);
+      .filter(({ alert }) => !this.kind || alert.kind === this.kind)
+      .filter(({ alert }) => !this.severity || alert.severity === this.severity)
+      .sort((a, b) => b.alert.step - a.alert.step);
     const count =
       shown.length === alerts.length ? alerts.length : `${shown.length} of ${alerts.length}`;
     fill(
@@ -40,7 +47,7 @@ export class AlertList {
       alerts.length
         ? this.#filters(kinds)
         : element("p", { class: "muted" }, "No alerts in this run so far."),
-      element("ul", {}, ...shown.map((alert) => this.#item(alert))),
+      element("ul", {}, ...shown.map((item, index) => this.#item(item, index))),
     );
   }
 
@@ -72,7 +79,7 @@ export class AlertList {
     );
   }
 
-  #item(alert) {
+  #item({ alert, run }, index) {
     return element(
       "li",
       {},
@@ -80,26 +87,27 @@ export class AlertList {
         "button",
         {
           class: `alert ${alert.severity}`,
+          dataset: { key: `alert ${index}` },
           "aria-pressed": alert === this.chosen ? "true" : "false",
           onclick: () => this.onChoose(alert),
         },
-        ...alertText(alert),
+        ...alertText(alert, run),
       ),
     );
   }
 }
 
-/** An alert in a few lines. */
-export function alertText(alert) {
+/** An alert in a few lines, with the run it is of. */
+export function alertText(alert, run = null) {
   const stage = { worse: " · worse", end: " · over" }[alert.stage] ?? "";
   return [
     element(
       "span",
       { class: "alert-head" },
-      element("b", {}, `${kindTitle(alert.kind)}${stage}`),
+      element("b", {}, `${kindTitle(alert.kind)}${stage}`, severityText(alert)),
       element("span", {}, `step ${formatStep(alert.step)}`),
     ),
-    alert.run ? element("span", { class: "muted" }, alert.run) : null,
+    run ? element("span", { class: "muted" }, run) : null,
     alert.module_name ? element("span", { class: "alert-layer" }, alert.module_name) : null,
     element("span", { class: "alert-message" }, alert.message),
     alert.consequences?.length
@@ -108,7 +116,13 @@ export function alertText(alert) {
   ].filter((part) => part !== null);
 }
 
-function kindTitle(kind) {
+/** The severity in words: a color alone does not tell it. */
+function severityText({ severity }) {
+  return element("span", { class: "severity" }, severity);
+}
+
+/** A kind of alert as a title. */
+export function kindTitle(kind) {
   const text = kind.replaceAll("_", " ");
   return text.charAt(0).toUpperCase() + text.slice(1);
 }

@@ -32,6 +32,29 @@ export function roundTicks(low, high, count, whole) {
   return ticks;
 }
 
+/**
+ * Round numbers between two positive ones, at most `count` or so: powers of ten, or with twos and
+ * fives between them where there are few.
+ */
+export function logTicks(low, high, count) {
+  const first = Math.floor(Math.log10(low));
+  const last = Math.ceil(Math.log10(high));
+  const most = Math.max(count, 2);
+  const inside = (factors, stride, offset = 0) => {
+    const found = [];
+    for (let power = first + offset; power <= last; power += stride) {
+      for (const factor of factors) found.push(Number(`${factor}e${power}`));
+    }
+    return found.filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
+  };
+  const choices = [inside([1, 2, 5], 1), inside([1, 3], 1)];
+  for (let stride = 1; stride <= last - first; stride++) {
+    for (let offset = 0; offset < stride; offset++) choices.push(inside([1], stride, offset));
+  }
+  const fitting = choices.find((ticks) => ticks.length >= 2 && ticks.length <= most);
+  return fitting ?? roundTicks(low, high, count, false).filter((tick) => tick > 0);
+}
+
 /** Steps below a plot. `box`: the plot's place in CSS pixels. */
 export function drawStepAxis(context, theme, box, view, title) {
   context.font = theme.smallFont;
@@ -61,15 +84,19 @@ export function line(context, x0, y0, x1, y1) {
   context.stroke();
 }
 
-/** The end of a text, as much as fits: the end of a path says more than its beginning. */
+/** A text, shortened in the middle to what fits: both ends of a path say where it is. */
 export function fitText(context, text, width) {
   if (context.measureText(text).width <= width) return text;
+  const shortened = (count) => {
+    const front = Math.floor(count * 0.4);
+    return `${text.slice(0, front)}…${text.slice(text.length - (count - front))}`;
+  };
   let low = 0;
   let high = text.length;
   while (low < high) {
-    const middle = (low + high) >> 1;
-    if (context.measureText(`…${text.slice(middle)}`).width <= width) high = middle;
-    else low = middle + 1;
+    const middle = (low + high + 1) >> 1;
+    if (context.measureText(shortened(middle)).width <= width) low = middle;
+    else high = middle - 1;
   }
-  return low < text.length ? `…${text.slice(low)}` : "";
+  return low > 0 ? shortened(low) : "";
 }

@@ -1,6 +1,6 @@
 // Curves over steps: the strip above the picture, and the details of a layer.
 
-import { drawStepAxis, line, prepare, roundTicks } from "./canvas.js";
+import { drawStepAxis, line, logTicks, prepare, roundTicks } from "./canvas.js";
 import { element } from "./dom.js";
 import { formatNumber } from "./format.js";
 
@@ -10,8 +10,11 @@ import { formatNumber } from "./format.js";
  * @property {ArrayLike<number>} values
  * @property {string} color
  * @property {string} label
+ * @property {number} [width] of the line
  * @property {boolean} [isStepped] whether a value lasts until the next one
  */
+
+const SECOND_AXIS = 50; // room that it takes
 
 /**
  * Draws curves into a canvas. What is not finite shows as a mark at the upper edge.
@@ -26,6 +29,8 @@ export function drawChart(canvas, options) {
   const box = { x: left, y: 6, width: width - left - right, height: height - 12 - (axis ? 16 : 0) };
   const scale = valueScale(options.curves, options.view, options.log);
   drawValueAxis(context, theme, box, scale);
+  const second = options.second?.length && valueScale(options.second, options.view, false);
+  if (second && right > SECOND_AXIS) drawSecondAxis(context, theme, box, second);
   if (axis) drawStepAxis(context, theme, box, options.view, "");
   context.save();
   context.beginPath();
@@ -43,8 +48,7 @@ export function drawChart(canvas, options) {
     const x = xOf(box, options.view, options.cursor);
     line(context, x, box.y, x, box.y + box.height);
   }
-  if (options.second?.length) {
-    const second = valueScale(options.second, options.view, false);
+  if (second) {
     context.setLineDash([5, 3]);
     for (const curve of options.second) drawCurve(context, box, options.view, second, curve);
     context.setLineDash([]);
@@ -92,28 +96,49 @@ function drawValueAxis(context, theme, box, scale) {
   context.font = theme.smallFont;
   context.textAlign = "right";
   context.textBaseline = "middle";
-  let ticks = roundTicks(scale.low, scale.high, box.height / 26, scale.log);
-  if (scale.log && ticks.length < 2) ticks = [scale.low, scale.high];
-  for (const tick of ticks) {
-    const y = box.y + (1 - (tick - scale.low) / (scale.high - scale.low)) * box.height;
+  context.lineWidth = 1;
+  for (const { tick, y } of ticksOf(scale, box)) {
     context.strokeStyle = theme.line;
     line(context, box.x, y, box.x + box.width, y);
     context.fillStyle = theme.muted;
-    context.fillText(formatNumber(scale.log ? Math.pow(10, tick) : round(tick)), box.x - 6, y);
+    context.fillText(formatNumber(tick), box.x - 6, y);
   }
+}
+
+/** The scale of the dashed curves, at the right. */
+function drawSecondAxis(context, theme, box, scale) {
+  context.textAlign = "left";
+  context.fillStyle = theme.muted;
+  context.strokeStyle = theme.muted;
+  for (const { tick, y } of ticksOf(scale, box)) {
+    line(context, box.x + box.width, y, box.x + box.width + 4, y);
+    context.fillText(formatNumber(tick), box.x + box.width + 7, y);
+  }
+}
+
+function ticksOf(scale, box) {
+  const count = box.height / 26;
+  const ticks = scale.log
+    ? logTicks(Math.pow(10, scale.low), Math.pow(10, scale.high), count)
+    : roundTicks(scale.low, scale.high, count, false).map(round);
+  return ticks.map((tick) => {
+    const place = ((scale.log ? Math.log10(tick) : tick) - scale.low) / (scale.high - scale.low);
+    return { tick, y: box.y + (1 - place) * box.height };
+  });
 }
 
 function round(value) {
   return Number(value.toPrecision(12));
 }
 
-function drawCurve(context, box, view, scale, { steps, values, color, isStepped }) {
+function drawCurve(context, box, view, scale, curve) {
+  const { steps, values, color, isStepped, width = 1.5 } = curve;
   const y = (value) =>
     box.y +
     (1 - ((scale.log ? Math.log10(value) : value) - scale.low) / (scale.high - scale.low)) *
       box.height;
   context.strokeStyle = context.fillStyle = color;
-  context.lineWidth = 1.5;
+  context.lineWidth = width;
   context.lineJoin = "round";
   context.beginPath();
   let pen = false;

@@ -11,7 +11,7 @@ import { titleOf } from "./rows.js";
 const MAX_CURVES = 4;
 
 export class Detail {
-  /** @param {Object} on `close()`, `move(steps)`, `statistic(name)` */
+  /** @param {Object} on `close()`, `move(steps)`, `statistic(name)`, `movers()` or null */
   constructor(on) {
     this.on = on;
     this.node = element("section", { class: "detail", "aria-label": "Layer" });
@@ -69,7 +69,7 @@ export class Detail {
       .map((p) => `${p.name.split(".").pop()} ${p.shape.join("×") || "scalar"}`)
       .join(", ");
     const button = (text, title, onclick) =>
-      element("button", { title, "aria-label": title, onclick }, text);
+      element("button", { title, "aria-label": title, dataset: { key: title }, onclick }, text);
     return element(
       "header",
       {},
@@ -86,6 +86,9 @@ export class Detail {
         button("‹", "Previous measured step (←)", () => this.on.move(-1)),
         element("b", {}, step === null ? "no step chosen" : `step ${formatStep(step)}`),
         button("›", "Next measured step (→)", () => this.on.move(1)),
+        this.on.movers && step !== null
+          ? element("button", { class: "wide", dataset: { key: "movers" }, onclick: this.on.movers }, "Who moved first?")
+          : null,
       ),
     );
   }
@@ -106,7 +109,14 @@ export class Detail {
           element(
             "th",
             { scope: "row", title: known.description },
-            element("button", { onclick: () => this.on.statistic(known.name) }, known.title),
+            element(
+              "button",
+              {
+                dataset: { key: `statistic ${known.name}` },
+                onclick: () => this.on.statistic(known.name),
+              },
+              known.title,
+            ),
           ),
           element(
             "td",

@@ -18,16 +18,18 @@ export function element(tag, properties = {}, ...children) {
   return node;
 }
 
-/** Replaces everything inside. */
+/** Replaces everything inside; the focus stays on what has the same `data-key`. */
 export function fill(node, ...children) {
+  const focused = node.contains(document.activeElement) && document.activeElement.dataset.key;
   node.replaceChildren(...children.filter((child) => child != null));
+  if (focused) node.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
 }
 
 /** A labelled drop-down list; `options` are `[value, text]`. */
 export function dropDown(label, options, value, onChange) {
   const select = element(
     "select",
-    { "aria-label": label, onchange: () => onChange(select.value) },
+    { dataset: { key: label }, onchange: () => onChange(select.value) },
     ...options.map(([key, text]) => element("option", { value: key }, text)),
   );
   select.value = value;

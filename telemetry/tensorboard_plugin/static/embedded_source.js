@@ -10,8 +10,17 @@ export class EmbeddedSource {
     this.fields = new Map();
   }
 
+  get isLive() {
+    return false;
+  }
+
   async runs() {
     return [{ name: this.data.run, lastStep: this.data.overview.lastStep }];
+  }
+
+  /** Which layers left their past first; known at the steps of alerts. */
+  async movers(_run, step) {
+    return this.data.movers[step] ?? { isUnknown: true };
   }
 
   async overview() {

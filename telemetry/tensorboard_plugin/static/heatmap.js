@@ -6,11 +6,11 @@ import { encode } from "./scale.js";
 import { columnAt, endOf } from "./field.js";
 import { paint } from "./heatmap_pixels.js";
 import { palette } from "./palette.js";
-import { bracketsOf } from "./rows.js";
+import { bracketsOf, rowOfLayer } from "./rows.js";
 import { watchPointer } from "./pointer.js";
 
-const AXIS_HEIGHT = 24;
-const TOP = 6;
+export const AXIS_HEIGHT = 24;
+export const TOP = 18;
 const LABEL_HEIGHT = 12;
 const BRACKET_WIDTH = 14;
 const MAX_BRACKETS = 3;
@@ -46,8 +46,8 @@ export class Heatmap {
   }
 
   /**
-   * @param {Object} content `field`, `values`, `scale`, `rows`, `layers`, `groups`, `folded`,
-   *   `alerts`, `view`, `selection`, `theme`, `width`, `height`, `gutter`
+   * @param {Object} content `field`, `values`, `scale`, `rows`, `grouping`, `alerts`,
+   *   `view`, `selection`, `theme`, `width`, `height`, `gutter`
    */
   draw(content) {
     const previous = this.content;
@@ -63,6 +63,7 @@ export class Heatmap {
       width: Math.max(width - content.gutter - RIGHT, 40),
       height: height - TOP - AXIS_HEIGHT,
     };
+    this.node.style.width = `${width}px`;
     this.node.style.height = `${height}px`;
     Object.assign(this.node.dataset, {
       plot: [this.box.x, this.box.y, this.box.width, this.box.height].join(","),
@@ -147,8 +148,8 @@ export class Heatmap {
   }
 
   #drawGutter(context) {
-    const { rows, layers, groups, view, theme } = this.content;
-    this.brackets = bracketsOf(rows, layers, groups);
+    const { rows, grouping, view, theme } = this.content;
+    this.brackets = bracketsOf(rows, grouping);
     const left = this.#bracketAreaWidth();
     const rowHeight = this.box.height / (view.row1 - view.row0);
     context.save();
@@ -251,7 +252,7 @@ export class Heatmap {
 
   #drawSelection(context, { layer, step }) {
     const { rows, field, theme } = this.content;
-    const row = rows.findIndex((candidate) => candidate.layers.includes(layer));
+    const row = rowOfLayer(rows, layer);
     if (row < 0) return;
     const column = Math.max(columnAt(field.steps, step), 0);
     const next = field.steps[column + 1] ?? endOf(field.steps);

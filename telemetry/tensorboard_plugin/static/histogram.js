@@ -7,6 +7,7 @@ import { cssColor } from "./palette.js";
 
 const LEFT = 58;
 const BARS = 84;
+const LABEL_GAP = 20;
 
 /**
  * @param {HTMLCanvasElement} canvas
@@ -68,6 +69,26 @@ function drawBars(context, theme, box, { shares }, bins, column) {
   line(context, left - 0.5, box.y, left - 0.5, box.y + box.height);
 }
 
+/** Round values and their places on the axis, 0 to 1, not closer than a label is high. */
+function roundEdges(edges, bins, height) {
+  const reach = Math.max(-edges[0], edges[bins]);
+  const positive = [];
+  for (let power = Math.ceil(Math.log10(reach)); positive.length < 24; power--) {
+    for (const factor of [5, 2, 1]) positive.push(Number(`${factor}e${power}`));
+  }
+  const found = [];
+  for (const value of [0, ...positive, ...positive.map((tick) => -tick)]) {
+    if (value < edges[0] || value > edges[bins]) continue;
+    const above = Math.max(edges.findIndex((edge) => edge >= value), 1);
+    const part = (value - edges[above - 1]) / (edges[above] - edges[above - 1]);
+    const place = (above - 1 + part) / bins;
+    if (found.every((other) => Math.abs(other.place - place) * height >= LABEL_GAP)) {
+      found.push({ value, place });
+    }
+  }
+  return found;
+}
+
 function drawValueAxis(context, theme, box, { edges }, bins) {
   context.font = theme.smallFont;
   context.textAlign = "right";
@@ -75,12 +96,8 @@ function drawValueAxis(context, theme, box, { edges }, bins) {
   context.fillStyle = theme.muted;
   context.strokeStyle = theme.line;
   context.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
-  const count = 5;
-  const reach = Math.max(-edges[0], edges[bins]);
-  for (let i = 0; i < count; i++) {
-    const y = box.y + (1 - i / (count - 1)) * box.height;
-    const edge = edges[Math.round((i / (count - 1)) * bins)];
-    context.fillText(Math.abs(edge) < reach * 1e-6 ? "0" : formatNumber(edge), box.x - 6, y);
+  for (const { value, place } of roundEdges(edges, bins, box.height)) {
+    context.fillText(formatNumber(value), box.x - 6, box.y + (1 - place) * box.height);
   }
   const zero = edges.findIndex((edge) => edge >= 0);
   if (edges[0] < 0 && zero > 0) {

@@ -1,6 +1,8 @@
 // TensorBoard around the page: when it reloads, and the address that people copy.
 
 const PREFIX = "p.telemetry.";
+const ONE_ENTRY_MS = 500;
+let lastEntry = -Infinity;
 
 /**
  * Calls back whenever TensorBoard has reloaded its data. The protocol is that of its experimental
@@ -24,6 +26,13 @@ export function onReload(callback) {
   window.parent.postMessage("experimental.bootstrap", "*", [port2]);
 }
 
+/** Moves the page's own tab into view, which TensorBoard cuts off where it has many. */
+export function showTab() {
+  if (frame() === window) return;
+  const tab = frame().document.querySelector("[role=tab][aria-selected=true]");
+  tab?.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
+
 /** What the address says about the page, by name. */
 export function readLink() {
   const link = {};
@@ -34,8 +43,13 @@ export function readLink() {
   return link;
 }
 
-/** Puts that into the address, without a new entry in the history. */
-export function writeLink(link) {
+/**
+ * Puts that into the address.
+ * @param {Object} link
+ * @param {boolean} isNew whether the browser's Back is to lead to what was before; many such
+ *   changes within a moment are one
+ */
+export function writeLink(link, isNew) {
   const target = address();
   const others = target.hash
     .replace(/^#/, "")
@@ -47,10 +61,25 @@ export function writeLink(link) {
   const hash = [...others, ...ours].join("&");
   const url = target.pathname + target.search + (hash ? `#${hash}` : "");
   try {
-    frame().history.replaceState(frame().history.state, "", url);
+    const { history } = frame();
+    const now = performance.now();
+    const isEntry = isNew && now - lastEntry > ONE_ENTRY_MS;
+    if (isNew) lastEntry = now;
+    history[isEntry ? "pushState" : "replaceState"](history.state, "", url);
   } catch {
     // A page from disk may forbid it; the link is a convenience.
   }
+}
+
+/** Calls back with the link when the browser goes back or forth. */
+export function onNavigation(callback) {
+  const target = frame();
+  const follow = () => {
+    // Inside of TensorBoard the address begins with the dashboard, which may be another one.
+    if (target === window || address().hash.startsWith("#telemetry")) callback(readLink());
+  };
+  target.addEventListener("popstate", follow);
+  window.addEventListener("pagehide", () => target.removeEventListener("popstate", follow));
 }
 
 function frame() {

@@ -2,18 +2,21 @@
 
 import { App } from "./app.js";
 import { element } from "./dom.js";
-import { onReload, readLink, writeLink } from "./host.js";
+import { onNavigation, onReload, readLink, showTab, writeLink } from "./host.js";
 import { ServerSource } from "./source.js";
 import { followTheme } from "./theme.js";
 
 /** Called by TensorBoard once the module is loaded. */
 export async function render() {
+  document.documentElement.lang = "en";
   await loadStyle();
   const root = element("div", { id: "telemetry" });
   document.body.append(root);
   const app = new App(root, new ServerSource(), { read: readLink, write: writeLink });
   followTheme((theme) => app.setTheme(theme));
   onReload(() => app.refresh());
+  onNavigation((link) => app.follow(link));
+  showTab();
   await app.start();
 }
 

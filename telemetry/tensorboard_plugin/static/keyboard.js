@@ -5,7 +5,8 @@ const FAR = 10;
 /**
  * @param {HTMLElement} node
  * @param {Object} act `moveStep(count)`, `moveLayer(count)`, `firstStep()`, `lastStep()`,
- *   `zoom(factor)`, `unzoom()`, `close()`, `alert(direction)`, `fold()`, `search()`
+ *   `zoom(factor)`, `unzoom()`, `close()`, `alert(direction)`, `fold()`, `search()`, `runs()`,
+ *   `movers()`
  */
 export function watchKeys(node, act) {
   node.addEventListener("keydown", (event) => {
@@ -29,6 +30,8 @@ export function watchKeys(node, act) {
       p: () => act.alert(-1),
       f: () => act.fold(),
       "/": () => act.search(),
+      r: () => act.runs(),
+      w: () => act.movers(),
     };
     const action = actions[event.key];
     if (!action) return;
@@ -39,4 +42,4 @@ export function watchKeys(node, act) {
 
 export const KEY_HELP =
   "Keys: arrows move (with Shift by ten), + and − zoom, 0 shows everything, n and p go to the next " +
-  "and previous alert, f folds the group, / searches, Esc closes.";
+  "and previous alert, f folds the group, / searches, r lists the runs, w tells who moved first, Esc closes.";

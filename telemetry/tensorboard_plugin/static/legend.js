@@ -11,6 +11,20 @@ const WIDTH = 320;
 /** @param {HTMLElement} node */
 export function drawLegend(node, scale, statistic, mode, theme) {
   const canvas = element("canvas", { role: "img", "aria-label": "color scale" });
+  drawScale(canvas, scale, theme);
+  fill(
+    node,
+    element("span", { class: "legend-title" }, legendTitle(statistic, mode)),
+    canvas,
+    scale.log ? swatch([ZERO_COLOR], "0") : null,
+    swatch(INFINITE_COLORS, "infinite"),
+    swatch(NAN_COLORS, "NaN"),
+    swatch([theme.missing], "not measured"),
+  );
+}
+
+/** The color scale with its ticks. */
+export function drawScale(canvas, scale, theme) {
   const context = prepare(canvas, WIDTH + 40, 30);
   for (let x = 0; x < WIDTH; x++) {
     context.fillStyle = cssColor(scale.diverging, x / (WIDTH - 1));
@@ -24,18 +38,10 @@ export function drawLegend(node, scale, statistic, mode, theme) {
     context.fillRect(20 + place * WIDTH - 0.5, 12, 1, 3);
     context.fillText(text, 20 + place * WIDTH, 16);
   }
-  fill(
-    node,
-    element("span", { class: "legend-title" }, legendTitle(statistic, mode)),
-    canvas,
-    scale.log ? swatch([ZERO_COLOR], "0") : null,
-    swatch(INFINITE_COLORS, "infinite"),
-    swatch(NAN_COLORS, "NaN"),
-    swatch([theme.missing], "not measured"),
-  );
 }
 
-function legendTitle(statistic, mode) {
+/** What the colors show, in words. */
+export function legendTitle(statistic, mode) {
   const relation = {
     own: ", relative to the layer's own median",
     depth: ", relative to the median over all layers",

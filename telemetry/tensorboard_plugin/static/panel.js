@@ -1,11 +1,14 @@
-// One run: its data, the strip with loss and learning rate, and the picture.
+// One run: its data, the strip with loss and learning rate, the picture, and what is around it.
 
 import { drawChart, legendOf } from "./chart.js";
 import { element, fill } from "./dom.js";
 import { append, columnAt, endOf, isThinned, measuredLayers, relativeValues } from "./field.js";
-import { formatNumber } from "./format.js";
+import { formatNumber, formatStep } from "./format.js";
 import { Heatmap, RIGHT } from "./heatmap.js";
-import { groupsOf, makeRows } from "./rows.js";
+import { drawLayerCurves } from "./layer_curves.js";
+import { drawProfile, profileWidth } from "./profile.js";
+import { groupByPath, groupByRole, makeRows, titleOf } from "./rows.js";
+import { firstNonfinite } from "./story.js";
 
 const STRIP_HEIGHT = 64;
 const PART_DELAY_MS = 200;
@@ -28,7 +31,12 @@ export class Panel {
     });
     this.stripLegend = element("div", {});
     this.title = element("h2", { class: "run-name" }, run);
-    this.notice = element("p", { class: "notice", hidden: true });
+    this.notice = element("p", { class: "notice", role: "status", hidden: true });
+    this.first = element("div", { class: "first-nonfinite" });
+    this.profile = element("canvas", { class: "profile", role: "img" });
+    this.curvesTitle = element("h2", { class: "curves-title" });
+    this.curves = element("canvas", { class: "curves", role: "img" });
+    this.curvesLegend = element("div", {});
     this.node = element(
       "section",
       { class: "panel", "aria-label": run },
@@ -36,11 +44,16 @@ export class Panel {
       this.stripLegend,
       this.strip,
       this.notice,
-      this.heatmap.node,
+      this.first,
+      element("div", { class: "map-row" }, this.heatmap.node, this.profile),
+      this.curvesTitle,
+      this.curves,
+      this.curvesLegend,
     );
     this.fields = new Map();
     this.part = null; // of a thinned field, in full for the zoomed view
     this.relative = new Map();
+    this.firsts = new WeakMap();
   }
 
   /** Loads a statistic, and what all of them share unless it is there already. */
@@ -102,14 +115,32 @@ export class Panel {
     return [field.steps[0], endOf(field.steps)];
   }
 
-  /** @param {Object} state `folded`, `search`, and `all`: also layers without the statistic */
-  rows({ folded, search, all }, statistic) {
+  /** How layers are grouped in an order, `depth` or `role`. */
+  grouping(order) {
+    return this.groupings[order];
+  }
+
+  /** Where NaN or infinity came first in a statistic; null if it did not. */
+  firstNonfinite(statistic) {
+    const field = this.field(statistic);
+    if (!this.firsts.has(field)) this.firsts.set(field, firstNonfinite(field));
+    return this.firsts.get(field);
+  }
+
+  /** @param {Object} state `folded`, `search`, `order`, and `all`: also layers without values */
+  rows({ folded, search, order, all }, statistic) {
     const field = all ? null : this.field(statistic);
-    const key = `${[...folded].join(",")}|${search}`;
+    const key = `${order}|${[...folded].join(",")}|${search}`;
     const { known } = this;
     if (known?.key !== key || known.overview !== this.overview || known.field !== field) {
       const shown = field && this.#worthShowing(field);
-      const rows = makeRows(this.overview.layers, this.groups, folded, search, shown);
+      const rows = makeRows(
+        this.overview.layers,
+        this.grouping(order),
+        folded,
+        search,
+        shown,
+      );
       this.known = { key, field, overview: this.overview, rows };
     }
     return this.known.rows;
@@ -135,16 +166,20 @@ export class Panel {
 
   /** @param {Object} shown what the app has settled: `statistic`, `view`, `scale`, `theme`, ... */
   draw(shown) {
-    const { statistic, view, theme, width, gutter } = shown;
-    const field = shown.field;
-    this.#drawStrip(view, theme, width, gutter, shown.selection?.step ?? null);
-    this.#drawNotice(field, statistic);
-    this.heatmap.draw({
-      ...shown,
-      layers: this.overview.layers,
-      groups: this.groups,
-      alerts: this.alerts,
-    });
+    const { statistic, width, field } = shown;
+    const beside = profileWidth(width);
+    this.#drawStrip(shown, beside + RIGHT);
+    this.#drawNotice(field, shown);
+    this.#drawFirst(statistic);
+    this.heatmap.draw({ ...shown, width: width - beside, alerts: this.alerts });
+    this.drawProfile(shown);
+    const isEmpty = !field.steps.length || !shown.rows.length;
+    this.curves.hidden = this.curvesTitle.hidden = this.curvesLegend.hidden = isEmpty;
+    if (!isEmpty) {
+      this.curvesTitle.textContent = `${statistic.title} over time`;
+      this.curves.setAttribute("aria-label", this.curvesTitle.textContent);
+      fill(this.curvesLegend, drawLayerCurves(this.curves, shown, beside + RIGHT));
+    }
     Object.assign(this.node.dataset, {
       run: this.run,
       layers: this.overview.layers.length,
@@ -153,8 +188,74 @@ export class Panel {
     });
   }
 
+  /**
+   * Draws onto other canvases.
+   * @param {() => Object} create makes one
+   * @returns {{canvas: Object, height: number, legend?: string, beside?: number}[]} from top to
+   *   bottom; a part that has no height of its own is beside or on top of the next one
+   */
+  drawOnto(create, shown) {
+    const own = [this.strip, this.heatmap.cells, this.heatmap.overlay, this.profile, this.curves];
+    const other = own.map(create);
+    const use = ([strip, cells, overlay, profile, curves]) => {
+      Object.assign(this, { strip, profile, curves });
+      Object.assign(this.heatmap, { cells, overlay });
+    };
+    use(other);
+    try {
+      this.draw(shown);
+    } finally {
+      use(own);
+    }
+    const [strip, cells, overlay, profile, curves] = other;
+    const legend = (node) => [...node.querySelectorAll("span")].map((s) => s.textContent).join("   ");
+    const beside = shown.width - profileWidth(shown.width);
+    const parts = [
+      { canvas: strip, height: STRIP_HEIGHT, legend: legend(this.stripLegend) },
+      { canvas: cells, height: 0 },
+      { canvas: profile, height: 0, beside },
+      { canvas: overlay, height: shown.height },
+      { canvas: curves, height: parseFloat(curves.style.height), legend: this.curvesTitle.textContent },
+    ];
+    return parts.filter(({ canvas }) => !canvas.hidden);
+  }
+
+  /** The profile at a step; without it at the selected one, in the middle, or at the end. */
+  drawProfile(shown, step = null) {
+    const width = profileWidth(shown.width);
+    this.profile.hidden = !width;
+    if (!width) return;
+    const { step0, step1 } = shown.view;
+    const middle = Math.floor((step0 + step1) / 2);
+    const at = step ?? shown.cursor ?? (shown.isZoomed ? middle : this.overview.lastStep);
+    drawProfile(this.profile, shown, width, at);
+    const label = `${shown.statistic.title} over the depth at step ${at}`;
+    this.profile.setAttribute("aria-label", label);
+  }
+
+  /** The line that says where NaN or infinity came first; a click goes there. */
+  #drawFirst(statistic) {
+    const found = this.firstNonfinite(statistic);
+    this.first.hidden = !found;
+    if (!found) return fill(this.first);
+    const { firstLayer, layerFactor } = this.field(statistic);
+    const names = found.rows.map((row) => this.overview.layers[firstLayer + row * layerFactor]);
+    const more = names.length > 1 ? ` and ${names.length - 1} more` : "";
+    fill(
+      this.first,
+      element(
+        "button",
+        { dataset: { key: "first" }, onclick: () => this.on.step(found.step) },
+        `First NaN or infinity: step ${formatStep(found.step)}, in ${titleOf(names[0])}${more}`,
+      ),
+    );
+  }
+
   #take(overview) {
-    if (overview.version !== this.overview?.version) this.groups = groupsOf(overview.layers);
+    if (overview.version !== this.overview?.version) {
+      const { layers } = overview;
+      this.groupings = { depth: groupByPath(layers), role: groupByRole(layers) };
+    }
     const layerOf = new Map(overview.layers.map((layer, index) => [layer.name, index]));
     this.overview = overview;
     this.alerts = overview.alerts.map((alert) => ({
@@ -185,9 +286,10 @@ export class Panel {
     }, PART_DELAY_MS);
   }
 
-  #drawStrip(view, theme, width, gutter, cursor) {
+  #drawStrip({ view, theme, width, gutter, cursor }, right) {
+    const { lastStep } = this.overview;
     const curves = this.scalars.map((curve, i) => ({
-      ...curve,
+      ...(curve.kind === "learning rate" ? heldUntil(curve, lastStep) : curve),
       color: theme.curves[i % theme.curves.length],
       label: curve.tag,
       isStepped: curve.kind === "learning rate",
@@ -198,29 +300,36 @@ export class Panel {
     fill(this.stripLegend, legendOf(curves.map((curve) => withValue(curve, cursor))));
     const loss = curves.filter((curve) => curve.kind === "loss");
     const rates = curves.filter((curve) => curve.kind !== "loss");
-    const options = {
+    drawChart(this.strip, {
       view,
       theme,
       width,
       height: STRIP_HEIGHT,
       left: gutter,
-      right: RIGHT,
+      right,
       cursor,
-    };
-    const log = isLog(loss[0]?.values ?? rates[0].values);
-    drawChart(this.strip, {
-      ...options,
       curves: loss.length ? loss : rates,
-      log,
+      log: isLog(loss[0]?.values ?? rates[0].values),
       second: loss.length ? rates : [],
     });
   }
 
-  #drawNotice(field, statistic) {
-    const text = noticeOf(field, statistic);
+  #drawNotice(field, { statistic, rows, search }) {
+    const text = rows.length ? noticeOf(field, statistic) : `No layer matches “${search}”.`;
     this.notice.hidden = !text;
-    this.notice.textContent = text;
+    if (this.notice.textContent !== text) this.notice.textContent = text;
   }
+}
+
+/** A curve that is written where it changes, up to the last step. */
+function heldUntil(curve, lastStep) {
+  const { length } = curve.steps;
+  if (!length || curve.steps[length - 1] >= lastStep) return curve;
+  return {
+    ...curve,
+    steps: [...curve.steps, lastStep],
+    values: [...curve.values, curve.values[length - 1]],
+  };
 }
 
 /** A curve whose label has its value at a step, or its last value. */

@@ -9,6 +9,8 @@ import { decode } from "./host.js";
  * @property {string} statistic
  * @property {string} mode `value`, `own` or `depth`
  * @property {string} search
+ * @property {string} order `depth` or `role`
+ * @property {boolean} everything whether all steps were asked for, also where the story is short
  * @property {boolean} all whether layers without the statistic are shown, too
  * @property {Set<string>} folded
  * @property {import("./heatmap.js").View|null} zoom
@@ -23,6 +25,8 @@ export function defaultState() {
     other: "",
     statistic: "grad_norm",
     mode: "value",
+    order: "depth",
+    everything: false,
     search: "",
     all: false,
     folded: new Set(),
@@ -40,11 +44,12 @@ export function toLink(state) {
     other: state.other,
     statistic: state.statistic,
     mode: state.mode === "value" ? "" : state.mode,
+    order: state.order === "depth" ? "" : state.order,
     search: state.search,
     all: state.all ? "1" : "",
     // A name may hold a comma.
     folded: [...state.folded].map(encodeURIComponent).join(","),
-    zoom: zoom ? [zoom.step0, zoom.step1, zoom.row0, zoom.row1].map(round).join(",") : "",
+    zoom: zoom ? [zoom.step0, zoom.step1, zoom.row0, zoom.row1].map(round).join(",") : state.everything ? "all" : "",
     // The empty name is that of the model itself.
     layer: state.layer === null ? "" : `.${state.layer}`,
     step: state.step === null ? "" : String(state.step),
@@ -58,7 +63,9 @@ export function fromLink(link) {
     if (link[name]) state[name] = link[name];
   }
   if (["own", "depth"].includes(link.mode)) state.mode = link.mode;
+  if (link.order === "role") state.order = "role";
   state.all = link.all === "1";
+  state.everything = link.zoom === "all";
   if (link.folded) state.folded = new Set(link.folded.split(",").map(decode));
   const numbers = (link.zoom ?? "").split(",").map(Number);
   const [step0, step1, row0, row1] = numbers;

@@ -54,7 +54,13 @@ function click(heatmap, x, y) {
   if (row) heatmap.on.select(row.layers[0], null);
 }
 
+/** Says again what is under the pointer, after it has been drawn anew. */
+export function hoverAgain(heatmap) {
+  if (heatmap.pointer) hover(heatmap, ...heatmap.pointer);
+}
+
 function hover(heatmap, x, y) {
+  heatmap.pointer = x < 0 ? null : [x, y];
   const cell = heatmap.cellAt(x, y);
   const label = x >= 0 && x < (heatmap.box?.x ?? 0) ? heatmap.groupAt(x, y) : null;
   heatmap.node.style.cursor = label !== null ? "pointer" : cell ? "crosshair" : "default";

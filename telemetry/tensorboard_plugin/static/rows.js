@@ -19,26 +19,63 @@ export function titleOf(layer) {
 }
 
 /**
- * Groups of at least two layers that share the beginning of their path.
- * @returns {Map<string, number[]>} layers by path, outer groups first
+ * How layers are grouped.
+ * @typedef {Object} Grouping
+ * @property {Map<string, number[]>} groups layers by the group's path, outer groups first
+ * @property {string[][]} keys of each layer, paths of the groups around it, the outermost first
+ * @property {number[]} order in which the layers are shown
  */
-export function groupsOf(layers) {
+
+/** By the beginning of the module's path, in forward order. @returns {Grouping} */
+export function groupByPath(layers) {
   const groups = new Map();
-  layers.forEach((layer, index) => {
+  const prefixes = layers.map((layer) => {
     const path = pathOf(layer);
-    for (let depth = 1; depth < path.length; depth++) {
-      const key = path.slice(0, depth).join(".");
+    return path.map((_, depth) => path.slice(0, depth + 1).join("."));
+  });
+  prefixes.forEach((keys, index) => {
+    for (const key of keys.slice(0, -1)) {
       if (!groups.has(key)) groups.set(key, []);
       groups.get(key).push(index);
     }
     // A module that has layers inside belongs to its own group.
-    if (groups.has(layer.name)) groups.get(layer.name).push(index);
+    if (groups.has(layers[index].name)) groups.get(layers[index].name).push(index);
   });
   for (const [key, members] of groups) {
     members.sort((a, b) => a - b);
     if (members.length < 2 || hasSameInside(groups, key)) groups.delete(key);
   }
-  return groups;
+  return {
+    groups,
+    keys: prefixes.map((keys) => keys.filter((key) => groups.has(key))),
+    order: layers.map((_, index) => index),
+  };
+}
+
+/**
+ * By what a layer does in its block, as `attn.qkv` in all of "blocks.3.attn.qkv", else by class.
+ * @returns {Grouping} one role behind the other, each in forward order
+ */
+export function groupByRole(layers) {
+  const groups = new Map();
+  const roles = layers.map(roleOf);
+  roles.forEach((role, index) => {
+    if (!groups.has(role)) groups.set(role, []);
+    groups.get(role).push(index);
+  });
+  const order = [...groups.values()].flat();
+  for (const [role, members] of groups) if (members.length < 2) groups.delete(role);
+  return { groups, keys: roles.map((role) => (groups.has(role) ? [role] : [])), order };
+}
+
+/** What follows the last number inside of a path; the class if nothing does. */
+function roleOf(layer) {
+  const path = pathOf(layer);
+  const isNumber = (part) => /^\d+$/.test(part);
+  let end = path.length;
+  while (end > 0 && isNumber(path[end - 1])) end -= 1;
+  const last = path.slice(0, end).findLastIndex(isNumber);
+  return last < 0 ? layer.type : path.slice(last + 1).join(".");
 }
 
 /** Whether a group holds one other group and nothing else, as in "encoder" of "encoder.layers". */
@@ -51,37 +88,32 @@ function hasSameInside(groups, outer) {
 }
 
 /** Paths of all groups at a depth, 1 being the outermost. */
-export function groupsAtDepth(groups, depth) {
-  return [...groups.keys()].filter((key) => depthOf(groups, key) === depth);
+export function groupsAtDepth({ keys }, depth) {
+  return [...new Set(keys.map((own) => own[depth - 1]).filter((key) => key !== undefined))];
 }
 
 /** Greatest depth of a group; 0 without groups. */
-export function deepest(groups) {
-  return [...groups.keys()].reduce((most, key) => Math.max(most, depthOf(groups, key)), 0);
-}
-
-/** How many groups a group is in, itself included. */
-function depthOf(groups, key) {
-  const path = key.split(".");
-  return path.filter((_, i) => groups.has(path.slice(0, i + 1).join("."))).length;
+export function deepest({ keys }) {
+  return keys.reduce((most, own) => Math.max(most, own.length), 0);
 }
 
 /**
  * @param {{name: string, type: string}[]} layers
- * @param {Map<string, number[]>} groups
+ * @param {Grouping} grouping
  * @param {Set<string>} folded paths of groups that take one row each
  * @param {string} search layers whose name or type does not contain it are left out
  * @param {Set<number>|null} shown the only layers that are shown; null: all
- * @returns {Row[]} in forward order, a group at the place of its first layer
+ * @returns {Row[]} a group at the place of its first layer
  */
-export function makeRows(layers, groups, folded, search, shown = null) {
+export function makeRows(layers, grouping, folded, search, shown = null) {
   const rows = [];
   const rowOfGroup = new Map();
   const wanted = search.trim().toLowerCase();
-  layers.forEach((layer, index) => {
-    if (shown && !shown.has(index)) return;
-    if (wanted && !`${layer.name} ${layer.type}`.toLowerCase().includes(wanted)) return;
-    const group = outermostFolded(layer, groups, folded);
+  for (const index of grouping.order) {
+    const layer = layers[index];
+    if (shown && !shown.has(index)) continue;
+    if (wanted && !`${layer.name} ${layer.type}`.toLowerCase().includes(wanted)) continue;
+    const group = grouping.keys[index].find((key) => folded.has(key)) ?? null;
     if (group === null) {
       rows.push({ layers: [index], label: titleOf(layer), type: layer.type, folded: null });
     } else if (rowOfGroup.has(group)) {
@@ -93,45 +125,33 @@ export function makeRows(layers, groups, folded, search, shown = null) {
       rowOfGroup.set(group, row);
       rows.push(row);
     }
-  });
+  }
   return rows;
 }
 
-/** The innermost group of a layer that is not folded yet; null without one. */
-export function innermostOpen(layer, groups, folded) {
-  const path = pathOf(layer);
-  for (let depth = path.length; depth > 0; depth--) {
-    const key = path.slice(0, depth).join(".");
-    if (groups.has(key) && !folded.has(key)) return key;
-  }
-  return null;
+/** The row that shows a layer; −1 without one. */
+export function rowOfLayer(rows, layer) {
+  return rows.findIndex((row) => row.layers.includes(layer));
 }
 
-function outermostFolded(layer, groups, folded) {
-  if (!folded.size) return null;
-  const path = pathOf(layer);
-  for (let depth = 1; depth <= path.length; depth++) {
-    const key = path.slice(0, depth).join(".");
-    if (folded.has(key) && groups.has(key)) return key;
-  }
-  return null;
+/** The innermost group of a layer that is not folded yet; undefined without one. */
+export function innermostOpen(layer, { keys }, folded) {
+  return keys[layer].findLast((key) => !folded.has(key));
 }
 
 /**
  * Stretches of successive rows that belong to one group, for the brackets at the side.
  * @returns {{path: string, depth: number, first: number, last: number}[]} rows, both ends included
  */
-export function bracketsOf(rows, layers, groups) {
+export function bracketsOf(rows, { keys }) {
   const brackets = [];
   const open = [];
   rows.forEach((row, index) => {
-    const parts = row.folded ? row.folded.split(".") : pathOf(layers[row.layers[0]]);
-    const keys = parts
-      .map((_, depth) => parts.slice(0, depth + 1).join("."))
-      .filter((key) => groups.has(key) && key !== row.folded);
-    while (open.length && !keys.some((key) => key === open[open.length - 1].path)) open.pop();
+    const own = keys[row.layers[0]];
+    const around = row.folded ? own.slice(0, own.indexOf(row.folded)) : own;
+    while (open.length && !around.includes(open[open.length - 1].path)) open.pop();
     for (const bracket of open) bracket.last = index;
-    for (const path of keys.slice(open.length)) {
+    for (const path of around.slice(open.length)) {
       const bracket = { path, depth: open.length + 1, first: index, last: index };
       open.push(bracket);
       brackets.push(bracket);

@@ -35,11 +35,14 @@ export function makeScale(statistic, mode, fields) {
   if (diverging) return divergingScale(statistic.log, values);
   if (!statistic.log) {
     const top = values.length ? values[values.length - 1] : 1;
-    return { diverging, log: false, low: 0, high: top > 0.5 ? 1 : top > 0.1 ? 0.5 : 0.1 };
+    return { diverging, log: false, low: 0, high: top >= 0.5 ? 1 : top >= 0.1 ? 0.5 : 0.1 };
   }
   if (!values.length) return { diverging, log: true, low: 1e-3, high: 1 };
-  const high = Math.pow(10, Math.ceil(Math.log10(quantile(values, 1 - OUTSIDE)) - 1e-6));
-  let low = Math.pow(10, Math.floor(Math.log10(quantile(values, OUTSIDE)) + 1e-6));
+  const [least, most] = [OUTSIDE, 1 - OUTSIDE].map((q) => Math.log10(quantile(values, q)));
+  // What hardly changes is in the middle of the scale rather than at an end.
+  const margin = most - least < 0.05 ? 0.5 : 0;
+  const high = Math.pow(10, Math.ceil(most + margin - 1e-6));
+  let low = Math.pow(10, Math.floor(least - margin + 1e-6));
   low = Math.max(Math.min(low, high / 10), high * Math.pow(10, -MAX_DECADES));
   return { diverging, log: true, low, high };
 }

@@ -8,8 +8,24 @@ export class ServerSource {
     this.root = new URL("../", import.meta.url);
   }
 
+  /** Whether there may be more when asked again. */
+  get isLive() {
+    return true;
+  }
+
+  /** Names and last steps of all runs, the newest first. */
   async runs() {
     return (await this.#get("runs", {})).json();
+  }
+
+  /** The same with status, loss, first alert and hyperparameters. */
+  async runTable() {
+    return (await this.#get("run_table", {})).json();
+  }
+
+  /** Which layers left their past first around a step. */
+  async movers(run, step) {
+    return (await this.#get("movers", { run, step })).json();
   }
 
   /** Layers, statistics and alerts of a run. */

@@ -1,5 +1,7 @@
 // Light or dark, and the colors that canvases need to know.
 
+import { INFINITE_COLORS, NAN_COLORS } from "./colors.js";
+
 /** TensorBoard's own choice if the page is inside of it, else that of the browser. */
 export function followTheme(onChange) {
   const host = hostBody();
@@ -25,7 +27,11 @@ export function theme() {
     muted: color("muted"),
     line: color("line"),
     missing: color("missing"),
+    background: color("background"),
     accent: color("accent"),
+    isDark: document.documentElement.classList.contains("dark"),
+    nan: NAN_COLORS[0],
+    infinite: INFINITE_COLORS[0],
     error: color("error"),
     warning: color("warning"),
     note: color("muted"),

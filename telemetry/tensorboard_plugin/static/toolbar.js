@@ -1,32 +1,33 @@
 // The row of controls at the top.
 
 import { dropDown, element, fill } from "./dom.js";
+import { saveView } from "./export.js";
+import { toLink } from "./permalink.js";
+import { deepest, groupsAtDepth } from "./rows.js";
 
 /**
  * @param {HTMLElement} node
- * @param {Object} content `state`, `runs`, `statistics`, `depths` (number of group levels)
- * @param {(changes: Object) => void} change
+ * @param {Object} content `state`, `runs`, `overview`, `grouping`, `hasRoles`, `isZoomed`, `live`
+ *   (an element), `alertCount`
+ * @param {import("./app.js").App} app
  */
-export function drawToolbar(
-  node,
-  { state, runs, statistics, depths, foldedDepth, isZoomed },
-  change,
-) {
-  // Rebuilding a control that has the focus would take it away.
+export function drawToolbar(node, content, app) {
+  const { state, runs, overview, grouping, isZoomed } = content;
+  // Rebuilding would close an open list, and take the place in a text that is being typed.
+  const known = JSON.stringify([toLink(state), runs.length, overview.version, content.alertCount]);
+  if (node.known === known) return;
   if (node.contains(document.activeElement) && document.activeElement.type === "search") return;
-  const runOptions = runs.map((run) => [run.name, run.name]);
+  node.known = known;
+  const change = (changes) => app.change(changes);
+  const { statistics } = overview;
   const statisticOptions = statistics.map((known) => [known.name, known.title]);
   const current = statistics.find((known) => known.name === state.statistic);
   fill(
     node,
-    dropDown("Run", runOptions, state.run, (run) => change({ run, zoom: null })),
-    runs.length > 1
-      ? dropDown(
-          "Beside",
-          [["", "none"], ...runOptions.filter(([name]) => name !== state.run)],
-          state.other,
-          (other) => change({ other, zoom: null }),
-        )
+    runButton("Run", state.run, runs, () => app.chooseRun("run")),
+    runs.length > 1 ? runButton("Beside", state.other, runs, () => app.chooseRun("other")) : null,
+    state.other
+      ? element("button", { onclick: () => change({ other: "", zoom: null }) }, "One run")
       : null,
     dropDown("Statistic", statisticOptions, state.statistic, (statistic) => change({ statistic })),
     dropDown(
@@ -39,21 +40,18 @@ export function drawToolbar(
       state.mode,
       (mode) => change({ mode }),
     ),
-    depths
+    content.hasRoles
       ? dropDown(
-          "Layers",
+          "Order",
           [
-            ["0", "all"],
-            ...Array.from({ length: depths }, (_, i) => [
-              String(i + 1),
-              `folded at depth ${i + 1}`,
-            ]),
-            ...(foldedDepth === "" ? [["", "some folded"]] : []),
+            ["depth", "by depth"],
+            ["role", "by role"],
           ],
-          foldedDepth,
-          (depth) => change({ foldDepth: Number(depth) }),
+          state.order,
+          (order) => change({ order, folded: new Set(), zoom: keepSteps(state.zoom, app.whole()) }),
         )
       : null,
+    folding(state, grouping, change),
     search(state.search, change),
     element(
       "label",
@@ -61,6 +59,7 @@ export function drawToolbar(
       element("input", {
         type: "checkbox",
         checked: state.all,
+        dataset: { key: "all" },
         onchange: () => change({ all: !state.all, zoom: null }),
       }),
       "all layers",
@@ -70,20 +69,98 @@ export function drawToolbar(
       {
         class: "reset",
         disabled: !isZoomed,
-        onclick: () => change({ zoom: null }),
+        onclick: () => app.actions.unzoom(),
         title: "Show everything (0)",
       },
       "Reset zoom",
     ),
+    element(
+      "button",
+      {
+        class: "drawer-open",
+        dataset: { key: "drawer" },
+        onclick: () => {
+          app.isSideOpen = true;
+          app.draw();
+        },
+      },
+      `Alerts ${content.alertCount}`,
+    ),
+    saving(app),
+    content.live,
     element("p", { class: "description" }, current?.description ?? ""),
   );
+}
+
+/** Buttons that save what is shown. */
+function saving(app) {
+  const button = (kind) =>
+    element(
+      "button",
+      {
+        dataset: { key: kind },
+        "aria-label": `Save as ${kind.toUpperCase()}`,
+        onclick: () => saveView(app, kind).catch((error) => app.fail(error)),
+      },
+      kind.toUpperCase(),
+    );
+  return element(
+    "div",
+    { class: "field saving" },
+    element("span", {}, "Save"),
+    element("div", {}, button("png"), button("svg"), button("csv")),
+  );
+}
+
+/** A run's name; a button where there are several. */
+function runButton(label, name, runs, onclick) {
+  const text = name || "none";
+  const value =
+    runs.length > 1
+      ? element(
+          "button",
+          {
+            class: "run-button",
+            dataset: { key: label },
+            "aria-haspopup": "dialog",
+            "aria-label": `${label}: ${text}`,
+            onclick,
+          },
+          element("span", {}, text),
+          " ▾",
+        )
+      : element("b", { class: "run-name" }, text);
+  value.title = text;
+  return element("div", { class: "field" }, element("span", {}, label), value);
+}
+
+function folding(state, grouping, change) {
+  const depths = deepest(grouping);
+  if (!depths) return null;
+  const isFoldedAt = (depth) => {
+    const paths = depth ? groupsAtDepth(grouping, depth) : [];
+    return paths.length === state.folded.size && paths.every((path) => state.folded.has(path));
+  };
+  const depth = Array.from({ length: depths + 1 }, (_, i) => i).find(isFoldedAt);
+  const at = (level) => (state.order === "role" ? "one row per role" : `folded at depth ${level}`);
+  const options = Array.from({ length: depths }, (_, i) => [String(i + 1), at(i + 1)]);
+  return dropDown(
+    "Layers",
+    [["0", "all"], ...options, ...(depth === undefined ? [["", "some folded"]] : [])],
+    depth === undefined ? "" : String(depth),
+    (level) => change({ foldDepth: Number(level) }),
+  );
+}
+
+/** A zoom into steps, of all rows. */
+function keepSteps(zoom, whole) {
+  return zoom && { ...zoom, row0: whole.row0, row1: whole.row1 };
 }
 
 function search(value, change) {
   const input = element("input", {
     type: "search",
     placeholder: "name or class",
-    "aria-label": "Search layers",
     oninput: () => change({ search: input.value, zoom: null }),
   });
   input.value = value;

@@ -1,0 +1,91 @@
+"""Which layers left their own past first: the definition that alerts and the page share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+NORMAL_CONSISTENT = 1.4826  # 1 / (3rd quartile of the standard normal distribution)
+"""Median absolute deviation to standard deviation, for a normal distribution."""
+
+LOOK_BACK = 120  # a past of a hundred steps, as in course, and the steps that are judged
+LEAD = 10  # by eye: instability shows in the norms a few steps before the loss
+_DEVIATIONS = 4.0  # as for the loss in course
+_DECADES = 0.3  # a factor of two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mover:
+    """A layer whose gradient norm left its past.
+
+    Attributes:
+        name: The module's.
+        step: The first step from which on its norm was unusual.
+        factor: How many times the usual norm it reached; below 1 if it fell.
+    """
+
+    name: str
+    step: int
+    factor: float
+
+
+def movers(
+    names: Sequence[str],
+    steps: Sequence[int] | NDArray[np.int64],
+    norms: ArrayLike,
+    since: int,
+    *,
+    fewest: int = 20,
+) -> list[Mover] | None:
+    """The layers whose norm was unusual at step ``since`` or soon after it, earliest first.
+
+    Usual is what lay within four standard deviations and a factor of two of the median, more than
+    ten steps before ``since``.
+
+    Args:
+        names: The layers'.
+        steps: Ascending, shape ``[k]``.
+        norms: Of each layer at each step, ``[k, layers]``; NaN where unknown. A layer with unknown
+            ones in the past is passed over.
+        since: A step.
+        fewest: Steps that tell what is usual.
+
+    Returns:
+        None if there are fewer steps than that before ``since``, or none after.
+    """
+    steps = np.asarray(steps)
+    is_past = steps < since - LEAD
+    if is_past.sum() < fewest or is_past.all():
+        return None
+    with np.errstate(divide="ignore"):
+        logarithms = np.log10(np.asarray(norms, np.float64))
+    past, now, steps = logarithms[is_past], logarithms[~is_past], steps[~is_past]
+    usual = np.median(past, axis=0)
+    with np.errstate(invalid="ignore"):
+        deviation = NORMAL_CONSISTENT * np.median(np.abs(past - usual), axis=0)
+        off = now - usual
+        is_off = np.abs(off) > np.maximum(_DEVIATIONS * deviation, _DECADES)
+    found = []
+    for column in np.flatnonzero(np.isfinite(usual)).tolist():
+        first = _begins(is_off[:, column], steps, since)
+        if first is not None:
+            reached = off[first:, column]
+            farthest = reached[np.nanargmax(np.abs(reached))]
+            factor = float(10**farthest)
+            mover = Mover(name=names[column], step=int(steps[first]), factor=factor)
+            found.append((mover.step, -abs(farthest), mover))
+    return [mover for *_, mover in sorted(found, key=lambda item: item[:2])]
+
+
+def _begins(is_off: NDArray[np.bool_], steps: NDArray[np.int64], since: int) -> int | None:
+    """Where the first unusual step after ``since`` has its beginning, without a gap."""
+    later = np.flatnonzero(is_off & (steps >= since))
+    if not later.size:
+        return None
+    first = int(later[0])
+    while first > 0 and is_off[first - 1]:
+        first -= 1
+    return first

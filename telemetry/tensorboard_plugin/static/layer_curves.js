@@ -1,0 +1,73 @@
+// The chosen statistic of the rows in view over time: one curve each, colored by depth.
+
+import { drawChart, legendOf } from "./chart.js";
+import { rowOf } from "./field.js";
+import { cssColor } from "./palette.js";
+
+const MOST = 12;
+const LEAST_HEIGHT = 150;
+const MOST_HEIGHT = 420;
+
+/**
+ * @param {HTMLCanvasElement} canvas
+ * @param {Object} shown what the panel shows
+ * @param {number} right room at the right
+ * @returns {Element} the legend
+ */
+export function drawLayerCurves(canvas, shown, right) {
+  const { rows, view, theme, width, gutter, selection, statistic, mode, spare } = shown;
+  const chosen = rows.findIndex((row) => selection && row.layers.includes(selection.layer));
+  const places = spread(Math.floor(view.row0), Math.min(Math.ceil(view.row1), rows.length), chosen);
+  const curves = places.map((place) => ({
+    ...curveOf(shown, rows[place]),
+    color: place === chosen ? theme.accent : depthColor(theme, rows.length, place),
+    width: place === chosen ? 2.5 : 1.25,
+    label: rows[place].label,
+  }));
+  drawChart(canvas, {
+    curves,
+    view,
+    theme,
+    width,
+    height: Math.min(Math.max(spare - 40, LEAST_HEIGHT), MOST_HEIGHT),
+    left: gutter,
+    right,
+    log: statistic.log || (mode !== "value" && statistic.log),
+    cursor: shown.cursor,
+    axis: true,
+  });
+  return legendOf(curves);
+}
+
+/** At most so many rows, evenly spread; the chosen one comes last, on top. */
+function spread(first, end, chosen) {
+  const count = Math.min(end - first, MOST);
+  const places = Array.from({ length: count }, (_, i) =>
+    count < 2 ? first : first + Math.round((i * (end - first - 1)) / (count - 1)),
+  );
+  if (chosen < 0) return places;
+  return [...places.filter((place) => place !== chosen), chosen];
+}
+
+/** Of a folded group the curve of its largest values. */
+function curveOf({ field, values }, row) {
+  const behind = [...new Set(row.layers.map((layer) => rowOf(field, layer)))].filter((r) => r >= 0);
+  const [steps, found] = [[], []];
+  field.steps.forEach((step, column) => {
+    let value = -1;
+    for (const one of behind) {
+      const other = values[column * field.rows + one];
+      if (other > value || other !== other) value = other;
+    }
+    if (value < 0) return;
+    steps.push(step);
+    found.push(value);
+  });
+  return { steps, values: found };
+}
+
+/** From the scale of the picture, without the end that fades into the background. */
+function depthColor({ isDark }, count, place) {
+  const share = count > 1 ? place / (count - 1) : 0;
+  return cssColor(false, isDark ? 0.3 + 0.7 * share : 0.85 * share);
+}

@@ -1,0 +1,60 @@
+// Keeps the page up to date: when asked, or by itself every few seconds while it can be seen.
+
+import { element, fill } from "./dom.js";
+import { formatStep } from "./format.js";
+
+const EVERY_MS = 5000;
+
+export class Live {
+  /** @param {(() => Promise<void>)|null} refresh null: the data does not grow */
+  constructor(refresh) {
+    this.refresh = refresh;
+    this.isOn = false;
+    this.said = ""; // why the data could not be read again
+    this.node = element("div", { class: "live" });
+    document.addEventListener("visibilitychange", () => this.#await());
+  }
+
+  /** Shows which step was read last, and the buttons. */
+  draw(lastStep) {
+    const about = element(
+      "span",
+      { class: this.said ? "failure" : "muted", title: this.said },
+      `as of step ${formatStep(lastStep)}`,
+      this.said ? element("span", { role: "alert" }, ` (${this.said})`) : null,
+    );
+    if (!this.refresh) return fill(this.node, about);
+    fill(
+      this.node,
+      about,
+      element("button", { dataset: { key: "reload" }, onclick: () => this.refresh() }, "Reload"),
+      element(
+        "button",
+        {
+          dataset: { key: "live" },
+          "aria-pressed": String(this.isOn),
+          title: `Read what is new every ${EVERY_MS / 1000} seconds`,
+          onclick: (event) => this.#toggle(event.currentTarget),
+        },
+        "Live",
+      ),
+    );
+  }
+
+  #toggle(button) {
+    this.isOn = !this.isOn;
+    button.setAttribute("aria-pressed", String(this.isOn));
+    this.refresh();
+    this.#await();
+  }
+
+  #await() {
+    clearTimeout(this.timer);
+    if (!this.isOn || document.hidden) return;
+    this.timer = setTimeout(async () => {
+      // Another dashboard of TensorBoard's hides the frame, not the document.
+      if (window.innerWidth) await this.refresh();
+      this.#await();
+    }, EVERY_MS);
+  }
+}

@@ -1,0 +1,136 @@
+// A statistic over the depth at one step, row by row beside the picture, with each row's own range.
+
+import { line, prepare } from "./canvas.js";
+import { columnAt, rowOf } from "./field.js";
+import { formatStep } from "./format.js";
+import { AXIS_HEIGHT, TOP } from "./heatmap.js";
+import { placeOf, scaleTicks } from "./scale.js";
+
+const USUAL = [0.05, 0.95]; // quantiles over time that make a row's range
+const SAMPLES = 200; // columns that are looked at for the range
+const MARGIN = 8;
+const known = new WeakMap();
+
+/** How much of a width the profile takes; 0 where there is no room. */
+export function profileWidth(width) {
+  return width < 520 ? 0 : Math.round(Math.min(Math.max(width * 0.14, 100), 190));
+}
+
+/**
+ * @param {HTMLCanvasElement} canvas
+ * @param {Object} shown `field`, `values`, `scale`, `rows`, `view`, `theme`, `height`
+ * @param {number} width
+ * @param {number} step
+ */
+export function drawProfile(canvas, shown, width, step) {
+  const { field, values, scale, rows, view, theme, height } = shown;
+  const context = prepare(canvas, width, height);
+  const box = { x: MARGIN, y: TOP, width: width - 2 * MARGIN, height: height - TOP - AXIS_HEIGHT };
+  const column = Math.max(columnAt(field.steps, step), 0);
+  drawAxis(context, theme, box, scale, field.steps.length ? field.steps[column] : null);
+  if (!field.steps.length) return;
+  const ranges = rangesOf(field, values);
+  const y = (row) => box.y + ((row - view.row0) / (view.row1 - view.row0)) * box.height;
+  const x = (value) => box.x + placeOf(scale, value) * box.width;
+  const rowHeight = box.height / (view.row1 - view.row0);
+  const visible = rows
+    .map((row, index) => ({ index, behind: row.layers.map((layer) => rowOf(field, layer)) }))
+    .slice(Math.floor(view.row0), Math.ceil(view.row1));
+  context.save();
+  context.beginPath();
+  context.rect(0, box.y - 1, width, box.height + 2);
+  context.clip();
+  context.fillStyle = theme.missing;
+  for (const { index, behind } of visible) {
+    const low = least(behind.map((row) => ranges.low[row]));
+    const high = largest(behind.map((row) => ranges.high[row]));
+    if (!(low <= high)) continue;
+    context.fillRect(x(low), y(index), Math.max(x(high) - x(low), 1.5), rowHeight + 0.3);
+  }
+  const points = visible.map(({ index, behind }) => ({
+    at: y(index + 0.5),
+    value: largest(behind.map((row) => (row < 0 ? -1 : values[column * field.rows + row]))),
+  }));
+  drawLine(context, theme, points, x, box, rowHeight);
+  context.restore();
+}
+
+function drawLine(context, theme, points, x, box, rowHeight) {
+  context.strokeStyle = context.fillStyle = theme.curves[0];
+  context.lineWidth = 1.5;
+  context.beginPath();
+  let pen = false;
+  for (const { at, value } of points) {
+    const isNumber = value >= 0 && value < Infinity;
+    if (isNumber && pen) context.lineTo(x(value), at);
+    else if (isNumber) context.moveTo(x(value), at);
+    pen = isNumber || (pen && value < 0); // a layer without the statistic is passed over
+  }
+  context.stroke();
+  const size = Math.min(Math.max(rowHeight / 3, 1), 3);
+  for (const { at, value } of points) {
+    if (value >= 0 && value < Infinity) {
+      if (rowHeight < 5) continue;
+      context.beginPath();
+      context.arc(x(value), at, size, 0, 7);
+      context.fill();
+    } else if (!(value < Infinity)) {
+      context.fillStyle = value === Infinity ? theme.infinite : theme.nan;
+      context.fillRect(box.x + box.width - 4, at - rowHeight / 2, 8, Math.max(rowHeight - 0.5, 1));
+      context.fillStyle = theme.curves[0];
+    }
+  }
+}
+
+function drawAxis(context, theme, box, scale, step) {
+  context.font = theme.smallFont;
+  context.fillStyle = theme.muted;
+  context.textAlign = "center";
+  context.textBaseline = "bottom";
+  if (step !== null) {
+    context.fillText(`at step ${formatStep(step)}`, box.x + box.width / 2, box.y - 3);
+  }
+  context.strokeStyle = theme.line;
+  context.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
+  context.textBaseline = "top";
+  const ticks = scaleTicks(scale);
+  const shown = ticks.length > 2 ? [ticks[0], ticks[ticks.length - 1]] : ticks;
+  for (const { place, text } of shown) {
+    const x = box.x + place * box.width;
+    line(context, x, box.y + box.height, x, box.y + box.height + 4);
+    const half = context.measureText(text).width / 2;
+    const inside = Math.min(Math.max(x, half), box.x + box.width + MARGIN - half);
+    context.fillText(text, inside, box.y + box.height + 6);
+  }
+}
+
+/** Each row's range over time, without its rarest values; NaN where nothing was measured. */
+function rangesOf(field, values) {
+  if (known.has(values)) return known.get(values);
+  const columns = field.steps.length;
+  const stride = Math.max(1, Math.ceil(columns / SAMPLES));
+  const buffer = new Float32Array(Math.ceil(columns / stride));
+  const [low, high] = [new Float32Array(field.rows), new Float32Array(field.rows)];
+  for (let row = 0; row < field.rows; row++) {
+    let count = 0;
+    for (let column = 0; column < columns; column += stride) {
+      const value = values[column * field.rows + row];
+      if (value >= 0 && value < Infinity) buffer[count++] = value;
+    }
+    const sorted = buffer.subarray(0, count).sort();
+    const at = (share) => (count ? sorted[Math.round(share * (count - 1))] : NaN);
+    [low[row], high[row]] = USUAL.map(at);
+  }
+  const ranges = { low, high };
+  known.set(values, ranges);
+  return ranges;
+}
+
+function least(values) {
+  return values.reduce((a, b) => (b < a || a !== a ? b : a), NaN);
+}
+
+/** NaN before infinity before numbers, as in the picture. */
+function largest(values) {
+  return values.reduce((a, b) => (b > a || b !== b ? b : a), -1);
+}

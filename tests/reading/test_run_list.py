@@ -1,0 +1,69 @@
+"""Which run is the newest, whether it goes on, and which of its alerts count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from telemetry.page_format import Chunk, alert_tag, end_tag, layout_tag
+from telemetry.reading.run_list import RunEntry, newest_first, run_entry
+
+FIRST, SECOND = "20260101-120000.000000-aaaa", "20260102-120000.000000-bbbb"
+FIRST_S = 1767268800.0  # 2026-01-01, 12:00 UTC
+
+
+def series(step: int, wall_time: float = FIRST_S) -> SimpleNamespace:
+    return SimpleNamespace(max_step=step, max_wall_time=wall_time)
+
+
+def norms(session: str) -> str:
+    return Chunk(kind="n", session=session, layout=0, number=0).tag
+
+
+def run(name: str = "run", session: str = FIRST, written_s: float = FIRST_S + 99) -> RunEntry:
+    tags = {layout_tag(session, 0): series(0), norms(session): series(99, written_s)}
+    return run_entry(name, tags)
+
+
+def test_the_newest_run_comes_first_and_runs_of_one_start_in_natural_order() -> None:
+    runs = [run("run10"), run("old"), run("new", SECOND), run("run9")]
+    assert [entry.name for entry in newest_first(runs)] == ["new", "old", "run9", "run10"]
+
+
+def test_a_session_whose_id_holds_no_time_began_with_its_layout() -> None:
+    assert run(session="19990231-999999").started_s == FIRST_S
+    assert run(session="mine", written_s=float("nan")).started_s == FIRST_S
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "step_s", "status"),
+    [(10, 1, "live"), (290, 1, "live"), (310, 1, "died"), (900, 60, "live"), (4000, 60, "died")],
+)
+def test_a_run_that_is_silent_for_long_has_died(silent_s: int, step_s: int, status: str) -> None:
+    entry = run(written_s=FIRST_S + 99 * step_s)
+    assert entry.step_s == step_s
+    assert entry.status(FIRST_S + 99 * step_s + silent_s) == status
+
+
+def test_a_run_that_was_closed_has_ended_unless_it_goes_on() -> None:
+    tags = {layout_tag(FIRST, 0): series(0), norms(FIRST): series(99), end_tag(FIRST): series(99)}
+    assert run_entry("run", tags).status(FIRST_S + 1e6) == "ended"
+    assert run_entry("run", tags).status(FIRST_S + 1, "RuntimeError") == "died"
+    assert run_entry("run", tags | {norms(FIRST): series(100)}).status(FIRST_S + 1) == "live"
+    tags |= {layout_tag(SECOND, 0): series(50), norms(SECOND): series(60, FIRST_S + 2e5)}
+    assert run_entry("run", tags).status(FIRST_S + 2e5) == "live"
+
+
+def test_what_a_later_session_replaces_does_not_count() -> None:
+    tags = {
+        layout_tag(FIRST, 0): series(0),
+        norms(FIRST): series(99),
+        alert_tag(FIRST, 0): series(70),
+        alert_tag(FIRST, 1): series(20),
+        layout_tag(SECOND, 0): series(50),
+        norms(SECOND): series(60),
+    }
+    entry = run_entry("run", tags)
+    assert entry.last_step == 60
+    assert entry.alert_tags == (alert_tag(FIRST, 1),)

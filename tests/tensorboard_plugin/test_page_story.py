@@ -1,0 +1,272 @@
+"""From opening the page to knowing what happened: which run, when, where, and who was first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import axe_playwright_python
+import numpy as np
+import pytest
+from browser import TelemetryPage, serve
+from known_runs import layout_of, write_run
+from page_runs import LIGHTEST
+from story_runs import BLOCKS, BOOM, HOSTILE, write_story
+
+AXE = Path(axe_playwright_python.__file__).with_name("axe.min.js")
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_story(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(browser: Any, logdir: Path) -> Iterator[str]:
+    with serve(logdir, logdir / "log", fast=True, wanted=3) as url:
+        yield url
+
+
+def zoom(page: TelemetryPage) -> tuple[float, float]:
+    step0, step1, *_ = page.link()["zoom"].replace("%2C", ",").split(",")
+    return float(step0), float(step1)
+
+
+# --- runs
+
+
+def test_the_newest_run_opens_and_the_others_follow_in_natural_order(page: TelemetryPage) -> None:
+    page.open()
+    page.locator("button[aria-label='Run: boom']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    assert page.locator(".run-link").all_inner_texts() == ["boom", "old9", "old10"]
+    row = page.locator(".runs tbody tr").first.inner_text()
+    for text in ("died", "399", "0.005", "Exploding gradient in blocks.2.norm, step 98", "0.5"):
+        assert text in row
+    assert page.locator(".runs th").all_inner_texts()[-1].strip() == "lr"  # depth is the same
+
+
+def test_runs_are_filtered_sorted_and_opened(page: TelemetryPage) -> None:
+    page.open()
+    page.heatmap.focus()
+    page.page.keyboard.press("r")
+    page.locator(".runs[data-loaded]").wait_for()
+    page.page.keyboard.type("lr=0.01")
+    assert page.locator(".run-link").all_inner_texts() == ["old9"]
+    page.locator(".runs input").fill("")
+    page.locator(".runs").get_by_role("button", name="Run", exact=True).click()
+    assert page.locator(".run-link").all_inner_texts() == ["boom", "old9", "old10"]
+    page.locator(".runs").get_by_role("button", name="lr", exact=True).click()
+    assert page.locator(".run-link").all_inner_texts() == ["old9", "boom", "old10"]
+    page.locator(".run-link").nth(2).focus()
+    page.page.keyboard.press("Enter")
+    page.locator(".panel[data-run=old10]").wait_for()
+    assert page.link()["run"] == "old10"
+    page.locator("button[aria-label='Beside: none']").click()
+    page.locator(".runs[data-loaded] tr:has-text('boom')").click()
+    page.locator(".panel[data-run=boom]").wait_for()
+    page.locator("button:has-text('One run')").click()
+    page.locator(".panel[data-run=boom]").wait_for(state="detached")
+
+
+# --- the story
+
+
+def test_a_run_that_is_mostly_nan_opens_where_it_came(page: TelemetryPage) -> None:
+    page.open(run="boom")
+    assert page.locator(".first-nonfinite").inner_text() == (
+        f"First NaN or infinity: step {BOOM}, in blocks.2.norm"
+    )
+    page.locator("button.reset:not([disabled])").wait_for()
+    opened = page.pixel(0.5, 0.99)
+    page.locator("button.reset").click()
+    page.locator("button.reset[disabled]").wait_for()
+    assert page.link()["zoom"] == "all"
+    page.page.reload()  # who asked for everything gets everything
+    page.wait()
+    page.locator("button.reset[disabled]").wait_for()
+    assert page.pixel(0.5, 0.2) != opened
+    page.locator(".first-nonfinite button").click()
+    assert zoom(page) == (BOOM - 20, BOOM + 21)
+
+
+def test_an_alert_shows_the_steps_around_it_and_who_moved_first(page: TelemetryPage) -> None:
+    page.open(run="boom", zoom="all")
+    page.locator(".alerts .alert.error", has_text="exploded").click()
+    assert zoom(page) == (BOOM - 22, BOOM + 19)
+    assert "The gradient exploded." in page.locator(".chosen").inner_text()
+    page.locator(".movers li").nth(7).wait_for()
+    movers = page.locator(".movers li").all_inner_texts()
+    assert "blocks.2.norm" in movers[0]
+    assert f"step {BOOM - 4}" in movers[0]
+    assert "× 921" in movers[0]  # a hundred times by itself, ten times with all others
+    assert "9 of 9 layers" in page.locator(".movers h2").inner_text()
+    page.locator(".movers li button").nth(1).click()
+    assert page.link()["step"] == str(BOOM - 2)
+    assert page.locator(".movers li").count() == 8  # they stay until something else is chosen
+
+
+def test_movers_can_be_asked_for_at_any_step(page: TelemetryPage) -> None:
+    page.open(run="boom", layer=".head", step="60")
+    page.heatmap.focus()
+    page.page.keyboard.press("w")
+    page.locator(".movers", has_text="No layer's gradient norm was unusual at step 60").wait_for()
+    page.open(run="boom", layer=".head", step="10")
+    page.locator("button:has-text('Who moved first?')").click()
+    page.locator(".movers", has_text="Too few steps before step 10").wait_for()
+
+
+def test_back_undoes_a_zoom(page: TelemetryPage) -> None:
+    page.open(run="old9")
+    page.drag((0.1, 0.2), (0.9, 0.5))
+    page.locator("button.reset:not([disabled])").wait_for()
+    page.page.go_back()
+    page.locator("button.reset[disabled]").wait_for()
+    assert "zoom" not in page.link()
+    page.page.go_forward()
+    page.locator("button.reset:not([disabled])").wait_for()
+
+
+# --- what is around the picture
+
+
+def test_the_profile_over_the_depth_follows_the_pointer(page: TelemetryPage) -> None:
+    page.open(run="boom", zoom="all")
+    profile = page.locator("canvas.profile")
+    assert profile.get_attribute("aria-label") == "Gradient norm over the depth at step 399"
+    page.heatmap.hover(position=page.point(0.5, 50.5 / 400))
+    assert "at step 50" in (profile.get_attribute("aria-label") or "")
+    page.locator(".tooltip:has-text('Gradient norm: ')").wait_for()
+    statistic = page.locator("label:has-text('Statistic') select")
+    statistic.focus()
+    page.page.keyboard.press("ArrowDown")  # the pointer stays where it is
+    page.locator(".tooltip:has-text('Gradient RMS: ')").wait_for()
+    assert statistic.evaluate("(select) => select === document.activeElement")
+
+
+def test_the_layers_curves_are_below_the_picture(page: TelemetryPage) -> None:
+    page.open(run="boom")
+    legend = page.locator(".panel > div:last-child .curve-legend span")
+    assert legend.all_inner_texts() == BLOCKS
+    page.open(run="boom", layer=".embed", zoom="90,110,6,9")
+    assert legend.all_inner_texts() == [*BLOCKS[6:], "embed"]  # the selected one is always there
+
+
+def test_what_never_changes_is_not_drawn_as_the_largest(page: TelemetryPage) -> None:
+    page.open(run="old9")
+    assert page.pixel(0.5, 0.5) not in (LIGHTEST, "#000000")
+    assert page.locator(".first-nonfinite").is_hidden()
+
+
+def test_layers_are_ordered_by_role(page: TelemetryPage) -> None:
+    page.open(run="boom", zoom="all")
+    page.locator("label:has-text('Order') select").select_option("role")
+    page.heatmap.focus()
+    order = []
+    page.page.keyboard.press("ArrowDown")
+    for _ in BLOCKS:
+        order.append(page.link()["layer"])
+        page.page.keyboard.press("ArrowDown")
+    roles = [f".blocks.{block}.{role}" for role in ("attn.qkv", "fc1") for block in range(3)]
+    assert order == [".embed", ".head", *roles, ".blocks.2.norm"]
+    page.locator("label:has-text('Layers') select").select_option("1")
+    assert page.link()["folded"].replace("%2C", ",") == "Linear,attn.qkv,fc1"
+
+
+def test_a_search_without_hits_says_so(page: TelemetryPage) -> None:
+    page.open(run="boom", search="nothing")
+    assert "No layer matches “nothing”" in page.locator(".notice").inner_text()
+    page.heatmap.focus()
+    for key in ("ArrowDown", "ArrowRight", "n", "0"):
+        page.page.keyboard.press(key)
+
+
+def test_details_are_a_drawer_where_the_window_is_narrow(page: TelemetryPage) -> None:
+    page.page.set_viewport_size({"width": 1100, "height": 700})
+    page.open(run="boom")
+    page.locator(".alerts").wait_for(state="hidden")
+    page.locator("button.drawer-open").click()
+    page.locator(".alerts .alert.error", has_text="exploded").click()
+    box = page.locator(".side").bounding_box()
+    assert box is not None
+    assert box["y"] < 100
+    page.locator(".chosen .alert").wait_for()
+    page.heatmap.focus()
+    page.page.keyboard.press("Escape")
+    page.locator(".alerts").wait_for(state="hidden")
+
+
+def test_the_view_is_saved_as_picture_and_numbers(page: TelemetryPage, tmp_path: Path) -> None:
+    page.open(run="old10", zoom="10,20,0,2")
+    files = {}
+    for kind in ("png", "svg", "csv"):
+        with page.page.expect_download() as started:
+            page.locator(f"button[aria-label='Save as {kind.upper()}']").click()
+        started.value.save_as(tmp_path / kind)
+        assert started.value.suggested_filename == f"old10-grad_norm.{kind}"
+        files[kind] = (tmp_path / kind).read_bytes()
+    assert files["png"].startswith(b"\x89PNG")
+    texts = [node.text or "" for node in ElementTree.fromstring(files["svg"]).iter()]
+    assert HOSTILE.replace("\x01", "\ufffd") in texts
+    assert any("old10" in text and "steps 10 to 19" in text for text in texts)
+    head, *rows = files["csv"].decode().splitlines()
+    assert head == "run,step,module_name,type_name,grad_norm"
+    assert len(rows) == 20
+    assert rows[1] == "old10,10,b,Linear,1"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_is_in_the_way_of_assistive_technology(page: TelemetryPage, dark: bool) -> None:
+    page.open(run="boom", dark=dark)
+    frame = page.frame
+    assert frame.evaluate("[document.documentElement.lang, document.title]") == [
+        "en",
+        "Telemetry: boom",
+    ]
+    frame.evaluate(f"{AXE.read_text()};0")
+    check_access(page)
+    page.locator(".alerts .alert.error").first.click()
+    page.locator(".movers li").first.wait_for()
+    page.locator(".detail[data-loaded=true]").wait_for()
+    assert "error at step" in page.locator(".announcer").inner_text()
+    check_access(page)
+    page.locator("button[aria-label='Run: boom']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    check_access(page)
+
+
+def check_access(page: TelemetryPage) -> None:
+    found = page.frame.evaluate("axe.run(document)")["violations"]
+    assert [(item["impact"], item["id"], item["nodes"][0]["target"]) for item in found] == []
+
+
+# --- live; last, for it adds a run
+
+
+def test_live_reads_what_is_new_by_itself(page: TelemetryPage, logdir: Path) -> None:
+    def write(steps: range, part: str) -> None:
+        write_run(
+            logdir / "live", layout_of(["a", "b"]), steps=steps, norms=lambda _: np.ones(2, "f"),
+            session=f"20260101-000000.000-a{part}",
+        )  # fmt: skip
+
+    write(range(10), "")
+    page.open(run="boom")
+    live = page.locator("button[data-key=live]")
+    live.click()
+    while not page.locator(".run-link", has_text="live").count():  # the loader looks each second
+        page.page.wait_for_timeout(250)
+        page.locator("button[aria-label='Run: boom']").click()
+        page.locator(".runs[data-loaded]").wait_for()
+        if not page.locator(".run-link", has_text="live").count():
+            page.locator(".runs button:has-text('Close')").click()
+    page.locator(".run-link", has_text="live").click()
+    page.locator(".live:has-text('as of step 9')").wait_for()
+    write(range(10, 25), ".0001")
+    page.locator(".live:has-text('as of step 24')").wait_for()
+    live.click()
+    assert live.get_attribute("aria-pressed") == "false"

@@ -1,0 +1,47 @@
+"""Which layers left their past first, when, and how far."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from telemetry.movers import Mover, movers
+
+NAMES = ["calm", "late", "early", "falls", "unknown"]
+
+
+def norms(steps: int = 100) -> np.ndarray:
+    """Noise of a tenth; at step 60 one layer grows tenfold, at 62 another hundredfold."""
+    noise = np.random.default_rng(0).uniform(0.9, 1.1, (steps, 5))
+    noise[62:, 1] *= 100
+    noise[60:64, 2] *= 10
+    noise[62:, 3] = 0
+    noise[5, 4] = np.nan
+    return noise
+
+
+def test_layers_are_ranked_by_when_and_then_by_how_far_they_left_their_past() -> None:
+    found = movers(NAMES, range(70), norms(70), 63)
+    assert found is not None
+    assert [(m.name, m.step) for m in found] == [("early", 60), ("falls", 62), ("late", 62)]
+    early, falls, late = found
+    assert early.factor == pytest.approx(10, rel=0.15)
+    assert (falls.factor, late.factor) == (0, pytest.approx(100, rel=0.15))
+
+
+def test_an_infinite_norm_is_the_farthest() -> None:
+    values = norms()
+    values[62:, 0] = np.inf
+    found = movers(NAMES, range(100), values, 62)
+    assert found is not None
+    assert Mover(name="calm", step=62, factor=np.inf) in found
+
+
+def test_without_a_past_nothing_is_known() -> None:
+    assert movers(NAMES, range(29), norms(29), 29) is None
+    assert movers(NAMES, range(31), norms(31), 30) == []
+    assert movers(NAMES, [], np.empty((0, 5)), 5) is None
+
+
+def test_a_calm_run_has_no_movers() -> None:
+    assert movers(NAMES, range(50), norms(50), 45) == []
