@@ -8,10 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from telemetry.torch_private import find
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+GRAPHS_CAN_BE_OBSERVED = TorchVersion(torch.__version__) >= "2.13"
+"""Before, what observes a graph is dropped from it, or fails at operations in place."""
 
 
 def keep_in_graph(operator: torch._ops.OpOverload) -> bool:

@@ -162,8 +162,11 @@ def _without_modes() -> contextlib.ExitStack:
 @functools.cache
 def _device_types() -> tuple[str, ...]:
     """The CPU and the accelerator that this PyTorch was built for."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    if hasattr(torch, "accelerator"):  # since PyTorch 2.6; before 2.8 it raises on the CPU
+        with contextlib.suppress(RuntimeError):
+            accelerator = torch.accelerator.current_accelerator()
+            return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 def is_being_traced(tensor: Tensor) -> bool:

@@ -65,8 +65,9 @@ def _show(x: Tensor, number: Tensor, index: int, backward: bool) -> None:
 
 def _define() -> tuple[torch.library.Library, Callable[..., None]]:
     library = torch.library.Library("telemetry", "DEF")
-    # A graph that is replayed runs no Python.
-    library.define(_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))
+    # A graph that is replayed runs no Python. Before PyTorch 2.8 there is no such tag.
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    library.define(_SCHEMA, tags=() if unsafe is None else (unsafe,))
     library.impl("observe", _show, "CompositeExplicitAutograd")
     library.impl("observe", lambda x, number, index, backward: None, "Meta")
     operator = torch.ops.telemetry.observe.default

@@ -14,6 +14,7 @@ from telemetry.capture import compiled
 from telemetry.capture.inert import Inert
 from telemetry.capture.outputs import tensors_in
 from telemetry.capture.watch import Watch
+from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED
 
 # Public names of what nn.modules.conv._ConvNd and nn.modules.batchnorm._NormBase stand for.
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -118,7 +119,7 @@ class ForwardHook(ModuleHook):
 
     def _trace(self, output: Any) -> None:
         """Put observers into the graph that the compiler is making; it traces this method."""
-        if torch.compiler.is_exporting():
+        if not GRAPHS_CAN_BE_OBSERVED or torch.compiler.is_exporting():
             return
         switch = self._watch.switch
         if not (switch.armed if torch.is_grad_enabled() else switch.in_phase):

@@ -6,19 +6,23 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
+import torch
 from torch import nn
 
 from telemetry.capture.hooks import ForwardHook
 from telemetry.capture.window import Window
 from telemetry.selection import clean_name
-from telemetry.torch_compiler import graphs_compiled, is_compiled
+from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED, graphs_compiled, is_compiled
 
 _NAMED_AT_MOST = 8
 
-_WAYS_OUT = (
-    "make HookLogger before the first compiled call, or call torch._dynamo.reset_code_caches() "
-    "once after making it, or train the logged steps under "
+_COMPILED = (
+    "compiled before HookLogger was made: make HookLogger before the first compiled call, or call "
+    "torch._dynamo.reset_code_caches() once after making it, or train the logged steps under "
     'torch.compiler.set_stance("force_eager")'
+    if GRAPHS_CAN_BE_OBSERVED
+    else f"compiled: PyTorch {torch.__version__} cannot show what happens inside, 2.13 can. Update "
+    "it, or train the logged steps without torch.compile"
 )
 
 
@@ -48,8 +52,7 @@ def explain_silence(
     in_graphs = [n for n in silent if any(_is_inside(n, part) for part in compiled)]
     if not set(uncalled).isdisjoint(in_graphs):
         return logging.WARNING, (
-            f"{_did_not_run(in_graphs, len(watched), step)}. They were compiled before HookLogger "
-            f"was made: {_WAYS_OUT}"
+            f"{_did_not_run(in_graphs, len(watched), step)}. They were {_COMPILED}"
         )
     with_parameters = [n for n, h in silent.items() if _has_parameters(h)]
     if with_parameters:
@@ -74,7 +77,7 @@ def _why_none(model: nn.Module, silent: Mapping[str, ForwardHook], uncalled: Seq
     if uncalled and graphs_compiled() > 0:
         return (
             "Parameters got gradients, but Python called no module. If a function or a model was "
-            f"compiled before HookLogger was made, {_WAYS_OUT}"
+            f"{_COMPILED}"
         )
     if uncalled:
         return "Parameters got gradients, but no module was called, only forward() or a function"

@@ -14,18 +14,23 @@ from torch import Tensor
 # cores: a thousand times as long as the work itself.
 SERIAL_ELEMENTS = 32_000
 
-_FLOAT32 = ("float32", "float16", "bfloat16", "bool", "int8", "uint8", "int16", "uint16")
-_FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+_FLOAT8 = tuple(f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
+_SMALL = ("float16", "bfloat16", "bool", "int8", "uint8", "int16", "uint16")
+_FLOAT32 = ("float32", *_SMALL, *_FLOAT8)
 # In float32, these would be rounded or, for the magnitude of complex numbers, overflow.
 _COMPLEX = ("complex32", "bcomplex32", "complex64", "complex128")
 _FLOAT64 = ("float64", "int32", "uint32", "int64", "uint64", *_COMPLEX)
 
 WORKING_DTYPE: dict[torch.dtype, torch.dtype] = {
-    **{getattr(torch, name): torch.float32 for name in _FLOAT32},
-    **{getattr(torch, f"float8_{name}"): torch.float32 for name in _FLOAT8},
-    **{getattr(torch, name): torch.float64 for name in _FLOAT64 if hasattr(torch, name)},
+    getattr(torch, name): working
+    for working, names in ((torch.float32, _FLOAT32), (torch.float64, _FLOAT64))
+    for name in names
+    if hasattr(torch, name)
 }
-"""The dtype in which each measurable dtype is reduced; bit, quantized and 4-bit ones have none."""
+"""The dtype in which each measurable dtype of this PyTorch is reduced.
+
+Bit, quantized and 4-bit ones have none.
+"""
 
 
 class Values(NamedTuple):

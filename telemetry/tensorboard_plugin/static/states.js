@@ -34,7 +34,7 @@ export function newerFormatMessage(text) {
     "newer",
     "This run was written by a newer version of telemetry",
     element("p", {}, text),
-    element("pre", {}, "pip install --upgrade telemetry"),
+    element("pre", {}, "pip install --upgrade torch-telemetry"),
   );
 }
 
