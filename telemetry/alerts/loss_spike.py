@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from telemetry.alert import Alert
+from telemetry.alerts.course import CourseRule
 from telemetry.alerts.first_movers import NormRing
 from telemetry.alerts.history import median
 from telemetry.alerts.past import Past
@@ -17,7 +18,6 @@ from telemetry.alerts.rise import Rise
 from telemetry.movers import Mover
 from telemetry.plain_text import called
 from telemetry.records import LightSteps, StepRecord
-from telemetry.rule import Rule
 
 
 class _Loss(NamedTuple):
@@ -25,7 +25,7 @@ class _Loss(NamedTuple):
     value: float
 
 
-class LossSpike(Rule):
+class LossSpike(CourseRule):
     """Alerts when the loss of some steps lies far above all of the hundred before, for a reason.
 
     How far a loss lies above its past is counted in ranges: highest minus lowest of a hundred
@@ -33,9 +33,10 @@ class LossSpike(Rule):
     past. A jump alone is no fault: a harder task, other data or another weight of a term do the
     same. So it takes one of three reasons:
 
-    - The learning rate has just jumped to three times all rates that the run has survived, and two
-      losses since then are ``rate_distance`` ranges above the past. A warm restart returns to a
-      rate that it has survived.
+    - The learning rate has just jumped to three times all rates that the run has survived, and
+      after two losses since then they are ``rate_distance`` ranges above the past, or the last five
+      are worse than before (:class:`LossTrend`; a range is wide where the loss was falling fast). A
+      warm restart returns to a rate that it has survived.
     - Layers left their own past before the loss did, and three losses in a row are ``distance``
       ranges above. Where the task or the data change, gradients change in the same step as the
       loss, because both are of the same batch; if the weights went wrong, gradients went first.
@@ -72,6 +73,7 @@ class LossSpike(Rule):
         # above; targets in a wrong unit (target_spike) are 80,000.
         batch_distance: float = 100.0,
     ) -> None:
+        super().__init__()
         self._rate_distance = rate_distance
         self._distance = distance
         self._batch_distance = batch_distance
@@ -86,6 +88,7 @@ class LossSpike(Rule):
         self._calm = 0
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self.course.follow(record)
         self._norms.add(record)
         self._follow_rates(record.learning_rates)
         loss = record.loss
@@ -95,7 +98,7 @@ class LossSpike(Rule):
             self._first = (*self._first, loss)
         if self._begun is not None:
             yield from self._until_over(record.step, loss)
-        if self._ranges_above(loss) < self._rate_distance:
+        if not self._is_high(loss):
             if self._high and self._rate_jump() < _RATE_JUMP:
                 yield from self._back()
                 self._high.clear()
@@ -120,7 +123,7 @@ class LossSpike(Rule):
             self._high.clear()
 
     def quiet_steps(self, steps: LightSteps) -> int:
-        if self._begun is not None or self._high:
+        if self._begun is not None or self._high or self._might_jump(steps):
             return 0
         past = copy(self._past)
         for index, loss in enumerate(steps.losses.tolist()):
@@ -128,9 +131,10 @@ class LossSpike(Rule):
                 if _ranges_above(past, loss) >= self._rate_distance:
                     return index
                 past.add(loss)
-        return len(steps)
+        return min(len(steps), super().quiet_steps(steps))
 
     def pass_over(self, steps: LightSteps) -> None:
+        super().pass_over(steps)
         self._norms.add_light(steps)
         for rates in steps.learning_rates.tolist():
             self._follow_rates(tuple(rates))
@@ -146,6 +150,12 @@ class LossSpike(Rule):
 
     def _ranges_above(self, loss: float) -> float:
         return _ranges_above(self._past, loss)
+
+    def _is_high(self, loss: float) -> bool:
+        ranges = self._ranges_above(loss)
+        if ranges >= self._rate_distance or not self.course.loss.is_worse or ranges == -math.inf:
+            return ranges >= self._rate_distance
+        return self._rate_jump() >= _RATE_JUMP
 
     # --- reasons ---------------------------------------------------------------------------------
 
@@ -207,6 +217,12 @@ class LossSpike(Rule):
             if known > 0 and len(rates) == count
         ]
         return max(rises, default=0.0)
+
+    def _might_jump(self, steps: LightSteps) -> bool:
+        """Whether rates have jumped, or do so in these steps."""
+        highest = steps.learning_rates.max(axis=0, initial=0.0).tolist()
+        lowest = map(min, zip(*self._rates, strict=False)) if self._rates else ()
+        return any(h >= _RATE_JUMP * low for h, low in zip(highest, lowest, strict=False))
 
     def _rate_is_high(self) -> bool:
         """Whether the rate of a group still is what no loss has survived."""

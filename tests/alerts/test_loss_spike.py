@@ -34,6 +34,24 @@ def test_a_learning_rate_that_jumps_for_three_steps_is_named(at: int, every: int
     assert [alert.stage for alert in rest] in ([], ["end"])
 
 
+def test_a_small_rise_after_a_jump_of_the_rate_is_told_where_the_loss_had_fallen_far() -> None:
+    settings = rates(dict.fromkeys(range(205, 250), 0.03))
+    model, optimizer, before = settings["model"], settings["optimizer"], settings["before"]
+    torch.manual_seed(1)
+    with capture_run(model, every_n_steps=100, rules=[]) as run:
+        for step in range(225):
+            before(step)
+            points, classes = draw()
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(points), classes)
+            loss.backward()
+            run.log(loss=loss + max(0, 160 - step) / 10 + (step > 205))
+            optimizer.step()
+    alert, *_ = alerts_of(run.records, [LossSpike()])
+    assert 207 <= alert.step <= 215
+    assert "10-fold to 0.03" in alert.message
+
+
 def test_it_is_not_over_while_the_rate_stays_high_and_the_loss_above_its_usual() -> None:
     stays = dict.fromkeys(range(205, 500), 0.5)
     assert [alert.stage for alert in train(LossSpike(), 500, **rates(stays))] == ["begin"]
