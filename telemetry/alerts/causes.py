@@ -162,7 +162,7 @@ class OneCause(Rule):
         if alert.kind in _OF_LARGE_STEPS and since <= _AFTER_JUMP:
             seen, _ = message.split("\n")
             ago = f"{since} steps before" if since != 1 else "one step before"
-            message = f"{seen[:-1]}, after the learning rate had jumped to {self._rate:.3g} {ago}."
+            message = f"{seen[:-1]}, after the learning rate had jumped to {self._rate:.3g}, {ago}."
             message += f"\n{_RATE_ADVICE}"
         severity = self._severities.get(alert.kind, alert.severity)
         return replace(alert, severity=severity, message=message)

@@ -210,8 +210,8 @@ class ExplodingGradient(CourseRule):
             record,
             value=times,
             threshold=_PILED,
-            seen="Gradients of former steps are still in those of this one: a bias has "
-            f"{times:.2g} times as much as the outputs of its layer can have given",
+            seen="Gradients of former steps are still in those of this one: a bias has more than "
+            f"{min(times, _SHOWN):.2g} times what the outputs of its layer can have given it",
             advice=_ZERO_GRAD,
         )
 
@@ -267,6 +267,7 @@ _DEEPER = 1.0  # at 0.5 gpt_lr100, which diverges, is called exploding, too; tri
 _WAIT_FOR_RATE = 5  # by eye, in steps: loss_divergence needs three losses; tried 1 and 25
 # Up to 1 by the inequality, 0.99 in wgan_gradient_penalty; forgotten_zero_grad passes all limits.
 _PILED = 2.0
+_SHOWN = 1000.0  # it is infinite where a layer has died
 _PILED_NORM = 3.0  # so that a penalty on the weights, whose gradient falls, does not count; by eye
 _FORGOTTEN = 20  # steps after a jump of the learning rate, which is to blame until then
 _CERTAIN = 1.5  # a factor of 30, by eye; tried 0.75 and 3
