@@ -44,6 +44,9 @@ class OneCause(Rule):
     in its alert and not reported themselves, unless they are still there when it is over. If a
     consequence is an error and the cause was a warning, the cause is reported again, as worse.
 
+    If the learning rate has just jumped above all former ones, a fault that may come from steps
+    that are too large is said to come from that, and the advice is that for learning rates.
+
     It also limits the full measurements that the rules ask for: three steps in a row, and no more
     before these are there; on average one in ten steps, in addition to the schedule.
 
@@ -58,6 +61,7 @@ class OneCause(Rule):
     _allowance: float
     _looks: int
     _next_ask: int
+    _rate: float
     wants_full: bool = False
 
     def __init__(
@@ -74,6 +78,7 @@ class OneCause(Rule):
         self._hidden = {}
         self._allowance = _BURST
         self._looks = self._next_ask = 0
+        self._rate = 0.0
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Judge a loss that was logged before its step ended."""
@@ -83,6 +88,8 @@ class OneCause(Rule):
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         alerts = [alert for rule in self._rules for alert in rule(record)]
         self._ask(record.step)
+        if self._course.since_rate_jump == 0:
+            self._rate = max(record.learning_rates)
         return [_with_consequences(alert) for alert in self._sort_out(alerts)]
 
     def _ask(self, step: int) -> None:
@@ -149,8 +156,16 @@ class OneCause(Rule):
         return reported
 
     def _graded(self, alert: Alert) -> Alert:
+        if alert.stage == "end":
+            return alert
+        since, message = self._course.since_rate_jump, alert.message
+        if alert.kind in _OF_LARGE_STEPS and since <= _AFTER_JUMP:
+            seen, _ = message.split("\n")
+            ago = f"{since} steps before" if since != 1 else "one step before"
+            message = f"{seen[:-1]}, after the learning rate had jumped to {self._rate:.3g}, {ago}."
+            message += f"\n{_RATE_ADVICE}"
         severity = self._severities.get(alert.kind, alert.severity)
-        return alert if alert.stage == "end" else replace(alert, severity=severity)
+        return replace(alert, severity=severity, message=message)
 
     def _end(self, alert: Alert) -> list[Alert]:
         """Report the end of a fault that was reported, and consequences that outlive it."""
@@ -234,6 +249,12 @@ def _in_words(consequence: str) -> str:
 _STATES = {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}
 """Faults that do not pass with what caused them."""
 
+_OF_LARGE_STEPS = _EXPLOSIONS | {"dead_units", "saturated_units", "nonfinite"}
+_AFTER_JUMP = 20  # steps; as in loss_divergence
+_RATE_ADVICE = (
+    "People usually limit what a schedule can return, lower the learning rate or warm it up, and "
+    "go on from a checkpoint before the jump."
+)
 _REACH = 200  # by eye, in steps; tried 40 and 1000
 _LOOKS = 3  # one more than dead_units and saturated_units need; tried 2 and 5
 # How much rules may cost, not what they find: at 2.4 rnn_drift is found four steps later. Tried 60.

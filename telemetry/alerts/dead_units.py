@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import Forward
-from telemetry.layers.module_types import TWO_SIDED
+from telemetry.layers.module_types import DROPOUTS, TWO_SIDED
 from telemetry.plain_text import called
 from telemetry.records import LightSteps, Output, StepRecord, TensorRecord
 from telemetry.rule import Rule
@@ -30,8 +30,10 @@ class DeadUnits(Rule):
     Zero outputs of modules with parameters of their own count only if these get no gradient;
     otherwise it is a branch that begins at zero. Activations with two flat ends saturate instead.
 
-    The rule alerts when a share ``fraction`` of a layer's units is silent in ``batches`` full
-    measurements in a row, with enough samples to distinguish rarely active units from dead ones.
+    The rule alerts when nearly all units of a layer are silent in ``batches`` full measurements in
+    a row, with enough samples to distinguish rarely active units from dead ones. If only a share
+    ``fraction`` is, it takes 50 steps: the layers before go on to change, and units near the limit
+    come back. It is over when a third is active again.
 
     Args:
         fraction: Share of the units of one module's output.
@@ -74,8 +76,10 @@ class DeadUnits(Rule):
         dead = [
             output
             for output, silent in _silent_units(record)
-            if self._is_dead(output, silent, record.outputs[output])
+            if self._is_dead(output, silent, record.outputs[output], record.step)
         ]
+        if not dead and self._lasts(record):
+            return ()
         # If nothing gets a gradient, the loss does not depend on the model.
         gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
         wanted = record.total_grad_norm > 0 or any(gradients)
@@ -86,9 +90,20 @@ class DeadUnits(Rule):
     def quiet_steps(self, steps: LightSteps) -> int:
         return len(steps)
 
-    def _is_dead(self, output: Output, silent: NDArray[np.bool_], tensor: TensorRecord) -> bool:
+    def _lasts(self, record: StepRecord) -> bool:
+        """Whether most units of the layer that was reported are still silent."""
+        name = self._episode.module_name
+        return name is not None and any(
+            output.module_name == name and silent.mean() > _REVIVED
+            for output, silent in _silent_units(record)
+        )
+
+    def _is_dead(
+        self, output: Output, silent: NDArray[np.bool_], tensor: TensorRecord, step: int
+    ) -> bool:
         """Add this batch to those before; whether the units are dead now."""
-        now = _Silence(silent=silent, batches=1, samples=tensor.sketch.finite_count / silent.size)
+        samples = tensor.sketch.finite_count / silent.size
+        now = _Silence(silent=silent, batches=1, samples=samples, since=step)
         before = self._silence.pop(output, None)
         if before is not None and before.silent.shape == silent.shape:
             both = before.joined(now)
@@ -99,28 +114,38 @@ class DeadUnits(Rule):
         witnessed = now.samples * now.silent.sum() ** 0.5 >= self._samples
         enough = bool(now.batches >= self._batches and witnessed)
         self._undecided |= not enough
-        return enough
+        return enough and (now.is_nearly_complete or step - now.since >= _PARTLY)
 
     def _alert(self, record: StepRecord, dead: list[Output]) -> Alert:
         silence = self._silence[dead[0]]
         first, *others = (called(str(output)) for output in dead[:4])
         also = f" The same holds for units of {', '.join(others)}." if others else ""
+        module = record.layout.modules[record.layout.position[dead[0].module_name]]
         return Alert(
             kind=self.name,
             severity="error" if silence.share == 1 else "warning",
             step=record.step,
-            module_name=dead[0].module_name,
+            module_name=module.name,
             value=silence.share,
             threshold=self._fraction,
             message=(
                 f"{int(silence.silent.sum())} of {silence.silent.size} units of {first} are zero "
                 f"for every input of {silence.batches} batches and cannot learn.{also}\n"
-                "People usually lower the learning rate, check biases and initialization, and use "
-                "LeakyReLU or GELU."
+                f"{_DROPPED if module.type_name in DROPOUTS else _ADVICE}"
             ),
         )
 
 
+_ADVICE = (
+    "People usually lower the learning rate, check biases, initialization and penalties, and use "
+    "LeakyReLU or GELU."
+)
+_DROPPED = "Check the probability of this dropout: it is the share that is dropped."
+# The largest healthy share is 0.47; that of sparsity_too_strong goes up and down from 0.86 to 0.98.
+_REVIVED = 2 / 3
+# In labels_shuffled, whose loss has nothing to learn, 0.906 are silent for 30 steps.
+_PARTLY = 50  # steps
+_NEARLY_ALL = 0.93  # or all but one; in sparsity_too_strong they are 0.945
 _FEWEST_UNITS = 2  # a single unit is no layer
 _NEGLIGIBLE = 1e-3  # SiLU(x) / x is less below x = -6.9; tried 0.0002 and 0.005
 _CALM_LOOKS = 3  # by eye: one more than begin it
@@ -128,11 +153,18 @@ _CALM_LOOKS = 3  # by eye: one more than begin it
 
 @dataclass(frozen=True, kw_only=True)
 class _Silence:
-    """Units of one output that were silent in every one of some batches, bool ``[units]``."""
+    """Units of one output that were silent in all of some batches, bool ``[units]``."""
 
     silent: NDArray[np.bool_]
     batches: int
     samples: float
+    since: int
+
+    @property
+    def is_nearly_complete(self) -> bool:
+        """Whether it is all units but one, or nearly all."""
+        active = np.count_nonzero(~self.silent)
+        return bool(active <= max(1, (1 - _NEARLY_ALL) * self.silent.size))
 
     @property
     def share(self) -> float:
@@ -144,6 +176,7 @@ class _Silence:
             silent=self.silent & other.silent,
             batches=self.batches + other.batches,
             samples=self.samples + other.samples,
+            since=min(self.since, other.since),
         )
 
 

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
-from telemetry.records import StepRecord
+from telemetry.plain_text import called
+from telemetry.records import StepRecord, TensorRecord
+
+
+class Stretch(NamedTuple):
+    """The modules over which something grows: often one, which is the first and the last."""
+
+    first: str
+    last: str
+
+    def __str__(self) -> str:
+        if self.first == self.last:
+            return called(self.first)
+        return f"{called(self.first)} to {called(self.last)}, each with a part of it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,22 +32,77 @@ class Growth:
     """How much a pass grows from its beginning to its largest value.
 
     Attributes:
-        decades: log10 of the ratio of the two RMS; 0 if the first is the largest.
-        module_name: The module at which the pass grows most from one module to the next.
+        names: The modules, in the order of the pass.
+        levels: log10 of what each returned; the first is what the others are compared with.
     """
 
-    decades: float
-    module_name: str | None
+    names: Sequence[str]
+    levels: Sequence[float]
+
+    @property
+    def decades(self) -> float:
+        """log10 of the ratio of the largest to the first; 0 if there are fewer than two."""
+        return max(self.levels) - self.levels[0] if len(self.levels) > 1 else 0.0
+
+    @property
+    def stretch(self) -> Stretch | None:
+        """Where it grows: the module that has half of the growth, or those that have most of it."""
+        if self.decades <= 0:
+            return None
+        levels = np.array(self.levels)
+        top = int(levels.argmax())
+        share = (levels[: top + 1] - levels[0]) / self.decades
+        steepest = int(np.diff(share).argmax()) + 1
+        if share[steepest] - share[steepest - 1] >= _MOST:
+            return Stretch(self.names[steepest], self.names[steepest])
+        begin = int(np.flatnonzero(share <= _ENDS)[-1])
+        end = begin + int(np.flatnonzero(share[begin:] >= 1 - _ENDS)[0])
+        return Stretch(self.names[begin + 1], self.names[end])
+
+
+_MOST = 0.5  # of the growth: no other module has more
+# Of the growth, at either end: of 16 residual blocks that are scaled alike (residual_x3) about 13
+# lie between.
+_ENDS = 0.1
 
 
 def forward_growth(record: StepRecord) -> Growth:
-    """Growth of the modules' outputs, from the first module on."""
-    return _growth(_profile(record, "activation_rms"))
+    """Growth of the modules' outputs: from the RMS of the first to the :func:`spread` of others.
+
+    So a constant is no growth, however large it is.
+    """
+    ran = record.activations
+    tensors = [
+        (module.name, ran[module.name])
+        for module in record.layout.modules
+        if module.name in ran and module.type_name not in LOOKUPS
+    ]
+    tensors = [(name, tensor) for name, tensor in tensors if 0 < tensor.sketch.rms < math.inf]
+    first = [(name, tensor.sketch.rms) for name, tensor in tensors[:1]]
+    return _growth(first + [(name, spread(tensor)) for name, tensor in tensors[1:]])
 
 
 def backward_growth(record: StepRecord) -> Growth:
     """Growth of the gradients with respect to these outputs, from the last module back."""
-    return _growth(_profile(record, "activation_grad_rms")[::-1])
+    return _growth(_gradients(record)[::-1])
+
+
+def spread(tensor: TensorRecord) -> float:
+    """How far the values lie apart, and not from zero.
+
+    The standard deviation; or half of each unit's range, as a root mean square over the units,
+    where that is less. No standard deviation of a unit is more (Popoviciu's inequality). So a unit
+    that has the same value for every input, however large, adds nothing.
+
+    Returns:
+        NaN if no value is finite, or if some are infinite.
+    """
+    low, high, std = tensor.unit_min, tensor.unit_max, tensor.sketch.std
+    if low is None or high is None or not low.size or tensor.sketch.count < 2 * low.size:
+        return std
+    with np.errstate(invalid="ignore"):
+        ranges = np.subtract(high, low, dtype=np.float64)
+    return min(std, math.sqrt(float(ranges @ ranges) / ranges.size) / 2)
 
 
 def gain(record: StepRecord) -> float:
@@ -44,30 +114,26 @@ def gain(record: StepRecord) -> float:
         log10 of the norm of all parameter gradients over the RMS of the gradient of the last
         module's output; NaN where that is zero or was not measured.
     """
-    total, profile = record.total_grad_norm, _profile(record, "activation_grad_rms")
-    return math.log10(total) - profile[-1][1] if profile and 0 < total < math.inf else math.nan
+    total, last = record.total_grad_norm, _gradients(record)[-1:]
+    return math.log10(total / last[0][1]) if last and 0 < total < math.inf else math.nan
 
 
-def _profile(record: StepRecord, statistic: str) -> list[tuple[str, float]]:
-    """Names of layers and log10 of an RMS, in forward order.
+def _gradients(record: StepRecord) -> list[tuple[str, float]]:
+    """Names of layers and the RMS of the gradients of their outputs, in forward order.
 
     Leaves out layers where it is zero or not finite, and embeddings, which have a scale of their
     own.
     """
-    if not record.outputs and not record.output_grads:
+    if not record.output_grads:
         return []  # as at most steps, which need no table then
-    layers = zip(record.layout.modules, table(record).column(statistic), strict=True)
+    layers = zip(record.layout.modules, table(record).column("activation_grad_rms"), strict=True)
     return [
-        (module.name, math.log10(rms))
+        (module.name, rms)
         for module, rms in layers
         if 0 < rms < math.inf and module.type_name not in LOOKUPS
     ]
 
 
-def _growth(profile: list[tuple[str, float]]) -> Growth:
-    if len(profile) < 2:
-        return Growth(decades=0.0, module_name=None)
-    levels = [level for _, level in profile]
-    jumps = np.diff(levels)
-    steepest = int(np.argmax(jumps)) + 1
-    return Growth(decades=max(levels) - levels[0], module_name=profile[steepest][0])
+def _growth(values: Iterable[tuple[str, float]]) -> Growth:
+    known = [(name, math.log10(value)) for name, value in values if 0 < value < math.inf]
+    return Growth(names=[name for name, _ in known], levels=[level for _, level in known])

@@ -28,6 +28,11 @@ class Episode:
         """Whether a fault has begun and not ended."""
         return self._current is not None
 
+    @property
+    def module_name(self) -> str | None:
+        """The module that the fault's alert has named; None if it is not on."""
+        return self._current.module_name if self._current is not None else None
+
     def update(self, step: int, found: Alert | None) -> Iterator[Alert]:
         """Add what a rule found at a step; None if it looked and found nothing."""
         begun = self._current
@@ -52,6 +57,6 @@ def _ended(begun: Alert, step: int) -> Alert:
         severity="note" if begun.severity == "note" else "warning",
         step=step,
         stage="end",
-        message=f"The {begun.kind.replace('_', ' ')}{begun.where} of step {begun.step} is over.",
+        message=f"Over: {begun.kind.replace('_', ' ')}{begun.where}, begun at step {begun.step}.",
         consequences=(),
     )

@@ -7,14 +7,17 @@ from collections.abc import Iterable
 
 from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
-from telemetry.alerts.depth import forward_growth
+from telemetry.alerts.depth import forward_growth, spread
 from telemetry.alerts.episode import Episode
 from telemetry.plain_text import called
 from telemetry.records import Output, StepRecord
 
 
 class ExplodingActivation(CourseRule):
-    """Compares the RMS of each module's output with the largest it has had.
+    """Compares the spread of each module's output with the largest RMS that it has had.
+
+    The spread (see :func:`~telemetry.alerts.depth.spread`), because what is the same for every
+    input is no activation, however large it is: the layers before it may be dead.
 
     It alerts when an output is ``factor`` times larger than ever before, in two full measurements
     in a row, and the loss has risen as well; or when activations grow ``depth_factor``-fold through
@@ -22,7 +25,7 @@ class ExplodingActivation(CourseRule):
 
     Args:
         factor: Ratio to the largest RMS that the module's output has had.
-        depth_factor: Ratio of the largest RMS in the network to that of the first module.
+        depth_factor: Ratio of the largest spread in the network to the RMS of the first module.
     """
 
     name = "exploding_activation"
@@ -58,38 +61,54 @@ class ExplodingActivation(CourseRule):
         self._looks = self._looks + 1 if found else 0
         overflown = not record.all_grads_finite  # there will be no second look
         certain = self._looks >= 2 or overflown
+        if not found and self._began_deep and forward_growth(record).decades > self._depth_decades:
+            return ()  # as in the beginning
         return self._episode.update(record.step, found if certain else None)
 
     def _grown(self, record: StepRecord) -> Alert | None:
         found = None
         for output, tensor in record.outputs.items():
-            name, rms = output.module_name, tensor.sketch.rms
+            name, now = output.module_name, spread(tensor)
             highest = self._highest.get(output, 0.0)
-            if highest and rms > self._factor * highest and self.course.loss.is_worse:
-                times = rms / highest
+            if highest and now > self._factor * highest and self.course.loss.is_worse:
+                times = now / highest
                 if found is None:
                     seen = (
                         f"The output of {called(name)} is {times:.2g} times as large as ever before"
                     )
-                    found = _alert(record, name, times, self._factor, seen)
-            elif highest < rms < math.inf:
-                self._highest[output] = rms
+                    found = _alert(record, name, times, self._factor, seen, _STEPS_TOO_LARGE)
+            elif highest < tensor.sketch.rms < math.inf:
+                self._highest[output] = tensor.sketch.rms
         growth = forward_growth(record)
         deep = growth.decades > self._depth_decades
         self._began_deep = deep if self._began_deep is None else self._began_deep
         if found is None and self.course.is_young and deep and self._began_deep:
-            seen = f"Activations grow {10**growth.decades:.2g}-fold through the network"
-            found = _alert(
-                record, growth.module_name, 10**growth.decades, 10**self._depth_decades, seen
-            )
+            where, times = growth.stretch, 10**growth.decades
+            seen = f"Activations grow {times:.2g}-fold through the network, most of all in {where}"
+            culprit = where.first if where is not None else None
+            found = _alert(record, culprit, times, 10**self._depth_decades, seen, _WEIGHTS)
         return found
 
 
 _CALM_LOOKS = 3  # by eye: one more than begin it
 
 
+_WEIGHTS = (
+    "People usually make the initial weights smaller (He or Xavier initialization), scale the "
+    "inputs, and add normalization."
+)
+_STEPS_TOO_LARGE = (
+    "People usually lower the learning rate or warm it up, clip gradients, and add normalization."
+)
+
+
 def _alert(
-    record: StepRecord, module_name: str | None, value: float, threshold: float, seen: str
+    record: StepRecord,
+    module_name: str | None,
+    value: float,
+    threshold: float,
+    seen: str,
+    advice: str,
 ) -> Alert:
     return Alert(
         kind=ExplodingActivation.name,
@@ -98,9 +117,5 @@ def _alert(
         module_name=module_name,
         value=value,
         threshold=threshold,
-        message=(
-            f"{seen}.\n"
-            "People usually add normalization, make the initial weights smaller, and lower the "
-            "learning rate."
-        ),
+        message=f"{seen}.\n{advice}",
     )

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from telemetry.alert import Alert
+from telemetry.alerts.blame import Blame
 from telemetry.alerts.course import FAR_ABOVE, CourseRule
-from telemetry.alerts.depth import backward_growth, forward_growth, gain
+from telemetry.alerts.depth import Stretch, backward_growth, forward_growth, gain
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.history import History, leading
-from telemetry.alerts.modules import Modules
-from telemetry.plain_text import called
-from telemetry.records import LightSteps, Output, StepRecord
+from telemetry.alerts.history import History
+from telemetry.alerts.piled_up import excess
+from telemetry.records import LightSteps, StepRecord
 
 
 class ExplodingGradient(CourseRule):
@@ -46,6 +43,10 @@ class ExplodingGradient(CourseRule):
     that is thirty times larger. Later, where clipping hides the norm, both must have grown tenfold
     and the loss must have risen.
 
+    *Piled up*: if nobody sets gradients to zero, those of all steps add up. Then a bias has a
+    larger gradient than the outputs of its layer can have given it at this step, twice as large in
+    two full measurements in a row, and the norm of all is three times that of the first step.
+
     Args:
         factor: Ratio to the highest norm of the last 100 steps, at three steps in a row.
         lasting_factor: Ratio to that of older steps, for ten steps with a loss that has risen.
@@ -58,11 +59,14 @@ class ExplodingGradient(CourseRule):
     _gains: History
     _from_loss: float
     _is_explained: bool
-    _blame: _Blame
+    _blame: Blame
     _steps_far_above: int
     _steps_lasting: int
     _deep_looks: int
     _began_deep: bool | None
+    _piled_looks: int
+    _first_norm: float
+    _remains: bool
     _episode: Episode
 
     def __init__(
@@ -81,18 +85,22 @@ class ExplodingGradient(CourseRule):
         self._gains = History(10)
         self._from_loss = 0.0
         self._is_explained = False
-        self._blame = _Blame()
+        self._blame = Blame()
         self._steps_far_above = 0
         self._steps_lasting = 0
         self._deep_looks = 0
         self._began_deep = None
+        self._piled_looks = 0
+        self._first_norm = 0.0
+        self._remains = False
         self._episode = Episode(_CALM_STEPS)
 
     @property
     def wants_full(self) -> bool:
         """Whether a full measurement would help to decide."""
         just_jumped = self.course.norm.since_jump < _LASTING
-        return not self._episode.is_on and (just_jumped or self._deep_looks > 0)
+        undecided = just_jumped or self._deep_looks > 0 or self._piled_looks > 0
+        return not self._episode.is_on and undecided
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self.course.follow(record)
@@ -100,7 +108,11 @@ class ExplodingGradient(CourseRule):
             found = self._cut_short(record)
             return self._episode.update(record.step, found) if found else ()
         self._blame.add(record)
-        return self._episode.update(record.step, self._in_time(record) or self._over_depth(record))
+        self._first_norm = self._first_norm or record.total_grad_norm
+        found = self._in_time(record) or self._over_depth(record) or self._piled_up(record)
+        if found is None and self._remains:
+            return ()
+        return self._episode.update(record.step, found)
 
     def quiet_steps(self, steps: LightSteps) -> int:
         if self._episode.is_on or min(self._decades, self._lasting_decades) < FAR_ABOVE:
@@ -132,9 +144,8 @@ class ExplodingGradient(CourseRule):
         if not explodes or course.since_rate_jump < _WAIT_FOR_RATE:
             return None
         total = record.total_grad_norm
-        return _alert(
+        return self._alert(
             record,
-            module_name=self._blame.module_name,
             value=total,
             threshold=norm.usual * 10**self._lasting_decades,
             seen=f"The gradient norm is {total:.3g}; it used to be {norm.usual:.3g}",
@@ -159,10 +170,9 @@ class ExplodingGradient(CourseRule):
         product = forward.decades + backward.decades
         smaller = min(forward.decades, backward.decades)
         certain = False
+        deep = product >= self._depth_decades and smaller >= self._depth_decades * _SMALLER_SHARE
+        self._remains = self._episode.is_on and deep
         if self.course.is_young:
-            deep = (
-                product >= self._depth_decades and smaller >= self._depth_decades * _SMALLER_SHARE
-            )
             self._began_deep = deep if self._began_deep is None else self._began_deep
             deep &= self._began_deep
             certain = deep and product >= self._depth_decades + _CERTAIN
@@ -174,15 +184,35 @@ class ExplodingGradient(CourseRule):
             self._depths.add(smaller)
         if self._deep_looks < 2 and not certain:
             return None
-        return _alert(
+        return self._alert(
             record,
-            module_name=forward.module_name,
             value=10**product,
             threshold=10**self._depth_decades,
             seen=(
                 f"Activations grow {10**forward.decades:.2g}-fold through the network and their "
                 f"gradients {10**backward.decades:.2g}-fold on the way back"
             ),
+            where=forward.stretch,
+            advice=_WEIGHTS if self.course.is_young else _STEPS_TOO_LARGE,
+        )
+
+    def _piled_up(self, record: StepRecord) -> Alert | None:
+        """Gradients that the backward passes of this step cannot have given."""
+        if not record.full:
+            return None
+        times = excess(record)
+        large = times > _PILED and record.total_grad_norm > _PILED_NORM * self._first_norm
+        self._piled_looks = self._piled_looks + 1 if large else 0
+        self._remains |= self._episode.is_on and large
+        if self._piled_looks < 2:
+            return None
+        return self._alert(
+            record,
+            value=times,
+            threshold=_PILED,
+            seen="Gradients of former steps are still in those of this one: a bias has more than "
+            f"{min(times, _SHOWN):.2g} times what the outputs of its layer can have given it",
+            advice=_ZERO_GRAD,
         )
 
     def _cut_short(self, record: StepRecord) -> Alert | None:
@@ -190,12 +220,41 @@ class ExplodingGradient(CourseRule):
         just_jumped = self.course.gradients_led and self.course.norm.since_jump < _LASTING
         if self._episode.is_on or not (self._deep_looks or just_jumped):
             return None
-        return _alert(
+        return self._alert(
             record,
-            module_name=self._blame.module_name,
             value=math.inf,
             threshold=10**self._depth_decades,
             seen="Gradients grew until the numbers overflowed",
+        )
+
+    def _alert(
+        self,
+        record: StepRecord,
+        *,
+        value: float,
+        threshold: float,
+        seen: str,
+        where: Stretch | None = None,
+        advice: str = "",
+    ) -> Alert:
+        """An alert that blames the layers in ``where``, else the batch or what grew first."""
+        blame, batch = self._blame, 0.0
+        if not advice and self.course.since_rate_jump > _FORGOTTEN:
+            where, batch = blame.stretch, blame.batch
+            if blame.is_alike:
+                seen += ", in all layers alike, as after a bad batch"
+        if batch:
+            seen += f", because of the batch: its values are {batch:.2g} times as large as before"
+        elif where is not None:
+            seen += f", most likely because of {where}"
+        return Alert(
+            kind=self.name,
+            severity="error",
+            step=record.step,
+            module_name=where.first if where is not None else None,
+            value=value,
+            threshold=threshold,
+            message=f"{seen}.\n{advice or (_BATCH if batch else _STEPS_TOO_LARGE)}",
         )
 
 
@@ -206,127 +265,27 @@ _LOSSES = 2  # by eye; tried 1, which finds cnn_scaled_batch a step earlier, and
 _SMALLER_SHARE = 1 / 3  # at 2/3 resnet_nonorm_explodes is missed; tried 1/6
 _DEEPER = 1.0  # at 0.5 gpt_lr100, which diverges, is called exploding, too; tried 2
 _WAIT_FOR_RATE = 5  # by eye, in steps: loss_divergence needs three losses; tried 1 and 25
+# Up to 1 by the inequality, 0.99 in wgan_gradient_penalty; forgotten_zero_grad passes all limits.
+_PILED = 2.0
+_SHOWN = 1000.0  # it is infinite where a layer has died
+_PILED_NORM = 3.0  # so that a penalty on the weights, whose gradient falls, does not count; by eye
+_FORGOTTEN = 20  # steps after a jump of the learning rate, which is to blame until then
 _CERTAIN = 1.5  # a factor of 30, by eye; tried 0.75 and 3
 _CALM_STEPS = 50  # by eye
 
-
-class _Blame:
-    """Which module caused a sudden growth of the gradients; the first evidence counts.
-
-    If a module's weights grew, so do its outputs, which a full measurement shows: it is the first
-    of the modules whose outputs grew. The norms alone show it, too: in a network of ReLUs all
-    gradients grow except its own, which does not contain its weight. A step or two later everything
-    has changed.
-
-    Attributes:
-        module_name: The culprit; None while nothing grows or it is not known.
-    """
-
-    module_name: str | None
-    _modules: Modules
-    _norms: NDArray[np.float64]
-    _outputs: dict[Output, float]
-
-    def __init__(self) -> None:
-        self.module_name = None
-        self._modules = Modules()
-        self._norms = np.zeros(0)
-        self._outputs = {}
-
-    def add(self, record: StepRecord) -> None:
-        before = self._modules
-        if before.layout is not record.layout:
-            self._modules = Modules.of(record.layout)
-            self._norms = self._modules.carry(self._norms, before.names, np.nan)
-        by_output = self._first_grown_output(record)
-        grown, by_norm = self._all_but_one(self._modules, self._modules.grad_norms(record))
-        if by_output is not None or grown:
-            self.module_name = self.module_name or by_norm or by_output
-        else:
-            self.module_name = None
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        """How many of the first steps pass before most gradients have grown."""
-        if self._modules.layout is not steps.layout:
-            return 0
-        norms = self._modules.grad_norms(steps)
-        lowest = np.minimum(norms.min(axis=0), self._norms)
-        might = np.count_nonzero(norms.max(axis=0) > _NEARLY_GROWN * lowest)
-        if lowest.min(initial=np.inf) > 0 and 2 * might < len(lowest):
-            return len(steps)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            growth = norms / self._before(norms)
-        known = np.count_nonzero(np.isfinite(growth) & (growth > 0), axis=1)
-        grown = np.count_nonzero(growth > _NEARLY_GROWN, axis=1)
-        return leading((2 * grown < known) | (known == 0))
-
-    def pass_over(self, steps: LightSteps) -> None:
-        """Add steps at which nothing has grown."""
-        self.module_name = None
-        norms = self._modules.grad_norms(steps)
-        if not norms.all():
-            norms = self._before(np.concatenate([norms, norms[-1:]]))
-        self._norms = norms[-1].copy()
-
-    def _before(self, norms: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The last norm of each module before each of these, ``[n, modules]``; 0 does not count."""
-        before = np.concatenate([self._norms[np.newaxis], norms[:-1]])
-        if np.isnan(before[0]).any() or not norms.all():
-            for i in range(1, len(before)):
-                seen = np.isnan(before[i - 1]) | (before[i] > 0)
-                before[i] = np.where(seen, before[i], before[i - 1])
-        return before
-
-    def _all_but_one(self, modules: Modules, norms: NDArray[np.float64]) -> tuple[bool, str | None]:
-        """Whether gradients grew tenfold, and the module whose gradient grew far less than all."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            growth = np.log10(norms / self._norms)
-        known = np.isfinite(growth)
-        count = np.count_nonzero(known)
-        # The median is not computed where fewer than half have grown so much.
-        have_grown = count >= _FEWEST and 2 * np.count_nonzero(growth > _ALL_GROWN) >= count
-        if not have_grown or np.median(growth[known]) <= _ALL_GROWN:
-            seen = np.isnan(self._norms) | (norms > 0)
-            self._norms = np.where(seen, norms, self._norms)
-            return False, None
-        least, next_least = np.sort(growth[known])[:2]
-        if next_least - least <= _FAR_LESS:
-            return True, None
-        return True, modules.names[int(np.where(known, growth, np.inf).argmin())]
-
-    def _first_grown_output(self, record: StepRecord) -> str | None:
-        first = None
-        for output, tensor in record.outputs.items():
-            rms = tensor.sketch.rms
-            before = self._outputs.get(output)
-            if before is not None and rms > _GROWN * before:
-                first = first if first is not None else output.module_name
-            elif 0 < rms < math.inf:
-                self._outputs[output] = rms
-        return first
-
-
-_FEWEST = 3  # fewer modules have no majority; tried 1 and 6
-_NEARLY_GROWN = 9.9  # a little less than 10**_ALL_GROWN, for a quick look
-_ALL_GROWN = 1.0  # ten times, by eye; tried 0.5 and 2
-_FAR_LESS = 1.0  # by eye; tried 0.5 and 2
-_GROWN = 10.0  # by eye; tried 2 and 50
-
-
-def _alert(
-    record: StepRecord, *, module_name: str | None, value: float, threshold: float, seen: str
-) -> Alert:
-    where = f", most likely because of {called(module_name)}" if module_name else ""
-    return Alert(
-        kind=ExplodingGradient.name,
-        severity="error",
-        step=record.step,
-        module_name=module_name,
-        value=value,
-        threshold=threshold,
-        message=(
-            f"{seen}{where}.\n"
-            "People usually clip gradients (clip_grad_norm_), lower the learning rate or warm it "
-            "up, check the batch and the initialization, and add normalization."
-        ),
-    )
+_WEIGHTS = (
+    "People usually make the initial weights smaller (He or Xavier initialization), scale down the "
+    "branches of residual blocks, and add normalization."
+)
+_BATCH = (
+    "Look at how that batch was made and normalized. People usually clip gradients "
+    "(clip_grad_norm_), so that one batch cannot do harm."
+)
+_ZERO_GRAD = (
+    "Call optimizer.zero_grad() before each backward pass, or after each step; only the passes of "
+    "one step should add up."
+)
+_STEPS_TOO_LARGE = (
+    "People usually clip gradients (clip_grad_norm_), lower the learning rate or warm it up, and "
+    "check the batch."
+)

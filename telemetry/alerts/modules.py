@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +48,26 @@ class Modules:
         """The layers' ``update_ratio``, float64 ``[len(names)]``; NaN where it is not known."""
         return table(record).column("update_ratio")[self._positions]
 
+    def any_of(self, parameters: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """For each whether it holds for any of its parameters, bool ``[len(names)]``.
+
+        Args:
+            parameters: Whether it holds, in the order of ``layout.parameters``.
+        """
+        return np.isin(self.layout.owning, self.layout.owners[parameters])
+
+    def sizes(self) -> NDArray[np.float64]:
+        """Number of elements of the parameters of each, float64 ``[len(names)]``."""
+        sizes = [float(parameter.size) for parameter in self.layout.parameters]
+        by_module: NDArray[np.float64] = np.bincount(self.layout.owners, sizes).astype(float)
+        return by_module[self._positions]
+
+    def alike(self, some: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which are called like one of ``some``, but for numbers: experts of a mixture, say."""
+        kinds = [_NUMBER.sub(".*", f".{name}.") for name in self.names]
+        known = {kind for kind, is_one in zip(kinds, some, strict=True) if is_one}
+        return np.array([kind in known for kind in kinds])
+
     def carry(
         self, values: NDArray[np.float64], names: tuple[str, ...], fill: float
     ) -> NDArray[np.float64]:
@@ -55,4 +76,5 @@ class Modules:
         return np.array([known.get(name, fill) for name in self.names])
 
 
+_NUMBER = re.compile(r"\.\d+(?=\.)")
 _NO_LAYOUT = Layout(modules=(), parameters=())

@@ -70,7 +70,7 @@ class NoLearning(Rule):
         self._losses += 1
         if self._losses == self._losses_needed:
             seen = f"{self._losses} losses were logged, but no optimizer has stepped this model"
-            yield _alert(step, 0.0, self._update_ratio, seen)
+            yield _alert(step, 0.0, self._update_ratio, seen, _OPTIMIZER)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._steps += 1
@@ -106,13 +106,13 @@ class NoLearning(Rule):
         )
         if faded or rising or record.loss == 0:
             return None
-        seen = (
-            "No parameter gets a gradient"
-            if now == 0
-            else f"In {self._steps} steps no step moved any weight by more than "
-            f"{self._largest_ratio:.1g} of its size"
-        )
-        return _alert(record.step, self._largest_ratio, self._update_ratio, seen)
+        if now == 0:
+            seen, advice = "No parameter gets a gradient", _GRADIENT
+        else:
+            seen = f"In {self._steps} steps no step moved any weight by more than "
+            seen += f"{self._largest_ratio:.1g} of its size"
+            advice = _RATE
+        return _alert(record.step, self._largest_ratio, self._update_ratio, seen, advice)
 
 
 _LOOKS = 3  # by eye; tried 1 and 6
@@ -125,7 +125,21 @@ def _largest_ratio(record: StepRecord) -> float:
     return max(ratios, default=0.0)
 
 
-def _alert(step: int, value: float, threshold: float, seen: str) -> Alert:
+_OPTIMIZER = (
+    "Check that the optimizer was given the parameters of this very model, not of one that was "
+    "replaced or copied since, and that step() is called."
+)
+_GRADIENT = (
+    "Check that the loss depends on the parameters of this model: detach(), no_grad(), item(), "
+    "another copy of the model."
+)
+_RATE = (
+    "People usually raise the learning rate; check its schedule, and that the optimizer was given "
+    "the parameters that should move."
+)
+
+
+def _alert(step: int, value: float, threshold: float, seen: str, advice: str) -> Alert:
     return Alert(
         kind=NoLearning.name,
         severity="warning",
@@ -133,9 +147,5 @@ def _alert(step: int, value: float, threshold: float, seen: str) -> Alert:
         module_name=None,
         value=value,
         threshold=threshold,
-        message=(
-            f"{seen}.\n"
-            "People usually raise the learning rate, and check that the optimizer was given the "
-            "parameters of this model and that the loss depends on them."
-        ),
+        message=f"{seen}.\n{advice}",
     )

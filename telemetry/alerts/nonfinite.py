@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import leading
-from telemetry.layers.module_types import STANDARD
-from telemetry.plain_text import called, printable
-from telemetry.records import LightSteps, StepRecord, TensorRecord
+from telemetry.alerts.origins import Origin, is_bad, origins
+from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -24,15 +23,21 @@ class Nonfinite(Rule):
     reach the output of the last module. Steps that a gradient scaler skips are no fault, but after
     ten losses in a row that are not finite, the rule reports that the scaler skips every step.
 
-    The culprit is the first in execution order: a parameter that is bad already; the batch, or what
-    the first watched module is given, unless a good step had such values before; the first module
-    whose output is bad; if all outputs are good, the module in whose backward pass it began.
+    Where it began is the first of these that holds:
 
-    At a step that was not measured in full, batch and outputs are unknown and only the gradients of
-    the parameters are left. If those of the last layers are good, the culprit is the last layer
-    whose gradient is bad. If all are bad, the fault began before the backward pass; then the rule
-    names a suspect: the first module that is not one of PyTorch's, because those do not turn usual
-    numbers into NaN. If all modules are PyTorch's, it names none, because the batch is as likely.
+    - the optimizer: it made a parameter so though gradients were finite, at this step or before it;
+    - the inputs: the batch is bad, or what the first watched module is given, unless a good step
+      had such values before;
+    - the forward pass: the output of a module is bad;
+    - the targets or the loss: the loss is bad, and no output is;
+    - the backward pass: the loss is finite and gradients are not. A module began it if gradients
+      come in finite and go out bad.
+
+    At a step that was not measured in full, inputs and outputs are unknown. It was the backward
+    pass if the loss is finite, or the gradients of the last layers are; the culprit lies behind the
+    last layer whose gradient is bad. Otherwise it may have been the inputs, the forward pass, the
+    targets or the loss. Then a module is suspect if it is not one of PyTorch's, because those do
+    not turn usual numbers into NaN. If several are, none is named as the culprit.
 
     Args:
         losses: Number of losses in a row that are not finite, after which no further optimizer step
@@ -42,30 +47,48 @@ class Nonfinite(Rule):
     name = "nonfinite"
     _bad_losses: int
     _has_stepped: bool
+    _was_good: bool
     _usual: set[str]
+    _calm_steps: int
     _episode: Episode
 
     # Ten: a scaler halves its factor at each skipped step, and needs several in the beginning.
     def __init__(self, *, losses: int = 10) -> None:
         self._losses = losses
         self._bad_losses = 0
-        self._episode = Episode(_CALM_STEPS)
-        self._usual = set()
         self._has_stepped = False
+        self._was_good = False
+        self._usual = set()
+        self._calm_steps = 0
+        self._episode = Episode(1)
+
+    @property
+    def wants_full(self) -> bool:
+        """Whether it seems to be over, and what shows only in full could remain."""
+        return self._episode.is_on and self._calm_steps >= _CALM_STEPS
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Count losses that are not finite; perhaps no step follows them."""
         self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
         if self._bad_losses != self._losses or not self._has_stepped or self._episode.is_on:
             return ()
+        self._calm_steps = 0
         return self._episode.update(step, _skipped_forever(step, self._losses))
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._has_stepped = True
-        found = None if record.skipped else next(_origins(record, self._usual), None)
-        if found is None and not record.skipped:
-            self._usual.update(name for name, given in record.inputs.items() if _is_bad(given))
-        return self._episode.update(record.step, found)
+        if record.skipped:
+            return ()
+        found = next(origins(record, self._usual, after_good=self._was_good), None)
+        self._was_good = record.all_grads_finite
+        if found is not None:
+            self._calm_steps = 0
+            return self._episode.update(record.step, _alert(record, found))
+        self._usual.update(name for name, given in record.inputs.items() if is_bad(given))
+        self._calm_steps += 1
+        # A parameter or buffer that is not used for some steps shows only in full.
+        is_over = self._calm_steps >= _CALM_STEPS and record.full
+        return self._episode.update(record.step, None) if is_over else ()
 
     def quiet_steps(self, steps: LightSteps) -> int:
         if self._episode.is_on or steps.skipped:
@@ -74,7 +97,8 @@ class Nonfinite(Rule):
         return leading(np.isfinite(steps.total_grad_norms))
 
     def pass_over(self, steps: LightSteps) -> None:
-        self._has_stepped = True
+        self._has_stepped = self._was_good = True
+        self._calm_steps += len(steps)
         if not np.isnan(steps.losses).all():
             self._bad_losses = 0
 
@@ -82,97 +106,15 @@ class Nonfinite(Rule):
 _CALM_STEPS = 20  # by eye
 
 
-def _origins(record: StepRecord, usual: Collection[str]) -> Iterator[Alert]:
-    """Alerts for values that training cannot recover from, the best explanation first.
-
-    Args:
-        record: The step.
-        usual: Inputs that were bad at steps that went well.
-    """
-    owner = {p.name: p.module_name for p in record.layout.parameters}
-    for name in record.nonfinite_parameters:
-        yield _alert(record, owner.get(name), f"the parameter {printable(name)}")
-    loss_lost = record.loss is not None and not math.isfinite(record.loss)
-    step_lost = loss_lost or not record.all_grads_finite
-    if not step_lost:  # what remains is in the buffers
-        for name in record.nan_buffers:
-            what = f"the buffer {printable(name)}: training hides it, evaluation will not"
-            yield _alert(record, name.rpartition(".")[0], what)
-    if step_lost or _reaches_the_end(record):
-        yield from _inputs(record, usual)
-        yield from _beginnings(record)
-
-
-def _inputs(record: StepRecord, usual: Collection[str]) -> Iterator[Alert]:
-    """Bad values that came from outside; the alert names the module that they entered by."""
-    entered = next((o.module_name for o, tensor in record.outputs.items() if _is_bad(tensor)), None)
-    for name, given in record.inputs.items():
-        if name not in usual and _is_bad(given):
-            where = f"what {called(name)} was given, and no watched module ran before it"
-            yield _alert(
-                record,
-                entered,
-                f"{where if name else 'the batch itself'}: {given.sketch.nonfinite_count:,} of "
-                f"{given.sketch.count:,} values"
-                + (f" that reach {called(entered)}" if entered else ""),
-                advice="look at how these samples were made and normalized, and leave them out",
-            )
-
-
-def _beginnings(record: StepRecord) -> Iterator[Alert]:
-    for (name, _), tensor in record.outputs.items():
-        if _is_bad(tensor):
-            yield _alert(record, name, f"the output of {called(name)}")
-    if record.full and record.loss is not None and not math.isfinite(record.loss):
-        yield _alert(record, None, "the loss; all outputs of modules are good")
-    order = [i for i in record.layout.depth_order if record.grad_present[i]]
-    bad = [i for i in order if not record.grad_finite[i]]
-    if bad and (record.full or record.grad_finite[order[-1]]):
-        name = record.layout.parameters[bad[-1]].module_name
-        yield _alert(record, name, f"the backward pass, at the gradient of {called(name)}")
-    elif bad:
-        suspect = _suspect(record)
-        what = "the batch, the forward pass or the loss of a step that was not measured in full"
-        yield _alert(record, suspect, f"{what}; look at {called(suspect)}" if suspect else what)
-    yield _alert(record, None, "the loss")
-
-
-def _suspect(record: StepRecord) -> str | None:
-    """The first module that is not one of PyTorch's."""
-    layout = record.layout
-    owners = {parameter.module_name for parameter in layout.parameters}
-    for module in layout.modules:
-        if module.type_name not in STANDARD and module.name not in owners:
-            return module.name
-    return None
-
-
-def _reaches_the_end(record: StepRecord) -> bool:
-    """Whether the last module that ran returned NaN or infinity."""
-    last = next(reversed(record.outputs.values()), None)  # type: ignore[call-overload]
-    return last is not None and _is_bad(last)
-
-
-def _is_bad(output: TensorRecord) -> bool:
-    """Whether it holds more than the ``-inf`` of a mask."""
-    return bool(output.sketch.nan_count or output.sketch.positive_inf_count)
-
-
-_ADVICE = (
-    "look for bad values in the batch and for log, sqrt or division without an eps, lower the "
-    "learning rate, and clip gradients"
-)
-
-
-def _alert(record: StepRecord, module_name: str | None, where: str, advice: str = _ADVICE) -> Alert:
+def _alert(record: StepRecord, origin: Origin) -> Alert:
     return Alert(
         kind=Nonfinite.name,
         severity="error",
         step=record.step,
-        module_name=module_name,
+        module_name=origin.module_name,
         value=float((~record.grad_finite).sum()),
         threshold=0.0,
-        message=(f"NaN or infinity, first seen in {where}.\nPeople usually {advice}."),
+        message=f"NaN or infinity, first seen in {origin.where}.\n{origin.advice}",
     )
 
 

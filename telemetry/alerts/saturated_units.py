@@ -21,7 +21,7 @@ from telemetry.layers.module_types import (
     Flat,
     bucket_of,
 )
-from telemetry.plain_text import called
+from telemetry.plain_text import called, printable
 from telemetry.records import Output, StepRecord
 from telemetry.sketch import Sketch
 
@@ -82,9 +82,15 @@ class SaturatedUnits(CourseRule):
             return ()
         self._undecided = False
         found = None
-        for output, share in self._flat_shares(record):
+        shares = list(self._flat_shares(record))
+        for output, share in shares:
             if self._is_faulty(output, share, record.step) and found is None:
                 found = _alert(record, output, share, self._fraction)
+        layer = self._episode.module_name
+        if found is None and any(
+            output.module_name == layer and share >= _FINE for output, share in shares
+        ):
+            return ()
         return self._episode.update(record.step, found)
 
     def _is_faulty(self, output: Output, share: float, step: int) -> bool:
@@ -204,17 +210,32 @@ def _received(record: StepRecord, output: Output) -> float | None:
 
 
 def _alert(record: StepRecord, output: Output, share: float, fraction: float) -> Alert:
+    name, position = output.module_name, record.layout.position
+    if any(parameter.module_name == name for parameter in record.layout.parameters):
+        seen = (
+            f"{share:.0%} of the outputs of {called(str(output))} are so large that what follows "
+            "is most likely flat there; hardly any gradient comes back"
+        )
+        advice = (
+            "People usually make its weights smaller or normalize: queries and keys where they go "
+            "into a softmax, else what goes into the activation."
+        )
+    else:
+        kind = record.layout.modules[position[name]].type_name
+        seen = (
+            f"{share:.0%} of the outputs of {called(str(output))} lie on the flat part of "
+            f"{printable(kind)}; hardly any gradient gets through"
+        )
+        advice = (
+            "People usually scale or center the inputs, make the initial weights smaller, and add "
+            "normalization before the activation."
+        )
     return Alert(
         kind=SaturatedUnits.name,
         severity="warning",
         step=record.step,
-        module_name=output.module_name,
+        module_name=name,
         value=share,
         threshold=fraction,
-        message=(
-            f"{share:.0%} of the outputs of {called(str(output))} lie on the flat part of their "
-            "activation; hardly any gradient gets through.\n"
-            "People usually scale or center the inputs, make the initial weights smaller, and add "
-            "normalization before the activation."
-        ),
+        message=f"{seen}.\n{advice}",
     )

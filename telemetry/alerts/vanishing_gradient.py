@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from telemetry.alerts.course import CourseRule
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import leading
 from telemetry.alerts.modules import Modules
+from telemetry.alerts.shares import Shares
 from telemetry.plain_text import called
 from telemetry.records import LightSteps, StepRecord
 
@@ -31,11 +31,16 @@ class VanishingGradient(CourseRule):
     experts): then both ratios must be ``branch_factor`` smaller, for ``branch_steps`` steps; and
     if the module had a gradient before, the loss must have risen when it lost it.
 
+    A gradient that is exactly zero has vanished altogether, if a full measurement shows that the
+    module ran and requires one: its state is forgotten, its output is detached, the gradient is too
+    small for a number. This must last ``zero_steps`` steps, while layers behind the module learn.
+    If layers before it do, too, it must have ``zero_share`` of the trainable elements, and not be
+    one of several alike: the weight of a term of the loss may be zero, experts are chosen rarely.
+
     Silent where all norms are small together, because the loss is small or has a large unit; where
-    an optimizer that scales its steps (Adam) moves the module nevertheless; where the norm was
-    exactly zero within the last ten steps (frozen, unused, an expert that is not chosen, or dead,
-    which has its own rule); where the norm is still rising, as in branches whose scale begins at
-    zero.
+    an optimizer that scales its steps (Adam) moves the module nevertheless; where a small norm was
+    exactly zero within the last ten steps (an expert that is not chosen); where the norm is still
+    rising, as in branches whose scale begins at zero.
 
     Args:
         factor: Ratio of the gradient norms.
@@ -43,11 +48,13 @@ class VanishingGradient(CourseRule):
         branch_factor: Additional factor on both for a side branch.
         steps: Number of steps in a row.
         branch_steps: The same for a side branch.
+        zero_steps: The same for a gradient of exactly zero.
+        zero_share: Share of the trainable elements of a side branch whose gradient is that.
     """
 
     name = "vanishing_gradient"
     _modules: Modules
-    _state: _State
+    _state: Shares
     _undecided: bool
     _episode: Episode
 
@@ -59,6 +66,9 @@ class VanishingGradient(CourseRule):
         branch_factor: float = 30.0,  # by eye; tried 3 and 300
         steps: int = 3,  # at 6 mlp_overwrite_tiny is missed; tried 1
         branch_steps: int = 10,  # by eye; tried 5 and 20
+        # Zero at the first step alone are lora and resnet_zero_gamma, at every other one gan_ring.
+        zero_steps: int = 20,
+        zero_share: float = 0.2,  # as in UntrainedParameters; multitask_switch has a tenth
     ) -> None:
         super().__init__()
         self._decades = math.log10(factor)
@@ -66,8 +76,10 @@ class VanishingGradient(CourseRule):
         self._branch_decades = math.log10(branch_factor)
         self._steps = steps
         self._branch_steps = branch_steps
+        self._zero_steps = zero_steps
+        self._zero_share = zero_share
         self._modules = Modules()
-        self._state = _State.of(0)
+        self._state = Shares.of(0)
         self._undecided = False
         self._episode = Episode(_CALM_STEPS)
 
@@ -89,14 +101,27 @@ class VanishingGradient(CourseRule):
         state.add(share, -self._decades, self.course.loss.is_worse)
         if record.update_ratios:
             state.update_share = _update_share(modules, record)
-        if not state.faint_steps.any():
-            self._undecided = False
-            return self._episode.update(record.step, None)
-        faint = (state.faint_steps > 0) & (state.since_zero > _SINCE_ZERO)
-        self._undecided = bool((faint & np.isnan(state.update_share)).any())
-        fading = self._from_the_first(faint, share, norms > 0) | self._on_branches(faint, share)
-        found = self._alert(record, modules, share, fading) if fading.any() else None
+        self._undecided = False
+        found = None
+        if state.faint_steps.any():
+            faint = (state.faint_steps > 0) & (state.since_zero > _SINCE_ZERO)
+            self._undecided = bool((faint & np.isnan(state.update_share)).any())
+            fading = self._from_the_first(faint, share, norms > 0) | self._on_branches(faint, share)
+            found = self._alert(record, modules, share, fading) if fading.any() else None
+        if found is None and record.full:
+            found = self._zero(record, modules)
+        if found is None and self._lasts(modules, norms):
+            return ()
         return self._episode.update(record.step, found)
+
+    def _lasts(self, modules: Modules, norms: NDArray[np.float64]) -> bool:
+        """Whether the gradient that was reported is still small, or has become zero."""
+        name = self._episode.module_name
+        if name not in modules.names:
+            return False
+        at, state = modules.names.index(name), self._state
+        moves = bool(state.update_share[at] >= -self._update_decades)
+        return bool(norms[at] == 0 or (state.faint_steps[at] > 0 and not moves))
 
     def quiet_steps(self, steps: LightSteps) -> int:
         unknown = self._modules.layout is not steps.layout
@@ -141,6 +166,25 @@ class VanishingGradient(CourseRule):
         fading &= ~small_at_first | (share > state.largest_share - _STEADY_DECADES)
         return _unless_rising(fading, share, state.first_share)
 
+    def _zero(self, record: StepRecord, modules: Modules) -> Alert | None:
+        """Modules that ran and have had no gradient for long, though layers behind them have."""
+        zero = self._state.zero_steps >= self._zero_steps
+        if not zero.any() or len(record.trainable) != len(record.grad_present):
+            return None
+        ran = np.array([name in record.activations for name in modules.names])
+        # Where gradients come and no optimizer takes them, untrained_parameters tells that.
+        idle = modules.any_of(record.reached & ~record.grad_present)
+        counts = modules.any_of(record.trainable) & ran & ~idle
+        gone = zero & counts
+        gone[np.flatnonzero(~zero)[-1] :] = False
+        first = gone & np.logical_and.accumulate(gone | ~counts)
+        chosen = modules.any_of(record.reached) & modules.alike(~zero)
+        branch, sizes = gone & ~first & ~chosen, modules.sizes()
+        if sizes[branch].sum() < self._zero_share * sizes[modules.any_of(record.trainable)].sum():
+            branch[:] = False
+        gone = first | branch
+        return self._alert_of_zero(record, modules, gone) if gone.any() else None
+
     def _follow(self, record: StepRecord) -> Modules:
         before = self._modules
         if before.layout is not record.layout:
@@ -173,93 +217,31 @@ class VanishingGradient(CourseRule):
             ),
         )
 
-
-@dataclass(kw_only=True)
-class _State:
-    """What the rule remembers of each module; all arrays float64 ``[modules]``.
-
-    A module's share is log10 of its gradient norm over the largest.
-
-    Attributes:
-        faint_steps: Number of steps in a row at which its share was small and its norm not zero.
-        since_zero: Steps since its norm was zero.
-        first_share: Its share when it was first not zero.
-        largest_share: Its largest share so far.
-        last_mark: Its share when ``faint_steps`` was last a power of two.
-        mark_before: Its share at the power of two before.
-        was_lost: 1 if it was small from the first, or the loss rose when it became so.
-        update_share: log10 of its update ratio over the largest; NaN if unknown.
-    """
-
-    faint_steps: NDArray[np.float64]
-    since_zero: NDArray[np.float64]
-    first_share: NDArray[np.float64]
-    largest_share: NDArray[np.float64]
-    last_mark: NDArray[np.float64]
-    mark_before: NDArray[np.float64]
-    was_lost: NDArray[np.float64]
-    update_share: NDArray[np.float64]
-
-    @staticmethod
-    def of(count: int) -> _State:
-        """The state of modules that were not seen before."""
-        return _State(**{f.name: np.full(count, _FILLS[f.name]) for f in fields(_State)})
-
-    def carried(self, before: Modules, after: Modules) -> _State:
-        """The state for the modules of another layout."""
-        return _State(
-            **{
-                f.name: after.carry(getattr(self, f.name), before.names, _FILLS[f.name])
-                for f in fields(_State)
-            }
+    def _alert_of_zero(
+        self, record: StepRecord, modules: Modules, gone: NDArray[np.bool_]
+    ) -> Alert:
+        names = [name for name, is_gone in zip(modules.names, gone, strict=True) if is_gone]
+        which = (
+            called(names[0]) if len(names) == 1 else f"{called(names[0])} to {called(names[-1])}"
+        )
+        return Alert(
+            kind=self.name,
+            severity="warning",
+            step=record.step,
+            module_name=names[0],
+            value=0.0,
+            threshold=10**-self._decades,
+            message=(
+                f"No gradient reaches {which}: for {int(self._state.zero_steps[gone].min())} steps "
+                f"it is exactly zero, while layers behind learn ({len(names)} of {len(gone)} do "
+                "not).\n"
+                "Check what lies between: detach(), no_grad(), a state that is not handed on, a "
+                "factor of zero, activations that let nothing through; a part that should stay as "
+                "it is is better frozen by requires_grad_(False)."
+            ),
         )
 
-    def add(self, share: NDArray[np.float64], limit: float, loss_is_worse: bool) -> None:
-        """Add the shares of one step; ``-inf`` where the norm is zero."""
-        zero = share == -np.inf
-        self.since_zero = np.where(zero, 0.0, self.since_zero + 1)
-        self.first_share = np.where(zero | ~np.isnan(self.first_share), self.first_share, share)
-        self.largest_share = np.fmax(self.largest_share, share)
-        faint = ~zero & (share < limit)
-        self.update_share = np.where(faint, self.update_share, np.nan)
-        if not (faint.any() or self.faint_steps.any()):
-            # The usual case, in short: what follows would do the same.
-            self.mark_before, self.last_mark = self.last_mark, share
-            return
-        self.faint_steps = np.where(faint, self.faint_steps + 1, 0.0)
-        lost = (self.first_share < limit) | loss_is_worse | (self.was_lost > 0)
-        self.was_lost = np.where(faint & lost, 1.0, 0.0)
-        marked = np.log2(np.maximum(self.faint_steps, 1)) % 1 == 0
-        self.mark_before = np.where(marked, self.last_mark, self.mark_before)
-        self.last_mark = np.where(marked, share, self.last_mark)
 
-    def add_quiet(self, shares: NDArray[np.float64]) -> None:
-        """Add several steps at which no share is or was small, ``[n, modules]``."""
-        zero = shares == -np.inf
-        self.since_zero = self.since_zero + len(shares)
-        if zero.any():
-            since = zero[::-1].argmax(axis=0)
-            self.since_zero = np.where(zero.any(axis=0), since, self.since_zero)
-        if np.isnan(self.first_share).any():
-            first = shares[(~zero).argmax(axis=0), np.arange(shares.shape[1])]
-            known = ~np.isnan(self.first_share) | (first == -np.inf)
-            self.first_share = np.where(known, self.first_share, first)
-        self.largest_share = np.fmax(self.largest_share, shares.max(axis=0))
-        self.update_share = np.full_like(self.update_share, np.nan)
-        self.mark_before = shares[-2] if len(shares) > 1 else self.last_mark
-        self.last_mark = shares[-1]
-
-
-_FILLS = {
-    "faint_steps": 0.0,
-    "since_zero": np.inf,
-    "first_share": np.nan,
-    "largest_share": -np.inf,
-    "last_mark": np.nan,
-    "mark_before": np.nan,
-    "was_lost": 0.0,
-    "update_share": np.nan,
-}
 _NEARLY_FAINT = 0.01  # decades that are left to a closer look
 _SINCE_ZERO = 10  # by eye, in steps; tried 2 and 50
 _RISING_DECADES = 0.2  # by eye; tried 0.04 and 1

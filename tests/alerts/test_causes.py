@@ -10,6 +10,7 @@ import pytest
 
 from telemetry.alert import Alert, Severity, Stage
 from telemetry.alerts.causes import OneCause
+from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.records import Layout, StepRecord
 from telemetry.rule import as_rule
 
@@ -92,3 +93,19 @@ def test_all_consequences_of_one_step_are_listed_when_it_grows_worse() -> None:
     assert worse.stage == "worse"
     assert worse.consequences == ("exploding_gradient", "nonfinite")
     assert "exploding gradient, nonfinite" in worse.message
+
+
+@pytest.mark.parametrize(("after", "said"), [(0, True), (12, True), (40, False)])
+def test_a_jump_of_the_learning_rate_is_to_blame_for_what_follows(after: int, said: bool) -> None:
+    fault = alert("dead_units", 10 + after)
+
+    def script(record: StepRecord) -> Iterable[Alert]:
+        return [fault] if record.step == fault.step else []
+
+    follows = LossDivergence()
+    one_cause = OneCause([follows, as_rule(script)], course=follows.course)
+    steps = [replace(record(s), learning_rates=(0.1 if s < 10 else 5.0,)) for s in range(60)]
+    [found] = [found for step in steps for found in one_cause(step)]
+    seen, advice = found.message.split("\n")
+    assert ("the learning rate had jumped to 5, " in seen) == said
+    assert ("limit what a schedule can return" in advice) == said

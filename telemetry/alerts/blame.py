@@ -1,0 +1,145 @@
+"""Which layers caused a sudden growth of the gradients."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.alerts.depth import Growth, Stretch, spread
+from telemetry.alerts.history import leading
+from telemetry.alerts.modules import Modules
+from telemetry.records import LightSteps, StepRecord, TensorRecord
+
+
+class Blame:
+    """Which modules caused a sudden growth of the gradients; the first evidence counts.
+
+    If a module's weights grew, so do its outputs and those of all behind it, which a full
+    measurement shows: to blame is where most of the growth comes about, be it in one module, in
+    several that grew alike, or in the batch already. The norms alone show a single one, too: in a
+    network of ReLUs all gradients grow except its own, which does not contain its weight. If none
+    stands out among several, and it is not known what the outputs were, it is none of them. A step
+    or two later everything has changed.
+
+    Attributes:
+        stretch: The culprits; None while nothing grows or they are not known.
+        batch: How many times as large as before the values are that the model was given, if it is
+            they; else 0.
+        is_alike: Whether all gradients grew alike, and nothing else is known.
+    """
+
+    stretch: Stretch | None
+    batch: float
+    is_alike: bool
+    _modules: Modules
+    _norms: NDArray[np.float64]
+    _outputs: dict[str, float]
+    _input: float
+
+    def __init__(self) -> None:
+        self.stretch = None
+        self.batch = 0.0
+        self.is_alike = False
+        self._modules = Modules()
+        self._norms = np.zeros(0)
+        self._outputs = {}
+        self._input = math.nan
+
+    def add(self, record: StepRecord) -> None:
+        """Add a step whose gradients are finite."""
+        before = self._modules
+        if before.layout is not record.layout:
+            self._modules = Modules.of(record.layout)
+            self._norms = self._modules.carry(self._norms, before.names, np.nan)
+        outputs = self._grown_outputs(record)
+        grown, by_norm = self._all_but_one(self._modules, self._modules.grad_norms(record))
+        if not grown and outputs is None:
+            self._forget()
+        elif self.stretch is None and not self.batch and not self.is_alike:
+            by_outputs = None if outputs is None else outputs.stretch
+            self.stretch = Stretch(by_norm, by_norm) if by_norm is not None else by_outputs
+            if outputs is not None and outputs.levels[0] > max(outputs.levels) / 2:
+                self.stretch, self.batch = None, 10 ** outputs.levels[0]
+            several = len(self._modules.names) > _FEWEST
+            self.is_alike = self.stretch is None and not record.full and several
+
+    def _forget(self) -> None:
+        self.stretch, self.batch, self.is_alike = None, 0.0, False
+
+    def quiet_steps(self, steps: LightSteps) -> int:
+        """How many of the first steps pass before most gradients have grown."""
+        if self._modules.layout is not steps.layout:
+            return 0
+        norms = self._modules.grad_norms(steps)
+        lowest = np.minimum(norms.min(axis=0), self._norms)
+        might = np.count_nonzero(norms.max(axis=0) > _NEARLY_GROWN * lowest)
+        if lowest.min(initial=np.inf) > 0 and 2 * might < len(lowest):
+            return len(steps)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            growth = norms / self._before(norms)
+        known = np.count_nonzero(np.isfinite(growth) & (growth > 0), axis=1)
+        grown = np.count_nonzero(growth > _NEARLY_GROWN, axis=1)
+        return leading((2 * grown < known) | (known == 0))
+
+    def pass_over(self, steps: LightSteps) -> None:
+        """Add steps at which nothing has grown."""
+        self._forget()
+        norms = self._modules.grad_norms(steps)
+        if not norms.all():
+            norms = self._before(np.concatenate([norms, norms[-1:]]))
+        self._norms = norms[-1].copy()
+
+    def _before(self, norms: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The last norm of each module before each of these, ``[n, modules]``; 0 does not count."""
+        before = np.concatenate([self._norms[np.newaxis], norms[:-1]])
+        if np.isnan(before[0]).any() or not norms.all():
+            for i in range(1, len(before)):
+                seen = np.isnan(before[i - 1]) | (before[i] > 0)
+                before[i] = np.where(seen, before[i], before[i - 1])
+        return before
+
+    def _all_but_one(self, modules: Modules, norms: NDArray[np.float64]) -> tuple[bool, str | None]:
+        """Whether gradients grew tenfold, and the module whose gradient grew far less than all."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            growth = np.log10(norms / self._norms)
+        known = np.isfinite(growth)
+        count = np.count_nonzero(known)
+        # The median is not computed where fewer than half have grown so much.
+        have_grown = count >= _FEWEST and 2 * np.count_nonzero(growth > _ALL_GROWN) >= count
+        if not have_grown or np.median(growth[known]) <= _ALL_GROWN:
+            seen = np.isnan(self._norms) | (norms > 0)
+            self._norms = np.where(seen, norms, self._norms)
+            return False, None
+        least, next_least = np.sort(growth[known])[:2]
+        if next_least - least <= _FAR_LESS:
+            return True, None
+        return True, modules.names[int(np.where(known, growth, np.inf).argmin())]
+
+    def _grown_outputs(self, record: StepRecord) -> Growth | None:
+        """How far the batch and then each output are above what they were; None if none is."""
+        names, levels = [""], [0.0]
+        given = record.inputs.get("")
+        if given is not None:
+            level, self._input = _above(given, self._input)
+            levels = [level]
+        for name, tensor in record.activations.items():
+            level, self._outputs[name] = _above(tensor, self._outputs.get(name, math.nan))
+            names.append(name)
+            levels.append(level)
+        return Growth(names=names, levels=levels) if max(levels) > _ALL_GROWN else None
+
+
+def _above(tensor: TensorRecord, usual: float) -> tuple[float, float]:
+    """log10 of how far a tensor is above what is usual, 0 if that is not known; and what is now."""
+    now = spread(tensor)
+    level = math.log10(now / usual) if 0 < now < math.inf and usual > 0 else 0.0
+    rms = tensor.sketch.rms
+    return level, rms if level <= _ALL_GROWN and 0 < rms < math.inf else usual
+
+
+_FEWEST = 3  # fewer modules have no majority; tried 1 and 6
+_NEARLY_GROWN = 9.9  # a little less than 10**_ALL_GROWN, for a quick look
+_ALL_GROWN = 1.0  # ten times, gradients as well as outputs; by eye; tried 0.5 and 2
+_FAR_LESS = 1.0  # by eye; tried 0.5 and 2

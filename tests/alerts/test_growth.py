@@ -1,0 +1,86 @@
+"""What explodes, where it began, and what only looks like it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_runs import Batch, draw, train
+from torch import nn
+from torch.optim import SGD
+
+from telemetry.alerts.exploding_activation import ExplodingActivation
+from telemetry.alerts.exploding_gradient import ExplodingGradient
+
+
+def deep(layers: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(layers) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    for layer in hidden[::2]:
+        nn.init.kaiming_normal_(layer.weight)  # type: ignore[arg-type]
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), *hidden, nn.Linear(16, 3))
+
+
+def test_what_is_the_same_for_every_input_does_not_explode() -> None:
+    model = deep(2)
+
+    def kill(step: int) -> None:
+        if step == 45:
+            model[2].bias.data.fill_(-400.0)
+            model[4].bias.data.fill_(9.0)
+
+    assert train(ExplodingActivation(), 80, model=model, before=kill) == []
+
+
+@pytest.mark.parametrize(
+    ("which", "module", "seen"),
+    [
+        ([10], "10", "most likely because of 10."),
+        (range(2, 18, 2), "2", "most likely because of 2 to 1"),
+    ],
+)
+def test_layers_that_grow_alike_are_a_range(which: list[int], module: str, seen: str) -> None:
+    model = deep()
+
+    def grow(step: int) -> None:
+        for index in which if step == 40 else ():
+            model[index].weight.data.mul_(3e4 ** (1 / len(which)))
+
+    alert = train(ExplodingGradient(), 45, model=model, before=grow)[0]
+    assert alert.module_name == module
+    assert seen in alert.message
+
+
+@pytest.mark.parametrize(
+    ("at", "seen"),
+    [
+        (40, "because of the batch: its values are 1e+04 times as large as before."),
+        (43, "in all layers alike, as after a bad batch."),
+    ],
+)
+def test_a_batch_in_another_unit_is_to_blame(at: int, seen: str) -> None:
+    def batch(step: int) -> Batch:
+        points, classes = draw()
+        return points * (1e4 if step == at else 1.0), classes
+
+    alert = train(ExplodingGradient(), 48, model=deep(), batch=batch)[0]
+    assert alert.module_name is None
+    assert seen in alert.message
+
+
+def test_gradients_that_nobody_sets_to_zero_pile_up() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+    optimizer = SGD(model.parameters(), 1e-3)
+    optimizer.zero_grad = lambda: None  # type: ignore[method-assign, assignment]
+    [alert] = train(ExplodingGradient(), 300, model=model, optimizer=optimizer)
+    assert "Gradients of former steps are still in those of this one" in alert.message
+    assert "\nCall optimizer.zero_grad()" in alert.message
+
+
+def test_growth_from_layer_to_layer_is_not_over_while_it_lasts() -> None:
+    model = deep()
+    for index in range(2, 18, 2):
+        model[index].weight.data.mul_(12.0)
+    alerts = train(ExplodingGradient(), 90, model=model, optimizer=SGD(model.parameters(), 1e-12))
+    assert [alert.stage for alert in alerts] == ["begin"]
+    assert "He or Xavier" in alerts[0].message

@@ -1,0 +1,140 @@
+"""Where NaN or infinity began is told from what is known of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from small_runs import draw, net, train
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from telemetry import Alert
+from telemetry.alerts.nonfinite import Nonfinite
+
+Step = Callable[[int], bool]
+
+
+class Root(nn.Module):
+    """At 0 the square root is fine and its gradient infinite; below it is NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+class Gate(nn.Module):
+    """Lets a value through that is chosen from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().clamp_min(1.0) * self.low
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), Gate(), Root(), nn.Linear(16, 3))
+
+
+def first(at: int, **faults: object) -> Alert:
+    """The first alert of a run with a fault at one step; steps 0, 10, 20, ... are full."""
+    return train(Nonfinite(), at + 1, **faults)[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("at", "module", "seen"),
+    [
+        (10, "0", "the inputs: 8 of 256 values of the batch itself, which reach 0."),
+        (
+            13,
+            None,
+            "a function between the modules, the inputs, the targets or the loss of a step that",
+        ),
+    ],
+)
+def test_a_bad_batch(at: int, module: str | None, seen: str) -> None:
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        points, classes = draw()
+        points[5] = math.nan if step == at else points[5]
+        return points, classes
+
+    alert = first(at, batch=batch)
+    assert (alert.step, alert.module_name) == (at, module)
+    assert alert.message.startswith(f"NaN or infinity, first seen in {seen}")
+
+
+@pytest.mark.parametrize(
+    ("at", "seen"),
+    [
+        (10, "the targets or the loss: no output of a module is bad."),
+        (13, "a function between the modules, the inputs, the targets or the loss of a step that"),
+    ],
+)
+def test_a_bad_loss(at: int, seen: str) -> None:
+    alert = first(at, weight=lambda step: math.nan if step == at else 1.0)
+    assert (alert.step, alert.module_name) == (at, None)
+    assert seen in alert.message
+
+
+@pytest.mark.parametrize(
+    ("at", "low", "module", "seen"),
+    [
+        (10, -1.0, "2", "the forward pass, in the output of 2."),
+        (13, -1.0, None, "the forward pass, perhaps in 1 or 2, or in the inputs, the targets or"),
+        (10, 0.0, "2", "the backward pass, in that of 2."),
+        (13, 0.0, "0", "the backward pass, between 3 and 0."),  # in 1 or 2
+    ],
+)
+def test_the_forward_and_the_backward_pass(
+    at: int, low: float, module: str | None, seen: str
+) -> None:
+    broken = model()
+
+    def turn(step: int) -> None:
+        broken[1].low = low if step == at else 1.0
+
+    alert = first(at, model=broken, before=turn)
+    assert (alert.step, alert.module_name) == (at, module)
+    assert seen in alert.message
+
+
+@pytest.mark.parametrize("every", [1, 1000])  # the step itself is seen, or what it left
+def test_an_optimizer_that_makes_it_so(every: int) -> None:
+    broken = net()
+    with torch.no_grad():
+        broken[0].bias.fill_(-99.0)  # no unit gets a gradient: 0 / (0 + eps)
+        broken[3].bias.fill_(1.0)
+    optimizer = Adam(broken.parameters(), eps=0.0)
+    alert = train(Nonfinite(), 3, model=broken, optimizer=optimizer, every=every)[0]
+    assert (alert.step, alert.module_name) == (0, "0")
+    assert "first seen in the optimizer: its step made 0.weight so" in alert.message
+
+
+def test_weights_that_are_overwritten_after_a_good_step() -> None:
+    broken = net()
+
+    def overwrite(step: int) -> None:
+        if step == 13:
+            broken[3].weight.data[1, 2] = math.inf
+
+    alert = first(13, model=broken, before=overwrite)
+    assert (alert.step, alert.module_name) == (13, "3")
+    assert "the optimizer, or what else changes weights: 3.weight is so after" in alert.message
+
+
+def test_what_shows_only_in_full_is_over_only_there() -> None:
+    broken = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+    def poison(step: int) -> None:
+        if step == 5:
+            broken[1].running_mean.fill_(math.nan)
+        if step == 160:
+            broken[1].running_mean.fill_(0.0)
+
+    alerts = train(Nonfinite(), 260, model=broken, before=poison, every=50)
+    assert [alert.stage for alert in alerts] == ["begin", "end"]
+    assert alerts[0].module_name == "1"

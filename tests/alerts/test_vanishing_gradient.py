@@ -1,0 +1,112 @@
+"""A gradient that is exactly zero behind working layers has vanished, unless it should be zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from small_runs import train
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from telemetry.alerts.vanishing_gradient import VanishingGradient
+
+
+class TwoTowers(nn.Module):
+    """Two halves of the input have a tower each; what ``join`` makes of the towers is classified.
+
+    Args:
+        join: Takes what the towers returned.
+        swap: Whether the tower of interest runs behind the other one.
+        wide: Units of the tower of interest.
+    """
+
+    def __init__(
+        self, join: Callable[[Tensor, Tensor], Tensor], *, swap: bool = False, wide: int = 16
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = nn.Sequential(nn.Linear(4, wide), nn.ReLU(), nn.Linear(wide, 16))
+        self.other = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.head, self.join, self.swap = nn.Linear(32, 3), join, swap
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.swap:
+            other, tower = self.other(x[:, 4:]), self.tower(x[:, :4])
+        else:
+            tower, other = self.tower(x[:, :4]), self.other(x[:, 4:])
+        y: Tensor = self.head(self.join(tower, other))
+        return y
+
+
+def usual(tower: Tensor, other: Tensor) -> Tensor:
+    return torch.cat([tower, other], 1).relu()
+
+
+def detached(tower: Tensor, other: Tensor) -> Tensor:
+    return usual(tower.detach(), other)
+
+
+def forgotten(tower: Tensor, other: Tensor) -> Tensor:
+    return usual(0.0 * tower, other)
+
+
+def underflown(tower: Tensor, other: Tensor) -> Tensor:
+    for _ in range(12):
+        tower = 1e-4 * tower
+    return usual(tower, other)
+
+
+@pytest.mark.parametrize("join", [detached, forgotten, underflown])
+@pytest.mark.parametrize("swap", [False, True])
+def test_no_gradient_is_vanished(join: Callable[[Tensor, Tensor], Tensor], swap: bool) -> None:
+    [alert] = train(VanishingGradient(), 60, model=TwoTowers(join, swap=swap))
+    assert (alert.module_name, alert.step) == ("tower.0", 20)
+    assert "No gradient reaches tower.0 to tower.2: for 21 steps" in alert.message
+
+
+def frozen(model: TwoTowers) -> TwoTowers:
+    model.tower.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        TwoTowers(usual),
+        frozen(TwoTowers(detached)),
+        TwoTowers(forgotten, swap=True, wide=2),  # a term of the loss whose weight is zero
+    ],
+)
+def test_what_should_be_zero_has_not_vanished(model: TwoTowers) -> None:
+    assert train(VanishingGradient(), 60, model=model) == []
+
+
+def test_what_no_optimizer_takes_has_not_vanished() -> None:
+    model = TwoTowers(usual)
+    rest = [*model.other.parameters(), *model.head.parameters()]
+    assert train(VanishingGradient(), 60, model=model, optimizer=SGD(rest, 0.1)) == []
+
+
+def test_a_phase_without_a_gradient_has_not_vanished() -> None:
+    model, phase = TwoTowers(lambda tower, other: usual(phase[0] * tower, other)), [1.0]
+
+    def alternate(step: int) -> None:
+        phase[0] = float(step % 12 < 2)
+
+    assert train(VanishingGradient(), 100, model=model, before=alternate) == []
+
+
+def test_it_is_over_when_gradients_come_and_not_when_they_become_zero() -> None:
+    factor = [1e-7]
+    model = TwoTowers(lambda tower, other: usual(factor[0] * tower, other))
+
+    def change(step: int) -> None:
+        factor[0] = 1e-7 if step < 40 else 0.0 if step < 120 else 1.0
+
+    alerts = train(VanishingGradient(), 200, model=model, before=change)
+    assert [alert.stage for alert in alerts] == ["begin", "end"]
+    assert alerts[0].step < 40
+    assert alerts[1].step > 120
+    assert alerts[1].message.startswith("Over: vanishing gradient in tower.0, begun at step ")
