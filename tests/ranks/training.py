@@ -326,13 +326,13 @@ def train(
         scalars = [{} if loss is None else {"loss": loss} for loss in losses]
         for captured in taken:
             if isinstance(captured, LightBlock):
-                row = captured.steps.index(len(records))
-                records.append(captured.part(row, row + 1, scalars.__getitem__).record(0))
-                continue
-            record = captured.record(scalars[captured.step])
+                row, made_of = captured.steps.index(len(records)), None
+                record = captured.part(row, row + 1, scalars.__getitem__).record(0)
+            else:
+                record, made_of = captured.record(scalars[captured.step]), captured
             records.append(record)
             if maker is not None:
-                parts.append(encode(maker.part(captured, record)))
+                parts.append(encode(maker.part(record, made_of)))
     else:
         loop()
     parameters = [own(p).detach().flatten().tolist() for p in made.watched.parameters()]
