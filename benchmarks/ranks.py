@@ -175,9 +175,14 @@ def children_by_level(ranks: int) -> list[int]:
     return found
 
 
-def simulate(ranks: int, layers: int) -> Tree:
-    """One path through the tree, each rank on it with real bytes from all below it."""
-    own = [make_part(layers, rank, ranks) for rank in range(min(ranks, PER_MACHINE))]
+def simulate(ranks: int, machine: Sequence[RankPart]) -> Tree:
+    """One path through the tree, each rank on it with real bytes from all below it.
+
+    Args:
+        ranks: How many there are.
+        machine: What those of one machine measured.
+    """
+    own = [replace(part, size=ranks) for part in machine[:ranks]]
     below: RankPart | None = None
     payload = b""
     arrival_s = cpu_s = 0.0
@@ -200,7 +205,7 @@ def simulate(ranks: int, layers: int) -> Tree:
         below = decode(payload)
     return Tree(
         ranks=ranks,
-        layers=layers,
+        layers=len(machine[0].stages[0].norms) // 2,
         levels=len(levels),
         arrival_s=arrival_s,
         first_rank_s=cpu_s,
@@ -287,7 +292,8 @@ def main() -> None:
     layers = args.layers or ([5, 10] if args.quick else [10, 100, 1000])
     worlds = args.ranks or (WORLDS[:2] if args.quick else WORLDS)
     sizes = [measure_size(count) for count in layers]
-    trees = [simulate(ranks, layers[-1]) for ranks in worlds]
+    machine = [make_part(layers[-1], rank, worlds[-1]) for rank in range(PER_MACHINE)]
+    trees = [simulate(ranks, machine) for ranks in worlds]
     step_us = training_thread_us(10_000 if args.quick else 1_000_000)
     print_tables(sizes, trees, step_us)
     if args.json:

@@ -125,9 +125,12 @@ class RankProcessor:
                         (name, float(value.wait()) if isinstance(value, HostCopy) else value)
                         for name, value in item.values.items()
                     )
-            elif isinstance(item, CapturedStep):
-                with self._failures.contained("to send a step"):
+                continue
+            with self._failures.contained("to send steps"):
+                if isinstance(item, CapturedStep):
                     self._send(item)
+                else:
+                    self._send_rows(item)
 
     def record(self, several: Sequence[Merged]) -> None:
         """Record steps that come back merged; of those not measured in full, many at once."""
@@ -192,13 +195,23 @@ class RankProcessor:
         scalars = {} if captured.window.phase else self._scalars.get(captured.step, {})
         record = captured.record(scalars)
         if not record.phase:
-            self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
+            self._forget_scalars(record.step)
             self._eval_mode = record.eval_mode
         if self._recorder is not None and (record.full or record.phase):
             self._own[record.step, record.phase] = record
             while len(self._own) > _OWN_KEPT:
                 del self._own[next(iter(self._own))]
-        self._send_part(self._maker.part(captured, record))
+        self._send_part(self._maker.part(record, captured))
+
+    def _send_rows(self, rows: LightRows) -> None:
+        steps = rows.block.part(rows.first, rows.end, lambda step: self._scalars.get(step, {}))
+        for index in range(len(steps)):
+            self._send_part(self._maker.part(steps.record(index)))
+        self._eval_mode = steps.eval_mode
+        self._forget_scalars(steps.steps[-1])
+
+    def _forget_scalars(self, step: int) -> None:
+        self._scalars = {s: v for s, v in self._scalars.items() if s > step}
 
     def _send_part(self, part: RankPart) -> None:
         if self._recorder is not None:

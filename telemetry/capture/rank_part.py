@@ -37,14 +37,17 @@ class PartMaker:
         self._layout_id = ""
         self._last: tuple[int, float] | None = None
 
-    def part(self, captured: CapturedStep, record: StepRecord) -> RankPart:
+    def part(self, record: StepRecord, captured: CapturedStep | None = None) -> RankPart:
         """What this rank measured.
 
         Args:
-            captured: A step.
-            record: Made of it.
+            record: Of a step.
+            captured: What it was made of; None if that was a row of a block.
         """
-        rank, notes = self._standing.rank, captured.window.ranks
+        rank, notes = (
+            self._standing.rank,
+            RankNotes() if captured is None else captured.window.ranks,
+        )
         full = record.full or bool(record.phase)
         bad = self._nonfinite(record)
         return RankPart(
@@ -54,7 +57,7 @@ class PartMaker:
             measured=frozenset((rank,) if record.full else ()),
             size=self._standing.size,
             ranks=frozenset((rank,)),
-            stages=(self._stage(captured, record, full=full),),
+            stages=(self._stage(record, captured, notes),),
             tensors=TensorTable.of(rank, _tensors(record, notes, self._standing)),
             common=Common(
                 rank=rank,
@@ -71,32 +74,36 @@ class PartMaker:
             not_known=frozenset(notes.not_known) | _unknown_grads(record.layout, notes),
         )
 
-    def _stage(self, captured: CapturedStep, record: StepRecord, *, full: bool) -> StagePart:
-        layout, notes = record.layout, captured.window.ranks
+    def _stage(
+        self, record: StepRecord, captured: CapturedStep | None, notes: RankNotes
+    ) -> StagePart:
+        layout, standing = record.layout, self._standing
         is_new = layout is not self._sent_layout
         if is_new:
             names = "\n".join(parameter.name for parameter in layout.parameters)
             self._layout_id = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
             self._sent_layout = layout
-        copies = _copies(layout, notes.parameters, self._standing)
-        moved, sizes = _updates(captured, record)
+        copies = moved = sizes = before = None
+        if captured is not None and record.full:
+            copies = _copies(layout, notes.parameters, standing)
+            moved, sizes = _updates(captured, record)
+        # The schedule of a pipeline divides gradients by the number of micro-batches later.
+        if captured is not None and not standing.is_in_pipeline:
+            before = captured.norms_before_clipping(record.grad_norms, record.grad_present)
         return StagePart(
-            stage=self._standing.stage,
+            stage=standing.stage,
             layout_id=self._layout_id,
-            layout=layout if full or is_new else None,
-            copies=_copies(layout, notes.grads, self._standing),
+            layout=layout if record.full or record.phase or is_new else None,
+            copies=_copies(layout, notes.grads, standing),
             norms=record.grad_norms,
             present=record.grad_present,
             finite=record.grad_finite,
-            # The schedule of a pipeline divides gradients by the number of micro-batches later.
-            before=None
-            if self._standing.is_in_pipeline
-            else captured.norms_before_clipping(record.grad_norms, record.grad_present),
-            parameter_copies=copies if record.full else None,
-            moved=moved if record.full else None,
-            sizes=sizes if record.full else None,
+            before=before,
+            parameter_copies=copies,
+            moved=moved,
+            sizes=sizes,
             addends=_addends(record, notes),
-            checks=Checks.of(self._standing.rank, _sums(notes)),
+            checks=Checks.of(standing.rank, _sums(notes)),
             left_out=record.left_out,
             nan_buffers=frozenset(record.nan_buffers),
             nonfinite_parameters=frozenset(record.nonfinite_parameters),
@@ -162,8 +169,11 @@ def _tensors(
 
 def _copies(layout: Layout, shares: Mapping[int, Share], standing: Standing) -> NDArray[np.int64]:
     """Of each parameter."""
-    every = (shares.get(i) or standing.of_plain(i) for i in range(len(layout.parameters)))
-    return np.array([share.copy for share in every], np.int64)
+    copies = standing.plain_copies(len(layout.parameters))
+    if shares:
+        copies = copies.copy()
+        copies[list(shares)] = [share.copy for share in shares.values()]
+    return copies
 
 
 def _updates(

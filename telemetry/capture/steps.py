@@ -216,7 +216,7 @@ class Steps:
             read = self._reader.after_step
             self._watch.contain_alone("to measure the update", read, self.window, optimizer)
             self._watch.switch.turn(training=self.passes.forward is not None)
-        if self._watch.ranks is None and self._reader.reads_alone(optimizer):
+        if self._reader.reads_alone(optimizer):
             self._light.prepare(optimizer, again=self.window.full)
 
     def all_stepped(self) -> bool:

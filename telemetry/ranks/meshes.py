@@ -6,6 +6,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -185,6 +187,7 @@ class Standing:
     _plain: dict[int, Share] = field(default_factory=dict)  # of plain ones that nobody copies
     _ignored: set[int] = field(default_factory=set)
     _meshes: dict[int, Any] = field(default_factory=dict)
+    _copies: tuple[object, NDArray[np.int64]] | None = None
 
     def look_at(self, model: nn.Module) -> None:
         """Read from a model's parameters which dimensions of their meshes are given the same data.
@@ -258,6 +261,14 @@ class Standing:
         where = Placed(copy=self.replicas.index, copies=self.replicas.count)
         # What other groups of DDP have may be another part: only copies in one group are compared.
         return replace(where.share(first=first * self.size, turn=index), shard=first)
+
+    def plain_copies(self, count: int) -> NDArray[np.int64]:
+        """Numbers of the copies of so many parameters, as if none was a ``DTensor``."""
+        state = count, self.replicas, self.flat_shards_of, len(self._plain)
+        if self._copies is None or self._copies[0] != state:
+            copies = np.array([self.of_plain(index).copy for index in range(count)], np.int64)
+            self._copies = state, copies
+        return self._copies[1]
 
     def _take_replicas(self, wrapper: DistributedDataParallel) -> None:
         from torch import distributed

@@ -19,10 +19,11 @@ from torch import multiprocessing
 
 MERGED = [
     *((2, way) for way in ("ddp", "fsdp", "by hand", "tp", "sequence", "pipeline")),
+    (2, "ignored experts"),
     *((4, way) for way in ("hsdp", "fsdp tp", "ddp tp", "ddp tp inside", "experts")),
 ]
 
-CLIPPING_UNKNOWN = ["by hand", "experts", "pipeline", "ddp tp", "ddp tp inside"]
+CLIPPING_UNKNOWN = ["by hand", "experts", "ignored experts", "pipeline", "ddp tp", "ddp tp inside"]
 """Gradients change after the backward pass, or nobody knows then whose they are."""
 
 

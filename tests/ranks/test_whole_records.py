@@ -52,7 +52,7 @@ that of the mean over the part of the batch that a backward pass was called with
 
 def single(way: str) -> str:
     """The training of one process that computes the same."""
-    if way == "experts":
+    if "experts" in way:
         return "alone experts"
     return "alone unclipped" if way in UNCLIPPED else "alone"
 

@@ -177,6 +177,8 @@ def setup(name: str, rank: int, size: int) -> Setup:
         return Setup(mixture := Mixture(), (0, 1), plainly(mixture), clips=False)
     if name == "experts":
         return experts(rank, size)
+    if name == "ignored experts":
+        return ignored_experts(rank, size)
     assert name == "pipeline"
     return pipeline(model, rank, size)
 
@@ -212,6 +214,23 @@ def experts(rank: int, size: int) -> Setup:
         return loss
 
     return Setup(model, (rank, size), run, clips=False)
+
+
+def ignored_experts(rank: int, size: int) -> Setup:
+    """Each rank has some of the experts as a plain tensor, of which DDP does not know."""
+    model = Mixture(dist.group.WORLD)
+    model.experts.weight = nn.Parameter(model.experts.weight.detach().chunk(size)[rank].clone())
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, ["experts.weight"])
+    wrapped = DistributedDataParallel(model)
+
+    def run(batch: Tensor) -> float:
+        loss = plainly(wrapped)(batch)
+        assert model.experts.weight.grad is not None
+        model.experts.weight.grad /= size
+        return loss
+
+    return Setup(wrapped, (rank, size), run, clips=False)
 
 
 def tensor_parallel(model: Net, mesh: Any, *, in_sequence: bool) -> None:
@@ -326,13 +345,13 @@ def train(
         scalars = [{} if loss is None else {"loss": loss} for loss in losses]
         for captured in taken:
             if isinstance(captured, LightBlock):
-                row = captured.steps.index(len(records))
-                records.append(captured.part(row, row + 1, scalars.__getitem__).record(0))
-                continue
-            record = captured.record(scalars[captured.step])
+                row, made_of = captured.steps.index(len(records)), None
+                record = captured.part(row, row + 1, scalars.__getitem__).record(0)
+            else:
+                record, made_of = captured.record(scalars[captured.step]), captured
             records.append(record)
             if maker is not None:
-                parts.append(encode(maker.part(captured, record)))
+                parts.append(encode(maker.part(record, made_of)))
     else:
         loop()
     parameters = [own(p).detach().flatten().tolist() for p in made.watched.parameters()]

@@ -1,0 +1,73 @@
+"""Which parameters of several ranks are taken for copies, and when they have parted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from telemetry.alerts.ranks_diverge import RanksDiverge
+from telemetry.records import (
+    Divergence,
+    Layout,
+    LightSteps,
+    Module,
+    Parameter,
+    RankFacts,
+    StepRecord,
+)
+from telemetry.testing import alerts_of
+
+LAYOUT = Layout(
+    modules=(Module(name="a", type_name="Linear"),),
+    parameters=(Parameter(name="a.weight", module_name="a", shape=(1,)),),
+)
+
+
+def record(step: int, *, differs: bool = False, declared: bool = False, bad: int = 0) -> StepRecord:
+    found = Divergence(parameter="a.weight", rank=1, other=0, declared=declared)
+    everyone = frozenset({0, 1})
+    return StepRecord(
+        step=step,
+        wall_time=0.0,
+        layout=LAYOUT,
+        grad_norms=np.ones(1),
+        grad_present=np.ones(1, bool),
+        grad_finite=np.ones(1, bool),
+        full=True,
+        ranks=RankFacts(
+            size=2,
+            held=everyone,
+            measured=everyone,
+            diverged=(found,) if differs else (),
+            nonfinite=bad,
+            first_nonfinite=(1, "the loss") if bad else None,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("declared", "differs", "alerts"),
+    [
+        (True, [True, True], [0]),
+        (False, [True, True], []),  # models of their own, or experts
+        (False, [False, True, True], [1]),
+        (True, [False, False, True], [2]),
+    ],
+)
+def test_what_was_never_equal_is_no_copy_unless_somebody_says_so(
+    declared: bool, differs: Sequence[bool], alerts: Sequence[int]
+) -> None:
+    records = [record(n, differs=some, declared=declared) for n, some in enumerate(differs)]
+    assert [alert.step for alert in alerts_of(records, [RanksDiverge()])] == alerts
+
+
+def test_steps_are_quiet_until_one_rank_alone_is_bad_and_while_it_was() -> None:
+    rule = RanksDiverge()
+    records = [record(step, bad=step in (3, 4)) for step in range(8)]
+    assert rule.quiet_steps(LightSteps.of(records)) == 3
+    (alert,) = rule(records[3])
+    assert "on rank 1 alone" in alert.message
+    assert rule.quiet_steps(LightSteps.of(records[5:])) == 0
+    assert RanksDiverge().quiet_steps(LightSteps.of([record(0, bad=2)])) == 1
