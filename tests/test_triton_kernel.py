@@ -90,10 +90,12 @@ def test_each_tensor_has_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     ours = SimpleNamespace(DTYPES={torch.float32}, add_statistics=add_ones)
     monkeypatch.setattr(device, "_kernels", [ours])
     measurer = Measurer()
-    for _ in range(2 * device._ROWS_AT_ONCE + 1):
+    count = 2 * device._ROWS_AT_ONCE + 1
+    for _ in range(count):
         measurer.add(torch.ones(5).as_subclass(OnGpu))
-    records = measurer.finish().reduce()
-    assert {record.sketch.sum for record in records} == {1}
+    measurements = measurer.finish()
+    assert {record.sketch.sum for record in measurements.reduce()} == {1}
+    assert measurements.copied_bytes == count * 8 * (device.CODES_AT + 4096)
 
 
 def test_a_kernel_that_cannot_be_compiled_is_given_up(

@@ -24,7 +24,9 @@ _STEP_BYTES = 2560
 """What any step takes, its objects together."""
 
 _OBSERVATION_BYTES = 3072
-"""What leads to the record of a tensor: mainly its histogram, of some 200 buckets."""
+"""What leads to the record of a tensor in CPU memory: 10 bytes for each bucket and 8 for each unit,
+and 0.5 kB for the rest. Traced allocations of normal numbers: 1.7 kB for 1,000 of them, 2.9 kB for
+100,000, 3.3 kB for those of 64 channels."""
 
 _NORM_BYTES = 16
 """A norm and the index of its parameter."""
@@ -113,7 +115,8 @@ class CapturedStep:
         observations = len(self.window.tally.observations)
         norms = sum(1 for _ in self.window.indices()) * _NORM_BYTES
         detail = observations * _OBSERVATION_BYTES + sum(p.nbytes for p in pictures)
-        return _STEP_BYTES + norms + detail
+        copied = self.measurements.copied_bytes if self.measurements is not None else 0
+        return _STEP_BYTES + norms + detail + copied
 
     def record(self, scalars: Mapping[str, float]) -> StepRecord:
         """Reduce to numbers and pixels; waits for an accelerator, so not for the training thread.

@@ -67,10 +67,10 @@ class DeviceTensors:
         self._rows += parts
         return partial(self._record, slice(start, self._end), count)
 
-    def send(self) -> None:
-        """Start the copy to the host; after this, nothing can be added."""
+    def send(self) -> int:
+        """Start the copy to the host, and say how many bytes it has; nothing can be added then."""
         if not self._rows:  # adding failed
-            return
+            return 0
         device = self._rows[0].device
         stream = current_stream(device)
         if stream is not None and set(self._streams) != {stream}:
@@ -78,10 +78,12 @@ class DeviceTensors:
                 stream.wait_stream(other)
             for row in self._rows:
                 row.record_stream(stream)
-        self._copy = HostCopy(torch.cat(self._rows))
+        rows = torch.cat(self._rows)
+        self._copy = HostCopy(rows)
         send(device)
         self._rows.clear()
         self._streams.clear()
+        return rows.nbytes
 
     def _statistics(self, tensor: Tensor) -> Tensor:
         """Sums, extremes and code counts, shape ``[10 + 4096]``, float64."""

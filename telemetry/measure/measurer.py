@@ -121,17 +121,21 @@ class Measurer:
     def finish(self) -> Measurements:
         """Everything since the last call, for any thread to reduce. Begins the next step."""
         with self._lock:
-            measurements, devices = Measurements(self._pending), self._devices
+            pending, devices = self._pending, self._devices
             self._begin()
-        for device in devices.values():
-            device.send()
-        return measurements
+        copied_bytes = sum(device.send() for device in devices.values())
+        return Measurements(pending, copied_bytes)
 
 
 class Measurements:
-    """What a :class:`Measurer` measured at one step."""
+    """What a :class:`Measurer` measured at one step.
 
-    def __init__(self, pending: list[Pending]) -> None:
+    Attributes:
+        copied_bytes: Size of what accelerators send to the host for it.
+    """
+
+    def __init__(self, pending: list[Pending], copied_bytes: int) -> None:
+        self.copied_bytes = copied_bytes
         self._pending = pending
         self._records: list[TensorRecord] | None = None
 
