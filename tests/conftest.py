@@ -13,6 +13,10 @@ import torch
 from disks import FreezableDisk
 
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
+# For what is run a second time in another way.
+hypothesis.settings.register_profile(
+    "brief", hypothesis.settings.get_profile("steady"), max_examples=15
+)
 hypothesis.settings.load_profile("steady")
 torch.set_num_threads(1)
 # A warning that PyTorch gives once per process would come in whichever test is first.

@@ -368,7 +368,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
 def test_numpy_measures_the_same_without_the_extension() -> None:
     tests = ["tests/test_measure.py", "tests/test_native.py", "tests/events/test_torch_values.py"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *tests],
+        [sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=brief", *tests],
         cwd=ROOT,
         env={**os.environ, "TELEMETRY_NATIVE": "0"},
         stdout=subprocess.PIPE,
