@@ -30,7 +30,7 @@ _FADE = 0.98  # a norm counts for a third after a hundred steps
 _SETTLED = 10  # steps until the norm of the first ones says something
 _SAME_JUMP = 30  # steps
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 5.0
 _PATIENCE_SHARE = 0.05
 
 Schedule: TypeAlias = Callable[[int], bool]
@@ -58,7 +58,7 @@ class FullSteps:
     about one certain later step all the same, which is known beforehand: so what is measured
     depends on the steps alone, and a run that is repeated gives the same alerts.
 
-    At that step the training thread waits for an answer that is not there yet: for a second at
+    At that step the training thread waits for an answer that is not there yet: for five seconds at
     most, and for no more than a twentieth of the run's time. If it still is not there, it decides
     about the next step after it comes. Where the norms are on an accelerator when a step ends,
     nobody waits.
