@@ -34,8 +34,8 @@ class VanishingGradient(CourseRule):
     A gradient that is exactly zero has vanished altogether, if a full measurement shows that the
     module ran and requires one: its state is forgotten, its output is detached, the gradient is too
     small for a number. This must last ``zero_steps`` steps, while layers behind the module learn.
-    If layers before it do, too, it must have ``zero_share`` of the trainable elements, and not be
-    one of several alike: the weight of a term of the loss may be zero, experts are chosen rarely.
+    If layers before it do, too, it must have no gradient at all, and ``zero_share`` of the
+    trainable elements: the weight of a term of the loss may be zero, experts are chosen rarely.
 
     Silent where all norms are small together, because the loss is small or has a large unit; where
     an optimizer that scales its steps (Adam) moves the module nevertheless; where a small norm was
@@ -178,8 +178,7 @@ class VanishingGradient(CourseRule):
         gone = zero & counts
         gone[np.flatnonzero(~zero)[-1] :] = False
         first = gone & np.logical_and.accumulate(gone | ~counts)
-        chosen = modules.any_of(record.reached) & modules.alike(~zero)
-        branch, sizes = gone & ~first & ~chosen, modules.sizes()
+        branch, sizes = gone & ~first & ~modules.any_of(record.reached), modules.sizes()
         if sizes[branch].sum() < self._zero_share * sizes[modules.any_of(record.trainable)].sum():
             branch[:] = False
         gone = first | branch
