@@ -108,6 +108,8 @@ class VanishingGradient(CourseRule):
             self._undecided = bool((faint & np.isnan(state.update_share)).any())
             fading = self._from_the_first(faint, share, norms > 0) | self._on_branches(faint, share)
             found = self._alert(record, modules, share, fading) if fading.any() else None
+        never = state.largest_share == -np.inf
+        self._undecided |= bool((never & (state.zero_steps == self._zero_steps)).any())
         if found is None and record.full:
             found = self._zero(record, modules)
         if found is None and self._lasts(modules, norms):
@@ -134,7 +136,11 @@ class VanishingGradient(CourseRule):
         limits = 10 ** (_NEARLY_FAINT - self._decades) * largest
         if norms.min(initial=np.inf) <= limits.max():
             fine &= ~((norms > 0) & (norms <= limits[:, np.newaxis])).any(axis=1)
-        return min(super().quiet_steps(steps), leading(fine))
+        # Of modules that had no gradient so far, that is looked at once.
+        waits = self._state.largest_share == -np.inf
+        due = self._zero_steps - self._state.zero_steps[waits]
+        soon = int(due[due > 0].min(initial=len(steps) + 1)) - 1
+        return min(super().quiet_steps(steps), leading(fine), soon)
 
     def pass_over(self, steps: LightSteps) -> None:
         super().pass_over(steps)

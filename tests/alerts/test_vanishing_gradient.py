@@ -68,6 +68,11 @@ def test_no_gradient_is_vanished(join: Callable[[Tensor, Tensor], Tensor], swap:
     assert "No gradient reaches tower.0 to tower.2: for 21 steps" in alert.message
 
 
+def test_what_never_had_a_gradient_is_looked_at_before_the_next_measurement_is_due() -> None:
+    [alert] = train(VanishingGradient(), 60, model=TwoTowers(forgotten), every=1000)
+    assert alert.step == 19 + 16
+
+
 def frozen(model: TwoTowers) -> TwoTowers:
     model.tower.requires_grad_(False)
     return model
