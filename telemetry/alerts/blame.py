@@ -20,8 +20,8 @@ class Blame:
     measurement shows: to blame is where most of the growth comes about, be it in one module, in
     several that grew alike, or in the batch already. The norms alone show a single one, too: in a
     network of ReLUs all gradients grow except its own, which does not contain its weight. If none
-    stands out among several, and it is not known what the outputs were, it is none of them. A step
-    or two later everything has changed.
+    stands out among several, and it is not known what the outputs were, it is the batch or all of
+    them. A step or two later everything has changed.
 
     Attributes:
         stretch: The culprits; None while nothing grows or they are not known.

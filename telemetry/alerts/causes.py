@@ -25,7 +25,10 @@ CAUSES: dict[str, set[str]] = {
     "exploding_gradient": {"exploding_activation", "saturated_units", *_LOSS},
     "saturated_units": _EXPLOSIONS | _LOSS,
     "dead_units": _EXPLOSIONS | _LOSS | {"nonfinite", "vanishing_gradient"},
-    "vanishing_gradient": _EXPLOSIONS | _LOSS | {"dead_units", "saturated_units"},
+    "vanishing_gradient": _EXPLOSIONS
+    | _LOSS
+    | {"dead_units", "saturated_units", "untrained_parameters"},
+    "untrained_parameters": {"vanishing_gradient"},
     "nonfinite": _EXPLOSIONS | _LOSS | {"ranks_diverge"},
     "loss_divergence": _EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"},
     "loss_spike": _EXPLOSIONS | {"loss_divergence", "dead_units", "saturated_units", "nonfinite"},
@@ -184,7 +187,9 @@ class OneCause(Rule):
         if alert.stage != "begin":
             return None
         known = [
-            self._reported[kind] for kind in CAUSES.get(alert.kind, ()) if kind in self._reported
+            self._reported[kind]
+            for kind in CAUSES.get(alert.kind, ())
+            if kind in self._reported and _may_explain(self._reported[kind].alert, alert)
         ]
         near = [reported for reported in known if alert.step - reported.step <= _REACH]
         return min(near, key=lambda reported: reported.alert.step, default=None)
@@ -225,6 +230,14 @@ class _Hidden:
 
     alert: Alert
     cause: str
+
+
+def _may_explain(cause: Alert, alert: Alert) -> bool:
+    """Whether the place fits: a layer without a gradient explains nothing about another."""
+    if "untrained_parameters" not in (cause.kind, alert.kind):
+        return True
+    inner, outer = sorted((cause.module_name or "", alert.module_name or ""), key=len)[::-1]
+    return f"{inner}.".startswith(f"{outer}.") or not outer
 
 
 def _is_reported(item: Alert, cause: Alert) -> bool:

@@ -242,7 +242,7 @@ class ExplodingGradient(CourseRule):
         if not advice and self.course.since_rate_jump > _FORGOTTEN:
             where, batch = blame.stretch, blame.batch
             if blame.is_alike:
-                seen += ", in all layers alike, as after a bad batch"
+                seen += ", in all layers alike: because of the batch, or of several layers"
         if batch:
             seen += f", because of the batch: its values are {batch:.2g} times as large as before"
         elif where is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,12 +61,6 @@ class Modules:
         by_module: NDArray[np.float64] = np.bincount(self.layout.owners, sizes).astype(float)
         return by_module[self._positions]
 
-    def alike(self, some: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which are called like one of ``some``, but for numbers: experts of a mixture, say."""
-        kinds = [_NUMBER.sub(".*", f".{name}.") for name in self.names]
-        known = {kind for kind, is_one in zip(kinds, some, strict=True) if is_one}
-        return np.array([kind in known for kind in kinds])
-
     def carry(
         self, values: NDArray[np.float64], names: tuple[str, ...], fill: float
     ) -> NDArray[np.float64]:
@@ -76,5 +69,4 @@ class Modules:
         return np.array([known.get(name, fill) for name in self.names])
 
 
-_NUMBER = re.compile(r"\.\d+(?=\.)")
 _NO_LAYOUT = Layout(modules=(), parameters=())

@@ -149,6 +149,9 @@ def _backward(record: StepRecord, last: str, behind: str | None) -> Origin:
     if len(between) == 1:
         [name] = between
         return Origin(name, f"the backward pass, in that of {called(name)}", _BACKWARD)
+    if behind is None and not record.outputs:  # zero times NaN is NaN
+        what = "the backward pass of the loss, or in outputs that the loss leaves out"
+        return Origin(None, f"{what} of a step that was not measured in full", _BACKWARD)
     beyond = called(behind) if behind is not None else "the loss"
     return Origin(last, f"the backward pass, between {beyond} and {called(last)}", _BACKWARD)
 

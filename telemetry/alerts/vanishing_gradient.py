@@ -34,8 +34,8 @@ class VanishingGradient(CourseRule):
     A gradient that is exactly zero has vanished altogether, if a full measurement shows that the
     module ran and requires one: its state is forgotten, its output is detached, the gradient is too
     small for a number. This must last ``zero_steps`` steps, while layers behind the module learn.
-    If layers before it do, too, it must have ``zero_share`` of the trainable elements, and not be
-    one of several alike: the weight of a term of the loss may be zero, experts are chosen rarely.
+    If layers before it do, too, it must have no gradient at all, and ``zero_share`` of the
+    trainable elements: the weight of a term of the loss may be zero, experts are chosen rarely.
 
     Silent where all norms are small together, because the loss is small or has a large unit; where
     an optimizer that scales its steps (Adam) moves the module nevertheless; where a small norm was
@@ -108,6 +108,8 @@ class VanishingGradient(CourseRule):
             self._undecided = bool((faint & np.isnan(state.update_share)).any())
             fading = self._from_the_first(faint, share, norms > 0) | self._on_branches(faint, share)
             found = self._alert(record, modules, share, fading) if fading.any() else None
+        never = state.largest_share == -np.inf
+        self._undecided |= bool((never & (state.zero_steps == self._zero_steps)).any())
         if found is None and record.full:
             found = self._zero(record, modules)
         if found is None and self._lasts(modules, norms):
@@ -134,7 +136,11 @@ class VanishingGradient(CourseRule):
         limits = 10 ** (_NEARLY_FAINT - self._decades) * largest
         if norms.min(initial=np.inf) <= limits.max():
             fine &= ~((norms > 0) & (norms <= limits[:, np.newaxis])).any(axis=1)
-        return min(super().quiet_steps(steps), leading(fine))
+        # Of modules that had no gradient so far, that is looked at once.
+        waits = self._state.largest_share == -np.inf
+        due = self._zero_steps - self._state.zero_steps[waits]
+        soon = int(due[due > 0].min(initial=len(steps) + 1)) - 1
+        return min(super().quiet_steps(steps), leading(fine), soon)
 
     def pass_over(self, steps: LightSteps) -> None:
         super().pass_over(steps)
@@ -178,8 +184,7 @@ class VanishingGradient(CourseRule):
         gone = zero & counts
         gone[np.flatnonzero(~zero)[-1] :] = False
         first = gone & np.logical_and.accumulate(gone | ~counts)
-        chosen = modules.any_of(record.reached) & modules.alike(~zero)
-        branch, sizes = gone & ~first & ~chosen, modules.sizes()
+        branch, sizes = gone & ~first & ~modules.any_of(record.reached), modules.sizes()
         if sizes[branch].sum() < self._zero_share * sizes[modules.any_of(record.trainable)].sum():
             branch[:] = False
         gone = first | branch

@@ -65,6 +65,14 @@ def test_a_lasting_state_is_reported_when_its_cause_is_over(state: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(("place", "told"), [("image", False), ("images", True), ("head", True)])
+def test_a_layer_without_a_gradient_is_told_once(place: str, told: bool) -> None:
+    first = replace(alert("vanishing_gradient", 20), module_name="image.0")
+    later = replace(alert("untrained_parameters", 89), module_name=place)
+    found = [kind for _, _, kind in reported(first, later)]
+    assert found == ["vanishing_gradient"] + ["untrained_parameters"] * told
+
+
 def test_an_explosion_passes_with_its_cause() -> None:
     cause, over = alert("loss_divergence", 5), alert("loss_divergence", 30, "end")
     later = alert("exploding_gradient", 60, "end")

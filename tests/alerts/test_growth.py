@@ -54,7 +54,7 @@ def test_layers_that_grow_alike_are_a_range(which: list[int], module: str, seen:
     ("at", "seen"),
     [
         (40, "because of the batch: its values are 1e+04 times as large as before."),
-        (43, "in all layers alike, as after a bad batch."),
+        (43, "in all layers alike: because of the batch, or of several layers."),
     ],
 )
 def test_a_batch_in_another_unit_is_to_blame(at: int, seen: str) -> None:

@@ -58,12 +58,19 @@ def underflown(tower: Tensor, other: Tensor) -> Tensor:
     return usual(tower, other)
 
 
-@pytest.mark.parametrize("join", [detached, forgotten, underflown])
-@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(
+    ("join", "swap"),
+    [(detached, False), (detached, True), (forgotten, False), (underflown, False)],
+)
 def test_no_gradient_is_vanished(join: Callable[[Tensor, Tensor], Tensor], swap: bool) -> None:
     [alert] = train(VanishingGradient(), 60, model=TwoTowers(join, swap=swap))
     assert (alert.module_name, alert.step) == ("tower.0", 20)
     assert "No gradient reaches tower.0 to tower.2: for 21 steps" in alert.message
+
+
+def test_what_never_had_a_gradient_is_looked_at_before_the_next_measurement_is_due() -> None:
+    [alert] = train(VanishingGradient(), 60, model=TwoTowers(forgotten), every=1000)
+    assert alert.step == 19 + 16
 
 
 def frozen(model: TwoTowers) -> TwoTowers:
@@ -76,7 +83,8 @@ def frozen(model: TwoTowers) -> TwoTowers:
     [
         TwoTowers(usual),
         frozen(TwoTowers(detached)),
-        TwoTowers(forgotten, swap=True, wide=2),  # a term of the loss whose weight is zero
+        TwoTowers(forgotten, swap=True),  # a term of the loss whose weight is zero
+        TwoTowers(detached, swap=True, wide=2),  # a head that nobody reads
     ],
 )
 def test_what_should_be_zero_has_not_vanished(model: TwoTowers) -> None:
