@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,11 +21,9 @@ from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.processing import Processor
 from telemetry.ranks.channel import CLOSE_S, Channel
 from telemetry.ranks.encoding import decode, encode
-from telemetry.ranks.figures import Figure
 from telemetry.ranks.observer import RankObserver
 from telemetry.ranks.part import Merged, News, named
-from telemetry.ranks.rank_part import Common, RankPart, merge
-from telemetry.ranks.tensor_table import TensorTable
+from telemetry.ranks.rank_part import RankPart, merge
 from telemetry.ranks.whole import Whole
 from telemetry.records import StepRecord
 from telemetry.schedule import LAG_STEPS, FullSteps
@@ -176,19 +173,8 @@ class RankProcessor:
 
     def send_rest(self) -> None:
         """Send what was logged for a step that did not end, for it will not."""
-        rank, size = self.observer.standing.rank, self.observer.standing.size
         for step, values in sorted(self._scalars.items()):
-            part = RankPart(
-                step=step,
-                wall_time=time.time(),
-                size=size,
-                ranks=frozenset((rank,)),
-                stages=(),
-                tensors=TensorTable.of(rank, {}),
-                common=Common(rank=rank),
-                scalars={name: Figure.of(rank, value) for name, value in values.items()},
-            )
-            self._send_part(part)
+            self._send_part(self._maker.logged(step, values))
         self._scalars = {}
 
     def _send(self, captured: CapturedStep) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,12 +67,26 @@ class PartMaker:
                 skipped_steps=record.skipped_steps,
                 skipped=record.skipped,
             ),
-            scalars={name: Figure.of(rank, value) for name, value in record.scalars.items()},
+            scalars=_figures(rank, record.scalars),
             own=self._own(record),
             hosts={self._host: frozenset((rank,))} if full else {},
             nonfinite=bad is not None,
             first_nonfinite=bad,
             not_known=frozenset(notes.not_known) | _unknown_grads(record.layout, notes),
+        )
+
+    def logged(self, step: int, scalars: Mapping[str, float]) -> RankPart:
+        """What this rank logged for a step that did not end."""
+        rank = self._standing.rank
+        return RankPart(
+            step=step,
+            wall_time=time.time(),
+            size=self._standing.size,
+            ranks=frozenset((rank,)),
+            stages=(),
+            tensors=TensorTable.of(rank, {}),
+            common=Common(rank=rank),
+            scalars=_figures(rank, scalars),
         )
 
     def _stage(
@@ -128,6 +143,10 @@ class PartMaker:
         if where is None or self._standing.same_data.copies > 1 or self._standing.is_in_pipeline:
             return None
         return Nonfinite(rank=self._standing.rank, where=where)
+
+
+def _figures(rank: int, scalars: Mapping[str, float]) -> dict[str, Figure]:
+    return {name: Figure.of(rank, value) for name, value in scalars.items()}
 
 
 def _where_nonfinite(record: StepRecord) -> str | None:
