@@ -1,7 +1,8 @@
 """Measures a tensor on a GPU in a single read, except for the extremes of its units.
 
-Importing this module needs Triton. :mod:`telemetry.measure.device` computes the same with PyTorch's
-own operations, each of which reads the tensor at least once.
+Importing this module needs Triton, as recent as that of PyTorch 2.9 at least.
+:mod:`telemetry.measure.device` computes the same with PyTorch's own operations, each of which reads
+the tensor at least once.
 
 A fixed number of programs share a tensor. Each takes tile after tile, accumulates in registers, and
 adds to the result once, at its end. Codes are counted in shared memory; with a recent Triton, the
@@ -10,6 +11,7 @@ instruction for that is not slowed down by equal codes (``ATOMS.POPC.INC``).
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from telemetry.measure.sampling import CODES
+
+# Since that came, the atomic extremes take -0.0 for the zero that it is, too.
+if "mask" not in signature(tl.histogram).parameters:
+    raise ImportError(f"Triton {triton.__version__} has no histograms with a mask")
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """The dtypes that the kernel reads: float32 holds all of their numbers."""
