@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 from torch.utils import tensorboard
 
 from telemetry.alert import Alert
-from telemetry.arguments import Alerts, OnAlert, Options, check_optimizer, check_rules, scalars_of
+from telemetry.arguments import (
+    Alerts,
+    HistogramForm,
+    OnAlert,
+    Options,
+    bulk_of,
+    check_optimizer,
+    check_rules,
+    scalars_of,
+)
 from telemetry.budget import budget_of
 from telemetry.capture import Content
 from telemetry.events.background import each_within
@@ -80,6 +89,12 @@ class HookLogger:
         ranks: Of several processes that train together: ``"merged"``: the first one writes what all
             have measured, as one run; ``"each"``: each writes its own, into ``rank-0003/``;
             ``"first"``: the first one measures and writes, the others do nothing.
+        max_bytes_per_step: The most that histograms and pictures of a measured step take in the
+            event file; with the default, a thousand measured steps of any model take less than
+            1 GB. What would take more is written with wider buckets, fewer pictures at a time and,
+            at last, some histograms in turn. None: no limit.
+        histograms: ``"tensor"``: exact edges and counts, which TensorBoard reads; ``"classic"``:
+            histograms and pictures as torch writes them, for readers that know no others.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -107,6 +122,8 @@ class HookLogger:
         on_alert: OnAlert = None,
         first_step: FirstStep = 0,
         ranks: Ranks = "merged",
+        max_bytes_per_step: int | None = 800_000,
+        histograms: HistogramForm = "tensor",
     ) -> None:
         options = Options(
             full_steps=FullSteps(every(every_n_steps)),
@@ -120,6 +137,7 @@ class HookLogger:
                 weights=weights,
                 images=images,
             ),
+            bulk=bulk_of(max_bytes_per_step, histograms),
             rules=check_rules(alerts),
             on_alert=on_alert,
             first_step=first_step,

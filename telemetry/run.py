@@ -97,7 +97,7 @@ class Run:
             failures=self.failures,
             write=self._files.write_whole,
         )
-        self._board = Board(pictures=options.content.images, session_id=session)
+        self._board = Board(pictures=options.content.images, session_id=session, bulk=options.bulk)
         self._options = options
         self._ranks: RankProcessor | None = None
         self._pipeline = self._make_pipeline(options)

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ import telemetry
 from telemetry import Alert, HookLogger, TelemetryAlert
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.commands import cli
-from telemetry.events import list_event_files
+from telemetry.events import list_event_files, read_events
 from telemetry.page_format import LAYOUT_PREFIX, PLUGIN_NAME, parse_layout_tag
 from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
@@ -705,6 +706,24 @@ def test_an_alert_says_to_stop_between_two_steps_if_asked_to(tmp_path: Path) -> 
     assert not logger.should_stop
 
 
+def test_histograms_and_pictures_of_a_step_stay_within_their_bytes(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, tmp_path, every_n_steps=1, alerts=(), max_bytes_per_step=9_000):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+            optimizer.step()
+    sizes: Counter[int] = Counter()
+    for path in list_event_files(tmp_path):
+        for event in read_events(path):
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name in ("histograms", "images"):
+                    sizes[event.step] += value.ByteSize()
+    assert all(6_000 < size <= 9_000 for size in sizes.values())
+    assert len(sizes) == 3
+
+
 @WRITERS
 @pytest.mark.parametrize("method", ["flush", "close"])
 def test_a_callback_may_flush_or_close_the_writer(
@@ -822,6 +841,9 @@ def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
         ({"writer": torch.optim.SGD(mlp().parameters(), lr=1)}, TypeError, "not torch.optim.sgd"),
         ({"first_step": 2**63}, ValueError, "below 2"),
         ({"first_step": -1}, ValueError, r"first_step=-1\): must not be negative"),
+        ({"max_bytes_per_step": 0}, ValueError, r"max_bytes_per_step=0\): must be at least 1"),
+        ({"max_bytes_per_step": 1e6}, TypeError, "must be an int or None"),
+        ({"histograms": "torch"}, ValueError, 'must be "tensor" or "classic"'),
         ({"on_alert": "halt"}, TypeError, 'must be a callable, "raise" or "stop"'),
     ],
 )
