@@ -724,6 +724,35 @@ def test_histograms_and_pictures_of_a_step_stay_within_their_bytes(tmp_path: Pat
     assert len(sizes) == 3
 
 
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_logger_that_is_turned_off_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_variable: bool
+) -> None:
+    monkeypatch.setenv("TELEMETRY_DISABLED", "1" if by_variable else "0")
+    model, log_dir = mlp(), tmp_path / "run"
+    threads = threading.active_count()
+    logger = HookLogger(model, log_dir, every_n_steps=1, on_alert="stop", enabled=by_variable)
+    with logger:
+        for _ in train(model, steps=3):
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+            logger.log(loss=torch.nan, size=torch.ones(3))
+            with logger.phase("validation"):
+                model(torch.randn(2, 3))
+        logger.step()
+        logger.hparams({"lr": 0.1})
+        logger.flush()
+    logger.load_state_dict({"step": 7})
+    assert (logger.current_step, logger.state_dict()) == (7, {"step": 7})
+    assert (logger.alerts, logger.should_stop, logger.log_dir) == ((), False, str(log_dir))
+    assert not log_dir.exists()
+    assert threading.active_count() == threads
+    logger.attach()
+    logger.remove()
+    logger.close()
+    with pytest.raises(RuntimeError, match="of the user"), logger:
+        raise RuntimeError("of the user")
+
+
 @WRITERS
 @pytest.mark.parametrize("method", ["flush", "close"])
 def test_a_callback_may_flush_or_close_the_writer(
@@ -843,6 +872,7 @@ def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
         ({"first_step": -1}, ValueError, r"first_step=-1\): must not be negative"),
         ({"max_bytes_per_step": 0}, ValueError, r"max_bytes_per_step=0\): must be at least 1"),
         ({"max_bytes_per_step": 1e6}, TypeError, "must be an int or None"),
+        ({"enabled": 1}, TypeError, r"enabled=1\): must be True or False"),
         ({"histograms": "torch"}, ValueError, 'must be "tensor" or "classic"'),
         ({"on_alert": "halt"}, TypeError, 'must be a callable, "raise" or "stop"'),
     ],
