@@ -724,6 +724,46 @@ def test_histograms_and_pictures_of_a_step_stay_within_their_bytes(tmp_path: Pat
     assert len(sizes) == 3
 
 
+def test_a_cell_of_a_notebook_may_run_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the same model, with a new one, and after the kernel was restarted."""
+    page = (Path(__file__).parents[1] / "docs" / "integrations.md").read_text(encoding="utf-8")
+    code = page.partition("## Notebooks")[2].partition("```python\n")[2].partition("```")[0]
+    code = code.replace("runs/first", str(tmp_path))
+    cell = {"HookLogger": HookLogger, "train": lambda model: run_through(train(model, steps=3))}
+    cell["model"] = mlp()
+    exec(code, cell)
+    exec(code, cell)
+    cell["model"] = mlp()
+    exec(code, cell)
+    cell["logger"].close()
+    after_restart = f"""
+import torch
+from telemetry import HookLogger
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+model = torch.nn.Linear(2, 2)
+{code}
+"""
+    subprocess.run([sys.executable, "-c", after_restart], check=True)
+    steps = [
+        event.step
+        for path in list_event_files(tmp_path)
+        for event in read_events(path)
+        if any(value.tag == "grad_norm/total" for value in event.summary.value)
+    ]
+    assert steps == list(range(12))
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"telemetry: a new HookLogger replaces the one that watched the same model and wrote to "
+        f"{tmp_path}; that one is now closed"
+    ]
+
+
 @pytest.mark.parametrize("by_variable", [False, True])
 def test_a_logger_that_is_turned_off_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_variable: bool
