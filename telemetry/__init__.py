@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from telemetry.interventions import zero_gradients as zero_gradients
     from telemetry.kernel import native as native
     from telemetry.logger import HookLogger as HookLogger
+    from telemetry.reading.run import Run as Run
+    from telemetry.reading.run import read as read
     from telemetry.records import Layout as Layout
     from telemetry.records import Module as Module
     from telemetry.records import Output as Output
@@ -37,6 +39,7 @@ _HOMES = {
     "Module": "telemetry.records",
     "Output": "telemetry.records",
     "Parameter": "telemetry.records",
+    "Run": "telemetry.reading.run",
     "Rule": "telemetry.rule",
     "Sketch": "telemetry.sketch",
     "StepRecord": "telemetry.records",
@@ -46,6 +49,7 @@ _HOMES = {
     "clip_gradients": "telemetry.interventions",
     "native": "telemetry.kernel",
     "prune_activations": "telemetry.interventions",
+    "read": "telemetry.reading.run",
     "scale_gradients": "telemetry.interventions",
     "zero_gradients": "telemetry.interventions",
 }

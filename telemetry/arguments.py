@@ -24,8 +24,10 @@ from telemetry.resuming import FirstStep, check_first_step
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.schedule import FullSteps
 from telemetry.selection import Selection, check_model
+from telemetry.writing.bulk import Bulk
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | None] | None
+HistogramForm: TypeAlias = Literal["tensor", "classic"]
 OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise", "stop"] | None
 
 
@@ -39,6 +41,7 @@ class Options:
         optimizer, on_alert, first_step, ranks: As in :class:`telemetry.HookLogger`.
         selection: Which modules are watched.
         content: What a full measurement holds.
+        bulk: Writes its histograms and pictures.
         rules: Judge each step.
 
     Raises:
@@ -50,6 +53,7 @@ class Options:
     optimizer: Optimizer | None
     selection: Selection
     content: Content
+    bulk: Bulk
     rules: Sequence[Rule]
     on_alert: OnAlert
     first_step: FirstStep
@@ -83,6 +87,25 @@ class Options:
             ours = {id(parameter) for parameter in model.parameters()}
             if not any(id(p) in ours for g in self.optimizer.param_groups for p in g["params"]):
                 raise ValueError("HookLogger(optimizer=...): holds none of the model's parameters")
+
+
+def bulk_of(max_bytes_per_step: object, histograms: object) -> Bulk:
+    """What writes histograms and pictures as these two arguments say.
+
+    Raises:
+        TypeError, ValueError: One of them is invalid.
+    """
+    limit = max_bytes_per_step
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
+        raise TypeError(f"HookLogger(max_bytes_per_step={limit!r}): must be an int or None")
+    if limit is not None and limit < 1:
+        raise ValueError(
+            f"HookLogger(max_bytes_per_step={limit}): must be at least 1; leave out histograms and "
+            "pictures by activations=False, gradients=False, weights=False and images=False"
+        )
+    if histograms not in get_args(HistogramForm):
+        raise ValueError(f'HookLogger(histograms={histograms!r}): must be "tensor" or "classic"')
+    return Bulk(max_bytes=limit, classic=histograms == "classic")
 
 
 def check_optimizer(optimizer: Any) -> Optimizer | None:

@@ -13,11 +13,22 @@ from torch.optim import Optimizer
 from torch.utils import tensorboard
 
 from telemetry.alert import Alert
-from telemetry.arguments import Alerts, OnAlert, Options, check_optimizer, check_rules, scalars_of
+from telemetry.arguments import (
+    Alerts,
+    HistogramForm,
+    OnAlert,
+    Options,
+    bulk_of,
+    check_optimizer,
+    check_rules,
+    log_dir_of,
+    scalars_of,
+)
 from telemetry.budget import budget_of
 from telemetry.capture import Content
 from telemetry.events.background import each_within
 from telemetry.first_rank import Ranks
+from telemetry.no_run import NoRun, is_disabled
 from telemetry.pipeline import CLOSE_TIMEOUT_S
 from telemetry.plain_text import check_text
 from telemetry.resuming import FirstStep
@@ -80,6 +91,15 @@ class HookLogger:
         ranks: Of several processes that train together: ``"merged"``: the first one writes what all
             have measured, as one run; ``"each"``: each writes its own, into ``rank-0003/``;
             ``"first"``: the first one measures and writes, the others do nothing.
+        max_bytes_per_step: The most that histograms and pictures of a measured step take in the
+            event file; with the default, a thousand measured steps of any model take less than
+            1 GB. What would take more is written with wider buckets, fewer pictures at a time and,
+            at last, some histograms in turn. None: no limit.
+        histograms: ``"tensor"``: exact edges and counts, which TensorBoard reads; ``"classic"``:
+            histograms and pictures as torch writes them, for readers that know no others.
+        enabled: False, or the environment variable ``TELEMETRY_DISABLED=1``: nothing is watched or
+            written, other arguments are not checked, and all methods do nothing. A state that is
+            loaded is given back by :meth:`state_dict`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -107,7 +127,14 @@ class HookLogger:
         on_alert: OnAlert = None,
         first_step: FirstStep = 0,
         ranks: Ranks = "merged",
+        max_bytes_per_step: int | None = 800_000,
+        histograms: HistogramForm = "tensor",
+        enabled: bool = True,
     ) -> None:
+        self._run: Run | NoRun
+        if is_disabled(enabled):
+            self._run = NoRun(log_dir_of(writer, written=False), first_step)
+            return
         options = Options(
             full_steps=FullSteps(every(every_n_steps)),
             budget=budget_of(max_overhead, every_n_steps),
@@ -120,6 +147,7 @@ class HookLogger:
                 weights=weights,
                 images=images,
             ),
+            bulk=bulk_of(max_bytes_per_step, histograms),
             rules=check_rules(alerts),
             on_alert=on_alert,
             first_step=first_step,
@@ -182,6 +210,8 @@ class HookLogger:
             ValueError: A tensor has more than one element, or a tag cannot be encoded in UTF-8. All
                 others are written.
         """
+        if isinstance(self._run, NoRun):
+            return
         if self._run.closed:
             self._run.failures.log_once(
                 "HookLogger.log() after close() writes nothing; call it earlier, or inside of the "

@@ -76,7 +76,11 @@ class Run:
         self._exception: BaseException | None = None
         resumed = self._files.first_step > 0
         self._later_steps = LaterSteps(self.log_dir, self.failures, expected=resumed)
-        self._board = Board(pictures=options.content.images, session_id=self._files.session_id)
+        self._board = Board(
+            pictures=options.content.images,
+            session_id=self._files.session_id,
+            bulk=options.bulk,
+        )
         self._ranks: RankProcessor | None = None
         self._pipeline = self._make_pipeline(options)
         self.capture = self._make_capture(model, options)

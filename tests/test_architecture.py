@@ -21,7 +21,7 @@ LAYERS = [
     | {"torch_compiler", "torch_ranks"},
     {"page_format", "ranks"},
     {"capture", "alerts", "flight", "writing", "reading"},
-    {"resuming", "processing", "interventions"},
+    {"resuming", "processing", "interventions", "no_run"},
     {"rank_processing"},
     {"step_thread"},
     {"pipeline"},

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +35,7 @@ import telemetry
 from telemetry import Alert, HookLogger, TelemetryAlert
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.commands import cli
-from telemetry.events import list_event_files
+from telemetry.events import list_event_files, read_events
 from telemetry.page_format import (
     END_PREFIX,
     LAYOUT_PREFIX,
@@ -727,6 +728,93 @@ def test_an_alert_says_to_stop_between_two_steps_if_asked_to(tmp_path: Path) -> 
     assert not logger.should_stop
 
 
+def test_histograms_and_pictures_of_a_step_stay_within_their_bytes(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, tmp_path, every_n_steps=1, alerts=(), max_bytes_per_step=9_000):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+            optimizer.step()
+    sizes: Counter[int] = Counter()
+    for path in list_event_files(tmp_path):
+        for event in read_events(path):
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name in ("histograms", "images"):
+                    sizes[event.step] += value.ByteSize()
+    assert all(6_000 < size <= 9_000 for size in sizes.values())
+    assert len(sizes) == 3
+
+
+def test_a_cell_of_a_notebook_may_run_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the same model, with a new one, and after the kernel was restarted."""
+    page = (Path(__file__).parents[1] / "docs" / "integrations.md").read_text(encoding="utf-8")
+    code = page.partition("## Notebooks")[2].partition("```python\n")[2].partition("```")[0]
+    code = code.replace("runs/first", str(tmp_path))
+    cell = {"HookLogger": HookLogger, "train": lambda model: run_through(train(model, steps=3))}
+    cell["model"] = mlp()
+    exec(code, cell)
+    exec(code, cell)
+    cell["model"] = mlp()
+    exec(code, cell)
+    cell["logger"].close()
+    after_restart = f"""
+import torch
+from telemetry import HookLogger
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+model = torch.nn.Linear(2, 2)
+{code}
+"""
+    subprocess.run([sys.executable, "-c", after_restart], check=True)
+    steps = [
+        event.step
+        for path in list_event_files(tmp_path)
+        for event in read_events(path)
+        if any(value.tag == "grad_norm/total" for value in event.summary.value)
+    ]
+    assert steps == list(range(12))
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"telemetry: a new HookLogger replaces the one that watched the same model and wrote to "
+        f"{tmp_path}; that one is now closed"
+    ]
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_logger_that_is_turned_off_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_variable: bool
+) -> None:
+    monkeypatch.setenv("TELEMETRY_DISABLED", "1" if by_variable else "0")
+    model, log_dir = mlp(), tmp_path / "run"
+    threads = threading.active_count()
+    logger = HookLogger(model, log_dir, every_n_steps=1, on_alert="stop", enabled=by_variable)
+    with logger:
+        for _ in train(model, steps=3):
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+            logger.log(loss=torch.nan, size=torch.ones(3))
+            with logger.phase("validation"):
+                model(torch.randn(2, 3))
+        logger.step()
+        logger.hparams({"lr": 0.1})
+        logger.flush()
+    logger.load_state_dict({"step": 7})
+    assert (logger.current_step, logger.state_dict()) == (7, {"step": 7})
+    assert (logger.alerts, logger.should_stop, logger.log_dir) == ((), False, str(log_dir))
+    assert not log_dir.exists()
+    assert threading.active_count() == threads
+    logger.attach()
+    logger.remove()
+    logger.close()
+    with pytest.raises(RuntimeError, match="of the user"), logger:
+        raise RuntimeError("of the user")
+
+
 @WRITERS
 @pytest.mark.parametrize("method", ["flush", "close"])
 def test_a_callback_may_flush_or_close_the_writer(
@@ -844,6 +932,10 @@ def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
         ({"writer": torch.optim.SGD(mlp().parameters(), lr=1)}, TypeError, "not torch.optim.sgd"),
         ({"first_step": 2**63}, ValueError, "below 2"),
         ({"first_step": -1}, ValueError, r"first_step=-1\): must not be negative"),
+        ({"max_bytes_per_step": 0}, ValueError, r"max_bytes_per_step=0\): must be at least 1"),
+        ({"max_bytes_per_step": 1e6}, TypeError, "must be an int or None"),
+        ({"enabled": 1}, TypeError, r"enabled=1\): must be True or False"),
+        ({"histograms": "torch"}, ValueError, 'must be "tensor" or "classic"'),
         ({"on_alert": "halt"}, TypeError, 'must be a callable, "raise" or "stop"'),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from telemetry.commands.output import reason, tell_problems
+from telemetry.reading import log_dirs
 from telemetry.reading.log_dirs import NoTelemetryError, find_log_dirs, has_event_files, open_run
 from telemetry.reading.run_data import RunData
 
@@ -72,16 +73,5 @@ def _skipped(error: OSError) -> None:
 
 
 def only_log_dir(path: Path) -> Path:
-    """The directory of a run: ``path``, or the only one below it.
-
-    Raises:
-        OSError: ``path`` cannot be read, or has no run.
-        ValueError: There are several runs.
-    """
-    found = list(find_log_dirs(path, skipped=_skipped))
-    if not found:
-        raise FileNotFoundError(f"no event files in {path}")
-    if path in found or len(found) == 1:
-        return found[0]
-    names = ", ".join(str(log_dir.relative_to(path)) for log_dir in found[:10])
-    raise ValueError(f"{path} holds {len(found)} runs; choose one of them: {names}")
+    """As :func:`telemetry.reading.log_dirs.only_log_dir`; what cannot be read is told on stderr."""
+    return log_dirs.only_log_dir(path, _skipped)

@@ -20,6 +20,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import (
     DATA_CLASS_BLOB_SEQUENCE,
     DATA_CLASS_TENSOR,
+    HistogramProto,
     Summary,
     SummaryMetadata,
 )
@@ -112,6 +113,31 @@ def histogram_dtype(counts: NDArray[np.float64], largest: float) -> type[np.floa
     return np.float32 if fits else np.float64
 
 
+def classic_histograms(
+    tags: Iterable[str],
+    rows: NDArray[Any],
+    ends: Iterable[int],
+    sums: Iterable[tuple[float, float]],
+) -> Iterator[bytes]:
+    """As :func:`histograms`, in the form that torch writes, for readers that know no other.
+
+    Args:
+        tags, rows, ends: Likewise.
+        sums: Of the values of each, and of their squares.
+    """
+    begin = 0
+    for tag, end, (total, squares) in zip(tags, ends, sums, strict=True):
+        left, right, counts = np.array(rows[begin:end].T, np.float64)
+        begin = end
+        figures = HistogramProto(num=counts.sum(), sum=total, sum_squares=squares)
+        if left.size:
+            figures.min, figures.max = left[0], right[-1]
+        else:  # one bucket without values
+            right = counts = np.zeros(1)
+        figures_bytes = figures.SerializeToString()
+        yield histogram_proto(tag, figures_bytes, right.tobytes(), counts.tobytes())
+
+
 def histogram_proto(tag: str, figures: bytes, limits: bytes, counts: bytes) -> bytes:
     """A histogram in the form that torch writes.
 
@@ -141,6 +167,12 @@ def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:
     head = _tensor_head(types_pb2.DT_STRING, len(strings))
     metadata = _metadata("images", b"", DATA_CLASS_BLOB_SEQUENCE)
     return _value(tag, head, _strings(strings), metadata)
+
+
+def classic_image(tag: str, png: bytes, width: int, height: int) -> bytes:
+    """A PNG in the form that torch writes, for readers that know no other."""
+    picture = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
+    return bytes(Summary(value=[Summary.Value(tag=tag, image=picture)]).SerializeToString())
 
 
 def text(tag: str, markdown: str) -> bytes:

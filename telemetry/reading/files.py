@@ -15,6 +15,7 @@ from tensorboard.compat.proto import types_pb2
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.data_compat import migrate_value
 
 from telemetry.events import CorruptEventFileError, list_event_files, read_events
 from telemetry.page_format import PLUGIN_NAME
@@ -107,11 +108,14 @@ class FileSource:
         for value in event.summary.value:
             if value.HasField("simple_value"):
                 self._keep("scalars", value.tag, event.step, value.simple_value)
-            elif (plugin_name := value.metadata.plugin_data.plugin_name) in self._room:
-                try:
+                continue
+            try:
+                if value.WhichOneof("value") in ("histo", "image"):  # in the form of torch
+                    value = migrate_value(value)
+                if (plugin_name := value.metadata.plugin_data.plugin_name) in self._room:
                     self._take_tensor(plugin_name, value, event)
-                except ValueError as error:
-                    self.problems.add(value.tag, error)
+            except ValueError as error:
+                self.problems.add(value.tag, error)
 
     def _take_tensor(self, plugin_name: str, value: Summary.Value, event: Event) -> None:
         decode = _picture if plugin_name == "images" else _decode

@@ -72,3 +72,23 @@ def open_run(log_dir: str | os.PathLike[str]) -> RunData:
     if not run.overview().layers:
         raise NoTelemetryError(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
     return run
+
+
+def only_log_dir(path: Path, skipped: Callable[[OSError], object] = lambda error: None) -> Path:
+    """The directory of a run: ``path``, or the only one below it.
+
+    Args:
+        path: A directory.
+        skipped: As in :func:`find_log_dirs`.
+
+    Raises:
+        OSError: ``path`` cannot be read, or has no run.
+        ValueError: There are several runs.
+    """
+    found = list(find_log_dirs(path, skipped=skipped))
+    if not found:
+        raise FileNotFoundError(f"no event files in {path}")
+    if path in found or len(found) == 1:
+        return found[0]
+    names = ", ".join(str(log_dir.relative_to(path)) for log_dir in found[:10])
+    raise ValueError(f"{path} holds {len(found)} runs; choose one of them: {names}")

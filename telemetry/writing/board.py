@@ -14,6 +14,7 @@ from telemetry.page_format import LAYOUT_PREFIX
 from telemetry.records import LightSteps, StepRecord
 from telemetry.tag_names import TOTAL_GRAD_NORM
 from telemetry.writing import custom_scalars, rank_curves, spread, tags
+from telemetry.writing.bulk import Bulk
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.learning_rates import LearningRates
 from telemetry.writing.page import PageWriter
@@ -39,12 +40,16 @@ class Board:
     Args:
         pictures: Whether to draw the layers × steps picture from time to time.
         session_id: As in :class:`~telemetry.writing.page.PageWriter`.
+        bulk: Writes histograms and pictures.
     """
 
-    def __init__(self, *, pictures: bool = True, session_id: str | None = None) -> None:
+    def __init__(
+        self, *, pictures: bool = True, session_id: str | None = None, bulk: Bulk | None = None
+    ) -> None:
+        self._bulk = bulk or Bulk()
         self._page = PageWriter(session_id)
         self._rates = LearningRates()
-        self._picture = HeatmapPicture() if pictures else None
+        self._picture = HeatmapPicture(self._bulk) if pictures else None
         self._alert_count = 0
 
     def first_values(self) -> Sequence[bytes]:
@@ -80,7 +85,7 @@ class Board:
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """The values to write in an event with the record's step."""
-        yield from tags.values_of(record)
+        yield from tags.values_of(record, self._bulk)
         if record.ranks is not None:
             yield from rank_curves.values_of(record.ranks)
         yield from self._rates.values_of(record)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from telemetry import palette
 from telemetry.records import Layout, StepRecord
-from telemetry.writing.tags import image
+from telemetry.writing.bulk import Bulk
 
 TAG = "telemetry_heatmap"
 _MAX_COLUMNS = 512
@@ -25,9 +25,13 @@ class HeatmapPicture:
 
     It draws whenever the number of steps has grown by a quarter, so drawing costs little however
     long the run is. TensorBoard always keeps the last picture.
+
+    Args:
+        bulk: Writes them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bulk: Bulk | None = None) -> None:
+        self._bulk = bulk or Bulk()
         self._layout: Layout | None = None
         self._begin()
 
@@ -69,7 +73,9 @@ class HeatmapPicture:
         matrix = np.stack(self._columns, axis=1)
         starts = np.arange(0, len(matrix), -(-len(matrix) // _MAX_ROWS))
         names = [self._layout.parameters[i].name for i in self._layout.depth_order[starts]]
-        return image(TAG, draw(np.maximum.reduceat(matrix, starts), names, self._steps))
+        return self._bulk.picture(
+            TAG, draw(np.maximum.reduceat(matrix, starts), names, self._steps)
+        )
 
 
 def draw(matrix: NDArray[np.float64], names: list[str], steps: list[int]) -> NDArray[np.uint8]:

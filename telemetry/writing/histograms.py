@@ -1,12 +1,13 @@
 """Histograms of sketches, many with each NumPy call: of the values, and of log10 |x|.
 
-A linear axis cannot show the magnitudes of gradients, so these have a histogram of their own.
+A linear axis cannot show the magnitudes of gradients, so these have a histogram of their own, with
+a bucket per octave: what is finer is in that of the values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from telemetry.events import summaries
 from telemetry.events.summaries import FLOAT32_MAX
-from telemetry.sketch import LAST_BUCKET, Sketch, edges
+from telemetry.sketch import BUCKETS_PER_OCTAVE, LAST_BUCKET, Sketch, edges
 
 _AT_ONCE = 128
 
@@ -23,19 +24,29 @@ Rows = tuple[NDArray[Any], Sequence[int]]
 """The arguments of :func:`summaries.histograms`."""
 
 
-def values_of(sketches: Mapping[str, Sketch]) -> Iterator[bytes]:
-    """A histogram of each sketch, by tag."""
-    return _values(sketches.items(), histograms)
+def values_of(
+    sketches: Mapping[str, Sketch], *, merged: int = 1, classic: bool = False
+) -> Iterator[bytes]:
+    """A histogram of each sketch, by tag.
+
+    Args:
+        sketches: By tag.
+        merged: How many neighbouring buckets become one.
+        classic: Write them as torch does.
+    """
+    return _values(sketches.items(), partial(histograms, merged=merged), classic)
 
 
-def log10_values_of(sketches: Mapping[str, Sketch]) -> Iterator[bytes]:
+def log10_values_of(sketches: Mapping[str, Sketch], *, classic: bool = False) -> Iterator[bytes]:
     """A histogram of log10 |x| of each sketch, by tag; none of a sketch without such values."""
-    pairs = sketches.items()
-    return _values((pair for pair in pairs if _has_magnitudes(pair[1])), log10_histograms)
+    pairs = (pair for pair in sketches.items() if _has_magnitudes(pair[1]))
+    return _values(pairs, log10_histograms, classic)
 
 
 def _values(
-    sketches: Iterable[tuple[str, Sketch]], rows_of: Callable[[Sequence[Sketch]], Rows]
+    sketches: Iterable[tuple[str, Sketch]],
+    rows_of: Callable[[Sequence[Sketch]], Rows],
+    classic: bool,
 ) -> Iterator[bytes]:
     rest = iter(sketches)
     while part := list(islice(rest, _AT_ONCE)):
@@ -43,7 +54,10 @@ def _values(
         rows, ends = rows_of(of_part)
         if rows.dtype == np.float64 and len(part) > 1:  # one of them may be the reason
             for pair in part:
-                yield from _values([pair], rows_of)
+                yield from _values([pair], rows_of, classic)
+        elif classic:
+            sums = [(sketch.sum, sketch.sum_squares) for sketch in of_part]
+            yield from summaries.classic_histograms(tags, rows, ends, sums)
         else:
             yield from summaries.histograms(tags, rows, ends)
 
@@ -53,11 +67,38 @@ def _has_magnitudes(sketch: Sketch) -> bool:
     return len(buckets) > 1 or (len(buckets) == 1 and bool(buckets[0]))
 
 
-def histograms(sketches: Sequence[Sketch]) -> Rows:
-    """The same as :meth:`Sketch.histogram` of each."""
-    buckets = np.concatenate([sketch.buckets for sketch in sketches]).astype(np.intp)
-    counts = np.concatenate([sketch.counts for sketch in sketches])
+def row_count(sketches: Sequence[Sketch], merged: int) -> int:
+    """How many rows :func:`histograms` of these have together, or a few more."""
+    buckets, starts, _ = _merged(sketches, merged)
+    gaps = int(np.count_nonzero(np.diff(buckets) > 1))
+    return len(starts) + gaps  # some of them may be where one sketch ends and another begins
+
+
+def _merged(
+    sketches: Sequence[Sketch], merged: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    """Buckets of all sketches, neighbours taken together; where each begins and each sketch ends.
+
+    Bucket 0 stays alone; ``k > 0`` stands for ``merged`` buckets from ``(k - 1) * merged + 1`` on.
+    """
+    fine = np.concatenate([sketch.buckets for sketch in sketches]).astype(np.intp)
     ends = np.cumsum([len(sketch.buckets) for sketch in sketches])
+    if merged == 1:
+        return fine, np.arange(len(fine)), ends
+    coarse = np.sign(fine) * -(-np.abs(fine) // merged)
+    begins = np.zeros(len(fine) + 1, np.bool_)
+    begins[ends] = True
+    begins[0] = True
+    begins[1:-1] |= coarse[1:] != coarse[:-1]
+    starts = np.flatnonzero(begins[:-1])
+    return coarse[starts], starts, np.searchsorted(starts, ends)
+
+
+def histograms(sketches: Sequence[Sketch], merged: int = 1) -> Rows:
+    """The same as :meth:`Sketch.histogram` of each, with ``merged`` neighbouring buckets in one."""
+    buckets, starts, ends = _merged(sketches, merged)
+    counts = np.concatenate([sketch.counts for sketch in sketches])
+    counts = np.add.reduceat(counts, starts) if merged > 1 and len(starts) else counts
     filled = [sketch for sketch in sketches if len(sketch.buckets)]
     low, high = [sketch.min for sketch in filled], [sketch.max for sketch in filled]
     # One empty bucket stands for all between two filled ones of a sketch. Where the next sketch
@@ -71,7 +112,8 @@ def histograms(sketches: Sequence[Sketch]) -> Rows:
     source = source.cumsum() - 1
     largest = max((*high, *(-x for x in low)), default=0.0)
     rows = np.empty((len(source), 3), summaries.histogram_dtype(counts, largest))
-    rows[:, :2] = _limits().take(buckets.take(source) + LAST_BUCKET, axis=0)
+    limits = _limits(merged)
+    rows[:, :2] = limits.take(buckets.take(source) + len(limits) // 2, axis=0)
     rows[:, 2] = counts.take(source)
     rows[gaps, 0], rows[gaps, 1], rows[gaps, 2] = rows[gaps - 1, 1], rows[gaps + 1, 0], 0
     ends += np.searchsorted(before, ends)
@@ -82,7 +124,7 @@ def histograms(sketches: Sequence[Sketch]) -> Rows:
 
 
 def log10_histograms(sketches: Sequence[Sketch]) -> Rows:
-    """Buckets over log10 of the magnitudes, without gaps.
+    """Buckets over log10 of the magnitudes, one for each octave, without gaps.
 
     Both signs count together. Zeros and values in the smallest bucket are left out.
 
@@ -91,7 +133,8 @@ def log10_histograms(sketches: Sequence[Sketch]) -> Rows:
     """
     lengths = [len(sketch.buckets) for sketch in sketches]
     starts = np.append(0, np.cumsum(lengths)[:-1])
-    magnitudes = np.abs(np.concatenate([sketch.buckets for sketch in sketches])).astype(np.intp)
+    fine = np.abs(np.concatenate([sketch.buckets for sketch in sketches])).astype(np.intp)
+    magnitudes = -(-fine // BUCKETS_PER_OCTAVE)
     lowest = np.minimum.reduceat(np.where(magnitudes, magnitudes, LAST_BUCKET), starts)
     sizes = np.maximum.reduceat(magnitudes, starts) - lowest + 1
     ends = np.cumsum(sizes)
@@ -111,9 +154,16 @@ def log10_histograms(sketches: Sequence[Sketch]) -> Rows:
 
 
 @cache
-def _limits() -> NDArray[np.float32]:
-    """Left and right edges of the buckets from ``-LAST_BUCKET`` to ``LAST_BUCKET``."""
-    limits = edges().copy()
+def _bounds(merged: int) -> NDArray[np.float32]:
+    """Lower limits of magnitudes of merged buckets from 0 on, and the upper limit of the last."""
+    fine = edges()
+    return np.concatenate([fine[:1], fine[1 : LAST_BUCKET + 1 : merged], fine[-1:]])
+
+
+@cache
+def _limits(merged: int) -> NDArray[np.float32]:
+    """Left and right edges of the merged buckets, from the lowest to the highest."""
+    limits = _bounds(merged).copy()
     limits[-1] = np.inf
     left = np.concatenate([-limits[:0:-1], limits[1:-1]])
     return np.column_stack([left, -left[::-1]])
@@ -121,8 +171,8 @@ def _limits() -> NDArray[np.float32]:
 
 @cache
 def _log10_limits() -> NDArray[np.float32]:
-    """Lower and upper log10 of the buckets' magnitudes; that of bucket 0 is not used."""
-    limits = edges().astype(np.float64)
+    """Lower and upper log10 of each octave's magnitudes; that of bucket 0 is not used."""
+    limits = _bounds(BUCKETS_PER_OCTAVE).astype(np.float64)
     limits[0] = limits[1]
     # The last bucket of float32 has an infinite upper edge.
     limits[-1] = min(limits[-1], FLOAT32_MAX)

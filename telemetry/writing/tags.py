@@ -11,25 +11,28 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
-from telemetry.images import encode_png
 from telemetry.layers import PARAMETER_STATISTICS, table
 from telemetry.plain_text import printable
 from telemetry.records import Layout, Output, Parameter, StepRecord
 from telemetry.selection import spread
 from telemetry.sketch import Sketch
 from telemetry.tag_names import TOTAL_GRAD_NORM, numbered
-from telemetry.writing import histograms
+from telemetry.writing.bulk import Bulk
 
 MANY_PARAMETERS = 64
 """Models with more have curves of some layers only: TensorBoard shows one card for each curve."""
 SHOWN_OF_MANY = 12
 
 
-def values_of(record: StepRecord) -> Iterator[bytes]:
+def values_of(record: StepRecord, bulk: Bulk | None = None) -> Iterator[bytes]:
     """The values of one step; if it was not measured in full, only the total gradient norm.
 
     Tags are ``statistic/NNNN.name`` (:func:`~telemetry.tag_names.numbered`). Those of a phase begin
     with the phase's name.
+
+    Args:
+        record: The step.
+        bulk: Writes its histograms and pictures.
     """
     prefix = f"{record.phase}/" if record.phase else ""
     for tag, value in _curves_of_phase(record) if prefix else _curves_of_step(record):
@@ -37,18 +40,15 @@ def values_of(record: StepRecord) -> Iterator[bytes]:
     if not record.full and not prefix:
         return
     groups = _sketches(record)
-    yield from histograms.values_of(
-        {f"{prefix}{group}/{name}": s for group, found in groups.items() for name, s in found}
-    )
-    yield from histograms.log10_values_of(
-        {
+    yield from (bulk or Bulk()).values_of(
+        pictures=[(prefix + tag, pixels) for tag, pixels in _images(record)],
+        sketches={f"{prefix}{group}/{name}": s for group in groups for name, s in groups[group]},
+        magnitudes={
             f"{prefix}{group}_log10/{name}": s
             for group in ("activation_grad", "grad")
             for name, s in groups[group]
-        }
+        },
     )
-    for tag, pixels in _images(record):
-        yield image(prefix + tag, pixels)
 
 
 def alert_value(alert: Alert, number: int) -> bytes:
@@ -133,12 +133,6 @@ def _images(record: StepRecord) -> Iterator[tuple[str, NDArray[np.uint8]]]:
         yield f"filters/{_output_tag(record.layout, Output(name))}", pixels
     if record.input is not None:
         yield "input", record.input
-
-
-def image(tag: str, pixels: NDArray[np.uint8]) -> bytes:
-    """A picture of ``[height, width, 3]`` pixels."""
-    height, width, _ = pixels.shape
-    return summaries.image(tag, [encode_png(pixels)], width, height)
 
 
 def _parameter_tag(layout: Layout, parameter: Parameter) -> str:

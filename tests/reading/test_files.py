@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from serialized import histogram
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import HistogramProto
 from torch.utils.tensorboard import SummaryWriter
 
 from telemetry.events import FileWriter, summaries
@@ -47,6 +48,20 @@ def test_pictures_and_histograms_are_read(tmp_path: Path) -> None:
     assert source.read_image("map", 5) is None
     table = source.read_tensors("histograms", ["h"])["h"][0].value
     np.testing.assert_array_equal(table, [[0, 1, 2]])
+
+
+def test_a_histogram_of_torch_that_makes_no_sense_is_reported(tmp_path: Path) -> None:
+    good = HistogramProto(min=0, max=2, bucket_limit=[1, 2], bucket=[3, 4])
+    bad = HistogramProto(min=0, max=2, bucket_limit=[1], bucket=[3, 4, 5])
+    event = Event(step=1)
+    for tag, histo in (("good", good), ("bad", bad)):
+        event.summary.value.add(tag=tag, histo=histo)
+    writer = FileWriter(tmp_path)
+    writer.add_event(event, 1)
+    writer.close()
+    source = FileSource(tmp_path)
+    assert list(source.tensor_tags("histograms")) == ["good"]
+    assert [line.partition(":")[0] for line in source.problems] == ["skipped bad"]
 
 
 def test_a_damaged_file_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:

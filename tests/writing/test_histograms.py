@@ -101,3 +101,24 @@ def test_without_magnitudes_there_is_no_histogram() -> None:
     values = ([], [0.0, 0.0], [np.nan])
     sketches = {str(i): sketch_array(np.array(x)) for i, x in enumerate(values)}
     assert not list(log10_values_of(sketches))
+
+
+@given(st.lists(WIDE_VALUES, min_size=1, max_size=4), st.sampled_from([2, 3, 8, 32]))
+def test_merged_buckets_hold_what_the_fine_ones_held(
+    tensors: list[NDArray[np.float64]], merged: int
+) -> None:
+    sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
+    fine, coarse = (
+        written(list(values_of(sketches))),
+        written(list(values_of(sketches, merged=merged))),
+    )
+    for tag, rows in coarse.items():
+        left, right, counts = rows.astype(np.float64).T
+        np.testing.assert_array_equal(left[1:], right[:-1])
+        assert (left <= right).all()
+        middles = fine[tag].astype(np.float64)
+        places = np.searchsorted(right, middles[:, 1])  # the row whose right edge is not below
+        np.testing.assert_array_equal(
+            counts, np.bincount(places, middles[:, 2], minlength=len(right))
+        )
+        assert len(rows) <= histograms.row_count([sketches[tag]], merged) <= len(fine[tag])

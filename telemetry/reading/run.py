@@ -1,0 +1,137 @@
+"""``telemetry.read``: the numbers of a run as tables, without torch and TensorBoard's server."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.alert import Alert
+from telemetry.layers import MISSING, PAGE_STATISTICS
+from telemetry.reading.distributions import histogram_table
+from telemetry.reading.log_dirs import only_log_dir, open_run
+from telemetry.reading.windows import windows
+
+Table: TypeAlias = Any
+"""A ``pandas.DataFrame``; where pandas is not installed, a dict of arrays by column."""
+
+
+class Run:
+    """What a run has written so far; it is read once.
+
+    Args:
+        log_dir: Its directory.
+
+    Attributes:
+        log_dir: Likewise.
+        alerts: In the order of their steps.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self._data = open_run(log_dir)
+        self.alerts: tuple[Alert, ...] = self._data.overview().alerts
+
+    def __repr__(self) -> str:
+        found = self._data.overview()
+        steps = f"steps {found.first_step} to {found.last_step}"
+        return f"<Run {str(self.log_dir)!r} {steps}, {len(found.layers)} layers>"
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line for each thing in the directory that could not be read."""
+        return tuple(self._data.source.problems)
+
+    @cached_property
+    def scalars(self) -> Table:
+        """All curves, a row for each point: columns ``tag``, ``step``, ``value``."""
+        series = self._data.source.read_scalars(self._data.source.scalar_tags())
+        points = [point for each in series.values() for point in each]
+        steps = np.array([step for step, _ in points], np.int64)
+        values = np.array([value for _, value in points], np.float64)
+        codes = np.repeat(np.arange(len(series)), [len(each) for each in series.values()])
+        return _table(tag=(codes, list(series)), step=steps, value=values)
+
+    @cached_property
+    def layers(self) -> Table:
+        """What the Telemetry page shows, a row for each number that was measured.
+
+        Columns ``statistic``, ``step``, ``module_name``, ``type_name``, ``value``. A value that is
+        NaN was measured as NaN.
+        """
+        names = [statistic.name for statistic in PAGE_STATISTICS]
+        found: list[tuple[NDArray[Any], ...]] = []
+        for [matrices] in windows([self._data], names):
+            for place, matrix in enumerate(matrices):
+                columns, rows = np.nonzero(matrix.values != MISSING)
+                numbers = matrix.values[columns, rows]
+                found.append((np.full(len(rows), place), matrix.steps[columns], rows, numbers))
+        places, steps, rows, values = map(np.concatenate, zip(*found, strict=True))
+        layers = self._data.overview().layers
+        return _table(
+            statistic=(places, names),
+            step=steps,
+            module_name=(rows, [layer.name for layer in layers]),
+            type_name=(rows, [layer.type_name for layer in layers]),
+            value=values,
+        )
+
+    @property
+    def histogram_tags(self) -> tuple[str, ...]:
+        """All tags that :meth:`histogram` knows."""
+        return tuple(self._data.source.tensor_tags("histograms"))
+
+    def histogram(self, tag: str) -> Mapping[int, NDArray[np.float64]]:
+        """The histograms of a tag such as ``grad/0002.fc1.weight``.
+
+        Returns:
+            By step: left edge, right edge and count of each bucket, shape ``[buckets, 3]``.
+
+        Raises:
+            KeyError: There is no such tag.
+        """
+        points = self._data.source.read_tensors("histograms", [tag]).get(tag)
+        if points is None:
+            close = ", ".join(difflib.get_close_matches(tag, self.histogram_tags))
+            raise KeyError(f"no histograms {tag!r}; the closest are {close or 'none'}")
+        return {point.step: histogram_table(point.value) for point in points}
+
+
+def read(run: str | os.PathLike[str]) -> Run:
+    """Read a run.
+
+    Args:
+        run: Its directory, or one with a single run somewhere below.
+
+    Raises:
+        OSError: There are no event files, or they cannot be read.
+        ValueError: There are several runs, or no telemetry data.
+    """
+    return Run(only_log_dir(Path(run).expanduser()))
+
+
+def _table(**columns: NDArray[Any] | tuple[NDArray[np.intp], Sequence[str]]) -> Table:
+    """A table; a column of texts is given as places in a list of them."""
+    try:
+        import pandas as pd
+    except ImportError:
+        return {
+            name: np.array(column[1], str)[column[0]] if isinstance(column, tuple) else column
+            for name, column in columns.items()
+        }
+    table = {}
+    for name, column in columns.items():
+        if isinstance(column, tuple):
+            places, texts = column
+            number = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+            codes = np.array([number[text] for text in texts], np.intp)[places]
+            table[name] = pd.Categorical.from_codes(codes, list(number))
+        else:
+            table[name] = column
+    return pd.DataFrame(table)
