@@ -98,6 +98,7 @@ def test_an_alert_shows_the_steps_around_it_and_who_moved_first(page: TelemetryP
     page.open(run="boom", zoom="all")
     page.locator(".alerts .alert.error", has_text="exploded").click()
     assert zoom(page) == (BOOM - 22, BOOM + 19)
+    assert page.frame.evaluate("scrollY") == 0
     assert "The gradient exploded." in page.locator(".chosen").inner_text()
     page.locator(".movers li").nth(7).wait_for()
     movers = page.locator(".movers li").all_inner_texts()

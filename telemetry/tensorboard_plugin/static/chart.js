@@ -117,7 +117,7 @@ function drawSecondAxis(context, theme, box, scale) {
 }
 
 function ticksOf(scale, box) {
-  const count = box.height / 26;
+  const count = Math.max(box.height / 26, 2);
   const ticks = scale.log
     ? logTicks(Math.pow(10, scale.low), Math.pow(10, scale.high), count)
     : roundTicks(scale.low, scale.high, count, false).map(round);

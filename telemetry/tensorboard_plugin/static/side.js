@@ -30,6 +30,12 @@ export class Side {
     );
   }
 
+  /** To what is said of a chosen alert, and the picture beside it. */
+  scrollToTop() {
+    this.node.scrollTop = 0; // of the drawer
+    window.scrollTo({ top: 0 });
+  }
+
   draw() {
     const { app } = this;
     this.node.classList.toggle("open", app.isSideOpen);
