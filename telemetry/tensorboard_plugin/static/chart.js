@@ -2,6 +2,7 @@
 
 import { drawStepAxis, line, logTicks, prepare, roundTicks } from "./canvas.js";
 import { element } from "./dom.js";
+import { columnAt } from "./field.js";
 import { formatNumber } from "./format.js";
 
 /**
@@ -143,7 +144,9 @@ function drawCurve(context, box, view, scale, curve) {
   context.beginPath();
   let pen = false;
   let lastX = -Infinity;
-  for (let i = 0; i < steps.length; i++) {
+  // What is in view, and a point at either side.
+  const end = Math.min(columnAt(steps, view.step1) + 2, steps.length);
+  for (let i = Math.max(columnAt(steps, view.step0), 0); i < end; i++) {
     const x = xOf(box, view, steps[i]);
     const drawable = Number.isFinite(values[i]) && (!scale.log || values[i] > 0);
     if (drawable && pen) {
