@@ -70,7 +70,8 @@ def movers(run: RunData, step: int) -> dict[str, Any]:
     """Which layers left their past first around a step; null if that cannot be known."""
     found = first_movers(run, step)
     shown = None if found is None else [_mover(mover) for mover in found[:MAX_MOVERS]]
-    return {"movers": shown, "count": len(found or ()), "layers": len(run.overview().layers)}
+    layers = sum(bool(layer.parameters) for layer in run.overview().layers)
+    return {"movers": shown, "count": len(found or ()), "layers": layers}
 
 
 def _mover(mover: Mover) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import axe_playwright_python
 import numpy as np
 import pytest
 from browser import TelemetryPage, serve
-from known_runs import layout_of, write_run
+from known_runs import alert_at, layout_of, write_run
 from page_runs import LIGHTEST
 from story_runs import BLOCKS, BOOM, HOSTILE, write_story
 
@@ -98,7 +98,8 @@ def test_an_alert_shows_the_steps_around_it_and_who_moved_first(page: TelemetryP
     page.open(run="boom", zoom="all")
     page.locator(".alerts .alert.error", has_text="exploded").click()
     assert zoom(page) == (BOOM - 22, BOOM + 19)
-    assert "The gradient exploded." in page.locator(".chosen").inner_text()
+    assert page.frame.evaluate("scrollY") == 0
+    assert "The gradient exploded." in page.locator(".chosen-alert").inner_text()
     page.locator(".movers li").nth(7).wait_for()
     movers = page.locator(".movers li").all_inner_texts()
     assert "blocks.2.norm" in movers[0]
@@ -194,7 +195,7 @@ def test_details_are_a_drawer_where_the_window_is_narrow(page: TelemetryPage) ->
     box = page.locator(".side").bounding_box()
     assert box is not None
     assert box["y"] < 100
-    page.locator(".chosen .alert").wait_for()
+    page.locator(".chosen-alert .alert").wait_for()
     page.heatmap.focus()
     page.page.keyboard.press("Escape")
     page.locator(".alerts").wait_for(state="hidden")
@@ -251,7 +252,7 @@ def test_live_reads_what_is_new_by_itself(page: TelemetryPage, logdir: Path) -> 
     def write(steps: range, part: str) -> None:
         write_run(
             logdir / "live", layout_of(["a", "b"]), steps=steps, norms=lambda _: np.ones(2, "f"),
-            session=f"20260101-000000.000-a{part}",
+            session=f"20260101-000000.000-a{part}", alerts=[alert_at(20, None)] if part else (),
         )  # fmt: skip
 
     write(range(10), "")
@@ -268,5 +269,7 @@ def test_live_reads_what_is_new_by_itself(page: TelemetryPage, logdir: Path) -> 
     page.locator(".live:has-text('as of step 9')").wait_for()
     write(range(10, 25), ".0001")
     page.locator(".live:has-text('as of step 24')").wait_for()
+    said = page.locator(".announcer", has_text="New alert: error at step 20")
+    said.wait_for(state="attached")
     live.click()
     assert live.get_attribute("aria-pressed") == "false"

@@ -20,6 +20,7 @@ from telemetry.page_format import PLUGIN_NAME, layout_tag
 from telemetry.reading import payloads
 from telemetry.tensorboard_plugin import plugin
 from telemetry.tensorboard_plugin.loader import TelemetryLoader
+from telemetry.writing import hparams
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 PNG = png(1, 1)
@@ -48,6 +49,7 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
         picture = summaries.image("feature_maps/0000.a", [PNG], 1, 1)
         no_picture = summaries.image("filters/0000.a", [b"<svg onload=alert(1)>"], 1, 1)
         writer.write_values([buckets, picture, no_picture], step)
+    writer.write_values(hparams.values_of({"lr": 0.5, "n": "a"}), 0)
     writer.close()
     return open_client(tmp_path)
 
@@ -55,6 +57,22 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
 def test_runs_are_listed_with_their_last_step(client: Client) -> None:
     [run] = client.json("runs")
     assert (run["name"], run["lastStep"]) == ("demo", 39)
+
+
+def test_runs_are_told_apart_in_a_table(client: Client) -> None:
+    [run] = client.json("run_table")
+    assert (run["name"], run["status"], run["hparams"]) == ("demo", "live", {"lr": 0.5, "n": "a"})
+    least = pytest.approx(0.05)
+    assert run["loss"] == {"tag": "loss", "last": least, "best": least}
+    alert = {"kind": "exploding_gradient", "severity": "error", "step": 7, "module_name": HOSTILE}
+    assert (run["alert"], run["alertCount"]) == (alert, 1)
+    assert client.json("run_table") == [run]
+
+
+def test_layers_that_moved_first_are_ranked(client: Client) -> None:
+    found = client.json("movers", run="demo", step=39)
+    assert found == {"movers": [], "count": 0, "layers": 2}
+    assert client.json("movers", run="demo", step=5)["movers"] is None
 
 
 def test_a_run_is_described(client: Client) -> None:
@@ -136,6 +154,9 @@ def test_what_is_no_png_is_not_served_as_a_picture(client: Client) -> None:
         ("matrix", {"run": "demo", "statistic": "grad_norm", "first_step": "1e3"}, 400),
         ("matrix", {"run": "demo", "statistic": "grad_norm", "last_layer": "٣"}, 400),
         ("matrix", {"run": "demo", "statistic": "grad_norm", "last_layer": "9" * 30}, 400),
+        ("movers", {"run": "demo"}, 400),
+        ("movers", {"run": "demo", "step": "-1"}, 400),
+        ("movers", {"run": "nothing", "step": "1"}, 404),
         ("layer", {"run": "demo", "layer": "nothing"}, 404),
         ("layer", {"run": "demo"}, 400),
         ("histograms", {"run": "demo", "layer": HOSTILE + "x"}, 404),

@@ -140,6 +140,7 @@ export class Actions {
     this.zoomTo(aroundStep(alert.step, app.whole(), panel.field(app.statistic).steps));
     app.isSideOpen = true;
     this.select(layer ? layer.name : app.state.layer, alert.step);
+    app.side.scrollToTop();
     app.loadMovers(panel.run, alert.step);
   }
 

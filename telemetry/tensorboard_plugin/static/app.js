@@ -70,9 +70,11 @@ export class App {
       const isGone = !runs.some((run) => run.name === this.state.run);
       this.runs = runs;
       if (!this.panels.length || isGone) return await this.start();
+      const alertCount = this.#alertCount();
       await Promise.all(this.panels.map((panel) => panel.refresh(this.state.statistic)));
       this.live.said = "";
       this.#ready();
+      this.#announceNew(alertCount);
       if (this.state.layer !== null) this.#loadDetail();
     } catch (error) {
       this.live.said = `could not be read again: ${error.message}`;
@@ -346,8 +348,12 @@ export class App {
       hasRoles: this.panels[0].grouping("role").groups.size > 0,
       isZoomed: this.state.zoom !== null,
       live: this.live.node,
-      alertCount: this.panels.reduce((sum, panel) => sum + panel.alerts.length, 0),
+      alertCount: this.#alertCount(),
     };
+  }
+
+  #alertCount() {
+    return this.panels.reduce((sum, panel) => sum + panel.alerts.length, 0);
   }
 
   /** The run whose details are shown: that of the last click, if it has the layer. */
@@ -393,16 +399,28 @@ export class App {
     if (row) this.tooltip.showCell(panel, cell, row, this.statistic, x, y);
   }
 
+  /** Says aloud what is selected. */
   announce() {
     const { layer, step } = this.state;
+    const parts = [];
+    if (this.chosenAlert) parts.push(alertAloud(this.chosenAlert));
     const panel = this.detailPanel();
-    if (layer === null || !panel) return;
-    const index = panel.overview.layers.findIndex((known) => known.name === layer);
-    const value = valueAt(panel.field(this.statistic), index, step);
-    const what = `${titleOf(panel.overview.layers[index])}, step ${step}: ${formatValue(this.statistic, value)}`;
-    const alert = this.chosenAlert;
-    const of = alert ? `${alert.severity} at step ${formatStep(alert.step)}: ${alert.message} ` : "";
-    this.announcer.textContent = of + what;
+    if (layer !== null && panel) {
+      const index = panel.overview.layers.findIndex((known) => known.name === layer);
+      const value = formatValue(this.statistic, valueAt(panel.field(this.statistic), index, step));
+      parts.push(`${titleOf(panel.overview.layers[index])}, step ${step}: ${value}`);
+    }
+    this.announcer.textContent = parts.join(" ");
+  }
+
+  /** Says aloud that there are more alerts than before. */
+  #announceNew(before) {
+    const alerts = this.panels.flatMap((panel) => panel.alerts);
+    const count = alerts.length - before;
+    if (count <= 0) return;
+    const last = alerts.reduce((a, b) => (b.step >= a.step ? b : a));
+    const more = count > 1 ? `${count} new alerts, the last: ` : "New alert: ";
+    this.announcer.textContent = more + alertAloud(last);
   }
 
   #message(node) {
@@ -416,4 +434,8 @@ export class App {
     if (error instanceof NewerFormatError) return this.#message(newerFormatMessage(error.message));
     this.#message(failureMessage(error.message, () => this.start()));
   }
+}
+
+function alertAloud({ severity, step, message }) {
+  return `${severity} at step ${formatStep(step)}: ${message}`;
 }

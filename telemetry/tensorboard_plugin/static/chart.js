@@ -2,6 +2,7 @@
 
 import { drawStepAxis, line, logTicks, prepare, roundTicks } from "./canvas.js";
 import { element } from "./dom.js";
+import { columnAt } from "./field.js";
 import { formatNumber } from "./format.js";
 
 /**
@@ -117,7 +118,7 @@ function drawSecondAxis(context, theme, box, scale) {
 }
 
 function ticksOf(scale, box) {
-  const count = box.height / 26;
+  const count = Math.max(box.height / 26, 2);
   const ticks = scale.log
     ? logTicks(Math.pow(10, scale.low), Math.pow(10, scale.high), count)
     : roundTicks(scale.low, scale.high, count, false).map(round);
@@ -143,7 +144,9 @@ function drawCurve(context, box, view, scale, curve) {
   context.beginPath();
   let pen = false;
   let lastX = -Infinity;
-  for (let i = 0; i < steps.length; i++) {
+  // What is in view, and a point at either side.
+  const end = Math.min(columnAt(steps, view.step1) + 2, steps.length);
+  for (let i = Math.max(columnAt(steps, view.step0), 0); i < end; i++) {
     const x = xOf(box, view, steps[i]);
     const drawable = Number.isFinite(values[i]) && (!scale.log || values[i] > 0);
     if (drawable && pen) {

@@ -22,7 +22,7 @@ export function element(tag, properties = {}, ...children) {
 export function fill(node, ...children) {
   const focused = node.contains(document.activeElement) && document.activeElement.dataset.key;
   node.replaceChildren(...children.filter((child) => child != null));
-  if (focused) node.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+  if (focused) node.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }
 
 /** A labelled drop-down list; `options` are `[value, text]`. */

@@ -1,16 +1,15 @@
 // One run: its data, the strip with loss and learning rate, the picture, and what is around it.
 
-import { drawChart, legendOf } from "./chart.js";
 import { element, fill } from "./dom.js";
-import { append, columnAt, endOf, isThinned, measuredLayers, relativeValues } from "./field.js";
-import { formatNumber, formatStep } from "./format.js";
+import { append, endOf, isThinned, measuredLayers, relativeValues } from "./field.js";
+import { formatStep } from "./format.js";
 import { Heatmap, RIGHT } from "./heatmap.js";
 import { drawLayerCurves } from "./layer_curves.js";
 import { drawProfile, profileWidth } from "./profile.js";
 import { groupByPath, groupByRole, makeRows, titleOf } from "./rows.js";
 import { firstNonfinite } from "./story.js";
+import { drawStrip, STRIP_HEIGHT } from "./strip.js";
 
-const STRIP_HEIGHT = 64;
 const PART_DELAY_MS = 200;
 
 export class Panel {
@@ -168,7 +167,9 @@ export class Panel {
   draw(shown) {
     const { statistic, width, field } = shown;
     const beside = profileWidth(width);
-    this.#drawStrip(shown, beside + RIGHT);
+    const legend = drawStrip(this.strip, this.scalars, this.overview.lastStep, shown, beside + RIGHT);
+    this.strip.hidden = this.stripLegend.hidden = !legend;
+    fill(this.stripLegend, legend);
     this.#drawNotice(field, shown);
     this.#drawFirst(statistic);
     this.heatmap.draw({ ...shown, width: width - beside, alerts: this.alerts });
@@ -286,56 +287,11 @@ export class Panel {
     }, PART_DELAY_MS);
   }
 
-  #drawStrip({ view, theme, width, gutter, cursor }, right) {
-    const { lastStep } = this.overview;
-    const curves = this.scalars.map((curve, i) => ({
-      ...(curve.kind === "learning rate" ? heldUntil(curve, lastStep) : curve),
-      color: theme.curves[i % theme.curves.length],
-      label: curve.tag,
-      isStepped: curve.kind === "learning rate",
-    }));
-    const isEmpty = !curves.length;
-    this.strip.hidden = this.stripLegend.hidden = isEmpty;
-    if (isEmpty) return;
-    fill(this.stripLegend, legendOf(curves.map((curve) => withValue(curve, cursor))));
-    const loss = curves.filter((curve) => curve.kind === "loss");
-    const rates = curves.filter((curve) => curve.kind !== "loss");
-    drawChart(this.strip, {
-      view,
-      theme,
-      width,
-      height: STRIP_HEIGHT,
-      left: gutter,
-      right,
-      cursor,
-      curves: loss.length ? loss : rates,
-      log: isLog(loss[0]?.values ?? rates[0].values),
-      second: loss.length ? rates : [],
-    });
-  }
-
   #drawNotice(field, { statistic, rows, search }) {
     const text = rows.length ? noticeOf(field, statistic) : `No layer matches “${search}”.`;
     this.notice.hidden = !text;
     if (this.notice.textContent !== text) this.notice.textContent = text;
   }
-}
-
-/** A curve that is written where it changes, up to the last step. */
-function heldUntil(curve, lastStep) {
-  const { length } = curve.steps;
-  if (!length || curve.steps[length - 1] >= lastStep) return curve;
-  return {
-    ...curve,
-    steps: [...curve.steps, lastStep],
-    values: [...curve.values, curve.values[length - 1]],
-  };
-}
-
-/** A curve whose label has its value at a step, or its last value. */
-function withValue(curve, step) {
-  const index = Math.max(columnAt(curve.steps, step ?? Infinity), 0);
-  return { ...curve, label: `${curve.label} ${formatNumber(curve.values[index])}` };
 }
 
 /** A notice about what the picture leaves out; "" if it shows everything. */
@@ -364,15 +320,4 @@ function partOf(view, rows, statistic) {
   };
   if (!Number.isFinite(query.first_layer)) query.first_layer = 0;
   return { query, key: `${statistic} ${Object.values(query).join(" ")}` };
-}
-
-/** Whether values span so much that a linear axis would hide most of them. */
-function isLog(values) {
-  let [low, high] = [Infinity, 0];
-  for (const value of values) {
-    if (!(value > 0) || value === Infinity) continue;
-    low = Math.min(low, value);
-    high = Math.max(high, value);
-  }
-  return high > 50 * low;
 }

@@ -10,7 +10,7 @@ export class Side {
   constructor(app) {
     this.app = app;
     const { actions } = app;
-    this.chosen = element("section", { class: "chosen", "aria-label": "Chosen alert" });
+    this.chosen = element("section", { class: "chosen-alert", "aria-label": "Chosen alert" });
     this.movers = new Movers((layer, step) => actions.select(layer, step));
     this.detail = new Detail({
       close: () => actions.close(),
@@ -28,6 +28,12 @@ export class Side {
       this.detail.node,
       this.alertList.node,
     );
+  }
+
+  /** To what is said of a chosen alert, and the picture beside it. */
+  scrollToTop() {
+    this.node.scrollTop = 0; // of the drawer
+    window.scrollTo({ top: 0 });
   }
 
   draw() {
