@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -21,6 +22,12 @@ hypothesis.settings.load_profile("steady")
 torch.set_num_threads(1)
 # A warning that PyTorch gives once per process would come in whichever test is first.
 torch.set_warn_always(True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For ``-n auto``: one more than cores, as many tests wait for other processes and disks."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
