@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from serialized import summary_of
@@ -103,6 +103,7 @@ def test_without_magnitudes_there_is_no_histogram() -> None:
     assert not list(log10_values_of(sketches))
 
 
+@example([np.array([-1.0, 1.0])], 8)
 @given(st.lists(WIDE_VALUES, min_size=1, max_size=4), st.sampled_from([2, 3, 8, 32]))
 def test_merged_buckets_hold_what_the_fine_ones_held(
     tensors: list[NDArray[np.float64]], merged: int
@@ -121,4 +122,7 @@ def test_merged_buckets_hold_what_the_fine_ones_held(
         np.testing.assert_array_equal(
             counts, np.bincount(places, middles[:, 2], minlength=len(right))
         )
+        buckets = sketches[tag].buckets.tolist()
+        groups = {(b > 0, -(-abs(b) // merged)) for b in buckets}  # sign and size
+        assert np.count_nonzero(counts) == len(groups)
         assert len(rows) <= histograms.row_count([sketches[tag]], merged) <= len(fine[tag])
