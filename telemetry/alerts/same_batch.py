@@ -6,6 +6,8 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
+
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import median
@@ -61,8 +63,13 @@ class SameBatch(Rule):
 
     @property
     def wants_full(self) -> bool:
-        """Whether one more step would tell a loader's period from a single batch."""
-        return self._wants
+        """Whether one more step would tell a loader's period from a single batch, or decide."""
+        return self._wants or (self._waits_for_loss and self._is_known_by_heart())
+
+    @property
+    def _waits_for_loss(self) -> bool:
+        """Whether the batch is the only one so far, and its loss decides."""
+        return self._divisor == 1 and not self._varied and not self._episode.is_on
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._follow(() if record.loss is None else (record.loss,))
@@ -82,7 +89,11 @@ class SameBatch(Rule):
         return self._episode.update(record.step, self._alert(record, distance) if found else None)
 
     def quiet_steps(self, steps: LightSteps) -> int:
-        return len(steps)
+        if not self._waits_for_loss or not self._losses:
+            return len(steps)
+        lowest = min(np.nanmin(steps.losses, initial=math.inf), *self._losses)
+        begun = len(self._first_losses) == _LOSSES
+        return len(steps) if begun and lowest > self._share * median(self._first_losses) else 0
 
     def pass_over(self, steps: LightSteps) -> None:
         self._follow(steps.losses.tolist())

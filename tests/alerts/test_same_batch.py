@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_runs import draw, train
+from small_runs import draw, net, train
 
 from telemetry.alerts.same_batch import SameBatch
 
@@ -38,8 +38,18 @@ def test_a_data_set_of_one_batch_is_none_until_it_is_known_by_heart() -> None:
     points, classes = draw()
     noisy = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
     assert train(SameBatch(), 230, model=noisy, batch=lambda step: (points, classes)) == []
-    [alert] = train(SameBatch(), 230, batch=lambda step: (points, classes))
-    assert alert.step >= 100
+    assert len(train(SameBatch(), 230, batch=lambda step: (points, classes))) == 1
+
+
+def test_it_is_told_soon_after_the_loss_says_so() -> None:
+    points, classes = draw()
+    slow = net()
+    optimizer = torch.optim.SGD(slow.parameters(), 0.03, 0.9)
+    [alert] = train(
+        SameBatch(), 400, model=slow, optimizer=optimizer, batch=lambda step: (points, classes),
+        every=150,
+    )  # fmt: skip
+    assert 150 < alert.step < 300
 
 
 @pytest.mark.parametrize("every", [10, 100])
