@@ -24,7 +24,7 @@ class LossDivergence(CourseRule):
     - the next ``losses`` losses are all far above those before. One less is enough if the learning
       rate has just jumped above all former ones, or if it is that of the first steps and the loss
       has become several times as high; or
-    - half of what was learned has been lost.
+    - half of what was learned has been lost, after the first hundred steps.
 
     If gradients jumped and the learning rate did not, this rule is silent: ``exploding_gradient``
     covers that. It is over when :class:`Rise` is undone.
@@ -98,7 +98,9 @@ class LossDivergence(CourseRule):
         course, loss = self.course, self.course.loss
         is_new = course.is_young and loss.excess > _FAR
         enough = self._losses - (is_new or course.since_rate_jump <= _REACH)
-        high = loss.steps_far_above >= enough or loss.has_lost
+        # matrix_factorization learns with steps of a fifth of its embeddings at first, and wavers.
+        lost = loss.has_lost and course.age > _BEGINNING
+        high = loss.steps_far_above >= enough or lost
         if not high or self._since_large > _REACH or course.gradients_led:
             return False
         self._rise = Rise(first=loss.first, usual=loss.usual, peak=loss.usual)
@@ -153,5 +155,6 @@ def _summed(record: StepRecord) -> Alert:
 _REACH = 20  # by eye, in steps; tried 4 and 100
 _JUST = 2  # steps after a jump of the learning rate that are measured in full; tried 1 and 4
 _FAR = 3.0  # times the loss itself; meta_learning, which learns, has 2.4 in its first steps
+_BEGINNING = 100  # by eye, in steps, as of losses
 _RISEN = 3.0  # as a jump in course
 _CALM_STEPS = 10  # by eye
