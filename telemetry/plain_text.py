@@ -30,6 +30,11 @@ def type_of(value: object) -> str:
     return f"the class {name}" if kind is value else name
 
 
+def steps_in_words(count: int) -> str:
+    """``one step``, or ``12 steps``."""
+    return "one step" if count == 1 else f"{count} steps"
+
+
 def check_text(what: str, text: object) -> None:
     """Refuse what cannot be written as text.
 

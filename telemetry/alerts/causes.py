@@ -9,6 +9,7 @@ from typing import Any
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import Course
 from telemetry.alerts.memory import restore, to_plain
+from telemetry.plain_text import steps_in_words
 from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
 from telemetry.schedule import LAG_STEPS
@@ -164,8 +165,8 @@ class OneCause(Rule):
         since, message = self._course.since_rate_jump, alert.message
         if alert.kind in _OF_LARGE_STEPS and since <= _AFTER_JUMP:
             seen, _ = message.split("\n")
-            ago = f"{since} steps before" if since != 1 else "one step before"
-            message = f"{seen[:-1]}, after the learning rate had jumped to {self._rate:.3g}, {ago}."
+            ago = steps_in_words(since)
+            message = f"{seen[:-1]}, {ago} after the learning rate had jumped to {self._rate:.3g}."
             message += f"\n{_RATE_ADVICE}"
         severity = self._severities.get(alert.kind, alert.severity)
         return replace(alert, severity=severity, message=message)

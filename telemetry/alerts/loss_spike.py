@@ -16,7 +16,7 @@ from telemetry.alerts.history import median
 from telemetry.alerts.past import Past
 from telemetry.alerts.rise import Rise
 from telemetry.movers import Mover
-from telemetry.plain_text import called
+from telemetry.plain_text import called, steps_in_words
 from telemetry.records import LightSteps, StepRecord
 
 
@@ -177,7 +177,7 @@ class LossSpike(CourseRule):
         if len(early) < _SHARE * self._norms.count():
             return None
         return self._alert(
-            f"and gradients had left their past {since - early[0].step} steps before",
+            f"and gradients had left their past {steps_in_words(since - early[0].step)} before",
             "People usually clip gradients, lower the learning rate or Adam's beta2, and go on "
             "from a checkpoint before the spike without the batches around it.",
         )
@@ -189,7 +189,7 @@ class LossSpike(CourseRule):
         if max(map(self._ranges_above, self._high_losses)) < self._batch_distance:
             return
         found = self._alert(
-            f"and was back {len(self._high)} steps later: it was the batch",
+            f"and was back {steps_in_words(len(self._high))} later: it was the batch",
             "Look at that batch: inputs and targets in another unit, a wrong label or mask. People "
             "usually clip gradients so that one batch cannot do harm.",
         )

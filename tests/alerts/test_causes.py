@@ -115,5 +115,5 @@ def test_a_jump_of_the_learning_rate_is_to_blame_for_what_follows(after: int, sa
     steps = [replace(record(s), learning_rates=(0.1 if s < 10 else 5.0,)) for s in range(60)]
     [found] = [found for step in steps for found in one_cause(step)]
     seen, advice = found.message.split("\n")
-    assert ("the learning rate had jumped to 5, " in seen) == said
+    assert ("after the learning rate had jumped to 5." in seen) == said
     assert ("limit what a schedule can return" in advice) == said
