@@ -58,6 +58,7 @@ def overview(run: Overview) -> dict[str, Any]:
                 "description": statistic.description,
             }
             for statistic in PAGE_STATISTICS
+            if run.of_ranks or not statistic.of_ranks
         ],
         "firstStep": run.first_step,
         "lastStep": run.last_step,

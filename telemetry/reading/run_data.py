@@ -28,6 +28,8 @@ from telemetry.reading.sessions import (
 )
 from telemetry.reading.sources import Point, RunSource
 
+_OF_RANKS = {statistic.name for statistic in PAGE_STATISTICS if statistic.of_ranks}
+
 MAX_ALERTS = 10_000
 """Alerts of one run; the page lists every one."""
 
@@ -43,6 +45,7 @@ class Overview:
         last_step: The last step with data.
         alerts: In the order of their steps.
         session_count: How often the run was started or resumed.
+        of_ranks: Whether several ranks have written it.
     """
 
     version: str
@@ -51,6 +54,7 @@ class Overview:
     last_step: int
     alerts: tuple[Alert, ...]
     session_count: int
+    of_ranks: bool
 
 
 class RunData:
@@ -92,6 +96,7 @@ class RunData:
                 last_step=max(lasts, default=first),
                 alerts=self._current_alerts(),
                 session_count=len(structure.sessions.begins),
+                of_ranks=any(_OF_RANKS & set(s.statistic_names) for s in structure.segments),
             )
 
     def matrix(self, statistic: str, region: Region | None = None) -> Matrix:
