@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -830,6 +831,17 @@ def test_a_callback_may_flush_or_close_the_writer(
     writer.close()
     assert list(scalars(tmp_path, "grad_norm/total")) == [0, 1, 2, 3, 4]
     assert "failed" not in caplog.text
+
+
+def test_closing_on_two_threads_at_once_raises_nothing(tmp_path: Path) -> None:
+    model = mlp()
+    for number in range(5):
+        logger = HookLogger(model, tmp_path / str(number), alerts=())
+        run_through(train(model, steps=2))
+        with ThreadPoolExecutor(4) as pool:
+            for closed in [pool.submit(logger.close) for _ in range(4)]:
+                closed.result()
+        assert len(scalars(tmp_path / str(number), "grad_norm/total")) == 2
 
 
 def test_a_callback_may_close_the_logger_and_what_waits_is_judged(tmp_path: Path) -> None:
