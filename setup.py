@@ -1,5 +1,6 @@
 """The C extension; everything else is in setup.cfg. Where it cannot be built, NumPy serves."""
 
+import os
 import sysconfig
 
 from setuptools import Extension, setup
@@ -26,7 +27,7 @@ setup(
             ["telemetry/_native.c"],
             define_macros=[("Py_LIMITED_API", "0x030A0000")] if LIMITED else [],
             py_limited_api=LIMITED,
-            optional=True,
+            optional=not os.environ.get("TELEMETRY_REQUIRE_NATIVE"),  # set for releases
         )
     ],
     cmdclass={"build_ext": BuildExtension},

@@ -34,17 +34,21 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(format="%(message)s")  # shows the alerts while training
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
-    train_set, test_set = load_data(args.data)
+    data_name, train_set, test_set = load_data(args.data)
     batches = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
 
     model = build_model(args.fault).to(device)
     lr = args.lr * {"lr_too_high": 1000, "lr_too_low": 1e-6}.get(args.fault, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
+    fault = "" if args.fault == "none" else f"-{args.fault}"
+    log_dir = args.log_dir or f"runs/{data_name}{fault}-{time.strftime('%Y%m%d-%H%M%S')}"
     with (
-        HookLogger(model, args.log_dir, every_n_steps=args.every_n_steps) as logger,
+        HookLogger(model, log_dir, every_n_steps=args.every_n_steps) as logger,
         logging_redirect_tqdm(),
     ):
+        described = {"data": data_name, "fault": args.fault, "lr": lr, "seed": args.seed}
+        logger.hparams({**described, "batch_size": args.batch_size})
         for epoch in range(args.epochs):
             model.train()
             progress = tqdm(batches, desc=f"epoch {epoch + 1}/{args.epochs}", unit="batch")
@@ -67,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"alerts            {len(logger.alerts) or 'none'}")
     for alert in logger.alerts:
         print(f"  {alert.title}: {alert.message.splitlines()[0]}")
-    print(f"\nLook at it with:\n{how_to_look(args.log_dir)}")
+    print(f"\nLook at it with:\n{how_to_look(log_dir)}")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -75,7 +79,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description="Train a small CNN on MNIST and watch it in TensorBoard.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    log_dir = f"runs/mnist-{time.strftime('%Y%m%d-%H%M%S')}"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--data", type=Path, default="data", help="folder of the MNIST images")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the training set")
@@ -84,15 +87,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--every-n-steps", type=int, default=50, help="measure in full every N steps"
     )
-    parser.add_argument("--log-dir", default=log_dir, help="folder for TensorBoard")
+    parser.add_argument(
+        "--log-dir", help="folder for TensorBoard; by default, data, fault and time in runs/"
+    )
     parser.add_argument("--device", default=device, help="where to train")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--fault", choices=FAULTS, default="none", help="break the training")
     return parser.parse_args(arguments)
 
 
-def load_data(folder: Path) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set; scikit-learn's digits if MNIST cannot be downloaded."""
+def load_data(folder: Path) -> tuple[str, TensorDataset, TensorDataset]:
+    """Name, training and test set; scikit-learn's digits if MNIST cannot be downloaded."""
     socket.setdefaulttimeout(10)  # torchvision would wait forever for a silent server
     try:
         train, test = (MNIST(folder, train=train, download=True) for train in (True, False))
@@ -100,17 +105,20 @@ def load_data(folder: Path) -> tuple[TensorDataset, TensorDataset]:
         reason = str(error).partition("\n")[0].rstrip(":")
         print(f"No MNIST ({reason}); training on scikit-learn's 8×8 digits, enlarged, instead.")
         return load_small_digits()
-    return as_dataset(train.data, train.targets), as_dataset(test.data, test.targets)
+    return "mnist", as_dataset(train.data, train.targets), as_dataset(test.data, test.targets)
 
 
-def load_small_digits() -> tuple[TensorDataset, TensorDataset]:
+def load_small_digits() -> tuple[str, TensorDataset, TensorDataset]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     small = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
     images = nn.functional.interpolate(small, size=(28, 28), mode="bilinear")[:, 0]
     labels = torch.from_numpy(digits.target)
-    return as_dataset(images[:1437], labels[:1437]), as_dataset(images[1437:], labels[1437:])
+    train, test = (
+        as_dataset(images[part], labels[part]) for part in (slice(1437), slice(1437, None))
+    )
+    return "digits", train, test
 
 
 def as_dataset(images: Tensor, labels: Tensor) -> TensorDataset:

@@ -44,6 +44,7 @@ from machine import describe_machine, write_json
 from telemetry.events import FileWriter, summaries
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
+from telemetry.tag_names import HISTOGRAMS, numbered
 from telemetry.writing.board import Board
 
 # TensorBoard with the plugin, Chromium and the layout of a model: those of the page's tests.
@@ -225,7 +226,9 @@ def measure_page(logdir: Path, size: Size, chromium: Any) -> dict[str, float]:
         )
         start_s = time.perf_counter() - start
         cold_s, warm_s = seconds(server.get_overview), seconds(server.get_overview)
-        histogram_tags = [f"activation/{i:04d}.{m.name}" for i, m in enumerate(layout.modules)]
+        histogram_tags = [
+            f"{HISTOGRAMS}activation/{numbered(i, m.name)}" for i, m in enumerate(layout.modules)
+        ]
         times = {
             "start_s": start_s,
             "cold_ms": cold_s * 1e3,

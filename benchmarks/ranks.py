@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from telemetry.ranks.part import Part
 from telemetry.ranks.rank_part import Common, RankPart, merge
 from telemetry.ranks.share import WHOLE, Share
 from telemetry.ranks.stage_part import StagePart
-from telemetry.ranks.tensor_table import Row, TensorTable
+from telemetry.ranks.tensor_table import EMPTY, Row, TensorTable
 from telemetry.records import Layout, Module, Parameter, TensorRecord
 from telemetry.sketch import sketch_array
 
@@ -62,6 +62,23 @@ class Size:
     first_bytes: int
     bytes: int
     encode_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Light:
+    """What a step costs that is not measured in full: the norm of each gradient.
+
+    Attributes:
+        parameters: How many there are.
+        bytes: What one rank sends.
+        encode_s: CPU time for making bytes of it.
+        merge_s: CPU time for merging what the ranks of one machine sent.
+    """
+
+    parameters: int
+    bytes: int
+    encode_s: float
+    merge_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +181,38 @@ def measure_size(layers: int) -> Size:
     )
 
 
+def measure_light(machine: Sequence[RankPart]) -> Light:
+    parts = [
+        replace(
+            part,
+            tensors=EMPTY,
+            measured=frozenset[int](),
+            stages=tuple(
+                replace(stage, before=None, parameter_copies=None, moved=None, sizes=None)
+                for stage in part.stages
+            ),
+        )
+        for part in machine
+    ]
+    payloads = [encode(part) for part in parts]
+    return Light(
+        parameters=len(parts[0].stages[0].norms),
+        bytes=len(payloads[0]),
+        encode_s=least_s(lambda: encode(parts[0])),
+        merge_s=least_s(lambda: merge_payloads(payloads)),
+    )
+
+
+def least_s(call: Callable[[], object]) -> float:
+    """CPU time of the fastest of twenty calls."""
+    times = []
+    for _ in range(20):
+        began = time.thread_time()
+        call()
+        times.append(time.thread_time() - began)
+    return min(times)
+
+
 def children_by_level(ranks: int) -> list[int]:
     """How many leaders send to the busiest leader of each level, from the lowest level up."""
     machines = -(-ranks // PER_MACHINE)
@@ -260,7 +309,9 @@ def training_thread_us(steps: int) -> float:
     return looked_s / steps * 1e6
 
 
-def print_tables(sizes: Sequence[Size], trees: Sequence[Tree], step_us: float) -> None:
+def print_tables(
+    sizes: Sequence[Size], lights: Sequence[Light], trees: Sequence[Tree], step_us: float
+) -> None:
     print("\nWhat one rank sends at a full step, with 8 tensors per layer; CPU time to encode it")
     print(f"{'layers':>8}{'tensors':>9}{'first kB':>10}{'kB':>9}{'B/tensor':>10}{'encode':>11}")
     for size in sizes:
@@ -268,6 +319,15 @@ def print_tables(sizes: Sequence[Size], trees: Sequence[Tree], step_us: float) -
             f"{size.layers:8,}{size.tensors:9,}{size.first_bytes / 1e3:10.1f}"
             f"{size.bytes / 1e3:9.1f}{size.bytes / size.tensors:10.0f}"
             f"{size.encode_s * 1e3:9.1f}ms"
+        )
+    print(
+        f"\nA step that is not measured in full; CPU times, to merge those of {PER_MACHINE} ranks"
+    )
+    print(f"{'parameters':>12}{'bytes':>9}{'encode':>11}{'merge':>11}")
+    for light in lights:
+        print(
+            f"{light.parameters:12,}{light.bytes:9,}"
+            f"{light.encode_s * 1e3:9.2f}ms{light.merge_s * 1e3:9.2f}ms"
         )
     print("\nUntil the writing rank has the whole, and its own CPU time in the background")
     print(f"{'ranks':>8}{'layers':>8}{'levels':>8}{'arrival':>10}{'CPU':>9}{'MB waiting':>12}")
@@ -292,16 +352,21 @@ def main() -> None:
     layers = args.layers or ([5, 10] if args.quick else [10, 100, 1000])
     worlds = args.ranks or (WORLDS[:2] if args.quick else WORLDS)
     sizes = [measure_size(count) for count in layers]
-    machine = [make_part(layers[-1], rank, worlds[-1]) for rank in range(PER_MACHINE)]
+    machines = [
+        [make_part(count, rank, worlds[-1]) for rank in range(PER_MACHINE)] for count in layers
+    ]
+    lights = [measure_light(machine) for machine in machines]
+    machine = machines[-1]
     trees = [simulate(ranks, machine) for ranks in worlds]
     step_us = training_thread_us(10_000 if args.quick else 1_000_000)
-    print_tables(sizes, trees, step_us)
+    print_tables(sizes, lights, trees, step_us)
     if args.json:
         write_json(
             args.json,
             device,
             figures={
                 "sizes": [asdict(size) for size in sizes],
+                "light": [asdict(light) for light in lights],
                 "trees": [asdict(tree) for tree in trees],
                 "training_thread_us": step_us,
             },

@@ -181,9 +181,9 @@ def judged(label: Wanted, alerts: Iterable[Alert]) -> tuple[str, bool | None]:
     if any(alert.step < label.onset for alert in loud):
         return "EARLY", None
     told = [a for a in new if a.kind in label.kinds and a.step >= label.onset]
-    if not told:
+    if not told:  # a note of another kind misleads nobody
         missed = "gap" if label.want == "G" else "MISSED"
-        return (missed if not new else "WRONG KIND"), None
+        return ("WRONG KIND" if loud else missed), None
     first = told[0]
     layer = None
     if label.layers:

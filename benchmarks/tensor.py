@@ -114,7 +114,7 @@ class Ours:
         self._measurements.reduce()
 
     def by_numpy(self) -> None:
-        with patch.dict(native.DTYPES, clear=True):
+        with patch.dict(native.DTYPES, clear=True), patch.object(native, "TENSORS", None):
             self.add()
         self.reduce()
 

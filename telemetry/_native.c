@@ -250,8 +250,9 @@ INLINE void fetch_next(const Block *block, int i)
 }
 
 /* Add values that are all finite, a multiple of LANES; if they are not, do nothing and return 0. */
-#define DEFINE_ADD_FINITE(NAME, TYPE, BITS)                                            \
-    INLINE int NAME(const Block *block, const TYPE *values, int count, Lanes *lanes)   \
+#define DEFINE_ADD_FINITE(NAME, TYPE, BITS, MAGNITUDE)                                 \
+    INLINE int NAME(const Block *block, const TYPE *values, int count, int powers,     \
+                    Lanes *lanes)                                                      \
     {                                                                                  \
         double sums[4][LANES] = {{0}};                                                 \
         TYPE lows[LANES], highs[LANES];                                                \
@@ -271,17 +272,19 @@ INLINE void fetch_next(const Block *block, int i)
                 double wide = x, square = wide * wide;                                 \
                 sums[0][j] += wide;                                                    \
                 sums[1][j] += square;                                                  \
-                sums[2][j] += square * wide;                                           \
-                sums[3][j] += square * square;                                         \
+                if (powers == 4) {                                                     \
+                    sums[2][j] += square * wide;                                       \
+                    sums[3][j] += square * square;                                     \
+                }                                                                      \
                 lows[j] = x < lows[j] ? x : lows[j];                                   \
                 highs[j] = x > highs[j] ? x : highs[j];                                \
-                zeros[j] += (BITS)(bits << 1) == 0;                                    \
+                zeros[j] += (bits & MAGNITUDE) == 0;                                   \
             }                                                                          \
         }                                                                              \
         for (int j = 0; j < LANES; j++)                                                \
             all_finite &= is_finite(sums[1][j]);                                       \
         for (int j = 0; all_finite && j < LANES; j++) {                                \
-            for (int power = 0; power < 4; power++)                                    \
+            for (int power = 0; power < powers; power++)                               \
                 lanes->sums[power][j] += sums[power][j];                               \
             lanes->lows[j] = lows[j] < lanes->lows[j] ? lows[j] : lanes->lows[j];      \
             lanes->highs[j] = highs[j] > lanes->highs[j] ? highs[j] : lanes->highs[j]; \
@@ -290,8 +293,8 @@ INLINE void fetch_next(const Block *block, int i)
         return all_finite;                                                             \
     }
 
-DEFINE_ADD_FINITE(add_finite_floats, float, uint32_t)
-DEFINE_ADD_FINITE(add_finite_doubles, double, uint64_t)
+DEFINE_ADD_FINITE(add_finite_floats, float, uint32_t, (UINT32_MAX >> 1))
+DEFINE_ADD_FINITE(add_finite_doubles, double, uint64_t, (UINT64_MAX >> 1))
 
 INLINE double value_of(const Block *block, int i)
 {
@@ -322,11 +325,12 @@ INLINE int add_each(const Block *block, int first, int end, Lanes *lanes)
     return all_finite;
 }
 
-INLINE int add_moments(const Block *block, int count, Lanes *lanes)
+INLINE int add_moments(const Block *block, int count, int powers, Lanes *lanes)
 {
     int whole = count / LANES * LANES;
-    int all_finite = block->wide ? add_finite_doubles(block, block->wide, whole, lanes)
-                                 : add_finite_floats(block, block->narrow, whole, lanes);
+    int all_finite = block->wide   ? add_finite_doubles(block, block->wide, whole, 4, lanes)
+                     : powers == 4 ? add_finite_floats(block, block->narrow, whole, 4, lanes)
+                                   : add_finite_floats(block, block->narrow, whole, 2, lanes);
     if (!all_finite)
         all_finite = add_each(block, 0, whole, lanes);
     return add_each(block, whole, count, lanes) && all_finite;
@@ -551,6 +555,18 @@ INLINE void compare_rows(const float *__restrict x, int count, float *__restrict
     }
 }
 
+/* The same of four rows, which takes as many loads and stores of the extremes as one. */
+INLINE void compare_four_rows(const float *__restrict x, int width, float *__restrict lows,
+                              float *__restrict highs)
+{
+    SIMD for (int i = 0; i < width; i++)
+    {
+        float a = x[i], b = x[i + width], c = x[i + 2 * width], d = x[i + 3 * width];
+        lows[i] = lower(lower(lower(a, b), lower(c, d)), lows[i]);
+        highs[i] = higher(higher(higher(a, b), higher(c, d)), highs[i]);
+    }
+}
+
 /* A number that is ordered as the floats are, and back: of floats, compilers hesitate to vectorize
  * the minimum. */
 INLINE int32_t to_key(float x)
@@ -584,6 +600,12 @@ INLINE void add_units(Units *units, const float *x, int count, int all_finite)
     while (count) {
         int64_t left = length - units->at % length;
         int part = left < count ? (int)left : count;
+        if (all_finite && units->at == 0 && units->width && count >= 4 * units->width) {
+            compare_four_rows(x, (int)units->width, units->lows, units->highs);
+            x += 4 * units->width;
+            count -= 4 * (int)units->width;
+            continue;
+        }
         int64_t place = units->width ? units->at : units->at / units->inner;
         float *lows = units->lows + place, *highs = units->highs + place;
         if (!all_finite)
@@ -622,7 +644,8 @@ typedef struct {
     Units units;
 } Statistics;
 
-CLONES static void measure(const Tensor *tensor, int64_t sample_step, Statistics *statistics)
+CLONES static void measure(const Tensor *tensor, int64_t sample_step, int powers,
+                           Statistics *statistics)
 {
     Block block;
     Histogram histogram;
@@ -634,7 +657,7 @@ CLONES static void measure(const Tensor *tensor, int64_t sample_step, Statistics
     for (int64_t first = 0; first < count; first += BLOCK) {
         int part = count - first < BLOCK ? (int)(count - first) : BLOCK;
         read_block(tensor, first, part, &block);
-        int all_finite = add_moments(&block, part, &lanes);
+        int all_finite = add_moments(&block, part, powers, &lanes);
         if (sample_step)
             next_sample = count_sample(&block, part, all_finite, next_sample, sample_step,
                                        &histogram);
@@ -648,6 +671,8 @@ CLONES static void measure(const Tensor *tensor, int64_t sample_step, Statistics
     fill_buckets(&histogram, sample_step != 0, moments, finite, &statistics->buckets);
     if (finite == 0)
         moments->min = moments->max = NAN;
+    if (powers < 4)
+        moments->sums[2] = moments->sums[3] = NAN;
     end_units(&statistics->units);
 }
 
@@ -762,6 +787,7 @@ static int fill_tensor(PyObject *address, PyObject *count, int dtype, Tensor *te
 typedef struct {
     Tensor tensor;
     int64_t units, inner, sample_step;
+    int powers;   /* whose sums are made: 2 or 4 */
     char *result; /* to be freed */
     size_t size;
 } Request;
@@ -769,26 +795,27 @@ typedef struct {
 /* Fill a request from a tuple of integers; 0 if they do not fit each other. */
 static int fill_request(PyObject *numbers, Request *request)
 {
-    int64_t rest[3] = {0};
-    if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != 6) {
-        PyErr_SetString(PyExc_TypeError, "tensors are tuples of 6 integers");
+    int64_t rest[4] = {0};
+    if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != 7) {
+        PyErr_SetString(PyExc_TypeError, "tensors are tuples of 7 integers");
         return 0;
     }
     long dtype = PyLong_AsLong(PyTuple_GetItem(numbers, 2));
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < 4; i++)
         rest[i] = PyLong_AsLongLong(PyTuple_GetItem(numbers, 3 + i));
     if (!fill_tensor(PyTuple_GetItem(numbers, 0), PyTuple_GetItem(numbers, 1), (int)dtype,
                      &request->tensor))
         return 0;
     int64_t count = request->tensor.count, units = rest[0], inner = rest[1], step = rest[2];
     if (step < 0 || units < 0 || (units && (inner < 1 || units > count / inner)) ||
-        (!step && count > UINT32_MAX)) {
-        PyErr_SetString(PyExc_ValueError, "units, inner and sample_step do not fit the count");
+        (!step && count > UINT32_MAX) || (rest[3] != 2 && rest[3] != 4)) {
+        PyErr_SetString(PyExc_ValueError, "units, inner, sample_step or powers do not fit the count");
         return 0;
     }
     request->units = units;
     request->inner = inner;
     request->sample_step = step;
+    request->powers = (int)rest[3];
     return 1;
 }
 
@@ -801,7 +828,7 @@ static void serve(Request *request)
     statistics.units.inner = request->inner;
     if (!begin_units(&statistics.units, request->tensor.count))
         return;
-    measure(&request->tensor, request->sample_step, &statistics);
+    measure(&request->tensor, request->sample_step, request->powers, &statistics);
     size_t size = (size_t)buckets->size, units = (size_t)request->units;
     const struct {
         const void *source;
@@ -845,38 +872,6 @@ static PyObject *python_measure(PyObject *module, PyObject *numbers)
     if (state != NULL)
         PyEval_RestoreThread(state);
     return result_of(&request);
-}
-
-static PyObject *python_measure_all(PyObject *module, PyObject *list)
-{
-    (void)module;
-    int fits = PyList_Check(list);
-    Py_ssize_t size = fits ? PyList_Size(list) : 0;
-    if (!fits)
-        PyErr_SetString(PyExc_TypeError, "measure_all() takes a list");
-    Request *requests = calloc((size_t)size + 1, sizeof *requests);
-    if (fits && requests == NULL)
-        PyErr_NoMemory();
-    int64_t total = 0;
-    fits = fits && requests != NULL;
-    for (Py_ssize_t i = 0; fits && i < size; i++) {
-        fits = fill_request(PyList_GetItem(list, i), &requests[i]);
-        total += requests[i].tensor.count;
-    }
-    PyObject *results = fits ? PyList_New(size) : NULL;
-    if (results != NULL) {
-        PyThreadState *state = total > GIL_KEPT ? PyEval_SaveThread() : NULL;
-        for (Py_ssize_t i = 0; i < size; i++)
-            serve(&requests[i]);
-        if (state != NULL)
-            PyEval_RestoreThread(state);
-        for (Py_ssize_t i = 0; i < size; i++)
-            PyList_SetItem(results, i, result_of(&requests[i]));
-    }
-    free(requests);
-    if (results != NULL && PyErr_Occurred())
-        Py_CLEAR(results);
-    return results;
 }
 
 static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
@@ -1008,44 +1003,97 @@ static int describe_units(PyObject *object, const Exchange *exchange, PyObject *
     return 1;
 }
 
-static PyObject *python_measure_tensor(PyObject *module, PyObject *const *args,
-                                       Py_ssize_t arg_count)
+/* What measure_tensors() was given besides the tensors. */
+typedef struct {
+    PyObject *axis, *types, *sample_step;
+    const Exchange *exchange;
+    int powers;
+} Asked;
+
+static int is_of_type(PyObject *object, PyObject *types)
 {
-    (void)module;
-    if (arg_count != 5) {
-        PyErr_SetString(PyExc_TypeError, "measure_tensor() takes 5 arguments");
-        return NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(types); i++)
+        if ((PyObject *)Py_TYPE(object) == PyTuple_GetItem(types, i))
+            return 1;
+    return 0;
+}
+
+/* Fill a request, which has no values if the tensor is to be refused; 0 if there was an error. */
+static int ask(PyObject *object, const Asked *asked, Request *request)
+{
+    if (!is_of_type(object, asked->types) || asked->exchange->version.major != 1 ||
+        !asked->exchange->describe ||
+        !describe_units(object, asked->exchange, asked->axis, request)) {
+        request->tensor.count = 0;
+        return 1;
     }
-    const Exchange *exchange = PyCapsule_GetPointer(args[3], "dlpack_exchange_api");
-    if (exchange == NULL)
-        return NULL;
-    Request request = {0};
-    if ((PyObject *)Py_TYPE(args[0]) != args[2] || exchange->version.major != 1 ||
-        !exchange->describe || !describe_units(args[0], exchange, args[1], &request))
-        Py_RETURN_NONE;
-    long long count = request.tensor.count, units = request.units, inner = request.inner;
-    PyObject *number = PyObject_CallFunction(args[4], "L", count);
-    long long step = number ? PyLong_AsLongLong(number) : -1;
+    int64_t count = request->tensor.count;
+    PyObject *number = PyObject_CallFunction(asked->sample_step, "L", (long long)count);
+    request->sample_step = number ? PyLong_AsLongLong(number) : -1;
+    request->powers = asked->powers;
     Py_XDECREF(number);
     if (PyErr_Occurred())
-        return NULL;
-    if (step < 0 || (!step && count > UINT32_MAX)) {
+        return 0;
+    if (request->sample_step < 0 || (!request->sample_step && count > UINT32_MAX)) {
         PyErr_SetString(PyExc_ValueError, "the sample's step does not fit the count");
-        return NULL;
+        return 0;
     }
-    request.sample_step = step;
-    PyThreadState *state = count > GIL_KEPT ? PyEval_SaveThread() : NULL;
-    serve(&request);
-    if (state != NULL)
-        PyEval_RestoreThread(state);
-    PyObject *result = result_of(&request), *address = PyLong_FromVoidPtr((void *)request.tensor.values);
+    return 1;
+}
+
+/* What was found and the request, as native.py knows it; None for a tensor that was refused. */
+static PyObject *answer(Request *request)
+{
+    if (!request->tensor.count)
+        Py_RETURN_NONE;
+    PyObject *result = result_of(request);
+    PyObject *address = PyLong_FromVoidPtr((void *)request->tensor.values);
     if (result == NULL || address == NULL) {
         Py_XDECREF(result);
         Py_XDECREF(address);
         return NULL;
     }
-    return Py_BuildValue("N(NLiLLL)", result, address, count, request.tensor.dtype, units, inner,
-                         step);
+    return Py_BuildValue("N(NLiLLLi)", result, address, (long long)request->tensor.count,
+                         request->tensor.dtype, (long long)request->units,
+                         (long long)request->inner, (long long)request->sample_step,
+                         request->powers);
+}
+
+static PyObject *python_measure_tensors(PyObject *module, PyObject *const *args,
+                                        Py_ssize_t arg_count)
+{
+    (void)module;
+    if (arg_count != 6 || !PyList_Check(args[0]) || !PyTuple_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "measure_tensors() takes a list, and 5 other arguments");
+        return NULL;
+    }
+    Asked asked = {args[1], args[2], args[4], PyCapsule_GetPointer(args[3], "dlpack_exchange_api"),
+                   PyLong_AsLong(args[5]) == 2 ? 2 : 4};
+    Py_ssize_t size = PyList_Size(args[0]);
+    Request *requests = calloc((size_t)size + 1, sizeof *requests);
+    if (requests == NULL)
+        PyErr_NoMemory();
+    int fits = !PyErr_Occurred();
+    int64_t total = 0;
+    for (Py_ssize_t i = 0; fits && i < size; i++) {
+        fits = ask(PyList_GetItem(args[0], i), &asked, &requests[i]);
+        total += requests[i].tensor.count;
+    }
+    PyObject *answers = fits ? PyList_New(size) : NULL;
+    if (answers != NULL) {
+        PyThreadState *state = total > GIL_KEPT ? PyEval_SaveThread() : NULL;
+        for (Py_ssize_t i = 0; i < size; i++)
+            if (requests[i].tensor.count)
+                serve(&requests[i]);
+        if (state != NULL)
+            PyEval_RestoreThread(state);
+        for (Py_ssize_t i = 0; i < size; i++)
+            PyList_SetItem(answers, i, answer(&requests[i]));
+    }
+    free(requests);
+    if (answers != NULL && PyErr_Occurred())
+        Py_CLEAR(answers);
+    return answers;
 }
 
 /* --- gradients -------------------------------------------------------------------------------- */
@@ -1249,8 +1297,7 @@ static PyObject *python_count_bins(PyObject *module, PyObject *const *args, Py_s
 
 static PyMethodDef methods[] = {
     {"measure", python_measure, METH_O, NULL},
-    {"measure_all", python_measure_all, METH_O, NULL},
-    {"measure_tensor", METHOD(python_measure_tensor), METH_FASTCALL, NULL},
+    {"measure_tensors", METHOD(python_measure_tensors), METH_FASTCALL, NULL},
     {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
     {"take_norms", METHOD(python_take_norms), METH_FASTCALL, NULL},
     {"copy_sample", python_copy_sample, METH_O, NULL},

@@ -122,6 +122,14 @@ def check_optimizer(optimizer: Any) -> Optimizer | None:
     return inner
 
 
+def check_phase(name: str) -> str:
+    """The name of a phase, with which tags can begin."""
+    check_text(f"HookLogger.phase(name={name!r}): it", name)
+    if not name:
+        raise ValueError("HookLogger.phase(name=''): must not be empty, it begins the tags")
+    return name
+
+
 def check_rules(alerts: Any) -> Sequence[Rule]:
     """The rules given as ``alerts``."""
     if alerts is None or isinstance(alerts, Mapping):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import zlib
 
 import numpy as np
 import torch
@@ -76,8 +77,8 @@ def feature_map_grid(maps: Tensor) -> NDArray[np.uint8]:
     Returns:
         ``[height, width, 3]``.
     """
-    low, high = _limits(maps.flatten(1))
-    return _grid(maps[:, None], low[:, None, None, None], high[:, None, None, None])
+    low, high = _limits(maps.flatten(1).numpy())
+    return _grid(maps[:, None].numpy(), low[:, :, None, None], high[:, :, None, None])
 
 
 def filter_grid(filters: Tensor) -> NDArray[np.uint8]:
@@ -86,8 +87,8 @@ def filter_grid(filters: Tensor) -> NDArray[np.uint8]:
     Args:
         filters: ``[filters, 1 or 3, height, width]``, float32, on the CPU.
     """
-    _, high = _limits(filters.abs().reshape(1, -1))
-    return _grid(filters, -high, high)
+    _, high = _limits(filters.abs().reshape(1, -1).numpy())
+    return _grid(filters.numpy(), -high, high)
 
 
 def input_grid(images: Tensor) -> NDArray[np.uint8]:
@@ -96,7 +97,7 @@ def input_grid(images: Tensor) -> NDArray[np.uint8]:
     Args:
         images: ``[N, 1 or 3, height, width]``, float32, on the CPU.
     """
-    return _grid(images, *_limits(images.reshape(1, -1)))
+    return _grid(images.numpy(), *_limits(images.reshape(1, -1).numpy()))
 
 
 def encode_png(image: NDArray[np.uint8]) -> bytes:
@@ -104,10 +105,11 @@ def encode_png(image: NDArray[np.uint8]) -> bytes:
     from PIL import Image
 
     gray = image[:, :, 0]
-    if np.array_equal(image[:, :, 1], gray) and np.array_equal(image[:, :, 2], gray):
+    if not image.strides[2] or all(np.array_equal(image[:, :, i], gray) for i in (1, 2)):
         image = gray
     file = io.BytesIO()
-    Image.fromarray(image).save(file, "PNG", compress_level=1)  # higher: slower, hardly smaller
+    # Tried on pictures of all kinds: larger levels and other types take longer or more bytes.
+    Image.fromarray(image).save(file, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
     return file.getvalue()
 
 
@@ -131,38 +133,69 @@ def _copy(x: Tensor) -> Tensor:
     return real.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def _limits(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _limits(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Black and white of each row: percentiles of its finite values, or their range if those agree.
 
-    A row without a finite value has the limits ``inf`` and ``-inf``.
+    Shapes ``[rows, 1]``. A row without a finite value has the limits NaN.
     """
-    finite = rows.where(rows.isfinite(), torch.nan)
-    quantiles = torch.tensor(_PERCENTILES) / 100
-    low, high = finite.nanquantile(quantiles, dim=1)
+    finite = np.isfinite(rows)
+    ordered = np.sort(np.where(finite, rows, np.nan), axis=1).astype(np.float64)  # NaN is last
+    last = np.maximum(finite.sum(axis=1, keepdims=True) - 1, 0)
+    lowest, highest = ordered[:, :1], np.take_along_axis(ordered, last, axis=1)
+    low, high = (_quantile(ordered, last, percent / 100) for percent in _PERCENTILES)
     # More than 99 % of a sparse map are zeros; the rest is worth seeing.
     flat = ~(low < high)
-    lowest = finite.nan_to_num(torch.inf).amin(dim=1)
-    highest = finite.nan_to_num(-torch.inf).amax(dim=1)
-    return torch.where(flat, lowest, low), torch.where(flat, highest, high)
+    return np.where(flat, lowest, low), np.where(flat, highest, high)
 
 
-def _grid(images: Tensor, low: Tensor, high: Tensor) -> NDArray[np.uint8]:
-    """Images ``[N, 1 or 3, H, W]`` side by side; ``low`` and ``high`` broadcast to them."""
-    from torchvision.utils import make_grid
+def _quantile(
+    ordered: NDArray[np.float64], last: NDArray[np.intp], share: float
+) -> NDArray[np.float64]:
+    """Between the two values of each row that are next to it, shape ``[rows, 1]``."""
+    place = last * share
+    below = place.astype(np.intp)
+    values = np.take_along_axis(ordered, np.hstack([below, np.minimum(below + 1, last)]), axis=1)
+    lower, upper = values[:, :1], values[:, 1:]
+    quantile: NDArray[np.float64] = lower + (upper - lower) * (place - below)
+    return quantile
 
-    low, high = low.double(), high.double()  # their difference may be too large for float32
-    levels = ((images - low) / (high - low)).nan_to_num(0.0)  # 0 / 0 where all values agree
-    levels = levels.clamp(0, 1).mul(255).round().to(torch.uint8)
-    nonfinite = ~images.isfinite().all(dim=1, keepdim=True)
-    color = torch.tensor(_NONFINITE_RGB, dtype=torch.uint8)[:, None, None]
-    pixels = torch.where(nonfinite, color, levels)
 
-    height, width = pixels.shape[2:]
+def _grid(
+    images: NDArray[np.float32], low: NDArray[np.float64], high: NDArray[np.float64]
+) -> NDArray[np.uint8]:
+    """Images ``[N, 1 or 3, H, W]`` side by side; ``low`` and ``high`` broadcast to them.
+
+    A gray picture has its three colors in the same memory, and cannot be written to.
+    """
+    finite = np.isfinite(images)
+    width = np.where(high > low, high - low, 1.0)  # where all values agree they are black
+    with np.errstate(over="ignore", invalid="ignore"):
+        levels = (images - low) / width
+        pixels = np.rint(np.clip(levels, 0, 1) * 255).astype(np.uint8)
+    if not finite.all():
+        color = np.array(_NONFINITE_RGB, np.uint8)[:, None, None]
+        pixels = np.where(finite.all(axis=1, keepdims=True), pixels, color)
+    grid = _side_by_side(_enlarged(pixels.transpose(0, 2, 3, 1)))
+    return np.broadcast_to(grid, (*grid.shape[:2], 3))
+
+
+def _enlarged(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Small images ``[N, height, width, colors]`` with every pixel several times."""
+    height, width = pixels.shape[1:3]
     factor = math.ceil(_VISIBLE_SIDE / max(height, width))
-    pixels = pixels.repeat_interleave(_STRIP_HEIGHT if height == 1 else factor, dim=2)
-    pixels = pixels.repeat_interleave(factor, dim=3)
-    count, _, height, width = pixels.shape
-    columns = max(1, round(math.sqrt(count * height / width)))
-    grid = make_grid(pixels, nrow=columns, padding=1, pad_value=_GAP_LEVEL)
-    image: NDArray[np.uint8] = grid.permute(1, 2, 0).contiguous().numpy()
-    return image
+    return pixels.repeat(_STRIP_HEIGHT if height == 1 else factor, axis=1).repeat(factor, axis=2)
+
+
+def _side_by_side(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Images ``[N, height, width, colors]`` in a grid, with gaps of one pixel around them."""
+    count, height, width, colors = pixels.shape
+    if count == 1:
+        return pixels.reshape(height, width, colors)
+    columns = min(max(1, round(math.sqrt(count * height / width))), count)
+    rows = -(-count // columns)
+    tiles = np.full((rows * columns, height + 1, width + 1, colors), _GAP_LEVEL, np.uint8)
+    tiles[:count, 1:, 1:] = pixels
+    tiles = tiles.reshape(rows, columns, height + 1, width + 1, colors).swapaxes(1, 2)
+    joined = tiles.reshape(rows * (height + 1), columns * (width + 1), colors)
+    grid: NDArray[np.uint8] = np.pad(joined, ((0, 1), (0, 1), (0, 0)), constant_values=_GAP_LEVEL)
+    return grid

@@ -20,9 +20,9 @@ from telemetry.arguments import (
     Options,
     bulk_of,
     check_optimizer,
+    check_phase,
     check_rules,
     log_dir_of,
-    scalars_of,
 )
 from telemetry.budget import budget_of
 from telemetry.capture import Content
@@ -30,7 +30,6 @@ from telemetry.events.background import each_within
 from telemetry.first_rank import Ranks
 from telemetry.no_run import NoRun, is_disabled
 from telemetry.pipeline import CLOSE_TIMEOUT_S
-from telemetry.plain_text import check_text
 from telemetry.resuming import FirstStep
 from telemetry.run import Run
 from telemetry.schedule import FullSteps, every
@@ -50,23 +49,21 @@ class HookLogger:
     A step is one step of the optimizer. At steps 0, N, 2N, ... everything is measured; at all
     others only the norms of the gradients, which most alerts need. Losses, gradients, parameters
     and random numbers stay the same. Errors of the logger itself are logged and never raised.
-
     Without ``with``, it works until :meth:`close`, until the model is garbage-collected, or until
     the interpreter exits; you need not keep a reference.
 
     Args:
         model: The model in training, on any device. It may be wrapped or moved afterwards.
         writer: A :class:`telemetry.SummaryWriter` or ``torch.utils.tensorboard.SummaryWriter``,
-            which stays open, or a log directory or URL, for which a ``telemetry.SummaryWriter`` is
-            opened. When others flush or close a given writer, everything that waits here is written
-            first; the next step reopens a closed one, as its own methods do.
+            which stays open, or a log directory or URL. When others flush or close a given writer,
+            what waits here is written first; the next step reopens it, as its own methods do.
         every_n_steps: Measure in full at steps 0, N, 2N, ...
-        max_overhead: Share of the training time that the logger may take, such as 0.01: on the CPU,
-            CPU time of the training thread; on a CUDA device, the time by which measured steps take
-            longer. Measurements become less frequent; if they would be more than ten times as rare,
-            each takes a part of the layers in turn. Gradient norms are skipped if they alone take
-            more than half. The result is logged as ``telemetry/overhead`` and
-            ``telemetry/every_n_steps``. Each rank decides for itself. None: no limit.
+        max_overhead: Share of the training time that the logger may take, such as 0.01: CPU time of
+            the training thread, or on a CUDA device the time by which measured steps take longer.
+            Measurements become less frequent, then take a part of the layers in turn; gradient
+            norms are skipped if they alone take more than half. ``telemetry/overhead`` and
+            ``telemetry/every_n_steps`` show the result. Each rank decides for itself. None: no
+            limit.
         optimizer: The optimizer whose steps count; default: the first torch optimizer that steps
             parameters of this model.
         modules: Watched modules: a glob over ``named_modules()``, a class, a
@@ -85,22 +82,19 @@ class HookLogger:
             the end of the ``with`` block; or ``"stop"`` to set :attr:`should_stop` there. Notes do
             neither.
         first_step: Number of the first step of a resumed run; ``"auto"``: the step after the last
-            one in the local directory, or 0 without any. In a log directory, TensorBoard then hides
-            what was logged earlier for this step and later ones. :meth:`load_state_dict` does the
-            same and restores the state of the alerts.
+            one in the local directory, or 0. TensorBoard then hides what was logged there for this
+            step and later ones. :meth:`load_state_dict` also restores the state of the alerts.
         ranks: Of several processes that train together: ``"merged"``: the first one writes what all
             have measured, as one run; ``"each"``: each writes its own, into ``rank-0003/``;
             ``"first"``: the first one measures and writes, the others do nothing.
         max_bytes_per_step: The most that histograms and pictures of a measured step take in the
-            event file; with the default, those of a thousand measured steps take at most 0.8 GB.
-            Curves and the page's numbers are not limited. What would take more is written with
-            wider buckets, fewer pictures at a time and, at last, some histograms in turn. None: no
-            limit.
+            event file. What would take more is written with wider buckets, fewer pictures at a time
+            and, at last, some histograms in turn. Curves and the page's numbers are not limited.
+            None: no limit.
         histograms: ``"tensor"``: exact edges and counts, which TensorBoard reads; ``"classic"``:
             histograms and pictures as torch writes them, for readers that know no others.
-        enabled: False, or the environment variable ``TELEMETRY_DISABLED=1``: nothing is watched or
-            written, other arguments are not checked, and all methods do nothing. A state that is
-            loaded is given back by :meth:`state_dict`.
+        enabled: False, or the environment variable ``TELEMETRY_DISABLED=1``: nothing is watched,
+            written or checked. A state that is loaded is given back by :meth:`state_dict`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -159,7 +153,7 @@ class HookLogger:
 
     def __repr__(self) -> str:
         state = "attached" if self._run.capture.attached else "removed"
-        return f"<HookLogger {state} step={self._run.capture.step} log_dir={self.log_dir!r}>"
+        return f"<HookLogger {state} step={self.current_step} log_dir={self.log_dir!r}>"
 
     def __enter__(self) -> HookLogger:
         self.attach()
@@ -170,7 +164,7 @@ class HookLogger:
             each_within(CLOSE_TIMEOUT_S, partial(self._run.note_exception, exception), self.close)
             return
         self.close()
-        self._run.step_ended(None)
+        self._run.training_ended()
 
     @property
     def log_dir(self) -> str:
@@ -201,9 +195,8 @@ class HookLogger:
         """Write scalars at the current step: ``logger.log(loss=loss, accuracy=0.97)``.
 
         Args:
-            scalars: Numbers or one-element tensors by tag, for tags that are not Python names:
-                ``logger.log({"loss/train": loss})``. A tensor on an accelerator is copied without
-                waiting for it. Alerts look at the tag ``loss``.
+            scalars: Numbers or one-element tensors by tag: ``logger.log({"loss/train": loss})``. A
+                tensor on an accelerator is copied without waiting for it. Alerts look at ``loss``.
             named: Likewise.
 
         Raises:
@@ -211,19 +204,7 @@ class HookLogger:
             ValueError: A tensor has more than one element, or a tag cannot be encoded in UTF-8. All
                 others are written.
         """
-        if isinstance(self._run, NoRun):
-            return
-        if self._run.closed:
-            self._run.failures.log_once(
-                "HookLogger.log() after close() writes nothing; call it earlier, or inside of the "
-                "with block"
-            )
-            return
-        values, refused = scalars_of(scalars, named)
-        self._run.log(values, self._run.capture.step)
-        if refused:
-            raise refused[0]
-        self._run.raise_if_asked()
+        self._run.log(scalars, named)
 
     def hparams(
         self, values: Mapping[str, Hyperparameter], *, metrics: Iterable[str] = ("loss",)
@@ -247,30 +228,25 @@ class HookLogger:
             with logger.phase("validation"), torch.no_grad():
                 validate(model)
 
-        Every forward pass inside is measured at any step, and none counts as training. Tags begin
-        with the name: ``validation/activation/...``. Outside of a phase, passes without gradients
-        are not measured, nor are those in evaluation mode unless steps are taken in it.
+        Every forward pass inside is measured at any step, and none counts as training. Outside of a
+        phase, passes without gradients are not measured, nor are those in evaluation mode unless
+        steps are taken in it.
 
         Args:
-            name: The beginning of the tags.
+            name: The beginning of the tags: ``validation/activation/...``.
 
         Raises:
             TypeError: ``name`` is no string.
             ValueError: ``name`` is empty or cannot be encoded in UTF-8.
         """
-        check_text(f"HookLogger.phase(name={name!r}): it", name)
-        if not name:
-            raise ValueError("HookLogger.phase(name=''): must not be empty, it begins the tags")
-        return self._run.capture.phase(name)
+        return self._run.capture.phase(check_phase(name))
 
     def step(self) -> None:
         """End a step in a loop that has no ``torch.optim.Optimizer``.
 
         Call it after the update and before gradients are cleared.
         """
-        if self._run.capture.attached:
-            self._run.capture.manual_step()
-        self._run.step_ended()
+        self._run.step()
 
     def flush(self) -> None:
         """Wait until the rules have seen all steps so far and all is written; at most a minute."""
@@ -279,24 +255,21 @@ class HookLogger:
     def state_dict(self) -> dict[str, Any]:
         """The current step and the state of the alerts, for a checkpoint; call it between steps.
 
-        Waits until the rules have seen all steps so far.
+        Waits until the rules have seen all steps so far. Your own rules are included if they have
+        ``state_dict()`` and ``load_state_dict(state)``.
 
         Returns:
-            Numbers, strings, lists and dicts, for ``torch.save``, ``json`` and the checkpoints of
-            Lightning and Accelerate. Your own rules are included if they have ``state_dict()`` and
-            ``load_state_dict(state)``.
+            Numbers, strings, lists and dicts, for ``torch.save``, ``json`` and any checkpoint.
         """
         return self._run.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what :meth:`state_dict` returned, in this process or another one.
 
-        The next step has the state's number, and the alerts have its state. In a log directory,
-        TensorBoard hides what was logged earlier for this step and later ones. Parts that do not
-        fit this logger, such as the state of a rule that it lacks, are left out with a warning.
+        In a log directory, TensorBoard hides what was logged earlier for this step and later ones.
 
         Args:
-            state: The state; may be from another model or other rules.
+            state: The state. Parts that do not fit this logger are left out with a warning.
 
         Raises:
             TypeError: ``state`` is not a dict.
@@ -314,8 +287,6 @@ class HookLogger:
         Raises:
             ValueError: The logger is closed.
         """
-        if self._run.closed:
-            raise ValueError("HookLogger.attach(): the logger is closed; make a new one")
         self._run.attach()
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -324,7 +295,6 @@ class HookLogger:
         The writer is flushed; it is closed if this logger opened it.
 
         Args:
-            timeout_s: The longest time in seconds that this takes, even if the disk does not answer
-                or a rule does not return. What is not written by then is counted and logged.
+            timeout_s: Limit in seconds. What is not written by then is counted and logged.
         """
         self._run.close(timeout_s)

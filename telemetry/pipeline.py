@@ -83,10 +83,11 @@ class Pipeline:
                 return
             self._bytes_taken += block.nbytes
             self._thread.put(block)
-        else:
-            self._thread.rouse()
+        elif self._thread.asleep:
+            self._thread.wake()
         self._steps_taken += 1
-        self._begin_few(step)
+        if self._first is None:
+            self._begin_few(step)
         if self._is_last(step) or block.count == STEPS_AT_ONCE:
             block.is_closed = True
             self._hand_over(step)
@@ -103,14 +104,14 @@ class Pipeline:
         if captured.window.phase:
             self._thread.wake()
             return
-        self._begin_few(step)
+        if self._first is None:
+            self._begin_few(step)
         self._answer_is_near &= captured.window.on_host
         if full or self._is_last(step):
             self._hand_over(step)
 
     def _begin_few(self, step: int) -> None:
-        if self._first is None:
-            self._first, self._answer_is_near = step, True
+        self._first, self._answer_is_near = step, True
 
     def _is_last(self, step: int) -> bool:
         """Whether the rules are shown this step and those before it now."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,22 +18,17 @@ from telemetry.host_copy import HostCopy
 from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.processing import Processor
 from telemetry.ranks.channel import CLOSE_S, Channel
+from telemetry.ranks.common_steps import CommonSteps
 from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.observer import RankObserver
-from telemetry.ranks.part import Merged, News, named
+from telemetry.ranks.part import Merged, News
 from telemetry.ranks.rank_part import RankPart, merge
 from telemetry.ranks.whole import Whole
 from telemetry.records import StepRecord
-from telemetry.schedule import LAG_STEPS, FullSteps
+from telemetry.schedule import FullSteps
 
 _OWN_KEPT = 8
 """Full measurements of the first rank that are kept until they come back merged."""
-
-_ANNOUNCED_KEPT = 8
-"""Steps that were announced, of which ranks that heard of them too late have nothing in full."""
-
-_LEAD_S = 2.0
-"""A step that rules ask for is announced so long before, for all ranks to hear of it."""
 
 _numbers = itertools.count()
 
@@ -77,7 +70,7 @@ class RankProcessor:
         self._recorder = recorder
         self._hand_over = hand_over
         self._full_steps = full_steps
-        self._current_step = current_step
+        self._steps = CommonSteps(full_steps, current_step=current_step, failures=failures)
         self._failures = failures
         self._scalars: dict[int, dict[str, float]] = {}
         self._whole = Whole()
@@ -85,11 +78,7 @@ class RankProcessor:
         self._eval_mode = False
         self._sent: set[tuple[int, bool]] = set()  # and not recorded so far
         self._changed = threading.Condition()
-        self._announced: deque[int] = deque([-1], maxlen=_ANNOUNCED_KEPT)
-        self._last: tuple[int, float] = (-1, 0.0)
-        self._step_s = 0.0
         self._alert: Alert | None = None
-        self._first_step = current_step()
         full_steps.announce = self._announce
         self._channel = Channel(
             name=str(next(_numbers)),
@@ -99,10 +88,11 @@ class RankProcessor:
             deliver=self._deliver,
             heard=self._hear,
             failures=failures,
-            first_step=self._first_step,
+            first_step=self._steps.first_step,
         )
         if recorder is not None:
-            self._channel.announce(lambda news: replace(news, first_step=self._first_step))
+            first_step = self._steps.first_step
+            self._channel.announce(lambda news: replace(news, first_step=first_step))
 
     # --- on the background thread: see Processor ------------------------------------------------
 
@@ -214,18 +204,8 @@ class RankProcessor:
         own = self._own.pop((part.step, part.phase), None)
         record = self._whole.record(part, own) if part.stages else None
         if record is not None:
-            self._note_time(record)
-            self._tell_intervals(part)
+            self._steps.see(part, record)
             yield _with_own(replace(record, eval_mode=self._eval_mode), own)
-
-    def _tell_intervals(self, part: RankPart) -> None:
-        others = part.ranks - part.measured
-        if part.full and others and part.step not in self._announced:
-            self._failures.log_once(
-                f"step {part.step} was measured in full by {named(part.measured)} and not by "
-                f"{named(others)}; use the same every_n_steps on all ranks, without max_overhead",
-                kind="intervals",
-            )
 
     def _deliver(self, merged: Merged) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""
@@ -238,35 +218,15 @@ class RankProcessor:
             self._sent = {other for other in self._sent if other > place}
             self._changed.notify_all()
 
-    # --- steps that rules ask for ----------------------------------------------------------------
-
-    def _note_time(self, record: StepRecord) -> None:
-        if not record.phase:
-            step, wall_time = self._last
-            self._last = record.step, record.wall_time
-            self._step_s = max(0.0, record.wall_time - wall_time) / max(1, record.step - step)
+    # --- news for all ranks ----------------------------------------------------------------------
 
     def _announce(self, step: int) -> None:
         """Rules that have judged a step want a full one; the next is the same on all ranks."""
-        if step > self._announced[-1]:
-            ahead = LAG_STEPS
-            if self._step_s > 0:
-                ahead = max(ahead, math.ceil(_LEAD_S / self._step_s))
-            at = self._current_step() + ahead
-            self._announced.append(at)
+        if (at := self._steps.next_full(step)) is not None:
             self._channel.announce(lambda news: replace(news, full_steps=(at,)))
 
     def _hear(self, news: News) -> None:
-        if news.first_step not in (None, self._first_step):
-            self._failures.log_once(
-                f"this rank counts its steps from {self._first_step} and the first rank from "
-                f"{news.first_step}, so their records do not meet; give all ranks the same "
-                'first_step (with "auto", each has to see the directory of the run)',
-                kind="first step",
-            )
-        for step in news.full_steps:
-            if step > self._current_step():  # else this rank is too late
-                self._full_steps.ask(step)
+        self._steps.hear(news)
         if news.message and self._alert is None:
             self._alert = parse_alert(json.loads(news.message))
 

@@ -6,26 +6,27 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
-from threading import Thread
+from threading import RLock, Thread
 from typing import Any
 
 from torch import nn
 
-from telemetry.alert import Alert, TelemetryAlert
-from telemetry.arguments import Options
+from telemetry.alert import Alert
+from telemetry.alert_response import AlertResponse
+from telemetry.arguments import Options, scalars_of
 from telemetry.budget import Budget
 from telemetry.capture import Capture
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
-from telemetry.first_rank import rank_and_world_size, role_of
+from telemetry.first_rank import Role, rank_and_world_size, role_of
 from telemetry.host_copy import HostCopy
 from telemetry.logged import LoggedScalars, ReadyValues
+from telemetry.membership import Membership
 from telemetry.pipeline import CLOSE_TIMEOUT_S, Pipeline
 from telemetry.processing import Processor
-from telemetry.rank_processing import RankProcessor
-from telemetry.ranks.observer import RankObserver
 from telemetry.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.run_files import RunFiles
+from telemetry.tag_names import RUN
 from telemetry.writing import links
 from telemetry.writing.board import Board
 
@@ -48,7 +49,6 @@ class Run:
     Attributes:
         capture: Watches the model.
         failures: Where failures are reported.
-        should_stop: As :attr:`telemetry.HookLogger.should_stop`.
     """
 
     def __init__(
@@ -57,21 +57,20 @@ class Run:
         options.check(model)
         role_is_final = rank_and_world_size() is not None
         self._options = options
-        self._role = role_of(options.ranks)
+        role = role_of(options.ranks)
         self.failures = Failures()
         self._files = RunFiles(
             model,
             writer,
             options,
-            role=self._role,
+            role=role,
             role_is_final=role_is_final,
             close=close,
             before_flush=self._hand_on,
             failures=self.failures,
         )
         self._alerts: list[Alert] = []
-        self._to_raise: Alert | None = None
-        self.should_stop = False
+        self._ending = RLock()  # a signal handler may close on the thread that closes
         self._ended = False
         self._exception: BaseException | None = None
         resumed = self._files.first_step > 0
@@ -81,13 +80,14 @@ class Run:
             session_id=self._files.session_id,
             bulk=options.bulk,
         )
-        self._ranks: RankProcessor | None = None
         self._pipeline = self._make_pipeline(options)
+        self._membership = self._make_membership(role)
+        self._response = AlertResponse(options.on_alert, self._pipeline, self._membership)
         self.capture = self._make_capture(model, options)
         if role_is_final:
-            self._join_ranks()
-            if self._ranks is not None:
-                self._ranks.observer.standing.look_at(model)
+            self._membership.join()
+            if (ranks := self._membership.ranks) is not None:
+                ranks.observer.standing.look_at(model)
         # Unlike atexit, also in a process of multiprocessing; before the writer's, of priority 0.
         self._finalizer = Finalize(model, close, exitpriority=10)
 
@@ -103,6 +103,17 @@ class Run:
         )
         return Pipeline(self._processor, options.full_steps, self.failures)
 
+    def _make_membership(self, role: Role) -> Membership:
+        return Membership(
+            role,
+            options=self._options,
+            files=self._files,
+            pipeline=self._pipeline,
+            processor=self._processor,
+            current_step=lambda: self.capture.step,
+            failures=self.failures,
+        )
+
     def _make_capture(self, model: nn.Module, options: Options) -> Capture:
         if options.budget is not None:
             options.budget.entered = self._log_costs
@@ -112,24 +123,26 @@ class Run:
             full_steps=options.full_steps,
             content=options.content,
             deliver=self._pipeline.submit,
-            safe_point=self.step_ended,
+            safe_point=self._step_ended,
             primary=options.optimizer,
             failures=self.failures,
             first_step=self._files.first_step,
             budget=options.budget,
-            find_ranks=self._find_ranks,
+            find_ranks=self._membership.find,
         )
 
     def start(self) -> None:
         """Put the hooks on the model, and write what a reader needs first."""
         self.attach()
         self.write(self._board.first_values())
-        if self._role.writes:
+        if self._membership.role.writes:
             links.log_once(self.log_dir)
 
     def attach(self) -> None:
         """Put the hooks on the model, unless others measure for this process."""
-        if self._role.measures:
+        if self.closed:
+            raise ValueError("HookLogger.attach(): the logger is closed; make a new one")
+        if self._membership.role.measures:
             self.capture.attach()
 
     @property
@@ -145,7 +158,7 @@ class Run:
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """The alerts so far, oldest first; waits until the rules have seen all steps so far."""
-        self._await_steps(CLOSE_TIMEOUT_S)
+        self._membership.await_steps(CLOSE_TIMEOUT_S)
         return tuple(self._alerts)
 
     def write(self, values: Sequence[bytes]) -> None:
@@ -153,44 +166,48 @@ class Run:
         step = self.capture.step
         self._pipeline.submit_logged(ReadyValues(step=step, wall_time=time.time(), values=values))
 
-    def log(self, values: Mapping[str, float | HostCopy], step: int) -> None:
-        """Write scalars that the user logged; the rules see them, too."""
+    def log(self, scalars: object, named: Mapping[str, object]) -> None:
+        """As :meth:`telemetry.HookLogger.log`; the rules see what is logged, too."""
+        if self.closed:
+            self.failures.log_once(
+                "HookLogger.log() after close() writes nothing; call it earlier, or inside of the "
+                "with block"
+            )
+            return
+        values, refused = scalars_of(scalars, named)
+        self._log(values, self.capture.step)
+        if refused:
+            raise refused[0]
+        self._response.act()
+
+    def _log(self, values: Mapping[str, float | HostCopy], step: int) -> None:
         self._pipeline.submit_logged(LoggedScalars(step=step, wall_time=time.time(), values=values))
 
-    def raise_if_asked(self) -> None:
-        """Raise the first alert, or note that training should stop, if the user asked for that.
+    @property
+    def should_stop(self) -> bool:
+        """As :attr:`telemetry.HookLogger.should_stop`."""
+        return self._response.should_stop
 
-        Raises:
-            TelemetryAlert: There is one.
-        """
-        alert = self._to_raise
-        if alert is not None and self._ranks is None and not self._pipeline.on_own_thread():
-            self._to_raise = None
-            self._stop_for(alert)
+    def _step_ended(self) -> None:
+        """The step before the one in progress has ended: stop training if an alert asks for it."""
+        self._response.step_ended(self.capture.step - 1)
 
-    def _stop_for(self, alert: Alert) -> None:
-        if self._options.on_alert == "raise":
-            raise TelemetryAlert(alert)
-        self.should_stop = True
+    def step(self) -> None:
+        """As :meth:`telemetry.HookLogger.step`."""
+        if self.capture.attached:
+            self.capture.manual_step()
+        self._step_ended()
 
-    def step_ended(self, step: int | None = -1) -> None:
-        """Likewise at the end of a step, where ranks that train together all do so.
-
-        Args:
-            step: Its number; -1: of the one before the step in progress; None: no other will end.
-        """
-        if self._ranks is not None:
-            alert = self._ranks.to_raise(self.capture.step - 1 if step == -1 else step)
-            if alert is not None:
-                self._stop_for(alert)
-        self.raise_if_asked()
+    def training_ended(self) -> None:
+        """No other step will end; otherwise like the end of a step."""
+        self._response.step_ended(None)
 
     # --- resuming ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`telemetry.HookLogger.state_dict`."""
         capture = self.capture.state_dict()
-        self._await_steps(CLOSE_TIMEOUT_S)
+        self._membership.await_steps(CLOSE_TIMEOUT_S)
         return {"format": STATE_FORMAT, **capture, **self._pipeline.state_dict(capture["step"])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -201,7 +218,7 @@ class Run:
         self._later_steps.expect_them()
         attached = self.capture.attached
         self.capture.detach()
-        self._await_steps(CLOSE_TIMEOUT_S)
+        self._membership.await_steps(CLOSE_TIMEOUT_S)
         self.capture.load_state_dict(usable)
         self._files.purge(self.capture.step)
         misfits += self._pipeline.load_state_dict(usable, self.capture.step)
@@ -214,13 +231,13 @@ class Run:
 
     def flush(self) -> None:
         """Wait until the rules have seen all steps so far and all is written; at most a minute."""
-        self._decide()
-        each_within(CLOSE_TIMEOUT_S, self._await_steps, self._files.flush)
+        self._membership.decide()
+        each_within(CLOSE_TIMEOUT_S, self._membership.await_steps, self._files.flush)
 
     def note_exception(self, exception: BaseException, timeout_s: float) -> None:
         """The training ends in an exception; its flight file is written."""
         self._exception = exception
-        if self._role.writes:
+        if self._membership.role.writes:
             self._pipeline.flush(timeout_s)
             self._files.flight.on_exception(exception, self.capture.step)
         self.capture.detach()  # the exception is reason enough for a run without steps
@@ -232,18 +249,26 @@ class Run:
             timeout_s: For everything together, in seconds.
         """
         self._finalizer.cancel()
-        self.capture.end()
         if self._pipeline.on_own_thread():  # on_alert closes; the rules see the rest afterwards
-            Thread(target=self._end, args=(timeout_s,), name="telemetry-close").start()
+            Thread(target=self._end_once, args=(timeout_s,), name="telemetry-close").start()
         else:
-            self._end(timeout_s)
+            self._end_once(timeout_s)
+
+    def _end_once(self, timeout_s: float) -> None:
+        """End the run, or wait until another thread has done so."""
+        if self._ending.acquire(timeout=timeout_s):
+            try:
+                self._end(timeout_s)
+            finally:
+                self._ending.release()
 
     def _end(self, timeout_s: float) -> None:
         if not self._ended:
-            self._decide()
+            self.capture.end()
+            self._membership.decide()
             each_within(
                 timeout_s,
-                self._end_exchange,
+                self._membership.end_exchange,
                 self._pipeline.close,
                 lambda left_s: self._write_end(),
                 self._files.close,
@@ -253,51 +278,6 @@ class Run:
 
     def _write_end(self) -> None:
         self._files.write_end(*self._board.end_values(self._exception))
-
-    def _await_steps(self, timeout_s: float) -> None:
-        """Wait until the rules have seen all steps so far, those of all ranks included."""
-        waits: list[Callable[[float], None]] = [self._pipeline.flush]
-        if self._ranks is not None and not self._pipeline.on_own_thread():
-            waits += [self._ranks.wait, self._pipeline.flush]
-        each_within(timeout_s, *waits)
-
-    def _end_exchange(self, timeout_s: float) -> None:
-        """Send what other ranks lack, and have what they sent."""
-        if self._ranks is not None and self._role.measures:
-            self._pipeline.in_turn(self._ranks.send_rest)
-            self._ranks.close(timeout_s / 2)
-
-    # --- ranks that train together -------------------------------------------------------------
-
-    def _find_ranks(self) -> RankObserver | None:
-        """Join the others, if that was not possible before; nothing has been measured so far."""
-        if self._ranks is None and self._role.size == 1:
-            self._role = role_of(self._options.ranks)
-            self._join_ranks()
-        return None if self._ranks is None else self._ranks.observer
-
-    def _decide(self) -> None:
-        """Nobody has told so far who writes, so this process does."""
-        if self._files.is_undecided:
-            with self.failures.contained("to open its files"):
-                self._find_ranks()
-
-    def _join_ranks(self) -> None:
-        role = self._role
-        self._files.open_for(role)
-        if role.merges:
-            self._ranks = RankProcessor(
-                rank=role.rank,
-                size=role.size,
-                recorder=self._processor if role.writes else None,
-                hand_over=self._pipeline.submit_merged,
-                full_steps=self._options.full_steps,
-                current_step=lambda: self.capture.step,
-                failures=self.failures,
-            )
-            self._pipeline.use(self._ranks)
-        elif not role.measures:
-            self._pipeline.ignore_all()
 
     # --- called by the parts -------------------------------------------------------------------
 
@@ -309,19 +289,12 @@ class Run:
             self._write_end()
 
     def _log_costs(self, budget: Budget, step: int) -> None:
-        self.log(budget.scalars(), step)
+        self._log({RUN + name: value for name, value in budget.scalars().items()}, step)
         if (news := budget.news()) is not None:
             log.warning("telemetry: %s", news)
 
     def _note_alert(self, alert: Alert, wall_time: float) -> None:
         self._alerts.append(alert)
-        if self._role.writes:
+        if self._membership.role.writes:
             self._files.write_alert(alert, wall_time)
-        on_alert = self._options.on_alert
-        if isinstance(on_alert, str):
-            if alert.stage != "end" and alert.severity != "note" and self._to_raise is None:
-                self._to_raise = alert
-                if self._ranks is not None:
-                    self._ranks.raise_together(alert)
-        elif on_alert is not None:
-            on_alert(alert)
+        self._response.note(alert)

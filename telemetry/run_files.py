@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -152,8 +151,7 @@ class RunFiles:
         """
         is_open = not isinstance(self.writer, GivenWriter) or self.writer.is_open
         if values and is_open and os.getpid() == self._process_id:
-            # Another thread that closes the logger may have closed the writer by now.
-            with self._failures.contained("to write that the run has ended"), suppress(OSError):
+            with self._failures.contained("to write that the run has ended"):
                 self.writer.write_values(
                     values, step, time.time(), droppable=False, flush=False, repeat=()
                 )

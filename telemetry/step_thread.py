@@ -39,6 +39,7 @@ class StepThread(threading.Thread):
     Attributes:
         processor: As above; another one may take its place before the first step.
         block: The latest that was put here. Its rows are processed as they are added.
+        asleep: Whether it waits without end, so that whoever brings something has to wake it.
         steps_done: How many steps were processed.
         bytes_done: What those had taken.
         merged_bytes_done: Of what the ranks measured together, how much was processed.
@@ -54,7 +55,7 @@ class StepThread(threading.Thread):
         self._items: deque[tuple[int, Item | None]] = deque()
         # Holds something when the items should be processed without waiting for more.
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._asleep = False
+        self.asleep = False
         self.block: LightBlock | None = None
         self.steps_done = self.bytes_done = self.merged_bytes_done = 0
         # The block whose rows come next, and how many were taken.
@@ -72,7 +73,7 @@ class StepThread(threading.Thread):
 
     def rouse(self) -> None:
         """Something has come, perhaps a row: begin to wait for others to process it with."""
-        if self._asleep:
+        if self.asleep:
             self.wake()
 
     def wake(self) -> None:
@@ -96,10 +97,10 @@ class StepThread(threading.Thread):
             if self._is_woken(left_s):
                 return True
         if self.processor.pending_s() is None and not self._anything_waits():
-            self._asleep = True
+            self.asleep = True
             if not self._anything_waits():  # of what came before, nobody tells us
                 self._wake.get()
-            self._asleep = False
+            self.asleep = False
             return self._handed_over()
         return False
 

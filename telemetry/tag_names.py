@@ -6,10 +6,23 @@ import re
 
 from telemetry.plain_text import printable
 
-TOTAL_GRAD_NORM = "grad_norm/total"
+RUN, LAYERS, HISTOGRAMS, IMAGES = "~run/", "~layers/", "~histograms/", "~images/"
+"""What our tags begin with. TensorBoard shows as one group what has the same first part, sorted by
+ASCII: these few come after whatever the user calls theirs, and each says what is in it."""
+ALERTS = "~alerts/"
+"""Of texts, likewise."""
+
+TOTAL_GRAD_NORM = f"{RUN}grad_norm/total"
 """The L2 norm of all gradients together, at every step."""
 
+_GROUP = re.compile(f"{RUN}|{LAYERS}|{HISTOGRAMS}|{IMAGES}")
 _NUMBERED = re.compile(r"(\w+)/(\d{4,9})\.(.*)", re.DOTALL)
+
+
+def plain(tag: str) -> str:
+    """A tag without the group that TensorBoard shows it in; former versions wrote only this."""
+    found = _GROUP.match(tag)
+    return tag[found.end() :] if found else tag
 
 
 def numbered(place: int, name: str) -> str:
@@ -23,7 +36,7 @@ def numbered(place: int, name: str) -> str:
 
 
 def parse_numbered(tag: str) -> tuple[str, int, str] | None:
-    """Statistic, place and name of ``statistic/NNNN.name``; None for any other tag."""
-    found = _NUMBERED.fullmatch(tag)
+    """Statistic, place and name of ``statistic/NNNN.name`` in any group; None for other tags."""
+    found = _NUMBERED.fullmatch(plain(tag))
     # Older versions did not escape names.
     return (found[1], int(found[2]), printable(found[3])) if found else None

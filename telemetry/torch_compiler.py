@@ -24,6 +24,8 @@ def keep_in_graph(operator: torch._ops.OpOverload) -> bool:
     Returns:
         False if that is impossible. The compiler then drops it as dead code.
     """
+    if not GRAPHS_CAN_BE_OBSERVED:
+        return False
     from torch import _higher_order_ops
 
     effects = getattr(_higher_order_ops, "effects", None)
@@ -42,6 +44,17 @@ def not_compiled(function: F) -> F:
         torch, "_disable_dynamo", "an optimizer whose step() is compiled is compiled with our hooks"
     )
     return function if disable is None else disable(function)
+
+
+def graph_break(reason: str) -> Any:
+    """A decorator of functions at which the compiler ends a graph; it says why
+
+    Loads the compiler, unlike :func:`not_compiled`.
+    """
+    try:
+        return torch.compiler.disable(reason=reason)
+    except TypeError:  # before PyTorch 2.7 it takes no reason
+        return torch.compiler.disable()
 
 
 def backward_is_compiled() -> bool:

@@ -51,12 +51,12 @@ def backward_task() -> int:
 
     Without the private name always :data:`NO_TASK`.
     """
-    current = find(
-        torch._C,
-        "_current_graph_task_id",
-        "probes by autograd.grad and recomputation by checkpointing count as training",
-    )
-    return int(current()) if current is not None else NO_TASK
+    try:  # not by find(), for each hook asks
+        return int(torch._C._current_graph_task_id())
+    except AttributeError:
+        loss = "probes by autograd.grad and recomputation by checkpointing count as training"
+        find(torch._C, "_current_graph_task_id", loss)
+        return NO_TASK
 
 
 def at_end_of_backward(callback: Callable[[], object], *, deferred: int = 0) -> bool:
@@ -123,18 +123,20 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
             self._stack.close()
 
 
+_MODES_UNKNOWN = "all active modes are left at each measurement"
+
+
 def _in_dispatch_mode() -> bool:
-    return _any_in("_len_torch_dispatch_stack")
+    count = find(torch._C, "_len_torch_dispatch_stack", _MODES_UNKNOWN)
+    return count is None or count() > 0
 
 
 def in_function_mode() -> bool:
     """Whether a mode of the caller's sees what PyTorch's Python functions are called with."""
-    return _any_in("_len_torch_function_stack")
-
-
-def _any_in(stack: str) -> bool:
-    count = find(torch._C, stack, "all active modes are left at each measurement")
-    return count is None or count() > 0
+    try:
+        return bool(torch._C._len_torch_function_stack())
+    except AttributeError:
+        return find(torch._C, "_len_torch_function_stack", _MODES_UNKNOWN) is None
 
 
 def _leave_dispatch_modes() -> Callable[[], contextlib.AbstractContextManager[object]] | None:
@@ -186,12 +188,12 @@ def is_being_traced(tensor: Tensor) -> bool:
 
 def _in_transform() -> bool:
     """Whether a transform of ``torch.func`` is running."""
-    level = find(
-        getattr(torch._C, "_functorch", None),
-        "maybe_current_level",
-        "tensors inside of torch.func transforms are not recognized",
-    )
-    return level is not None and level() is not None
+    try:
+        return torch._C._functorch.maybe_current_level() is not None
+    except AttributeError:
+        loss = "tensors inside of torch.func transforms are not recognized"
+        find(getattr(torch._C, "_functorch", None), "maybe_current_level", loss)
+        return False
 
 
 # --- GradScaler ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Run by test_ranks.py: two processes train the same model, begun by one launcher or another."""
+"""Run by test_first_rank.py: two processes train one model, begun by one launcher or another."""
 
 from __future__ import annotations
 
@@ -46,11 +46,6 @@ def spawn(log_dir: str) -> None:
     multiprocessing.spawn(spawned, args=(log_dir,), nprocs=2)
 
 
-def torchrun(log_dir: str) -> None:
-    """The launcher says it before there is a process group."""
-    train(nn.Linear(3, 1), log_dir)
-
-
 def lightning(log_dir: str) -> None:
     """Runs this script a second time, and makes the process group after the logger."""
     from lightning import LightningModule, Trainer
@@ -80,4 +75,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     launcher, *arguments = sys.argv[1:]
-    {"spawn": spawn, "torchrun": torchrun, "lightning": lightning}[launcher](*arguments)
+    {"spawn": spawn, "lightning": lightning}[launcher](*arguments)

@@ -60,7 +60,10 @@ def read_everything(native: ModuleType, memory: Memory) -> None:
 
 def read_in_every_way(native: ModuleType, address: int, count: int, letter: str) -> None:
     dtype = ord(letter)
-    found = native.measure((address, count, dtype, 0, 1, 0))
+    found = native.measure((address, count, dtype, 0, 1, 0, 4))
+    fewer = native.measure((address, count, dtype, 0, 1, 0, 2))
+    assert (fewer[:64], fewer[80:]) == (found[:64], found[80:])
+    assert np.isnan(np.frombuffer(fewer, np.float64, 2, 64)).all()
     nan, positive_inf, negative_inf, _ = np.frombuffer(found, np.int64, 4)
     buckets = (len(found) - 80) // 10
     counted = np.frombuffer(found, np.float64, buckets, 80).sum()
@@ -69,9 +72,9 @@ def read_in_every_way(native: ModuleType, address: int, count: int, letter: str)
         for inner in {1, 7, 64, count // units}:
             if inner and units * inner <= count:
                 rows = count // (units * inner)
-                native.measure((address, rows * units * inner, dtype, units, inner, 0))
-    steps = [(address, count, dtype, 0, 1, step) for step in (16, 17, 1009)]
-    assert native.measure_all(steps) == [native.measure(one) for one in steps]
+                native.measure((address, rows * units * inner, dtype, units, inner, 0, 4))
+    for step in (16, 17, 1009):
+        native.measure((address, count, dtype, 0, 1, step, 4))
     for step in (0, 16, 17, 1009):
         if not step or count >= 16:
             sample = (address, count, dtype, step)

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 LAYERS = [
     {"_native", "moments", "budget", "directory_claim", "palette", "plain_text", "sparkline"}
     | {"untrusted", "version"},
-    {"kernel", "movers", "sketch", "tag_names"},
+    {"heat_map", "kernel", "movers", "sketch", "tag_names"},
     {"alert", "records", "schedule", "failures", "host_copy", "torch_private", "first_rank"},
     {"layers", "rule", "selection", "measure", "images", "events", "logged"}
     | {"torch_compiler", "torch_ranks"},
@@ -27,6 +27,8 @@ LAYERS = [
     {"pipeline"},
     {"arguments"},
     {"run_files"},
+    {"membership"},
+    {"alert_response"},
     {"run"},
     {"logger", "testing"},
     {"integrations"},
@@ -39,6 +41,7 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 # What reads and draws records starts within a moment; importing torch takes seconds.
 TORCH_FREE = {
     "_native",
+    "heat_map",
     "kernel",
     "moments",
     "movers",

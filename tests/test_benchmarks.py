@@ -102,9 +102,16 @@ def test_ranks_has_a_row_for_each_size_and_each_tree(json_file: Path) -> None:
     figures = run("ranks", json_file, "--layers", "3", "6", "--ranks", "8", "1024")["figures"]
     assert [size["layers"] for size in figures["sizes"]] == [3, 6]
     assert all(size["bytes"] <= 2000 * size["tensors"] for size in figures["sizes"])
+    assert [light["parameters"] for light in figures["light"]] == [6, 12]
+    assert all(light["merge_s"] > light["encode_s"] > 0 for light in figures["light"])
     assert [(tree["ranks"], tree["levels"]) for tree in figures["trees"]] == [(8, 1), (1024, 4)]
     assert all(tree["arrival_s"] > tree["first_rank_s"] > 0 for tree in figures["trees"])
     assert figures["training_thread_us"] < 100
+
+
+def test_telling_finds_the_alert_everywhere(json_file: Path) -> None:
+    [row] = run("telling", json_file)["figures"]
+    assert all(row[name] > 0 for name in ("raised_s", "line_s", "page_s"))
 
 
 def test_gpu_says_that_there_is_no_device(json_file: Path) -> None:

@@ -24,6 +24,7 @@ from telemetry.events import list_event_files, read_events
 from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
 from telemetry.records import StepRecord
+from telemetry.tag_names import TOTAL_GRAD_NORM
 
 KILLED = 8
 PROMISED_S = 2.0
@@ -106,9 +107,9 @@ def test_after_kill_9_nothing_of_a_run_that_is_older_than_two_seconds_is_missing
     for run, count in counts.items():
         log_dir, old = tmp_path / "runs" / run, set(range(count))
         alerts = {step for step in old if step % 10 == 0}
-        assert old <= set(written_steps(log_dir, "grad_norm/total")), run
+        assert old <= set(written_steps(log_dir, TOTAL_GRAD_NORM)), run
         assert old <= set(written_steps(log_dir, "loss")), run
-        assert alerts <= set(written_steps(log_dir, "alert/")), run
+        assert alerts <= set(written_steps(log_dir, "~alerts/")), run
         if old:
             page = RunData(FileSource(log_dir))
             assert old <= set(page.matrix("grad_norm").steps.tolist()), run

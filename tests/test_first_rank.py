@@ -104,12 +104,6 @@ def test_a_process_of_mp_spawn_asks_the_process_group(tmp_path: Path) -> None:
     assert (tmp_path / "run-1").read_text() == "True False"
 
 
-def test_a_process_of_torchrun_asks_its_variables(tmp_path: Path) -> None:
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    told = launch(*run, str(SCRIPT), "torchrun", str(tmp_path / "run"))
-    assert_told_once(told, tmp_path / "run")
-
-
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
 def test_a_process_of_lightning_asks_lightnings_variables(tmp_path: Path) -> None:
     told = launch(str(SCRIPT), "lightning", str(tmp_path / "run"))

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 from disks import FreezableDisk
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from plain_events import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -47,6 +47,7 @@ from telemetry.page_format import (
 from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
 from telemetry.records import StepRecord
+from telemetry.tag_names import TOTAL_GRAD_NORM
 
 
 def small_cnn() -> nn.Module:
@@ -613,8 +614,10 @@ def test_an_alert_is_kept_logged_written_and_handed_over(
     assert told == [alert]
     [message] = [r for r in caplog.records if "planted fault" in r.getMessage()]
     assert message.levelno == logging.ERROR
-    [tag] = [tag for tag in load(tmp_path).Tags()["tensors"] if tag.startswith("alert/")]
-    assert tag == "alert/0000.nonfinite.0"
+    [tag] = [tag for tag in load(tmp_path).Tags()["tensors"] if tag.startswith("~alerts/")]
+    assert tag == "~alerts/0000.nonfinite.0"
+    count = [(event.step, event.value) for event in load(tmp_path).Scalars("alerts/count")]
+    assert count == [(0, 0), (1, 0), (1, 1), (4, 1)], "steps, up to the end"
 
 
 def test_an_alert_is_a_line_of_json_and_an_error_leaves_a_flight_file(tmp_path: Path) -> None:
@@ -625,6 +628,16 @@ def test_an_alert_is_a_line_of_json_and_an_error_leaves_a_flight_file(tmp_path: 
     assert json.loads(line)["kind"] == "nonfinite"
     assert json.loads(line)["step"] == 1
     assert (tmp_path / "flight-1.json").exists()
+
+
+def test_an_alert_is_told_and_on_the_page_though_no_step_follows(tmp_path: Path) -> None:
+    model, told = mlp(), threading.Event()
+    with HookLogger(
+        model, tmp_path, every_n_steps=100, alerts=[fault_at(17)], on_alert=lambda _: told.set()
+    ):
+        run_through(train(model, steps=18))
+        assert told.wait(20)
+        assert any(telemetry.read(tmp_path).alerts for _ in range(2000))
 
 
 def test_lines_of_alerts_bear_the_session_of_the_page_and_the_time_of_the_step(
@@ -778,7 +791,7 @@ model = torch.nn.Linear(2, 2)
         event.step
         for path in list_event_files(tmp_path)
         for event in read_events(path)
-        if any(value.tag == "grad_norm/total" for value in event.summary.value)
+        if any(value.tag == TOTAL_GRAD_NORM for value in event.summary.value)
     ]
     assert steps == list(range(12))
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [

@@ -22,6 +22,7 @@ from hypothesis.extra.numpy import arrays
 from moments_close import assert_moments_close
 from native_cases import LETTERS, count_in_bins, libc, read_everything
 from numpy.typing import NDArray
+from require import needs_tensor_reader
 from torch import Tensor
 
 from telemetry import kernel
@@ -39,7 +40,7 @@ needs_extension = pytest.mark.skipif(not kernel.available, reason=kernel.native)
 def measure(tensor: Tensor, units: int = 0, inner: int = 1, sample_step: int = 0) -> TensorRecord:
     dtype = native.DTYPES[tensor.dtype]
     place = tensor.data_ptr(), tensor.numel(), dtype
-    return native.measure((*place, units, inner, sample_step))()
+    return native.measure((*place, units, inner, sample_step, 4))()
 
 
 def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
@@ -86,14 +87,13 @@ def test_what_is_rare_is_seen_wherever_it_is(letter: str) -> None:
     """In whole blocks and in what is left over, vectorized or not."""
     dtype = next(dtype for dtype, code in native.DTYPES.items() if code == ord(letter))
     for place in (0, 5, 2047, 2048, 4099, 4100):
-        tensor = torch.ones(4101, dtype=dtype)
-        tensor[place] = 0
-        assert_exact(measure(tensor), tensor.double().numpy())
-        assert measure(tensor).sketch.zero_count == 1
-        if dtype.is_floating_point:
-            for odd in (float("nan"), float("inf"), float("-inf")):  # NaN where there is no Inf
-                tensor[place] = odd
-                assert_exact(measure(tensor), tensor.double().numpy())
+        # NaN where there is no Inf
+        for rare in (0.0, np.nan, np.inf, -np.inf) if dtype.is_floating_point else (0.0,):
+            values = torch.ones(4101)
+            values[place] = rare
+            tensor = values.to(dtype)
+            assert_exact(measure(tensor), tensor.double().numpy())
+            assert measure(tensor).sketch.zero_count == (rare == 0)
 
 
 @needs_extension
@@ -147,7 +147,11 @@ def layout(value: object) -> str | None:
 X = torch.randn(6, 4, 5, 3, generator=torch.Generator().manual_seed(0))
 
 
-@needs_extension
+class Labelled(Tensor):
+    """May override whatever it likes."""
+
+
+@needs_tensor_reader
 @pytest.mark.parametrize(
     ("tensor", "axis"),
     [
@@ -160,6 +164,7 @@ X = torch.randn(6, 4, 5, 3, generator=torch.Generator().manual_seed(0))
         (X.half(), 1),
         (X.bfloat16(), 1),
         (X.clone().requires_grad_() * 2, 1),
+        (torch.nn.Parameter(X), 1),
         (torch.randn(200_000), None),
         (torch.randn(50, 20_000), 0),
         (torch.tensor(3.0), None),
@@ -167,18 +172,18 @@ X = torch.randn(6, 4, 5, 3, generator=torch.Generator().manual_seed(0))
     ids=layout,
 )
 def test_a_tensor_object_is_read_like_its_values(tensor: Tensor, axis: int | None) -> None:
-    found = native.measure_plain(tensor, axis)
+    (found,) = native.measure_plain([tensor], axis, 4)
     values = values_of(tensor, axis)
     assert found is not None
     assert values is not None
-    record, expected = found(), host.measure(values)()
+    record, expected = found(), host.measure(values, 4)()
     for name, value in vars(expected.sketch).items():
         np.testing.assert_array_equal(getattr(record.sketch, name), value, err_msg=name)
     np.testing.assert_array_equal(record.unit_min, expected.unit_min)
     np.testing.assert_array_equal(record.unit_max, expected.unit_max)
 
 
-@needs_extension
+@needs_tensor_reader
 @pytest.mark.parametrize(
     ("tensor", "axis"),
     [
@@ -191,19 +196,20 @@ def test_a_tensor_object_is_read_like_its_values(tensor: Tensor, axis: int | Non
         (X.to_sparse(), None),
         (X.to("meta"), None),
         (torch._neg_view(X), None),
-        (torch.nn.Parameter(X), None),
+        (X.as_subclass(Labelled), None),
     ],
     ids=layout,
 )
 def test_other_tensor_objects_are_refused(tensor: Tensor, axis: int | None) -> None:
-    assert native.measure_plain(tensor, axis) is None
+    found = native.measure_plain([X, tensor, X], axis, 4)
+    assert [one is None for one in found] == [axis is not None, True, axis is not None]
 
 
 # --- units ---------------------------------------------------------------------------------------
 
 
 @needs_extension
-@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 90), st.integers(0, 5))
+@given(st.integers(1, 20), st.integers(1, 70), st.integers(1, 40), st.integers(0, 5))
 def test_extremes_of_units(outer: int, units: int, inner: int, odd: int) -> None:
     x = np.random.default_rng(outer * units).normal(size=outer * units * inner).astype(np.float32)
     x[:: max(x.size // (odd + 1), 1)] = [np.nan, np.inf, -np.inf, 0, 1e38, -1e38][odd]
@@ -220,7 +226,7 @@ def test_extremes_of_units(outer: int, units: int, inner: int, odd: int) -> None
 @needs_extension
 def test_norms_of_many_tensors_in_one_call() -> None:
     tensors = [torch.full((size,), 2.0) for size in (0, 1, 15, 16, 2048, 2049, 70_000)]
-    tensors += [torch.ones(3, dtype=dtype) for dtype in native.DTYPES]
+    tensors += [torch.ones(3).to(dtype) for dtype in native.DTYPES]
     expected = [float(t.double().square().sum()) for t in tensors]
     assert native.squared_norms(tensors).tolist() == expected
     assert native.squared_norms([]).tolist() == []
@@ -259,32 +265,38 @@ def test_a_sample_is_compared_with_its_copy(size: int, dtype: torch.dtype) -> No
 # --- calls ---------------------------------------------------------------------------------------
 
 
+@needs_tensor_reader
+def test_what_is_no_list_of_tensors_is_refused() -> None:
+    from telemetry import _native
+
+    with pytest.raises(TypeError, match="list"):
+        _native.measure_tensors((X,), None, (Tensor,), native.TENSORS, sample_step, 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="PyCapsule"):
+        _native.measure_tensors([X], None, (Tensor,), None, sample_step, 4)
+    with pytest.raises(ValueError, match="count"):
+        _native.measure_tensors([X, X], None, (Tensor,), native.TENSORS, lambda count: -1, 4)
+
+
 @needs_extension
 def test_numbers_that_do_not_fit_are_refused() -> None:
     from telemetry import _native
 
     address = torch.ones(6).data_ptr()
     for arguments in (
-        (address, 6, ord("x"), 0, 1, 0),
-        (address, -1, ord("f"), 0, 1, 0),
-        (address, 6, ord("f"), 7, 1, 0),
-        (address, 6, ord("f"), 2, 0, 0),
-        (address, 6, ord("f"), 1 << 62, 1 << 62, 0),
-        (address, 6, ord("f"), 0, 1, -1),
-        (address, 1 << 40, ord("f"), 0, 1, 0),
+        (address, 6, ord("x"), 0, 1, 0, 4),
+        (address, -1, ord("f"), 0, 1, 0, 4),
+        (address, 6, ord("f"), 7, 1, 0, 4),
+        (address, 6, ord("f"), 2, 0, 0, 4),
+        (address, 6, ord("f"), 1 << 62, 1 << 62, 0, 4),
+        (address, 6, ord("f"), 0, 1, -1, 4),
+        (address, 6, ord("f"), 0, 1, 0, 3),
+        (address, 1 << 40, ord("f"), 0, 1, 0, 4),
     ):
         with pytest.raises(ValueError, match="count"):
             _native.measure(arguments)
-        with pytest.raises(ValueError, match="count"):
-            _native.measure_all([(address, 6, ord("f"), 0, 1, 0), arguments])
     for wrong in ((address,), address):
-        with pytest.raises(TypeError, match="tuples of 6"):
+        with pytest.raises(TypeError, match="tuples of 7"):
             _native.measure(wrong)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="tuples of 6"):
-            _native.measure_all([wrong])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="list"):
-        _native.measure_all((address, 6))  # type: ignore[arg-type]
-    assert _native.measure_all([]) == []
     for sample in ((address, 6, ord("f"), -1), (address, 6, ord("f"), 16), (address, -1, 102, 0)):
         with pytest.raises(ValueError, match="count"):
             _native.copy_sample(sample)
@@ -361,12 +373,28 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("required", ["", "1"])
+def test_a_build_without_a_compiler_fails_where_the_extension_is_required(
+    tmp_path: Path, required: str
+) -> None:
+    """As in making the wheels of a release."""
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={tmp_path}",
+         f"--build-temp={tmp_path}"],
+        cwd=ROOT,
+        env={**os.environ, "CC": "false", "TELEMETRY_REQUIRE_NATIVE": required},
+        capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert bool(done.returncode) is bool(required), done.stderr
+
+
 # --- without it ----------------------------------------------------------------------------------
 
 
 @needs_extension
 def test_numpy_measures_the_same_without_the_extension() -> None:
-    tests = ["tests/test_measure.py", "tests/test_native.py", "tests/events/test_torch_values.py"]
+    tests = ["tests/test_measure.py", "tests/events/test_torch_values.py", f"{__file__}::{NUMPY}"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=brief", *tests],
         cwd=ROOT,
@@ -376,6 +404,9 @@ def test_numpy_measures_the_same_without_the_extension() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout
+
+
+NUMPY = "test_without_the_extension_it_reads_nothing"
 
 
 @pytest.mark.skipif(kernel.available, reason="of NumPy")

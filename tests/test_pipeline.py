@@ -31,6 +31,7 @@ from telemetry.processing import Sink as AnySink
 from telemetry.records import Layout, StepRecord
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.schedule import LAG_STEPS, SOON_STEPS, FullSteps, every
+from telemetry.tag_names import plain
 from telemetry.writing.board import Board
 
 LAYOUT = Layout(modules=(), parameters=())
@@ -61,7 +62,7 @@ class Sink:
             raise OSError("no space left on device")
         with self._changed:
             self.written.append(
-                (step, [value.tag for value in summary_of(values).value], droppable)
+                (step, [plain(value.tag) for value in summary_of(values).value], droppable)
             )
             self._changed.notify_all()
 
@@ -229,7 +230,7 @@ def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(sink: S
     assert droppable[1, "grad_norm"]
     assert not droppable[0, "grad_norm"]
     assert not droppable[1, "loss"]
-    assert not droppable[1, "alert"]
+    assert not droppable[1, "~alerts"]
 
 
 def test_a_step_gets_the_scalars_logged_for_it(sink: Sink) -> None:
@@ -441,7 +442,7 @@ def test_rules_judge_each_step_and_alerts_are_told_while_the_disk_hangs() -> Non
     disk.answering.set()
     pipeline.close()
     disk.background.close()
-    alerts = [e.step for e in disk.written if e.summary.value[0].tag.startswith("alert/")]
+    alerts = [e.step for e in disk.written if e.summary.value[0].tag.startswith("~alerts/")]
     assert alerts == list(range(2000))
 
 

@@ -24,6 +24,7 @@ from telemetry.ranks.tensor_table import TensorTable
 from telemetry.records import Layout, LightSteps, Module, Parameter, StepRecord
 from telemetry.rule import Rule
 from telemetry.schedule import FullSteps, every
+from telemetry.tag_names import plain
 from telemetry.writing.board import Board
 
 LAYOUT = Layout(
@@ -108,7 +109,7 @@ class FirstRank:
     ) -> None:
         assert self.gate.wait(30)
         for value in summary_of(values).value:
-            self.values.append((step, value.tag, value.simple_value))
+            self.values.append((step, plain(value.tag), value.simple_value))
 
     def curve(self, tag: str) -> list[tuple[int, float]]:
         return [(step, value) for step, found, value in self.values if found == tag]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from interrupted_runs import RUNS, STEPS
+from plain_events import EventAccumulator
 from sklearn.datasets import load_digits
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
 
 from telemetry import Alert, HookLogger

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from interrupted_runs import RUNS, train
+from plain_events import EventAccumulator
 from scripts import start_script
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter as TorchWriter

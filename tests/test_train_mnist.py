@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from plain_events import EventAccumulator
 
 import train_mnist
 from telemetry.writing.links import how_to_look
@@ -60,13 +60,19 @@ def test_mnist_is_learned_and_raises_no_alert(
 
 @pytest.mark.usefixtures("no_mnist")
 def test_without_mnist_small_digits_are_learned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed = run(capsys, tmp_path, "--epochs", "2")
+    monkeypatch.chdir(tmp_path)
+    train_mnist.main(["--epochs", "2"])
+    printed = capsys.readouterr().out
     assert printed.startswith(
         "No MNIST (Error downloading train-images-idx3-ubyte.gz); training on"
     )
     assert re.search(r"alerts +none", printed)
+    [log_dir] = tmp_path.glob("runs/*")
+    assert re.fullmatch(r"digits-\d{8}-\d{6}", log_dir.name)
+    shown = EventAccumulator(str(log_dir)).Reload().SummaryMetadata("_hparams_/session_start_info")
+    assert all(name in shown.plugin_data.content for name in (b"digits", b"fault", b"batch_size"))
 
 
 @pytest.mark.usefixtures("no_mnist")

@@ -163,7 +163,7 @@ class OneCause(Rule):
         if alert.stage == "end":
             return alert
         since, message = self._course.since_rate_jump, alert.message
-        if alert.kind in _OF_LARGE_STEPS and since <= _AFTER_JUMP:
+        if alert.kind in _OF_LARGE_STEPS and self._course.follows_rate_jump:
             seen, _ = message.split("\n")
             ago = steps_in_words(since)
             message = f"{seen[:-1]}, {ago} after the learning rate had jumped to {self._rate:.3g}."
@@ -264,7 +264,6 @@ _STATES = {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}
 """Faults that do not pass with what caused them."""
 
 _OF_LARGE_STEPS = _EXPLOSIONS | {"dead_units", "saturated_units", "nonfinite"}
-_AFTER_JUMP = 20  # steps; as in loss_divergence
 _RATE_ADVICE = (
     "People usually limit what a schedule can return, lower the learning rate or warm it up, and "
     "go on from a checkpoint before the jump."

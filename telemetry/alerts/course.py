@@ -16,7 +16,7 @@ from telemetry.alerts.past import Past
 from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
 
-__all__ = ["FAR_ABOVE", "LARGE_STEP", "NEVER", "Course", "CourseRule"]
+__all__ = ["AFTER_JUMP", "FAR_ABOVE", "LARGE_STEP", "NEVER", "Course", "CourseRule"]
 
 Trend = TypeVar("Trend", "LossTrend", "NormTrend")
 
@@ -124,6 +124,11 @@ class Course:
         return self.age < _YOUNG
 
     @property
+    def follows_rate_jump(self) -> bool:
+        """Whether the learning rate has jumped so recently that what happens comes from it."""
+        return self.since_rate_jump <= AFTER_JUMP
+
+    @property
     def rate_rise(self) -> tuple[float, float]:
         """The learning rate now, and the lowest of the last hundred steps above zero."""
         lowest = min((rate for rate in self._rates.latest(_ALL) if rate > 0), default=0.0)
@@ -190,6 +195,9 @@ def _branch(trend: Trend) -> Trend:
 LARGE_STEP = 0.2
 # Five times the 0.01 that healthy runs stay below (see LossDivergence); tried 0.01 and 0.25.
 _LARGE_USUALLY = 0.05
+# What a jump does between two full measurements is seen 18 steps later: what is asked for is
+# measured after 16 (LAG_STEPS), and twice. By then a momentum of 0.9 has forgotten most of it.
+AFTER_JUMP = 20
 _YOUNG = 5  # by eye, in steps; tried 1 and 25
 _ALL = 100  # by eye, in steps, as of losses
 _JUST = 10  # by eye, in steps: one full measurement in faultbench; tried 2 and 50

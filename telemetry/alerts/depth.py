@@ -24,7 +24,12 @@ class Stretch(NamedTuple):
     def __str__(self) -> str:
         if self.first == self.last:
             return called(self.first)
-        return f"{called(self.first)} to {called(self.last)}, each with a part of it"
+        return f"{called(self.first)} to {called(self.last)}"
+
+    @property
+    def shared(self) -> str:
+        """The same of what is divided among them."""
+        return str(self) if self.first == self.last else f"{self}, each with a part of it"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,10 @@ from dataclasses import replace
 
 from telemetry.alert import Alert
 
+CALM_STEPS = 20
+"""Steps without a finding after which a fault is over, for rules with no number of their own: two
+full measurements of every ten steps; by eye."""
+
 
 class Episode:
     """Turns what a rule finds, step by step, into alerts.

@@ -84,9 +84,10 @@ class ExplodingActivation(CourseRule):
         self._began_deep = deep if self._began_deep is None else self._began_deep
         if found is None and self.course.is_young and deep and self._began_deep:
             where, times = growth.stretch, 10**growth.decades
-            seen = f"Activations grow {times:.2g}-fold through the network, most of all in {where}"
-            culprit = where.first if where is not None else None
-            found = _alert(record, culprit, times, 10**self._depth_decades, seen, _WEIGHTS)
+            assert where is not None
+            seen = f"Activations grow {times:.2g}-fold through the network, most of all in "
+            seen += where.shared
+            found = _alert(record, where.first, times, 10**self._depth_decades, seen, _WEIGHTS)
         return found
 
 

@@ -11,7 +11,6 @@ from telemetry.alerts.course import FAR_ABOVE, CourseRule
 from telemetry.alerts.depth import Stretch, backward_growth, forward_growth, gain
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import History
-from telemetry.alerts.piled_up import excess
 from telemetry.records import LightSteps, StepRecord
 
 
@@ -43,10 +42,6 @@ class ExplodingGradient(CourseRule):
     that is thirty times larger. Later, where clipping hides the norm, both must have grown tenfold
     and the loss must have risen.
 
-    *Piled up*: if nobody sets gradients to zero, those of all steps add up. Then a bias has a
-    larger gradient than the outputs of its layer can have given it at this step, twice as large in
-    two full measurements in a row, and the norm of all is three times that of the first step.
-
     Args:
         factor: Ratio to the highest norm of the last 100 steps, at three steps in a row.
         lasting_factor: Ratio to that of older steps, for ten steps with a loss that has risen.
@@ -64,8 +59,6 @@ class ExplodingGradient(CourseRule):
     _steps_lasting: int
     _deep_looks: int
     _began_deep: bool | None
-    _piled_looks: int
-    _first_norm: float
     _remains: bool
     _episode: Episode
 
@@ -90,8 +83,6 @@ class ExplodingGradient(CourseRule):
         self._steps_lasting = 0
         self._deep_looks = 0
         self._began_deep = None
-        self._piled_looks = 0
-        self._first_norm = 0.0
         self._remains = False
         self._episode = Episode(_CALM_STEPS)
 
@@ -99,8 +90,7 @@ class ExplodingGradient(CourseRule):
     def wants_full(self) -> bool:
         """Whether a full measurement would help to decide."""
         just_jumped = self.course.norm.since_jump < _LASTING
-        undecided = just_jumped or self._deep_looks > 0 or self._piled_looks > 0
-        return not self._episode.is_on and undecided
+        return not self._episode.is_on and (just_jumped or self._deep_looks > 0)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self.course.follow(record)
@@ -108,8 +98,7 @@ class ExplodingGradient(CourseRule):
             found = self._cut_short(record)
             return self._episode.update(record.step, found) if found else ()
         self._blame.add(record)
-        self._first_norm = self._first_norm or record.total_grad_norm
-        found = self._in_time(record) or self._over_depth(record) or self._piled_up(record)
+        found = self._in_time(record) or self._over_depth(record)
         if found is None and self._remains:
             return ()
         return self._episode.update(record.step, found)
@@ -196,25 +185,6 @@ class ExplodingGradient(CourseRule):
             advice=_WEIGHTS if self.course.is_young else _STEPS_TOO_LARGE,
         )
 
-    def _piled_up(self, record: StepRecord) -> Alert | None:
-        """Gradients that the backward passes of this step cannot have given."""
-        if not record.full:
-            return None
-        times = excess(record)
-        large = times > _PILED and record.total_grad_norm > _PILED_NORM * self._first_norm
-        self._piled_looks = self._piled_looks + 1 if large else 0
-        self._remains |= self._episode.is_on and large
-        if self._piled_looks < 2:
-            return None
-        return self._alert(
-            record,
-            value=times,
-            threshold=_PILED,
-            seen="Gradients of former steps are still in those of this one: a bias has more than "
-            f"{min(times, _SHOWN):.2g} times what the outputs of its layer can have given it",
-            advice=_ZERO_GRAD,
-        )
-
     def _cut_short(self, record: StepRecord) -> Alert | None:
         """An explosion that was about to be reported when the numbers overflowed."""
         just_jumped = self.course.gradients_led and self.course.norm.since_jump < _LASTING
@@ -239,14 +209,14 @@ class ExplodingGradient(CourseRule):
     ) -> Alert:
         """An alert that blames the layers in ``where``, else the batch or what grew first."""
         blame, batch = self._blame, 0.0
-        if not advice and self.course.since_rate_jump > _FORGOTTEN:
+        if not advice and not self.course.follows_rate_jump:
             where, batch = blame.stretch, blame.batch
             if blame.is_alike:
                 seen += ", in all layers alike: because of the batch, or of several layers"
         if batch:
             seen += f", because of the batch: its values are {batch:.2g} times as large as before"
         elif where is not None:
-            seen += f", most likely because of {where}"
+            seen += f", most likely because of {where.shared}"
         return Alert(
             kind=self.name,
             severity="error",
@@ -265,13 +235,8 @@ _LOSSES = 2  # by eye; tried 1, which finds cnn_scaled_batch a step earlier, and
 _SMALLER_SHARE = 1 / 3  # at 2/3 resnet_nonorm_explodes is missed; tried 1/6
 _DEEPER = 1.0  # at 0.5 gpt_lr100, which diverges, is called exploding, too; tried 2
 _WAIT_FOR_RATE = 5  # by eye, in steps: loss_divergence needs three losses; tried 1 and 25
-# Up to 1 by the inequality, 0.99 in wgan_gradient_penalty; forgotten_zero_grad passes all limits.
-_PILED = 2.0
-_SHOWN = 1000.0  # it is infinite where a layer has died
-_PILED_NORM = 3.0  # so that a penalty on the weights, whose gradient falls, does not count; by eye
-_FORGOTTEN = 20  # steps after a jump of the learning rate, which is to blame until then
 _CERTAIN = 1.5  # a factor of 30, by eye; tried 0.75 and 3
-_CALM_STEPS = 50  # by eye
+_CALM_STEPS = 50  # after which NormTrend takes a norm for usual
 
 _WEIGHTS = (
     "People usually make the initial weights smaller (He or Xavier initialization), scale down the "
@@ -280,10 +245,6 @@ _WEIGHTS = (
 _BATCH = (
     "Look at how that batch was made and normalized. People usually clip gradients "
     "(clip_grad_norm_), so that one batch cannot do harm."
-)
-_ZERO_GRAD = (
-    "Call optimizer.zero_grad() before each backward pass, or after each step; only the passes of "
-    "one step should add up."
 )
 _STEPS_TOO_LARGE = (
     "People usually clip gradients (clip_grad_norm_), lower the learning rate or warm it up, and "

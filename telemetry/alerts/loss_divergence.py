@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from telemetry.alert import Alert
-from telemetry.alerts.course import LARGE_STEP, NEVER, CourseRule
+from telemetry.alerts.course import AFTER_JUMP, LARGE_STEP, NEVER, CourseRule
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.rise import Rise
 from telemetry.alerts.summed_gradients import SummedGradients
@@ -85,8 +85,8 @@ class LossDivergence(CourseRule):
 
     def quiet_steps(self, steps: LightSteps) -> int:
         loss, since_large = self.course.loss, self._since_large
-        busy = self._episode.is_on or self._sums.is_young or self.course.since_rate_jump <= _REACH
-        busy |= since_large <= _REACH and loss.steps_lost > 0
+        busy = self._episode.is_on or self._sums.is_young or self.course.follows_rate_jump
+        busy |= since_large <= AFTER_JUMP and loss.steps_lost > 0
         busy |= self.course.ratio_at(max(steps.highest_rates)) >= self._update_ratio
         return 0 if busy else super().quiet_steps(steps)
 
@@ -97,11 +97,10 @@ class LossDivergence(CourseRule):
     def _diverges(self) -> bool:
         course, loss = self.course, self.course.loss
         is_new = course.is_young and loss.excess > _FAR
-        enough = self._losses - (is_new or course.since_rate_jump <= _REACH)
-        # matrix_factorization learns with steps of a fifth of its embeddings at first, and wavers.
+        enough = self._losses - (is_new or course.follows_rate_jump)
         lost = loss.has_lost and course.age > _BEGINNING
         high = loss.steps_far_above >= enough or lost
-        if not high or self._since_large > _REACH or course.gradients_led:
+        if not high or self._since_large > AFTER_JUMP or course.gradients_led:
             return False
         self._rise = Rise(first=loss.first, usual=loss.usual, peak=loss.usual)
         return True
@@ -152,9 +151,10 @@ def _summed(record: StepRecord) -> Alert:
     )
 
 
-_REACH = 20  # by eye, in steps; tried 4 and 100
 _JUST = 2  # steps after a jump of the learning rate that are measured in full; tried 1 and 4
 _FAR = 3.0  # times the loss itself; meta_learning, which learns, has 2.4 in its first steps
-_BEGINNING = 100  # by eye, in steps, as of losses
+# As many as a past has losses: of fewer, the best is luck. Without it matrix_factorization, which
+# learns, alarms at step 16.
+_BEGINNING = 100
 _RISEN = 3.0  # as a jump in course
-_CALM_STEPS = 10  # by eye
+_CALM_STEPS = 10  # as many as of a rate that was survived (LossSpike)

@@ -40,7 +40,11 @@ class LossSpike(CourseRule):
     - Layers left their own past before the loss did, and three losses in a row are ``distance``
       ranges above. Where the task or the data change, gradients change in the same step as the
       loss, because both are of the same batch; if the weights went wrong, gradients went first.
-    - One to five losses are ``batch_distance`` ranges above, and the next one is back: the batch.
+    - One to five losses are ``batch_distance`` ranges above a hundred losses, and the next one is
+      back: the batch. Where tails are so heavy that there is no mean (Pareto, index 1), one loss
+      exceeds the highest of ``n`` by ``k`` times with a probability of ``1 / (k n)``: above fewer
+      losses it must be more ranges. And if the past has such tails, as many as the square of the
+      deviations that its range has (about 5 if it is normal).
 
     A further jump of the rate makes it worse. It is over when :class:`Rise` is undone; while the
     learning rate is still what made the loss jump, when the loss is what it usually was.
@@ -48,7 +52,7 @@ class LossSpike(CourseRule):
     Args:
         rate_distance: In ranges.
         distance: Likewise.
-        batch_distance: Likewise.
+        batch_distance: Likewise, of a hundred losses.
     """
 
     name = "loss_spike"
@@ -94,8 +98,7 @@ class LossSpike(CourseRule):
         loss = record.loss
         if loss is None or not math.isfinite(loss):
             return
-        if len(self._first) < _FEW_BATCHES:
-            self._first = (*self._first, loss)
+        self._first = (*self._first, loss)[:_FEW_BATCHES]
         if self._begun is not None:
             yield from self._until_over(record.step, loss)
         if not self._is_high(loss):
@@ -128,7 +131,7 @@ class LossSpike(CourseRule):
         past = copy(self._past)
         for index, loss in enumerate(steps.losses.tolist()):
             if math.isfinite(loss):
-                if _ranges_above(past, loss) >= self._rate_distance:
+                if past.ranges_above(loss) >= self._rate_distance:
                     return index
                 past.add(loss)
         return min(len(steps), super().quiet_steps(steps))
@@ -139,8 +142,7 @@ class LossSpike(CourseRule):
         for rates in steps.learning_rates.tolist():
             self._follow_rates(tuple(rates))
         losses = [loss for loss in steps.losses.tolist() if math.isfinite(loss)]
-        if len(self._first) < _FEW_BATCHES:
-            self._first = (*self._first, *losses)[:_FEW_BATCHES]
+        self._first = (*self._first, *losses)[:_FEW_BATCHES]
         for loss in losses:
             self._past.add(loss)
 
@@ -148,11 +150,8 @@ class LossSpike(CourseRule):
     def _high_losses(self) -> list[float]:
         return [loss.value for loss in self._high]
 
-    def _ranges_above(self, loss: float) -> float:
-        return _ranges_above(self._past, loss)
-
     def _is_high(self, loss: float) -> bool:
-        ranges = self._ranges_above(loss)
+        ranges = self._past.ranges_above(loss)
         if ranges >= self._rate_distance or not self.course.loss.is_worse or ranges == -math.inf:
             return ranges >= self._rate_distance
         return self._rate_jump() >= _RATE_JUMP
@@ -161,7 +160,7 @@ class LossSpike(CourseRule):
 
     def _find(self, record: StepRecord) -> Alert | None:
         losses = self._high_losses
-        least = min(map(self._ranges_above, losses[-3:]))
+        least = min(map(self._past.ranges_above, losses[-3:]))
         jump = self._rate_jump()
         if len(losses) >= 2 and jump >= _RATE_JUMP:
             highest = max(max(rates, default=0.0) for rates in self._rates)
@@ -186,7 +185,10 @@ class LossSpike(CourseRule):
         """The loss is usual again: high ones before it were those of single batches."""
         if self._begun is not None or not 0 < len(self._high) <= _FEW_BATCHES:
             return
-        if max(map(self._ranges_above, self._high_losses)) < self._batch_distance:
+        past = self._past
+        deviations = (past.highest - past.lowest) / past.spread if past.spread else 0.0
+        least = max(self._batch_distance * _MANY / len(past), deviations**2)
+        if max(map(past.ranges_above, self._high_losses)) < least:
             return
         found = self._alert(
             f"and was back {steps_in_words(len(self._high))} later: it was the batch",
@@ -262,15 +264,6 @@ class LossSpike(CourseRule):
             yield _over(begun, step)
 
 
-def _ranges_above(past: Past, loss: float) -> float:
-    """How far a loss lies above its past, in ranges of that; minus infinity while it is short."""
-    if len(past) < _FEWEST:
-        return -math.inf
-    highest, lowest = past.highest, past.lowest
-    unit = max(highest - lowest, _LEAST_RANGE * abs(highest))
-    return (loss - highest) / unit if unit > 0 else -math.inf
-
-
 def _over(begun: Alert, step: int) -> Alert:
     message = f"The loss spike of step {begun.step} is over."
     return replace(begun, step=step, stage="end", message=message)
@@ -290,12 +283,11 @@ def _in_words(movers: Sequence[Mover], count: int) -> str:
     return f" First to move: {named}."
 
 
-_FEWEST = 10  # a range of fewer says little; by eye
-_LEAST_RANGE = 1e-3  # of the highest loss, so that a constant loss has one; as in course
+_MANY = 100  # as many as a past has
 _JUST = 10  # steps; as in course
 _RATE_JUMP = 3.0  # as in course: neither warm restarts nor warm-up triple the highest rate
 _LASTING = 20  # losses after which a new level is how things are; as in course
-_FEW_BATCHES = 5  # by eye
+_FEW_BATCHES = 5  # of which LossTrend takes the median: more in a row are the run's
 _SHARE = 0.1  # of all layers; by eye, so that one noisy layer is no reason
 _NAMED = 5
-_CALM = 5  # by eye, in losses
+_CALM = 5  # losses, likewise

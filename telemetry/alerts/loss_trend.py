@@ -142,7 +142,7 @@ class LossTrend:
 
 _RECENT = 5  # a median of 5 ignores two outliers; tried 2 and 10
 _PAST = 30  # by eye, in steps; tried 15 and 60
-_LATEST = 20  # by eye, in steps; as for the norm
+_LATEST = 20  # steps; as _BETWEEN of NormTrend
 _LEARNED = 0.1  # of the first loss: less may be noise; by eye
 _LEAST_SPREAD = 1e-3  # so that a constant loss has one, too; tried 0.0005 and 0.002
 # A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
@@ -152,6 +152,6 @@ _BETTER = 0.5  # by eye; tried 0.25 and 1
 _RECOVERED = 0.2  # by eye; tried 0.1 and 0.4
 _FAR = 0.5  # of the range of the losses so far, by eye; tried 0.1 and 2.5
 _FAR_OF_FEW = 0.2  # of the highest loss, while the range says little; by eye; tried 0.1 and 0.4
-_FEW = 10  # losses whose range says little; by eye
+_FEW = 10  # losses whose range says little, as _FEWEST of Past
 _PATIENCE = 100  # by eye, in steps; tried 50 and 200
 _OUTLIERS = 20  # by eye, in losses; tried 10 and 40

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from telemetry.alert import Alert
-from telemetry.alerts.episode import Episode
+from telemetry.alerts.episode import CALM_STEPS, Episode
 from telemetry.alerts.history import leading
 from telemetry.alerts.origins import Origin, is_bad, origins
 from telemetry.records import LightSteps, StepRecord
@@ -33,11 +33,20 @@ class Nonfinite(Rule):
     - the backward pass: the loss is finite and gradients are not. A module began it if gradients
       come in finite and go out bad.
 
-    At a step that was not measured in full, inputs and outputs are unknown. It was the backward
-    pass if the loss is finite, or the gradients of the last layers are; the culprit lies behind the
-    last layer whose gradient is bad. Otherwise it may have been the inputs, the forward pass, the
-    targets or the loss. Then a module is suspect if it is not one of PyTorch's, because those do
-    not turn usual numbers into NaN. If several are, none is named as the culprit.
+    At a step that was not measured in full, inputs and outputs are unknown. What is known are the
+    loss, which gradients are bad, and, where gradients are on the CPU, the running statistics of
+    batch norms, which have been given what is NaN in the forward pass.
+
+    - It was the backward pass if the loss is finite, or not logged and the gradients of the last
+      layers are; the culprit lies behind the last layer whose gradient is bad.
+    - If the loss is bad and the gradients of some layers behind others are not, it is what follows
+      the last bad one: another term of the loss has finite gradients.
+    - If statistics are NaN, it was the forward pass, before the first batch norm that has them.
+    - Otherwise it may have been the inputs (unless the loss is infinite and not NaN), the forward
+      pass, the targets or the loss.
+
+    Then a module is suspect if it is not one of PyTorch's, because those do not turn usual numbers
+    into NaN. If several are, they are said to be, and none is named as the culprit.
 
     Args:
         losses: Number of losses in a row that are not finite, after which no further optimizer step
@@ -65,7 +74,7 @@ class Nonfinite(Rule):
     @property
     def wants_full(self) -> bool:
         """Whether it seems to be over, and what shows only in full could remain."""
-        return self._episode.is_on and self._calm_steps >= _CALM_STEPS
+        return self._episode.is_on and self._calm_steps >= CALM_STEPS
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Count losses that are not finite; perhaps no step follows them."""
@@ -87,7 +96,7 @@ class Nonfinite(Rule):
         self._usual.update(name for name, given in record.inputs.items() if is_bad(given))
         self._calm_steps += 1
         # A parameter or buffer that is not used for some steps shows only in full.
-        is_over = self._calm_steps >= _CALM_STEPS and record.full
+        is_over = self._calm_steps >= CALM_STEPS and record.full
         return self._episode.update(record.step, None) if is_over else ()
 
     def quiet_steps(self, steps: LightSteps) -> int:
@@ -101,9 +110,6 @@ class Nonfinite(Rule):
         self._calm_steps += len(steps)
         if not np.isnan(steps.losses).all():
             self._bad_losses = 0
-
-
-_CALM_STEPS = 20  # by eye
 
 
 def _alert(record: StepRecord, origin: Origin) -> Alert:

@@ -110,24 +110,22 @@ def _inputs(record: StepRecord, usual: Collection[str]) -> Iterator[Origin]:
 def _loss_or_backward(record: StepRecord) -> Origin:
     """If no parameter, input or output is known to be bad."""
     order = [i for i in record.layout.depth_order if record.grad_present[i]]
+    names = [record.layout.parameters[i].module_name for i in order]
     finite = [bool(record.grad_finite[i]) for i in order]
-    if record.outputs and (_is_lost(record.loss) or all(finite)):
+    lost = _is_lost(record.loss)
+    if record.outputs and (lost or all(finite)):
         return Origin(None, "the targets or the loss: no output of a module is bad", _TARGETS)
-    forward_was_good = record.outputs or (record.loss is not None and not _is_lost(record.loss))
-    if not all(finite) and (forward_was_good or finite[-1]):
-        names = [record.layout.parameters[i].module_name for i in order]
-        last = len(finite) - 1 - finite[::-1].index(False)
-        return _backward(record, names[last], next(iter(names[last + 1 :]), None))
-    suspects = _own(record, record.layout.modules)
-    other = "the inputs, the targets or the loss of a step that was not measured in full"
-    if len(suspects) == 1:
-        what = f"the forward pass, most likely in {called(suspects[0])}; else in {other}"
-        return Origin(suspects[0], what, _FORWARD)
-    if suspects:
-        named = " or ".join(map(called, suspects[:_NAMED]))
-        return Origin(None, f"the forward pass, perhaps in {named}, or in {other}", _FORWARD)
-    # PyTorch's modules turn usual numbers into usual ones.
-    return Origin(None, f"a function between the modules, {other}", _TARGETS)
+    entered = None if record.outputs else _by_statistics(record)
+    if entered is not None:
+        return entered
+    last = len(finite) - 1 - finite[::-1].index(False) if not all(finite) else None
+    behind = names[last + 1] if last is not None and last + 1 < len(names) else None
+    forward_was_good = record.outputs or (record.loss is not None and not lost)
+    if last is not None and (forward_was_good or (behind is not None and not lost)):
+        return _backward(record, names[last], behind)
+    if last is not None and behind is not None:
+        return _one_term(record, names[last], behind)
+    return _forward_or_loss(record)
 
 
 def _backward(record: StepRecord, last: str, behind: str | None) -> Origin:
@@ -143,26 +141,86 @@ def _backward(record: StepRecord, last: str, behind: str | None) -> Origin:
     if bad:
         last = bad[-1]
         behind = next(iter(known[known.index(last) + 1 :]), None)
-    position = record.layout.position
-    end = position[behind] + 1 if behind is not None else len(modules)
-    between = _own(record, modules[position[last] + 1 : end])
+    between = _between(record, last, behind)
     if len(between) == 1:
         [name] = between
         return Origin(name, f"the backward pass, in that of {called(name)}", _BACKWARD)
     if behind is None and not record.outputs:  # zero times NaN is NaN
-        what = "the backward pass of the loss, or in outputs that the loss leaves out"
-        return Origin(None, f"{what} of a step that was not measured in full", _BACKWARD)
+        what = "the backward pass of the loss, or in outputs that the loss leaves out,"
+        return Origin(None, what + _NOT_MEASURED, _BACKWARD)
     beyond = called(behind) if behind is not None else "the loss"
-    return Origin(last, f"the backward pass, between {beyond} and {called(last)}", _BACKWARD)
+    what = f"the backward pass, between {beyond} and {called(last)}{_perhaps(between)}"
+    return Origin(last, what, _BACKWARD)
+
+
+def _one_term(record: StepRecord, last: str, behind: str) -> Origin:
+    """The loss is bad, and some layers, the last of all among them, have a finite gradient.
+
+    What is bad in the forward pass makes the gradients of all layers before it bad, and of those
+    behind it that share its term of the loss.
+    """
+    between = _between(record, last, behind)
+    what = f"what follows {called(last)}, be it a function, targets or a term of the loss"
+    what += f"{_perhaps(between)}; the term of {called(behind)} is fine, by its gradient"
+    return Origin(between[0] if len(between) == 1 else last, what, _TARGETS)
+
+
+def _forward_or_loss(record: StepRecord) -> Origin:
+    """All gradients are bad, which leaves open what is to blame."""
+    other = "the inputs, the targets or the loss"
+    if record.loss is not None and math.isinf(record.loss):
+        other = "the targets or the loss, which is infinite but not NaN,"
+    other += _NOT_MEASURED
+    suspects = _own(record, record.layout.modules)
+    if len(suspects) == 1:
+        what = f"the forward pass, most likely in {called(suspects[0])}; else in {other}"
+        return Origin(suspects[0], what, _FORWARD)
+    if suspects:
+        return Origin(None, f"the forward pass{_perhaps(suspects)}, or in {other}", _FORWARD)
+    # PyTorch's modules turn usual numbers into usual ones.
+    return Origin(None, f"a function between the modules, {other}", _TARGETS)
+
+
+def _by_statistics(record: StepRecord) -> Origin | None:
+    """Batch norms note in the forward pass what they are given, also at steps not measured."""
+    modules = record.layout.modules
+    noted = {name.rpartition(".")[0] for name in record.nan_buffers}
+    first = next((i for i, module in enumerate(modules) if module.name in noted), None)
+    if first is None:
+        return None
+    kind, name = modules[first].type_name, modules[first].name
+    before = [i for i, module in enumerate(modules[:first]) if module.type_name == kind]
+    begin = before[-1] + 1 if before else 0
+    suspects = _own(record, modules[begin:first])
+    what = f"the forward pass, before {called(name)}, whose running statistics are NaN"
+    what += f", and behind {called(modules[begin - 1].name)}, whose are not" if before else ""
+    what += _perhaps(suspects) + ("" if before else f", or in the inputs{_NOT_MEASURED}")
+    return Origin(suspects[0] if len(suspects) == 1 else name, what, _FORWARD)
+
+
+def _between(record: StepRecord, last: str, behind: str | None) -> list[str]:
+    """Suspects behind one module, up to another or the end."""
+    modules, position = record.layout.modules, record.layout.position
+    end = position[behind] + 1 if behind is not None else len(modules)
+    return _own(record, modules[position[last] + 1 : end])
 
 
 def _own(record: StepRecord, modules: Sequence[Module]) -> list[str]:
-    """Those that are not PyTorch's, and have no parameters."""
+    """Those that are not PyTorch's and have no parameters; if none, those that have."""
+    others = [m.name for m in modules if m.type_name not in STANDARD]
     owners = {parameter.module_name for parameter in record.layout.parameters}
-    return [m.name for m in modules if m.type_name not in STANDARD and m.name not in owners]
+    functions = [name for name in others if name not in owners]
+    insides = {m.name.rpartition(".")[0] for m in record.layout.modules}
+    return functions or [name for name in others if name and name not in insides]
+
+
+def _perhaps(suspects: Sequence[str]) -> str:
+    named = " or ".join(map(called, suspects[:_NAMED]))
+    return f", perhaps in {named}" if named else ""
 
 
 _NAMED = 3
+_NOT_MEASURED = " of a step that was not measured in full"
 _OPTIMIZER = (
     "Look for eps=0 in Adam, for a learning rate or weight decay that is far too large, and for "
     "code that changes weights."

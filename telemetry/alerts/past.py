@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from telemetry.alerts.history import History
@@ -48,6 +49,13 @@ class Past:
         self._old = History(_OLD)
         self._new.clear()
 
+    def ranges_above(self, value: float) -> float:
+        """How far a value lies above the highest, in ranges; minus infinity while they are few."""
+        if len(self._old) < _FEWEST:
+            return -math.inf
+        unit = max(self.highest - self.lowest, _LEAST_RANGE * abs(self.highest))
+        return (value - self.highest) / unit if unit > 0 else -math.inf
+
     @property
     def highest(self) -> float:
         return self._old.highest
@@ -60,5 +68,12 @@ class Past:
     def median(self) -> float:
         return self._old.median
 
+    @property
+    def spread(self) -> float:
+        return self._old.spread
+
 
 _OLD = 100  # by eye, in steps; tried 50 and 200
+# The range of 10 normally distributed values is 3.1 deviations, that of a hundred 5.0.
+_FEWEST = 10
+_LEAST_RANGE = 1e-3  # of the highest, so that a constant has one

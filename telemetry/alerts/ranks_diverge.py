@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from telemetry.alert import Alert
-from telemetry.alerts.episode import Episode
+from telemetry.alerts.episode import CALM_STEPS, Episode
 from telemetry.alerts.history import leading
 from telemetry.plain_text import printable
 from telemetry.records import Divergence, LightSteps, RankFacts, StepRecord
@@ -35,7 +35,7 @@ class RanksDiverge(Rule):
         self._reported = False
         self._looked = False
         self._apart = set()
-        self._alone = Episode(_CALM_STEPS)
+        self._alone = Episode(CALM_STEPS)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         facts = record.ranks
@@ -59,9 +59,6 @@ class RanksDiverge(Rule):
         return (
             leading([not _is_alone(facts) for facts in steps.ranks]) if steps.ranks else len(steps)
         )
-
-
-_CALM_STEPS = 20  # by eye
 
 
 def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]) -> Alert:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
-from telemetry.alerts.episode import Episode
+from telemetry.alerts.depth import Stretch
+from telemetry.alerts.episode import CALM_STEPS, Episode
 from telemetry.alerts.history import leading
 from telemetry.alerts.modules import Modules
 from telemetry.alerts.shares import Shares
@@ -81,7 +82,7 @@ class VanishingGradient(CourseRule):
         self._modules = Modules()
         self._state = Shares.of(0)
         self._undecided = False
-        self._episode = Episode(_CALM_STEPS)
+        self._episode = Episode(CALM_STEPS)
 
     @property
     def wants_full(self) -> bool:
@@ -226,9 +227,6 @@ class VanishingGradient(CourseRule):
         self, record: StepRecord, modules: Modules, gone: NDArray[np.bool_]
     ) -> Alert:
         names = [name for name, is_gone in zip(modules.names, gone, strict=True) if is_gone]
-        which = (
-            called(names[0]) if len(names) == 1 else f"{called(names[0])} to {called(names[-1])}"
-        )
         return Alert(
             kind=self.name,
             severity="warning",
@@ -237,7 +235,8 @@ class VanishingGradient(CourseRule):
             value=0.0,
             threshold=10**-self._decades,
             message=(
-                f"No gradient reaches {which}: for {int(self._state.zero_steps[gone].min())} steps "
+                f"No gradient reaches {Stretch(names[0], names[-1])}: for "
+                f"{int(self._state.zero_steps[gone].min())} steps "
                 f"it is exactly zero, while layers behind learn ({len(names)} of {len(gone)} do "
                 "not).\n"
                 "Check what lies between: detach(), no_grad(), a state that is not handed on, a "
@@ -251,7 +250,6 @@ _NEARLY_FAINT = 0.01  # decades that are left to a closer look
 _SINCE_ZERO = 10  # by eye, in steps; tried 2 and 50
 _RISING_DECADES = 0.2  # by eye; tried 0.04 and 1
 _STEADY_DECADES = 0.5  # by eye; tried 0.1 and 2.5
-_CALM_STEPS = 20  # by eye
 
 
 def _unless_rising(

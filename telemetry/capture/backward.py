@@ -64,7 +64,7 @@ class BackwardPasses:
             return  # a graph kept from an earlier step; an output that got no gradient
         current = self._current()
         tally = None if current is None else current.tally
-        output = Output(hook.name, place)
+        output = Output(hook.name, place) if place else hook.output
         ranks, notes = self.watch.ranks, self._window.ranks
         if ranks is not None and not ranks.takes_output_grad(notes, output, grad):
             return
@@ -112,15 +112,17 @@ class BackwardPasses:
             if self._window.passes == 0:
                 self._probes.absorb(ended.tally)
             return
-        with self.watch.own_time, self.watch.failures.contained("to end a backward pass"):
-            parameters = ended.accumulated.values()
-            with undisturbed() as alone:
-                if alone:
-                    self._reader.end_pass(self._window, ended.tally, parameters)
-                message = self._window.no_step.backward_ended(parameters)
-            if message is not None:
-                self.watch.failures.log_once(message)
-                self.watch.switch.turn(training=False)
+        self.watch.contain("to end a backward pass", self._end_training_pass, ended)
+
+    def _end_training_pass(self, ended: _Pass) -> None:
+        parameters = ended.accumulated.values()
+        with undisturbed() as alone:
+            if alone:
+                self._reader.end_pass(self._window, ended.tally, parameters)
+            message = self._window.no_step.backward_ended(parameters)
+        if message is not None:
+            self.watch.failures.log_once(message)
+            self.watch.switch.turn(training=False)
 
 
 class GradHook(Inert):

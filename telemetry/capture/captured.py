@@ -147,6 +147,7 @@ class CapturedStep:
             trainable=self._marked(window.trainable),
             reached=self._marked(window.reached),
             fingerprints=tuple(float(copy.wait()) for copy in window.fingerprints),
+            examples=window.examples,
             left_out=window.left_out,
             total_grad_norm_before_clipping=before,
             clipped_fraction=self.totals.clipped_fraction(before, float(np.linalg.norm(norms))),

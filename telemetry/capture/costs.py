@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -22,14 +22,17 @@ class StepCosts:
     On the CPU, telemetry's share of a step is the CPU time that the training thread spends inside
     of :attr:`own`. On a CUDA device, which only queues work, an event is recorded at the end of
     each step; the step is entered once the device has reached it, which nobody waits for.
+
+    Attributes:
+        own: Entered while anything is done on the training thread; None without a budget.
+        limited: Whether there is a budget; without one there is no need to ask or to enter.
     """
 
     def __init__(self, budget: Budget | None) -> None:
         self._budget = budget
+        self.limited = budget is not None
         self._stopwatch = Stopwatch()
-        self.own: AbstractContextManager[None] = (
-            nullcontext() if budget is None else self._stopwatch
-        )
+        self.own: AbstractContextManager[None] | None = self._stopwatch if self.limited else None
         self._last_s: float | None = None
         self._last_event: torch.cuda.Event | None = None
         # Step, whether full, whether with norms; and the event at its end.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 
 from torch import nn
@@ -49,7 +49,7 @@ class HandOver:
         self._deliver(block)
         self.happened = True
 
-    def layout(self, ran: Iterable[str] = ()) -> Layout:
+    def layout(self, ran: Collection[str] = ()) -> Layout:
         """The same one until parameters are replaced or a module runs for the first time.
 
         The forward order is that of first calls. A module that never ran follows the module before
@@ -58,7 +58,7 @@ class HandOver:
         Args:
             ran: Modules that have run, in that order.
         """
-        new = [name for name in ran if name not in self._forward_order]
+        new = [name for name in ran if name not in self._forward_order] if ran else ()
         if new or self._layout.parameters is not self._watch.table.parameters:
             model = self._watch.model()
             if model is not None:

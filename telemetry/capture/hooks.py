@@ -14,6 +14,7 @@ from telemetry.capture import compiled
 from telemetry.capture.inert import Inert
 from telemetry.capture.outputs import tensors_in
 from telemetry.capture.watch import Watch
+from telemetry.records import Output
 from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED
 
 # Public names of what nn.modules.conv._ConvNd and nn.modules.batchnorm._NormBase stand for.
@@ -87,6 +88,7 @@ class ForwardHook(ModuleHook):
 
     Attributes:
         name: The module's.
+        output: The first tensor that it returns.
         called: What to call the module in a message.
         ran_eagerly: Whether Python has called the hook, not only the compiler.
         traced: Whether a compiled graph has shown something for it.
@@ -96,6 +98,7 @@ class ForwardHook(ModuleHook):
     def __init__(self, watch: Watch, receiver: Receiver, name: str, module: nn.Module) -> None:
         super().__init__(watch, receiver, module)
         self.name = name
+        self.output = Output(name)
         self.called = name or "the model"
         self.ran_eagerly = False
         self.traced = False

@@ -45,13 +45,23 @@ class LightBlock:
         is_closed: Whether no more rows are added.
     """
 
-    __slots__ = ("address", "count", "groups", "is_closed", "layout", "rows", "steps", "wall_times")
+    __slots__ = (
+        "address",
+        "count",
+        "groups",
+        "is_closed",
+        "layout",
+        "row_bytes",
+        "rows",
+        "steps",
+        "wall_times",
+    )
 
     def __init__(self, layout: Layout, groups: int) -> None:
         self.layout = layout
         self.groups = groups
         self.rows = np.full((STEPS_AT_ONCE, groups + len(layout.parameters)), _ABSENT)
-        self.address = self.rows.ctypes.data
+        self.address, self.row_bytes = self.rows.ctypes.data, self.rows.strides[0]
         self.steps: list[int] = []
         self.wall_times: list[float] = []
         self.count = 0
@@ -188,9 +198,13 @@ class LightReader:
             or block.groups != len(groups)
         ):
             block = self._block = LightBlock(layout, len(groups))
-        if in_function_mode() or calling_scaler() is not None:
+        # Looking for a scaler takes as long as reading some gradients, so once for each block: it
+        # leaves the gradients as they should be, unless the optimizer is to divide by its factor.
+        if block.count == 0 and calling_scaler() is not None:
             return False
-        address = block.address + block.count * block.rows.strides[0]
+        if getattr(optimizer, "grad_scale", None) is not None or in_function_mode():
+            return False
+        address = block.address + block.count * block.row_bytes
         self.square = _native.take_norms(groups, self._identities, torch.Tensor, TENSORS, address)
         if self.square == -1.0:
             self.stop()

@@ -34,6 +34,7 @@ class WatchedModules:
 
     Attributes:
         pictured: Names of the modules whose feature maps are drawn.
+        installed: Whether there are hooks that are to go after the step.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -41,7 +42,7 @@ class WatchedModules:
         self._watch = watch
         self._input_hook: InputHook | None = None
         self._forward_hooks: dict[str, ForwardHook] = {}
-        self._installed = False
+        self.installed = False
         self._graphs_before = graphs_compiled()
         self._silence_explained = False
         self._end_scripting: Callable[[], None] | None = None
@@ -75,7 +76,7 @@ class WatchedModules:
             self._forward_hooks[name] = hook
         for hook in before.values():
             hook.remove()
-        self._installed = True
+        self.installed = True
         convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
         drawn = spread(convolutions, PICTURED_MODULES) if self._watch.content.images else []
         self.pictured = frozenset(drawn)
@@ -86,9 +87,9 @@ class WatchedModules:
         A graph that is compiled while no hook is there would never show anything. So once
         something has been compiled, hooks stay on modules that have not run outside of a graph.
         """
-        if not self._installed:
+        if not self.installed:
             return
-        self._installed = False
+        self.installed = False
         if self._input_hook is not None:
             self._input_hook.remove()
         compiling = graphs_compiled() != self._graphs_before

@@ -71,8 +71,8 @@ class OptimizerHooks:
         """Have PyTorch call the hooks."""
         self.clock = StepClock(self._primary() if self._primary is not None else None)
         self._handles += [
-            optimizers.register_optimizer_step_pre_hook(_weakly(weakref.WeakMethod(self._before))),
-            optimizers.register_optimizer_step_post_hook(_weakly(weakref.WeakMethod(self._after))),
+            optimizers.register_optimizer_step_pre_hook(_weakly(self, OptimizerHooks._before)),
+            optimizers.register_optimizer_step_post_hook(_weakly(self, OptimizerHooks._after)),
         ]
 
     def remove(self) -> None:
@@ -139,15 +139,18 @@ class _FirstCall:
         return loss
 
 
-def _weakly(method: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
+def _weakly(owner: OptimizerHooks, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a method of ``owner`` while there is one; in few calls, for each step pays them."""
+    reference = weakref.ref(owner)
+
     def call(*args: Any) -> Any:
-        bound = method()
-        return bound(*args) if bound is not None else None
+        alive = reference()
+        return method(alive, *args) if alive is not None else None
 
     outside_of_graphs = not_compiled(call)
 
     def hook(*args: Any) -> Any:
-        return outside_of_graphs(*args) if torch.compiler.is_compiling() else call(*args)
+        return outside_of_graphs(*args) if torch.compiler.is_dynamo_compiling() else call(*args)
 
     return hook
 
@@ -191,8 +194,8 @@ class StepClock:
             self._primary is not None
             and self._primary() is optimizer
             and self._waiting is None
-            and not any(args[1:])
-            and not any(kwargs.values())
+            and (len(args) == 1 or not any(args[1:]))
+            and (not kwargs or not any(kwargs.values()))
             and not self._steps_without
             and backward_task() == NO_TASK
         )

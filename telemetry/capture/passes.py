@@ -152,6 +152,8 @@ class ForwardPasses:
         """The model is called with ``given``."""
         self._awaits_input = True
         self._given.clear()
+        known = (tensor for tensor in tensors_in(given) if not is_being_traced(tensor))
+        self.window.examples += next((t.size(0) for t in known if t.dim()), 0)
         self._observe_inputs("", given)
 
     def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
@@ -183,9 +185,7 @@ class ForwardPasses:
             return False
         if self._takes(hook):
             axis = self._unit_axis(hook, output)
-            if not self.window.observe(
-                "outputs", Output(hook.name), output, unit_axis=axis, plain=True
-            ):
+            if not self.window.observe("outputs", hook.output, output, unit_axis=axis, plain=True):
                 return False
             self._follow(hook, output, 0)
         return True

@@ -20,7 +20,7 @@ from telemetry.ranks.observer import RankNotes
 from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
 from telemetry.ranks.share import WHOLE, Share
 from telemetry.ranks.stage_part import StagePart
-from telemetry.ranks.tensor_table import Row, TensorTable
+from telemetry.ranks.tensor_table import EMPTY, Row, TensorTable
 from telemetry.records import Layout, StepRecord, TensorRecord
 
 
@@ -84,7 +84,7 @@ class PartMaker:
             size=self._standing.size,
             ranks=frozenset((rank,)),
             stages=(),
-            tensors=TensorTable.of(rank, {}),
+            tensors=EMPTY,
             common=Common(rank=rank),
             scalars=_figures(rank, scalars),
         )

@@ -123,9 +123,11 @@ class StepReader:
                 self._watch.ranks.note_parameters(window.ranks, parameters)
         window.square += sum(group.known_square or 0.0 for group in norms)
         # After the step all is NaN; only now does a broken parameter differ from a bad batch.
-        weights_measured = window.full and self._content.weights
-        if not weights_measured and (window.full or not math.isfinite(window.square)):
+        look = window.full or not math.isfinite(window.square)
+        if look and not (window.full and self._content.weights):
             window.parameter_norms += [group.sent() for group in take_norms(parameters)]
+        if look:
+            self._read_buffers(window)
         if not window.full:
             return
         for index, parameter in self._table.all():
@@ -137,7 +139,6 @@ class StepReader:
             self._observe(window, "grads", self._in_turn(window, grads), scaled=scaled)
         if self._content.weights:
             self._observe(window, "weights", self._in_turn(window, parameters))
-        self._read_buffers(window)
         if self._content.images:
             self._take_filters(window)
 

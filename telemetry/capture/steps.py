@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,8 +75,8 @@ class Steps:
         self.optimizers.install()
         self._watch.table.forget_optimizers()
         self._costs.restart()
-        with self._watch.own_time:
-            self._begin(self.window.step, attaching=True)
+        begin = partial(self._begin, attaching=True)
+        self._watch.contain("to attach its hooks", begin, self.window.step)
 
     def stop(self) -> None:
         """Take every hook off; harmless when done twice."""
@@ -89,7 +90,9 @@ class Steps:
         self.modules.remove()
 
     def _begin(self, step: int, *, attaching: bool = False) -> None:
-        full, norms = self._costs.affords(full=self._full_steps(step))
+        full, norms = self._full_steps(step), True
+        if self._costs.limited:
+            full, norms = self._costs.affords(full=full)
         if self.window.light and not full:
             self.window.step, self.window.norms, self.window.light = step, norms, False
             return
@@ -169,33 +172,35 @@ class Steps:
     def before_light_step(self, optimizer: Optimizer) -> bool:
         """The gradients are final; whether that is all there is to read of this step, and was."""
         window = self.window
-        if window.full or not window.norms or window.optimizers or not self._light.reads(optimizer):
+        if window.measurer is not None or not window.norms or window.optimizers:
+            return False
+        if not self._light.reads(optimizer):
             return False
         if not window.light:
-            with self._watch.own_time:
-                try:
-                    self._note_mode()
-                    if not window.eval_mode:
-                        window.light = self._light.read(optimizer, self._hand_over.layout())
-                except Exception:
-                    self._watch.failures.report("to read the gradients")
+            self._watch.contain("to read the gradients", self._read_light_step, optimizer)
         return window.light
+
+    def _read_light_step(self, optimizer: Optimizer) -> None:
+        self._note_mode()
+        if not self.window.eval_mode:
+            self.window.light = self._light.read(optimizer, self._hand_over.layout())
 
     def after_light_step(self, optimizer: Optimizer) -> bool:
         """The parameters have changed; whether that was such a step, which is over now."""
         window = self.window
         if not window.light or not self._light.reads(optimizer):
             return False
-        with self._watch.own_time:
-            try:
-                self._full_steps.see(window.step, self._light.square)
-                self._hand_over.light(self._light.completed(window.step))
-                self.modules.uninstall()
-                self._costs.enter(window, self._watch.model())
-            except Exception:
-                self._watch.failures.report("to hand over a step")
-            self._begin(window.step + 1)
+        self._watch.contain("to hand over a step", self._hand_over_light_step, window)
+        self._watch.contain("to begin a step", self._begin, window.step + 1)
         return True
+
+    def _hand_over_light_step(self, window: Window) -> None:
+        self._full_steps.see(window.step, self._light.square)
+        self._hand_over.light(self._light.completed(window.step))
+        if self.modules.installed:
+            self.modules.uninstall()
+        if self._costs.limited:
+            self._costs.enter(window, self._watch.model())
 
     def before_step(self, optimizer: Optimizer) -> None:
         """The gradients are final and the parameters not yet changed."""
@@ -234,7 +239,8 @@ class Steps:
 
     def _note_mode(self) -> None:
         """Whatever mode the model steps in, passes in that mode are training."""
-        self._join_ranks()
+        if self._find_ranks is not None:
+            self._join_ranks()
         model = self._watch.model()
         if model is not None:
             self.window.eval_mode = self.passes.eval_mode = not model.training
@@ -250,15 +256,16 @@ class Steps:
         """A step is over, and its last backward pass, too."""
         self.optimizers.clock.note_thread()
         window = self.window
-        with self._watch.own_time:
-            with self._watch.failures.contained("to hand over a step"):
-                self.passes.end()
-                if window.on_host:
-                    self._full_steps.see(window.step, window.square)
-                if window.norms:
-                    self._hand_over(window)
-                if window.full:
-                    self.modules.explain_silence(window)
-                self.modules.uninstall()
-                self._costs.enter(window, self._watch.model())
-            self._begin(window.step + 1)
+        self._watch.contain("to hand over a step", self._end_step, window)
+        self._watch.contain("to begin a step", self._begin, window.step + 1)
+
+    def _end_step(self, window: Window) -> None:
+        self.passes.end()
+        if window.on_host:
+            self._full_steps.see(window.step, window.square)
+        if window.norms:
+            self._hand_over(window)
+        if window.full:
+            self.modules.explain_silence(window)
+        self.modules.uninstall()
+        self._costs.enter(window, self._watch.model())

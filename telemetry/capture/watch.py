@@ -72,7 +72,7 @@ class Watch:
         content: What a full measurement holds.
         switch: What the hooks on its modules look at.
         failures: Where to report what failed.
-        own_time: Entered while anything is done on the training thread.
+        own_time: Entered while anything is done on the training thread; None: nobody asks for it.
         ranks: Tells what this rank is to measure for all; None: everything. Set before the first
             measurement.
     """
@@ -83,16 +83,19 @@ class Watch:
     content: Content
     switch: Switch
     failures: Failures
-    own_time: AbstractContextManager[None]
+    own_time: AbstractContextManager[None] | None
     ranks: RankObserver | None = None
 
     def contain(self, doing: str, act: Callable[..., None], *args: Any) -> None:
         """Act from inside of a hook; an exception is reported and not raised."""
-        with self.own_time:
-            try:
+        try:
+            if self.own_time is None:
                 act(*args)
-            except Exception:
-                self.failures.report(doing)
+            else:
+                with self.own_time:
+                    act(*args)
+        except Exception:
+            self.failures.report(doing)
 
     def contain_alone(self, doing: str, act: Callable[..., None], *args: Any) -> None:
         """The same by :func:`alone`."""

@@ -26,6 +26,9 @@ the others counted."""
 
 Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights", "second_moments"]
 """Named like the field of the :class:`StepRecord` that it becomes."""
+_POWERS: Mapping[Kind, int] = {"outputs": 4}
+"""Of how many powers there are sums: of four where the kurtosis is shown, elsewhere of two."""
+
 Name: TypeAlias = str | Output
 """A parameter's or module's name, or which output."""
 
@@ -89,6 +92,7 @@ class Window:
         trainable: Parameters that require a gradient, by index.
         reached: Those that have one, whether or not an optimizer holds them.
         fingerprints: Of the tensors that the model was given, see :func:`fingerprint`.
+        examples: Length of the first of them, in all forward passes together.
     """
 
     step: int
@@ -110,6 +114,7 @@ class Window:
     trainable: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
     fingerprints: list[HostCopy] = field(default_factory=list)
+    examples: int = 0
     updates: list[UpdateReading] = field(default_factory=list)
     parameter_norms: list[NormReading] = field(default_factory=list)
     buffer_names: Sequence[str] = ()
@@ -122,7 +127,7 @@ class Window:
     ranks: RankNotes = field(default_factory=RankNotes)
 
     def __post_init__(self) -> None:
-        self._seen: Counter[tuple[Kind, Name]] = Counter()
+        self._seen: dict[tuple[Kind, Name], int] = {}
         self._measured = 0
         self._overflow_ends: dict[torch.device, Tensor] = {}
 
@@ -158,6 +163,7 @@ class Window:
             trainable=set(),
             reached=set(),
             fingerprints=[],
+            examples=0,
         )
 
     def observe(
@@ -184,14 +190,15 @@ class Window:
             return True
         tally = self.tally if tally is None else tally
         key = kind, name
-        if self._measured >= MANY_OBSERVATIONS and self._seen[key] >= FEW_CALLS:
+        seen = self._seen.get(key, 0)
+        if self._measured >= MANY_OBSERVATIONS and seen >= FEW_CALLS:
             tally.counted[key] += 1
             return True
         add = self.measurer.add_plain if plain else self.measurer.add
-        measurement = add(tensor, unit_axis=unit_axis)
+        measurement = add(tensor, unit_axis=unit_axis, powers=_POWERS.get(kind, 2))
         if measurement is None:
             return False
-        self._seen[key] += 1
+        self._seen[key] = seen + 1
         self._enter(tally, Observation(kind, name, measurement, scaled))
         return True
 
@@ -200,7 +207,7 @@ class Window:
     ) -> Sequence[str]:
         """Measure parameters, or what belongs to them; the names of those that cannot be."""
         assert self.measurer is not None, "only in full steps"
-        measurements = self.measurer.add_all(named.values())
+        measurements = self.measurer.add_all([*named.values()], powers=_POWERS.get(kind, 2))
         refused = []
         for name, measurement in zip(named, measurements, strict=True):
             if measurement is None:

@@ -19,12 +19,12 @@ from telemetry.capture.outputs import tensors_in
 from telemetry.failures import Failures
 from telemetry.interventions.intervention import Intervention, remove_all
 from telemetry.selection import Selectors, select_modules
-from telemetry.torch_compiler import drop_compiled_code
+from telemetry.torch_compiler import drop_compiled_code, graph_break
 from telemetry.torch_private import NO_TASK, backward_task, is_being_traced, undisturbed
 
 F = TypeVar("F", bound=Callable[..., None])
-_uncompiled: Callable[[F], F] = torch.compiler.disable(
-    reason="capture() of telemetry needs graph breaks; compile without fullgraph=True"
+_uncompiled: Callable[[F], F] = graph_break(
+    "capture() of telemetry needs graph breaks; compile without fullgraph=True"
 )
 
 

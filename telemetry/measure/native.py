@@ -46,6 +46,8 @@ DTYPES = {getattr(torch, name): ord(letter) for name, letter in _LETTERS.items()
 TENSORS: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None) if available else None
 """Tells the extension where a tensor's elements are; None if it cannot be told so."""
 
+_TYPES = (torch.Tensor, torch.nn.Parameter)
+
 Pending = Callable[[], TensorRecord]
 """Gives the record of a tensor that was read, on any thread."""
 
@@ -53,13 +55,13 @@ _NUMBERS = struct.Struct("=4q6d")
 _NAMES = (*COUNTS[1:], *EXTREMES, *POWER_SUMS)
 
 
-Request = tuple[int, int, int, int, int, int]
+Request = tuple[int, int, int, int, int, int, int]
 """A tensor to measure; it must be held until it is.
 
 It is contiguous, not empty and in CPU memory. The numbers are the address of its first element, how
 many elements there are, its dtype (see :data:`DTYPES`); how many units its shape ``[outer, units,
-inner]`` has (0 for no extremes of units) and ``inner``; and how many elements there are between the
-starts of two runs of the sample (0 to count all).
+inner]`` has (0 for no extremes of units) and ``inner``; how many elements there are between the
+starts of two runs of the sample (0 to count all); and of which powers there are sums: 2 or 4.
 """
 
 
@@ -68,25 +70,23 @@ def measure(request: Request) -> Pending:
     return partial(_record, _native.measure(request), request)
 
 
-def measure_plain(tensor: Tensor, unit_axis: int | None) -> Pending | None:
-    """Read a dense tensor of floats in CPU memory now; None if it is anything else.
+def measure_plain(
+    tensors: Sequence[Tensor], unit_axis: int | None, powers: int
+) -> list[Pending | None]:
+    """Read dense tensors of floats in CPU memory now, in one call; None for what is anything else.
 
-    No operation of PyTorch's is called; only torch-function modes see that it is asked something.
+    No operation of PyTorch's is called; only torch-function modes see that something is asked.
     """
-    if TENSORS is None or type(tensor) is not Tensor or tensor.is_neg():  # not as its memory says
-        return None
-    found = _native.measure_tensor(tensor, unit_axis, Tensor, TENSORS, sample_step)
-    return None if found is None else partial(_record, *found)
-
-
-def measure_all(requests: list[Request]) -> list[Pending]:
-    """The same of several tensors, in one call."""
-    found = _native.measure_all(requests) if requests else []
-    return [partial(_record, *pair) for pair in zip(found, requests, strict=True)]
+    if TENSORS is None:
+        return [None] * len(tensors)
+    # What stands for the negative of its memory is not as that says.
+    plain = [t if type(t) in _TYPES and not t.is_neg() else None for t in tensors]
+    found = _native.measure_tensors(plain, unit_axis, _TYPES, TENSORS, sample_step, powers)
+    return [None if one is None else partial(_record, *one) for one in found]
 
 
 def _record(found: bytearray, request: Request) -> TensorRecord:
-    _, count, _, units, _, _ = request
+    _, count, _, units, *_ = request
     numbers = dict(zip(_NAMES, _NUMBERS.unpack_from(found), strict=True))
     filled = (len(found) - _NUMBERS.size - 8 * units) // 10
     units_at = _NUMBERS.size + 8 * filled

@@ -97,14 +97,17 @@ class Channel:
         self._closing = False
         self._close_at = math.inf
         self.agreement = Agreement(first_step)
-        if rank == 0:
-            self._meeting = Meeting(self._name, self._open_inbox(0))
-        else:
-            greeting = Part(kind=Kind.JOINED, ranks=frozenset({rank}))
-            search = Search(self._name, rank, self._open_inbox)
-            self._uplink = Uplink(search, greeting.to_bytes(), patience_s)
+        self._connect()
         self._thread = threading.Thread(target=self._run, name="telemetry-ranks", daemon=True)
         self._thread.start()
+
+    def _connect(self) -> None:
+        if self._rank == 0:
+            self._meeting = Meeting(self._name, self._open_inbox(0))
+        else:
+            greeting = Part(kind=Kind.JOINED, ranks=frozenset({self._rank}))
+            search = Search(self._name, self._rank, self._open_inbox)
+            self._uplink = Uplink(search, greeting.to_bytes(), self._patience_s)
 
     # --- from any thread -------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ of their bytes are zero, of which compression leaves almost nothing.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from telemetry.ranks.figures import Figure
 from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
 from telemetry.ranks.spreads import Spreads
 from telemetry.ranks.stage_part import StagePart
-from telemetry.ranks.tensor_table import FIGURES, Row, TensorTable
+from telemetry.ranks.tensor_table import EMPTY, FIGURES, Row, TensorTable
 from telemetry.ranks.units import Units
 from telemetry.records import Layout, Module, Parameter, Spread
 
@@ -93,7 +94,7 @@ def _array(body: memoryview, where: Any) -> NDArray[Any]:
     if dtype not in _DTYPES:
         raise ValueError(f"an array of {dtype!r}")
     kind = np.dtype(dtype)
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     if count < 0 or at < 0 or at + count * kind.itemsize > len(body):
         raise ValueError("an array lies outside of the data")
     planes = np.frombuffer(body, np.uint8, count * kind.itemsize, at)
@@ -116,8 +117,8 @@ def _plain(part: RankPart, columns: _Columns) -> dict[str, Any]:
         "size": part.size,
         "ranks": columns.add(_ranks(part.ranks)),
         "stages": [_plain_stage(stage, columns) for stage in part.stages],
-        "tensors": _plain_table(part.tensors, columns),
-        "common": asdict(part.common),
+        "tensors": _plain_table(part.tensors, columns) if part.tensors.rows else None,
+        "common": vars(part.common),
         "phase": part.phase,
         "measured": columns.add(_ranks(part.measured)),
         "scalars": {name: asdict(figure) for name, figure in part.scalars.items()},
@@ -137,7 +138,7 @@ def _part(plain: Mapping[str, Any], body: memoryview) -> RankPart:
         ranks=frozenset(_array(body, plain["ranks"]).tolist()),
         measured=frozenset(_array(body, plain["measured"]).tolist()),
         stages=tuple(_stage(stage, body) for stage in plain["stages"]),
-        tensors=_table(plain["tensors"], body),
+        tensors=EMPTY if plain["tensors"] is None else _table(plain["tensors"], body),
         common=Common(**common | {"learning_rates": tuple(common["learning_rates"])}),
         scalars={name: _figure(figure) for name, figure in plain["scalars"].items()},
         own={name: _figure(figure) for name, figure in plain["own"].items()},

@@ -86,8 +86,9 @@ class TensorTable:
     @staticmethod
     def merge_all(tables: Sequence[TensorTable]) -> TensorTable:
         """As if one rank had held what all of them did; the order does not matter."""
-        if len(tables) == 1:
-            return tables[0]
+        tables = [table for table in tables if table.rows]
+        if len(tables) < 2:
+            return tables[0] if tables else EMPTY
         rows, places = union([table.rows for table in tables])
         copies = np.full(len(rows), np.iinfo(np.int64).max)
         calls = np.zeros(len(rows), np.int64)
@@ -215,3 +216,7 @@ def _in_order(
         order = np.argsort(codes)
         codes, counts = codes[order], counts[order]
     return codes, counts
+
+
+EMPTY = TensorTable.of(0, {})
+"""That of a step that was not measured in full."""

@@ -28,9 +28,8 @@ from telemetry.sketch import sketch_array
 _OF_OUTPUTS = ("outputs", "output_grads")
 _OF_PARAMETERS = ("grads", "weights", "second_moments")
 
-
-# Clipping scales by at most 1, so a ratio of norms below this is no rounding.
 _CLIPPED = 1 - 1e-3
+"""Clipping scales by at most 1, so a ratio of norms below this is no rounding."""
 
 
 class Whole:
@@ -102,15 +101,14 @@ def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
     for stage, at in _of_stages(part, joined):
         new = stage.present & (~present[at] | (stage.copies < lowest[at]))
         places = at[new]
-        stage_norms = stage.norms.copy()
-        for index, norm in stage.whole_norms().items():
-            stage_norms[index] = norm
-        norms[places], present[places] = stage_norms[new], True
+        norms[places], present[places] = _whole_norms(stage)[new], True
         finite[places], lowest[places] = stage.finite[new], stage.copies[new]
         stage_before = stage.whole_before()
         before[places] = np.nan if stage_before is None else stage_before[new]
         ratios |= _update_ratios(stage, [layout.parameters[index].name for index in at])
-    has_before = any(stage.before is not None for stage in stages)
+    total_before = None
+    if any(stage.before is not None for stage in stages):
+        total_before = float(np.linalg.norm(before[present]))
     dropped = joined.names(stages, "left_out")
     record = StepRecord(
         step=part.step,
@@ -127,14 +125,19 @@ def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
         skipped=part.common.skipped,
         full=part.full,
         left_out=dropped,
-        total_grad_norm_before_clipping=float(np.linalg.norm(before[present]))
-        if has_before
-        else None,
+        total_grad_norm_before_clipping=total_before,
         nan_buffers=tuple(sorted(joined.names(stages, "nan_buffers"))),
         nonfinite_parameters=_in_order(layout, joined.names(stages, "nonfinite_parameters")),
         update_ratios={p.name: ratios[p.name] for p in layout.parameters if p.name in ratios},
     )
     return replace(record, **_tensors(part, joined, dropped))
+
+
+def _whole_norms(stage: StagePart) -> NDArray[np.float64]:
+    norms = stage.norms.copy()
+    for index, norm in stage.whole_norms().items():
+        norms[index] = norm
+    return norms
 
 
 def _flat_sizes(record: StepRecord, part: RankPart) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Which tags of TensorBoard's own dashboards belong to a layer.
 
-They are ``kind/NNNN.name`` with the layer's place in the forward order, which may change during a
-run, and ``kind/NNNN.name[i]`` for further outputs. Another layer may have the name ``name[i]``, but
-not the same place.
+Without their groups, they are ``kind/NNNN.name`` with the layer's place in the forward order, which
+may change during a run, and ``kind/NNNN.name[i]`` for further outputs. Another layer may have the
+name ``name[i]``, but not the same place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from telemetry.plain_text import printable
 from telemetry.reading.sessions import Layer
-from telemetry.tag_names import parse_numbered
+from telemetry.tag_names import parse_numbered, plain
 
 _OUTPUT_KINDS = {"activation": "outputs", "activation_grad": "gradients of outputs"}
 _PARAMETER_KINDS = {"weight": "parameters", "grad": "gradients"}
@@ -53,7 +53,7 @@ def scalar_curves(tags: Iterable[str]) -> list[tuple[str, str]]:
     """Pairs of ``loss`` or ``learning rate`` and a tag: one loss, some learning rates."""
     known = sorted(tags)
     losses = sorted((tag for tag in known if _LOSS.fullmatch(tag)), key=lambda tag: (len(tag), tag))
-    rates = [tag for tag in known if _RATE.fullmatch(tag)]
+    rates = [tag for tag in known if _RATE.fullmatch(plain(tag))]
     return [("loss", tag) for tag in losses[:1]] + [
         ("learning rate", tag) for tag in rates[:_MAX_RATES]
     ]

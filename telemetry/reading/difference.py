@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from telemetry.reading import builtin_tags
 from telemetry.reading.matrix import Matrix
 from telemetry.reading.run_data import RunData
 from telemetry.reading.windows import windows
+from telemetry.tag_names import plain
 
 _FORWARD, _BACKWARD, _UPDATE = 1, 2, 3
 ARISES = {
@@ -146,18 +147,24 @@ def _same(
     return same
 
 
+def _curves(run: RunData, names: Sequence[str]) -> Mapping[str, Mapping[int, float]]:
+    """Curves by name and step; runs of former versions have tags without a group."""
+    tags = [tag for tag in run.source.scalar_tags() if plain(tag) in names]
+    return {plain(tag): dict(curve) for tag, curve in run.source.read_scalars(tags).items()}
+
+
 def _of_curves(first: RunData, second: RunData, tolerance: float) -> Iterator[Difference]:
     """Where the loss and the learning rates first differ."""
-    tags = [tag for _, tag in builtin_tags.scalar_curves(first.source.scalar_tags())]
-    read = [run.source.read_scalars(tags) for run in (first, second)]
-    for tag in tags:
-        one, other = (dict(found.get(tag, ())) for found in read)
+    names = [plain(tag) for _, tag in builtin_tags.scalar_curves(first.source.scalar_tags())]
+    read = [_curves(run, names) for run in (first, second)]
+    for name in names:
+        one, other = (curves.get(name, {}) for curves in read)
         steps = sorted(one.keys() & other.keys())
         first_values = np.array([one[step] for step in steps], np.float32)
         second_values = np.array([other[step] for step in steps], np.float32)
         for place in np.flatnonzero(~_same(first_values, second_values, tolerance))[:1]:
             yield Difference(
-                statistic=tag,
+                statistic=name,
                 step=steps[place],
                 module_name=None,
                 first=one[steps[place]],

@@ -12,9 +12,10 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from telemetry.events.tail import events_from_end
 from telemetry.page_format import parse_chunk
-from telemetry.tag_names import TOTAL_GRAD_NORM
+from telemetry.tag_names import TOTAL_GRAD_NORM, plain
 
-_MARKS = (TOTAL_GRAD_NORM.encode(), b"telemetry/n/", b"telemetry/m/")
+_TOTAL = plain(TOTAL_GRAD_NORM)
+_MARKS = (_TOTAL.encode(), b"telemetry/n/", b"telemetry/m/")
 """Tags that every step of a logger has and that nobody else writes: the steps of a user's own tags
 may count something else."""
 
@@ -72,6 +73,6 @@ def _step_of(data: bytes) -> int | None:
     except DecodeError:
         return None
     tags = (value.tag for value in event.summary.value)
-    if any(tag == TOTAL_GRAD_NORM or parse_chunk(tag) is not None for tag in tags):
+    if any(plain(tag) == _TOTAL or parse_chunk(tag) is not None for tag in tags):
         return int(event.step)
     return None

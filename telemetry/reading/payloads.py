@@ -24,6 +24,7 @@ from telemetry.reading.matrix import Matrix
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import Point, Problems, RunSource
+from telemetry.tag_names import plain
 
 MAX_PICTURE_PIXELS = 1 << 22
 """Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws."""
@@ -102,7 +103,7 @@ def scalars(source: RunSource) -> bytes:
     for kind, tag in curves:
         if series := found.get(tag):
             number = len(header)
-            header.append({"kind": kind, "tag": tag})
+            header.append({"kind": kind, "tag": plain(tag)})
             steps, values = zip(*series, strict=True)
             arrays[f"steps{number}"] = np.array(steps, dtype=np.int64)
             arrays[f"values{number}"] = np.array(values, dtype=np.float32)

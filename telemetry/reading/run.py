@@ -17,6 +17,7 @@ from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.log_dirs import only_log_dir, open_run
 from telemetry.reading.windows import windows
+from telemetry.tag_names import plain
 
 Table: TypeAlias = Any
 """A ``pandas.DataFrame``; where pandas is not installed, a dict of arrays by column."""
@@ -50,8 +51,14 @@ class Run:
 
     @cached_property
     def scalars(self) -> Table:
-        """All curves, a row for each point: columns ``tag``, ``step``, ``value``."""
-        series = self._data.source.read_scalars(self._data.source.scalar_tags())
+        """All curves, a row for each point: columns ``tag``, ``step``, ``value``.
+
+        Tags are without the group that TensorBoard shows them in, such as ``~run/``.
+        """
+        series: dict[str, list[tuple[int, float]]] = {}
+        read = self._data.source.read_scalars(self._data.source.scalar_tags())
+        for tag, curve in read.items():
+            series.setdefault(plain(tag), []).extend(curve)
         points = [point for each in series.values() for point in each]
         steps = np.array([step for step, _ in points], np.int64)
         values = np.array([value for _, value in points], np.float64)
@@ -85,7 +92,14 @@ class Run:
     @property
     def histogram_tags(self) -> tuple[str, ...]:
         """All tags that :meth:`histogram` knows."""
-        return tuple(self._data.source.tensor_tags("histograms"))
+        return tuple(self._histogram_tags)
+
+    @cached_property
+    def _histogram_tags(self) -> Mapping[str, list[str]]:
+        tags: dict[str, list[str]] = {}
+        for tag in self._data.source.tensor_tags("histograms"):
+            tags.setdefault(plain(tag), []).append(tag)
+        return tags
 
     def histogram(self, tag: str) -> Mapping[int, NDArray[np.float64]]:
         """The histograms of a tag such as ``grad/0002.fc1.weight``.
@@ -96,11 +110,12 @@ class Run:
         Raises:
             KeyError: There is no such tag.
         """
-        points = self._data.source.read_tensors("histograms", [tag]).get(tag)
-        if points is None:
-            close = ", ".join(difflib.get_close_matches(tag, self.histogram_tags))
+        tags = self._histogram_tags.get(plain(tag))
+        if tags is None:
+            close = ", ".join(difflib.get_close_matches(plain(tag), self.histogram_tags))
             raise KeyError(f"no histograms {tag!r}; the closest are {close or 'none'}")
-        return {point.step: histogram_table(point.value) for point in points}
+        found = self._data.source.read_tensors("histograms", tags).values()
+        return {point.step: histogram_table(point.value) for series in found for point in series}
 
 
 def read(run: str | os.PathLike[str]) -> Run:

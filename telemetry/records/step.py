@@ -42,12 +42,14 @@ class StepRecord:
         reached: Whether it had one, even if no optimizer holds the parameter, likewise.
         fingerprints: A number for each tensor that the model was given, of any type and in their
             order; it is the same for the same values.
+        examples: Length of the first tensor that the model was given, in all forward passes of the
+            step together; 0 if it was not called or given none.
         left_out: Modules that were not measured, because ``max_overhead`` gave the turn to others.
         total_grad_norm_before_clipping: Norm of all gradients at the end of the backward pass.
         clipped_fraction: Share of all full steps so far at which clipping reduced it.
-        nan_buffers: Buffers that hold a NaN, by their names in ``named_buffers()``.
-        nonfinite_parameters: Parameters that held a NaN or Inf before the step. Also on steps that
-            are not full, if a gradient is not finite and on the CPU.
+        nan_buffers: Buffers that hold a NaN, by their names in ``named_buffers()``. Also on steps
+            that are not full, if a gradient is not finite and on the CPU.
+        nonfinite_parameters: Parameters that held a NaN or Inf before the step; likewise.
         inputs: What the model was given, all its floating-point tensors together, by an empty name.
             If the first watched module was given something else, or the model itself was not
             called, also the input of that module, by its name.
@@ -84,6 +86,7 @@ class StepRecord:
     trainable: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     reached: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     fingerprints: tuple[float, ...] = ()
+    examples: int = 0
     left_out: frozenset[str] = frozenset()
     total_grad_norm_before_clipping: float | None = None
     clipped_fraction: float | None = None

@@ -12,12 +12,13 @@ from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.page_format import LAYOUT_PREFIX
 from telemetry.records import LightSteps, StepRecord
-from telemetry.tag_names import TOTAL_GRAD_NORM
+from telemetry.tag_names import RUN, TOTAL_GRAD_NORM
 from telemetry.writing import custom_scalars, rank_curves, spread, tags
 from telemetry.writing.bulk import Bulk
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.learning_rates import LearningRates
 from telemetry.writing.page import PageWriter
+from telemetry.writing.step_times import StepTimes
 
 _SETTINGS = frozenset({charts_metadata.PLUGIN_NAME, hparams_metadata.PLUGIN_NAME})
 _MARKS = [mark.encode() for mark in (LAYOUT_PREFIX, *_SETTINGS)]
@@ -49,6 +50,7 @@ class Board:
         self._bulk = bulk or Bulk()
         self._page = PageWriter(session_id)
         self._rates = LearningRates()
+        self._times = StepTimes()
         self._picture = HeatmapPicture(self._bulk) if pictures else None
         self._alert_count = 0
 
@@ -68,6 +70,7 @@ class Board:
         """Step, wall time and values of the events to write for such steps; some have no values."""
         wall_times = steps.wall_times.tolist()
         rates_stay = self._rates.stay(steps)
+        self._times.pass_over(steps)
         for index, total in enumerate(steps.total_grad_norms.tolist()):
             values = [summaries.scalar(TOTAL_GRAD_NORM, total)]
             if steps.ranks:
@@ -89,6 +92,7 @@ class Board:
         if record.ranks is not None:
             yield from rank_curves.values_of(record.ranks)
         yield from self._rates.values_of(record)
+        yield from self._times.values_of(record)
         yield from spread.values_of(record)
         yield from self._page.values_of(record)
         if self._picture is not None:
@@ -96,9 +100,9 @@ class Board:
 
     def alert_values(self, alert: Alert) -> Sequence[bytes]:
         """The values to write in an event with the alert's step."""
-        text = tags.alert_value(alert, self._alert_count)
+        text, before = tags.alert_value(alert, self._alert_count), self._alert_curve()
         self._alert_count += 1
-        return text, self._page.alert_value(alert), self._alert_curve()
+        return text, self._page.alert_value(alert), before, self._alert_curve()  # drawn as a jump
 
     def pending_s(self, now: float) -> float | None:
         """Seconds that :meth:`pending_values` may still wait; None if nothing is pending."""
@@ -111,7 +115,7 @@ class Board:
     def end_values(self, exception: BaseException | None) -> tuple[int, Sequence[bytes]]:
         """The values to write when the logger is closed, and the step of their event."""
         value = self._page.end_value(exception)
-        return self._page.last_step, () if value is None else (value,)
+        return self._page.last_step, () if value is None else (value, self._alert_curve())
 
     def _alert_curve(self) -> bytes:
-        return summaries.scalar("alerts/count", self._alert_count)
+        return summaries.scalar(f"{RUN}alerts/count", self._alert_count)

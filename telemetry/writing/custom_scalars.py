@@ -8,6 +8,7 @@ from __future__ import annotations
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from telemetry.events import summaries
+from telemetry.tag_names import RUN
 from telemetry.writing.spread import SPREADS
 
 
@@ -16,8 +17,13 @@ def custom_scalars_value() -> bytes:
     charts = layout_pb2.Layout(
         category=[
             layout_pb2.Category(
-                title="Telemetry: over the depth",
-                chart=[_loss(), *map(_margins, SPREADS)],
+                title="Telemetry",
+                chart=[
+                    _curves("Loss", r"^(.*[/_.])?loss$"),
+                    _curves("Alerts so far", f"^({RUN})?alerts/count$"),
+                    _curves("Seconds per step", f"^{RUN}time/step_s$"),
+                    *map(_margins, SPREADS),
+                ],
             ),
         ]
     )
@@ -26,15 +32,12 @@ def custom_scalars_value() -> bytes:
     )
 
 
-def _loss() -> layout_pb2.Chart:
-    return layout_pb2.Chart(
-        title="Loss, and the number of alerts so far",
-        multiline=layout_pb2.MultilineChartContent(tag=[r"^(.*[/_.])?loss$", r"^alerts/count$"]),
-    )
+def _curves(title: str, pattern: str) -> layout_pb2.Chart:
+    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=[pattern]))
 
 
 def _margins(name: str) -> layout_pb2.Chart:
-    prefix, statistic = f"depth/{name}", SPREADS[name]
+    prefix, statistic = f"{RUN}depth/{name}", SPREADS[name]
     scale = " (log10)" if statistic.log else ""
     series = layout_pb2.MarginChartContent.Series(
         value=f"{prefix}/median", lower=f"{prefix}/p05", upper=f"{prefix}/p95"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from telemetry.events import summaries
 from telemetry.records import LightSteps, StepRecord
+from telemetry.tag_names import RUN
 
 
 class LearningRates:
@@ -67,4 +68,4 @@ def _differs(rate: float, other: float) -> bool:
 
 
 def _value(group: int, rate: float) -> bytes:
-    return summaries.scalar(f"learning_rate/{group}", rate)
+    return summaries.scalar(f"{RUN}learning_rate/{group}", rate)

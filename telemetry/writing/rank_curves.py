@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from telemetry.events import summaries
 from telemetry.records import RankFacts
+from telemetry.tag_names import RUN, plain
 
 
 def values_of(facts: RankFacts) -> Iterator[bytes]:
@@ -14,11 +15,12 @@ def values_of(facts: RankFacts) -> Iterator[bytes]:
     Nothing of a tag of which all ranks have the same number, or which one alone has logged.
     """
     if facts.step_s is not None:
-        yield summaries.scalar("rank_time/slowest", facts.step_s.high)
-        yield summaries.scalar("rank_time/slowest_rank", facts.step_s.high_rank)
+        yield summaries.scalar(f"{RUN}rank_time/slowest", facts.step_s.high)
+        yield summaries.scalar(f"{RUN}rank_time/slowest_rank", facts.step_s.high_rank)
     for tag, spread in facts.scalars.items():
         if spread.low_rank != spread.high_rank:
-            yield summaries.scalar(f"rank_spread/{tag}/min", spread.low)
-            yield summaries.scalar(f"rank_spread/{tag}/min_rank", spread.low_rank)
-            yield summaries.scalar(f"rank_spread/{tag}/max", spread.high)
-            yield summaries.scalar(f"rank_spread/{tag}/max_rank", spread.high_rank)
+            prefix = f"{RUN}rank_spread/{plain(tag)}"
+            yield summaries.scalar(f"{prefix}/min", spread.low)
+            yield summaries.scalar(f"{prefix}/min_rank", spread.low_rank)
+            yield summaries.scalar(f"{prefix}/max", spread.high)
+            yield summaries.scalar(f"{prefix}/max_rank", spread.high_rank)

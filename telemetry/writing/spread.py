@@ -14,6 +14,7 @@ import numpy as np
 from telemetry.events import summaries
 from telemetry.layers import STATISTICS, Statistic, table
 from telemetry.records import StepRecord
+from telemetry.tag_names import RUN
 
 QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}
 SPREADS: Mapping[str, Statistic] = {
@@ -25,7 +26,7 @@ SPREADS: Mapping[str, Statistic] = {
 
 
 def values_of(record: StepRecord) -> Iterator[bytes]:
-    """``depth/<name>/p05``, ``median`` and ``p95`` of a full step.
+    """``~run/depth/<name>/p05``, ``median`` and ``p95`` of a full step.
 
     Quantiles are over the finite values of all layers; those of a logarithm, over the positive
     ones. A statistic without any such value has no points.
@@ -42,4 +43,4 @@ def values_of(record: StepRecord) -> Iterator[bytes]:
             places = np.array(list(QUANTILES.values())) * (values.size - 1)
             quantiles = np.interp(places, np.arange(values.size), values)
             for quantile, value in zip(QUANTILES, quantiles.tolist(), strict=True):
-                yield summaries.scalar(f"depth/{name}/{quantile}", value)
+                yield summaries.scalar(f"{RUN}depth/{name}/{quantile}", value)

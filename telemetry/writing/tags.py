@@ -16,7 +16,7 @@ from telemetry.plain_text import printable
 from telemetry.records import Layout, Output, Parameter, StepRecord
 from telemetry.selection import spread
 from telemetry.sketch import Sketch
-from telemetry.tag_names import TOTAL_GRAD_NORM, numbered
+from telemetry.tag_names import ALERTS, HISTOGRAMS, IMAGES, LAYERS, RUN, TOTAL_GRAD_NORM, numbered
 from telemetry.writing.bulk import Bulk
 
 MANY_PARAMETERS = 64
@@ -27,24 +27,31 @@ SHOWN_OF_MANY = 12
 def values_of(record: StepRecord, bulk: Bulk | None = None) -> Iterator[bytes]:
     """The values of one step; if it was not measured in full, only the total gradient norm.
 
-    Tags are ``statistic/NNNN.name`` (:func:`~telemetry.tag_names.numbered`). Those of a phase begin
-    with the phase's name.
+    Tags are ``statistic/NNNN.name`` (:func:`~telemetry.tag_names.numbered`), in those of a phase
+    behind the phase's name, and begin with the group in which TensorBoard shows them.
 
     Args:
         record: The step.
         bulk: Writes its histograms and pictures.
     """
     prefix = f"{record.phase}/" if record.phase else ""
-    for tag, value in _curves_of_phase(record) if prefix else _curves_of_step(record):
-        yield summaries.scalar(prefix + tag, value)
-    if not record.full and not prefix:
-        return
+    if not prefix:
+        for tag, value in _curves_of_run(record):
+            yield summaries.scalar(tag, value)
+        if not record.full:
+            return
+    for tag, value in _curves_of_layers(record):
+        yield summaries.scalar(f"{LAYERS}{prefix}{tag}", value)
     groups = _sketches(record)
     yield from (bulk or Bulk()).values_of(
-        pictures=[(prefix + tag, pixels) for tag, pixels in _images(record)],
-        sketches={f"{prefix}{group}/{name}": s for group in groups for name, s in groups[group]},
+        pictures=[(f"{IMAGES}{prefix}{tag}", pixels) for tag, pixels in _images(record)],
+        sketches={
+            f"{HISTOGRAMS}{prefix}{group}/{name}": s
+            for group in groups
+            for name, s in groups[group]
+        },
         magnitudes={
-            f"{prefix}{group}_log10/{name}": s
+            f"{HISTOGRAMS}{prefix}{group}_log10/{name}": s
             for group in ("activation_grad", "grad")
             for name, s in groups[group]
         },
@@ -54,33 +61,33 @@ def values_of(record: StepRecord, bulk: Bulk | None = None) -> Iterator[bytes]:
 def alert_value(alert: Alert, number: int) -> bytes:
     """An alert as a text. Each has its own tag, because TensorBoard drops texts that share one."""
     where = f".{printable(alert.module_name)}" if alert.module_name else ""
-    tag = f"alert/{number:04d}.{alert.kind}{where}"
+    tag = f"{ALERTS}{number:04d}.{alert.kind}{where}"
     message = alert.message.replace("\n", "  \n")  # Markdown's line break
     return summaries.text(tag, f"**{alert.severity}** at step {alert.step}\n\n{message}")
 
 
-def _curves_of_step(record: StepRecord) -> Iterator[tuple[str, float]]:
+def _curves_of_run(record: StepRecord) -> Iterator[tuple[str, float]]:
     yield TOTAL_GRAD_NORM, record.total_grad_norm
     if not record.full:
         return
     if record.loss_scale is not None:
-        yield "scaler/scale", record.loss_scale
-        yield "scaler/skipped_steps", record.skipped_steps
+        yield f"{RUN}scaler/scale", record.loss_scale
+        yield f"{RUN}scaler/skipped_steps", record.skipped_steps
     if record.total_grad_norm_before_clipping is not None:
-        yield "grad_norm/total_before_clipping", record.total_grad_norm_before_clipping
+        yield f"{TOTAL_GRAD_NORM}_before_clipping", record.total_grad_norm_before_clipping
     if record.clipped_fraction is not None:
-        yield "grad_norm/clipped_fraction", record.clipped_fraction
+        yield f"{RUN}grad_norm/clipped_fraction", record.clipped_fraction
+
+
+def _curves_of_layers(record: StepRecord) -> Iterator[tuple[str, float]]:
     layout = record.layout
-    parameters = [layout.parameters[index] for index in layout.depth_order]
-    tag_of = {p.name: _parameter_tag(layout, p) for p in parameters}
-    for statistic, values_by_name in PARAMETER_STATISTICS.items():
-        yield from _curves(statistic, list(tag_of), tag_of, values_by_name(record))
-    yield from _curves_of_phase(record)
-
-
-def _curves_of_phase(record: StepRecord) -> Iterator[tuple[str, float]]:
+    if not record.phase:
+        parameters = [layout.parameters[index] for index in layout.depth_order]
+        tag_of = {p.name: _parameter_tag(layout, p) for p in parameters}
+        for name, values_by_name in PARAMETER_STATISTICS.items():
+            yield from _curves(name, list(tag_of), tag_of, values_by_name(record))
     layers = table(record)
-    tag_of = {m.name: _output_tag(record.layout, Output(m.name)) for m in record.layout.modules}
+    tag_of = {m.name: _output_tag(layout, Output(m.name)) for m in layout.modules}
     values, known = layers.values.T.tolist(), layers.known.T.tolist()
     for statistic, column, measured in zip(layers.statistics, values, known, strict=True):
         if not statistic.as_curve:
@@ -111,11 +118,14 @@ def _curves(
 
 
 def _sketches(record: StepRecord) -> Mapping[str, Sequence[tuple[str, Sketch]]]:
-    """What is shown as histograms: name in the tag and sketch, by the tag's first part."""
+    """What is shown as histograms: name in the tag and sketch, by the tag's first part.
+
+    Those without a finite value are left out: TensorBoard would draw them as zeros.
+    """
     layout = record.layout
     outputs = {output: _output_tag(layout, output) for output in record.outputs}
     parameters = [(p.name, _parameter_tag(layout, p)) for p in layout.parameters]
-    return {
+    groups = {
         "activation": [(outputs[output], t.sketch) for output, t in record.outputs.items()],
         "activation_grad": [
             (outputs.get(output) or _output_tag(layout, output), t.sketch)
@@ -123,6 +133,10 @@ def _sketches(record: StepRecord) -> Mapping[str, Sequence[tuple[str, Sketch]]]:
         ],
         "grad": [(tag, record.grads[n].sketch) for n, tag in parameters if n in record.grads],
         "weight": [(tag, record.weights[n].sketch) for n, tag in parameters if n in record.weights],
+    }
+    return {
+        kind: [(name, sketch) for name, sketch in named if len(sketch.buckets)]
+        for kind, named in groups.items()
     }
 
 

@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from small_runs import net, train
+from torch.optim import SGD
 
 from telemetry.alert import Alert, Severity, Stage
 from telemetry.alerts.causes import OneCause
+from telemetry.alerts.configuration import _RULES, rules_from
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.records import Layout, StepRecord
 from telemetry.rule import as_rule
@@ -103,7 +106,24 @@ def test_all_consequences_of_one_step_are_listed_when_it_grows_worse() -> None:
     assert "exploding gradient, nonfinite" in worse.message
 
 
-@pytest.mark.parametrize(("after", "said"), [(0, True), (12, True), (40, False)])
+@pytest.mark.parametrize("jump", [1.0, 300.0])
+def test_units_that_died_between_two_measurements_died_when_the_rate_jumped(jump: float) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), 0.1)
+
+    def kill(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 * (jump if step == 33 else 1.0)
+        if step == 33:
+            model[0].bias.data.fill_(-999.0)
+
+    others = {name: None for name in _RULES if name not in {"dead_units", "vanishing_gradient"}}
+    [rule] = rules_from(others)
+    [alert] = train(rule, 60, model=model, optimizer=optimizer, before=kill, every=100)
+    assert (alert.kind, alert.step) == ("dead_units", 51)  # 16 steps after it was asked for
+    assert (", 18 steps after the learning rate had jumped to 30." in alert.message) == (jump > 1)
+
+
+@pytest.mark.parametrize(("after", "said"), [(0, True), (20, True), (21, False)])
 def test_a_jump_of_the_learning_rate_is_to_blame_for_what_follows(after: int, said: bool) -> None:
     fault = alert("dead_units", 10 + after)
 

@@ -90,6 +90,21 @@ def test_one_batch_in_another_unit_is_told_when_the_next_is_not() -> None:
     assert "it was the batch" in begin.message
 
 
+@pytest.mark.parametrize(
+    ("at", "tails", "times", "told"),
+    [(220, False, 30.0, True), (30, False, 30.0, False), (220, True, 3e5, False)],
+)
+def test_how_far_the_loss_of_a_batch_must_be_above(
+    at: int, tails: bool, times: float, told: bool
+) -> None:
+    def weight(step: int) -> float:
+        usual = 1 / (step * 0.618 % 1 + 1e-3) if tails else 1.0  # Pareto, index 1
+        return times * usual if step == at else usual
+
+    alerts = train(LossSpike(), at + 10, weight=weight, **rates({}, usual=1e-4))
+    assert [alert.stage for alert in alerts] == ["begin", "end"] * told
+
+
 def test_other_data_another_weight_and_a_warm_restart_are_none() -> None:
     def shifted(step: int) -> Batch:
         points, classes = draw()
@@ -102,7 +117,7 @@ def test_other_data_another_weight_and_a_warm_restart_are_none() -> None:
 
 
 def test_layers_that_moved_before_the_loss_are_named_first() -> None:
-    model, torch_seed = net(), 3
+    model, torch_seed = net(), 4
     optimizer = Adam(model.parameters(), 3e-3)
     torch.manual_seed(torch_seed)
     with capture_run(model, every_n_steps=100, rules=[]) as run:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from small_runs import draw, net, train
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Adam
 
 from telemetry import Alert
 from telemetry.alerts.nonfinite import Nonfinite
+from telemetry.testing import capture_run
 
 Step = Callable[[int], bool]
 
@@ -80,13 +82,19 @@ def test_a_bad_loss(at: int, seen: str) -> None:
     assert seen in alert.message
 
 
+def test_an_infinite_loss_is_not_that_of_a_bad_batch() -> None:
+    alert = first(13, weight=lambda step: math.inf if step == 13 else 1.0)
+    assert (alert.step, alert.module_name) == (13, None)
+    assert "modules, the targets or the loss, which is infinite but not NaN, of a" in alert.message
+
+
 @pytest.mark.parametrize(
     ("at", "low", "module", "seen"),
     [
         (10, -1.0, "2", "the forward pass, in the output of 2."),
         (13, -1.0, None, "the forward pass, perhaps in 1 or 2, or in the inputs, the targets or"),
         (10, 0.0, "2", "the backward pass, in that of 2."),
-        (13, 0.0, "0", "the backward pass, between 3 and 0."),  # in 1 or 2
+        (13, 0.0, "0", "the backward pass, between 3 and 0, perhaps in 1 or 2."),
     ],
 )
 def test_the_forward_and_the_backward_pass(
@@ -100,6 +108,67 @@ def test_the_forward_and_the_backward_pass(
     alert = first(at, model=broken, before=turn)
     assert (alert.step, alert.module_name) == (at, module)
     assert seen in alert.message
+
+
+class Scale(nn.Module):
+    """Divides by the size of what it is given, without an eps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.norm(dim=1, keepdim=True) * self.weight
+
+
+@pytest.mark.parametrize(
+    ("layers", "at", "module", "seen"),
+    [
+        ([Scale()], 13, "1", "the forward pass, most likely in 1; else in the inputs, the targets"),
+        ([nn.BatchNorm1d(16), Scale(), nn.Tanh(), nn.BatchNorm1d(16)], 13, "2",
+         "the forward pass, before 4, whose running statistics are NaN, and behind 1, whose are "
+         "not, perhaps in 2."),
+        ([nn.Tanh(), nn.BatchNorm1d(16)], 13, "2",
+         "the forward pass, before 2, whose running statistics are NaN, or in the inputs of a"),
+    ],
+)  # fmt: skip
+def test_at_a_step_that_is_not_measured_in_full(
+    layers: list[nn.Module], at: int, module: str, seen: str
+) -> None:
+    torch.manual_seed(0)
+    broken = nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 3))
+    suspect = next((layer for layer in layers if isinstance(layer, Scale)), broken[0])
+    gate = torch.ones(())
+    suspect.register_forward_pre_hook(lambda module, given: (given[0] * gate,))
+
+    def close(step: int) -> None:
+        value = 0.0 if isinstance(suspect, Scale) else math.nan
+        gate.fill_(value if step == at else 1.0)
+
+    alert = first(at, model=broken, before=close)
+    assert (alert.step, alert.module_name) == (at, module)
+    assert seen in alert.message
+
+
+def test_one_of_two_terms_of_the_loss_is_bad() -> None:
+    torch.manual_seed(0)
+    trunk, heads = nn.Linear(8, 16), nn.ModuleList([nn.Linear(16, 1), nn.Linear(16, 3)])
+    model = nn.ModuleDict({"trunk": trunk, "heads": heads})
+    optimizer = Adam(model.parameters())
+    with capture_run(model, every_n_steps=10, rules=[Nonfinite()]) as run:
+        for step in range(14):
+            points, classes = draw()
+            hidden = trunk(points)
+            root = (heads[0](hidden).square() - (1e9 if step == 13 else -1.0)).sqrt().mean()
+            loss = root + F.cross_entropy(heads[1](hidden), classes)
+            optimizer.zero_grad()
+            loss.backward()
+            run.log(loss=loss)
+            optimizer.step()
+    [alert] = run.alerts
+    assert (alert.step, alert.module_name) == (13, "heads.0")
+    assert "first seen in what follows heads.0, be it a function, targets or a" in alert.message
+    assert "the term of heads.1 is fine, by its gradient." in alert.message
 
 
 @pytest.mark.parametrize("every", [1, 1000])  # the step itself is seen, or what it left

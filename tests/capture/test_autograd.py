@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 from hand import assert_logged, assert_tensor, by_hand, check, not_training
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from plain_events import EventAccumulator
+from require import require
 from tensorboard.util.tensor_util import make_ndarray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 from twins import Recorder, assert_left_alone, seed
 
 from telemetry import HookLogger
@@ -323,12 +320,14 @@ class Blocks(nn.Module):
 
 
 def save_matmuls() -> Any:
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+    policies = require("torch.utils.checkpoint.CheckpointPolicy")
 
-    return create_selective_checkpoint_contexts(policy)
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return policies.MUST_SAVE
+        return policies.PREFER_RECOMPUTE
+
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
 
 
 CHECKPOINTING = {
@@ -369,7 +368,6 @@ def test_selective_checkpointing_of_convolutions_with_images(tmp_path: Path) -> 
 
     outcome = assert_left_alone(Net, stepping(passes), tmp_path)
     assert list(outcome.full[0].activations) == ["block.0", "block.1", "block.2"]
-    pytest.importorskip("torchvision")
     assert list(outcome.full[0].feature_maps) == ["block.0", "block.2"]
 
 

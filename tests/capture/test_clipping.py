@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from plain_events import EventAccumulator
 from torch import Tensor, nn
 from twins import assert_left_alone
 

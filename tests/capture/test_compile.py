@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hand import assert_logged, by_hand
+from require import needs_observable_graphs
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -22,10 +23,6 @@ from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED
 
 # The compiler warns of its own doings.
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-
-observed = pytest.mark.skipif(
-    not GRAPHS_CAN_BE_OBSERVED, reason="compiled modules can be observed since PyTorch 2.13"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +110,7 @@ def assert_values(outcome: Outcome, compiled: Compile, make: Callable[[], nn.Mod
             assert_logged(record, step)
 
 
-@observed
+@needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, in_place, regional])
 def test_a_compiled_model_is_logged_and_left_alone(tmp_path: Path, compiled: Compile) -> None:
     outcome = assert_left_alone(Net, loop_with(compiled), tmp_path, every_n_steps=3)
@@ -131,10 +128,9 @@ def test_graphs_that_cannot_be_observed_are_left_alone_and_the_log_says_so(
     assert caplog.text.count(f"PyTorch {torch.__version__} cannot show") == 1
 
 
-@observed
-@pytest.mark.parametrize("compiled", [whole, regional])
-def test_inductor(tmp_path: Path, compiled: Callable[..., Any]) -> None:
-    with_inductor = partial(compiled, backend="inductor")
+@needs_observable_graphs
+def test_inductor(tmp_path: Path) -> None:
+    with_inductor = partial(whole, backend="inductor")
     loop = loop_with(with_inductor, steps=4)
 
     def make() -> nn.Module:
@@ -143,10 +139,10 @@ def test_inductor(tmp_path: Path, compiled: Callable[..., Any]) -> None:
         return model
 
     outcome = assert_left_alone(make, loop, tmp_path, every_n_steps=3)
-    assert_values(outcome, compiled, make)
+    assert_values(outcome, whole, make)
 
 
-@observed
+@needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, regional])
 def test_there_are_two_graphs_and_no_breaks(tmp_path: Path, compiled: Compile) -> None:
     """One graph with observers, one without; equal blocks share theirs."""
@@ -177,7 +173,7 @@ class Counting:
         return run
 
 
-@observed
+@needs_observable_graphs
 def test_unlogged_steps_run_a_graph_without_observers(tmp_path: Path) -> None:
     backend = Counting()
     loop = loop_with(partial(whole, backend=backend), steps=7)
@@ -189,7 +185,7 @@ def test_unlogged_steps_run_a_graph_without_observers(tmp_path: Path) -> None:
     assert backend.calls == [0, 1, 1, 0, 1, 1, 0]
 
 
-@observed
+@needs_observable_graphs
 def test_a_batch_of_another_size_makes_one_more_graph_of_each_kind(tmp_path: Path) -> None:
     loop = loop_with(whole, steps=8, batch_sizes=(5, 5, 7, 7, 9, 9, 6, 4))
     outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=2)
@@ -200,7 +196,7 @@ def test_a_batch_of_another_size_makes_one_more_graph_of_each_kind(tmp_path: Pat
     assert counters["stats"]["unique_graphs"] == 2 + 4
 
 
-@observed
+@needs_observable_graphs
 def test_a_first_compiled_call_on_an_unlogged_step_is_no_obstacle(tmp_path: Path) -> None:
     """Training that is resumed: the first step is not one that is measured."""
     loop = loop_with(whole, steps=4)
@@ -211,7 +207,7 @@ def test_a_first_compiled_call_on_an_unlogged_step_is_no_obstacle(tmp_path: Path
     assert record.activation_grads["blocks.0.linear"].calls == 1
 
 
-@observed
+@needs_observable_graphs
 def test_autocast_leaves_the_random_stream_alone(tmp_path: Path) -> None:
     """Fusion may round otherwise on a logged step, so that values are close and no more."""
 
@@ -231,7 +227,7 @@ def test_autocast_leaves_the_random_stream_alone(tmp_path: Path) -> None:
     assert outcome.full[1].activations["head"].calls == 1
 
 
-@observed
+@needs_observable_graphs
 def test_validation_phases_of_a_compiled_model(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         torch._dynamo.reset_code_caches()
@@ -254,7 +250,7 @@ def test_validation_phases_of_a_compiled_model(tmp_path: Path) -> None:
     outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=3)
     for record in outcome.full:
         assert record.activations["head"].calls == 1
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from plain_events import EventAccumulator
 
     events = (
         EventAccumulator(str(tmp_path)).Reload().Scalars("validation/activation_max/0000.embed")
@@ -264,7 +260,7 @@ def test_validation_phases_of_a_compiled_model(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == 2 + 4
 
 
-@observed
+@needs_observable_graphs
 def test_checkpointing_inside_of_a_compiled_region(tmp_path: Path) -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -297,7 +293,7 @@ def test_a_compiled_optimizer_is_counted(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == 2 * 1
 
 
-@observed
+@needs_observable_graphs
 def test_compiled_autograd_costs_activation_gradients_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -321,7 +317,7 @@ def test_compiled_autograd_costs_activation_gradients_only(
 WAYS_OUT = ("before the first compiled call", "reset_code_caches", "force_eager")
 
 
-@observed
+@needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, in_place, regional])
 def test_a_model_that_was_compiled_before_is_told_with_the_ways_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: Compile
@@ -343,7 +339,7 @@ def test_a_model_that_was_compiled_before_is_told_with_the_ways_out(
     assert recorder.records[0].grad_present.all()
 
 
-@observed
+@needs_observable_graphs
 def test_dropping_the_compiled_code_is_a_way_out(tmp_path: Path) -> None:
     model, recorder = Net(), Recorder()
     forward = whole(model)
@@ -358,7 +354,7 @@ def test_dropping_the_compiled_code_is_a_way_out(tmp_path: Path) -> None:
     assert [len(record.activations) for record in recorder.records] == [9, 0, 9]
 
 
-@observed
+@needs_observable_graphs
 def test_running_the_logged_steps_eagerly_is_a_way_out(tmp_path: Path) -> None:
     model, recorder = Net(), Recorder()
     forward = whole(model)

@@ -244,7 +244,6 @@ def of_ours() -> set[int]:
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_nothing_is_left_after_close(tmp_path: Path, steps: int) -> None:
-    pytest.importorskip("torchvision")  # a report of its absence would hold a step's picture
     global_hooks = (
         optim_module._global_optimizer_pre_hooks,
         optim_module._global_optimizer_post_hooks,
@@ -270,7 +269,6 @@ def test_nothing_is_left_after_close(tmp_path: Path, steps: int) -> None:
 def test_a_logger_that_is_dropped_does_not_keep_the_model(
     tmp_path: Path, make: Callable[[], nn.Module], steps: int
 ) -> None:
-    pytest.importorskip("torchvision")
     ours = of_ours()
     model = make()
     HookLogger(model, tmp_path, every_n_steps=2, modules=nn.Module)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from plain_events import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from twins import Recorder, assert_left_alone
@@ -61,23 +61,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr("telemetry.capture.costs.time", wall)
     add, add_plain, add_all = Measurer.add, Measurer.add_plain, Measurer.add_all
 
-    def slow_add(measurer: Measurer, tensor: Tensor, *, unit_axis: int | None = None) -> int | None:
+    def slow_add(measurer: Measurer, tensor: Tensor, **asked: Any) -> int | None:
         before_s = clock.own_s
-        index = add(measurer, tensor, unit_axis=unit_axis)
+        index = add(measurer, tensor, **asked)
         if clock.own_s == before_s:  # else it was a plain one
             clock.own_s += 0.1
         return index
 
-    def slow_add_plain(
-        measurer: Measurer, tensor: Tensor, *, unit_axis: int | None = None
-    ) -> int | None:
-        index = add_plain(measurer, tensor, unit_axis=unit_axis)
+    def slow_add_plain(measurer: Measurer, tensor: Tensor, **asked: Any) -> int | None:
+        index = add_plain(measurer, tensor, **asked)
         clock.own_s += 0.1 if index is not None else 0.0
         return index
 
-    def slow_add_all(measurer: Measurer, tensors: Collection[Tensor]) -> list[int | None]:
+    def slow_add_all(
+        measurer: Measurer, tensors: Collection[Tensor], **asked: Any
+    ) -> list[int | None]:
         clock.own_s += 0.1 * len(tensors)
-        return add_all(measurer, tensors)
+        return add_all(measurer, tensors, **asked)
 
     monkeypatch.setattr(Measurer, "add", slow_add)
     monkeypatch.setattr(Measurer, "add_plain", slow_add_plain)

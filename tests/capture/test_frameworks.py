@@ -15,6 +15,7 @@ from twins import Recorder, seed
 from telemetry import HookLogger
 from telemetry.events import list_event_files, read_events
 from telemetry.records import StepRecord
+from telemetry.tag_names import TOTAL_GRAD_NORM
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of the frameworks
 
@@ -29,7 +30,7 @@ def written_steps(log_dir: Path) -> list[int]:
     return [
         event.step
         for event in events
-        if any(value.tag == "grad_norm/total" for value in event.summary.value)
+        if any(value.tag == TOTAL_GRAD_NORM for value in event.summary.value)
     ]
 
 

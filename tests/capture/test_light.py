@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from require import needs_tensor_reader
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from telemetry import HookLogger, StepRecord, kernel
+from telemetry import HookLogger, StepRecord
 from telemetry.capture.light import LightReader
+from telemetry.capture.parameters import ParameterTable
+from telemetry.records import Layout
 from telemetry.testing import capture_run
 
-needs_extension = pytest.mark.skipif(not kernel.available, reason="the C extension is not there")
 STEPS = 6
 
 
@@ -97,7 +99,7 @@ def transpose(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             parameter.grad = parameter.grad.t().contiguous().t()
 
 
-@needs_extension
+@needs_tensor_reader
 @pytest.mark.parametrize("act", [nothing, schedule, freeze, transpose])
 def test_one_call_reads_what_the_long_way_reads(act: Act, rows: list[int]) -> None:
     records = train(net(), before_step=act)
@@ -105,7 +107,26 @@ def test_one_call_reads_what_the_long_way_reads(act: Act, rows: list[int]) -> No
     assert_same(records, train(net(), before_step=act, light=False))
 
 
-@needs_extension
+@needs_tensor_reader
+def test_a_factor_that_a_fused_optimizer_is_to_divide_by_is_seen_at_once() -> None:
+    """As GradScaler gives it, in the middle of a block."""
+    model = net()
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=True)
+    table = ParameterTable(model)
+    layout = Layout(modules=(), parameters=table.parameters)
+    reader = LightReader(table)
+    reader.prepare(optimizer, again=False)
+    assert reader.read(optimizer, layout)
+    reader.completed(0)
+    optimizer.grad_scale = torch.tensor(1024.0)
+    assert not reader.read(optimizer, layout)
+    del optimizer.grad_scale
+    assert reader.read(optimizer, layout)
+    assert reader.completed(1).count == 2
+
+
+@needs_tensor_reader
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_floats_are_read_as_they_are(dtype: torch.dtype, rows: list[int]) -> None:
     def narrow(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -145,7 +166,7 @@ def tensor_rate(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -
     optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
 
 
-@needs_extension
+@needs_tensor_reader
 @pytest.mark.parametrize("act", [stride, sparse, tensor_rate])
 def test_the_unusual_goes_the_long_way(act: Act, rows: list[int]) -> None:
     records = train(net(), before_step=act)
@@ -158,7 +179,7 @@ def spoil(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         next(model.parameters()).grad[0, 0] = float("nan")
 
 
-@needs_extension
+@needs_tensor_reader
 def test_what_is_not_finite_is_looked_at_closely(rows: list[int]) -> None:
     records = train(net(), before_step=spoil)
     assert rows == [1, 2]
@@ -168,7 +189,7 @@ def test_what_is_not_finite_is_looked_at_closely(rows: list[int]) -> None:
     assert_same(records, train(net(), before_step=spoil, light=False))
 
 
-@needs_extension
+@needs_tensor_reader
 def test_a_closure_and_what_comes_with_it(rows: list[int]) -> None:
     def with_closure(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step(lambda: torch.zeros(()))
@@ -180,7 +201,7 @@ def test_a_closure_and_what_comes_with_it(rows: list[int]) -> None:
     assert len(rows) == STEPS - 1
 
 
-@needs_extension
+@needs_tensor_reader
 def test_an_optimizer_that_is_given_more_parameters(rows: list[int]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model[0].parameters(), 0.01)
@@ -195,7 +216,7 @@ def test_an_optimizer_that_is_given_more_parameters(rows: list[int]) -> None:
     assert records[-1].learning_rates == (0.01, 0.02)
 
 
-@needs_extension
+@needs_tensor_reader
 def test_a_step_that_fails_is_not_counted(rows: list[int]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
@@ -214,7 +235,7 @@ def test_a_step_that_fails_is_not_counted(rows: list[int]) -> None:
     assert rows == list(range(1, STEPS))
 
 
-@needs_extension
+@needs_tensor_reader
 def test_no_mode_of_the_callers_sees_anything(tmp_path: Path) -> None:
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
@@ -253,7 +274,7 @@ def test_no_mode_of_the_callers_sees_anything(tmp_path: Path) -> None:
         assert counts[0] == counts[1]
 
 
-@needs_extension
+@needs_tensor_reader
 def test_parameters_are_not_held(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -108,11 +108,11 @@ def scaled_loop(
     return loop
 
 
-def unscaled_loop(**options: Any) -> Callable[..., Iterator[Tensor]]:
+def unscaled_loop(kind: str) -> Callable[..., Iterator[Tensor]]:
     """The same without a scaler: its gradients are the true ones, as scales are powers of two."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = OPTIMIZERS["not fused"](model.parameters())
+        optimizer = OPTIMIZERS[kind](model.parameters())
         for _ in range(6):
             optimizer.zero_grad()
             loss = model(batch()).square().mean()
@@ -127,7 +127,7 @@ def unscaled_loop(**options: Any) -> Callable[..., Iterator[Tensor]]:
 def test_gradients_are_logged_without_the_scale(tmp_path: Path, kind: str) -> None:
     outcome = assert_left_alone(mlp, scaled_loop(OPTIMIZERS[kind]), tmp_path)
     assert [record.loss_scale for record in outcome.records] == [1024, 1024, 2048, 2048, 4096, 4096]
-    for record, hand in zip(outcome.full, by_hand(mlp, unscaled_loop()), strict=True):
+    for record, hand in zip(outcome.full, by_hand(mlp, unscaled_loop(kind)), strict=True):
         assert_logged(record, hand)
         assert record.total_grad_norm_before_clipping == pytest.approx(record.total_grad_norm)
     assert [record.skipped_steps for record in outcome.records] == [0] * 6
@@ -181,7 +181,7 @@ def test_skipped_steps_before_the_first_one_are_counted(tmp_path: Path, micro_ba
 def test_clipping_under_a_scaler(tmp_path: Path, kind: str) -> None:
     loop = scaled_loop(OPTIMIZERS[kind], clip=0.01, iterations=3)
     outcome = assert_left_alone(mlp, loop, tmp_path)
-    [first, *_] = by_hand(mlp, unscaled_loop())
+    [first, *_] = by_hand(mlp, unscaled_loop("not fused"))
     true = np.sqrt(sum(np.square(grad).sum() for [grad] in first.grads.values()))
     assert outcome.full[0].total_grad_norm_before_clipping == pytest.approx(true)
     for record in outcome.full:
@@ -222,7 +222,9 @@ def test_two_optimizers_of_one_scaler(tmp_path: Path) -> None:
             yield loss
 
     outcome = assert_left_alone(mlp, loop, tmp_path)
-    for record, hand in zip(outcome.full[:2], by_hand(mlp, unscaled_loop())[:2], strict=True):
+    for record, hand in zip(
+        outcome.full[:2], by_hand(mlp, unscaled_loop("not fused"))[:2], strict=True
+    ):
         assert_logged(record, hand)
 
 
@@ -307,6 +309,7 @@ def test_outputs_of_every_dtype(tmp_path: Path, name: str) -> None:
     check(partial(Casting, dtype), loop_of(lambda m: m(batch())), tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize")
 def test_outputs_that_cannot_be_measured_are_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -319,8 +322,7 @@ def test_outputs_that_cannot_be_measured_are_told_once(
             super().__init__(torch.float32)
             self.cast = Quantize()
 
-    with pytest.warns(match="quantize"):
-        outcome = assert_left_alone(Net, loop_of(lambda m: m(batch())), tmp_path)
+    outcome = assert_left_alone(Net, loop_of(lambda m: m(batch())), tmp_path)
     assert list(outcome.full[0].activations) == ["linear"]
     assert caplog.text.count("what cast returned is not measured: a Tensor of torch.qint8") == 1
 

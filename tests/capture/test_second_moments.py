@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hand import array, assert_tensor
+from require import require
 from torch import Tensor, nn
 from twins import Outcome, assert_left_alone
 
@@ -29,7 +30,7 @@ WITH_SECOND_MOMENTS: dict[str, Make] = {
 WITHOUT: dict[str, Make] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adamax": torch.optim.Adamax,
-    "adafactor": torch.optim.Adafactor,
+    "adafactor": lambda *args, **options: require("torch.optim.Adafactor")(*args, **options),
     "lbfgs": torch.optim.LBFGS,
 }
 OVERFLOWS = 1e38

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from hand import by_hand, check
+from require import needs_observable_graphs, require
 from torch import Tensor, nn
 from torch._dynamo import utils as dynamo_utils
 from torch._higher_order_ops import effects
 from torch.utils import _python_dispatch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from twins import assert_left_alone
 
 from telemetry import HookLogger, torch_compiler, torch_private
@@ -131,7 +132,8 @@ def test_without_a_way_to_leave_modes_modules_in_selective_checkpointing_are_ski
             self.head = nn.Linear(2, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            saving = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+            make_contexts = require("torch.utils.checkpoint.create_selective_checkpoint_contexts")
+            saving = partial(make_contexts, [torch.ops.aten.addmm.default])
             return self.head(checkpoint(self.block, x, use_reentrant=False, context_fn=saving))
 
     monkeypatch.delattr(_python_dispatch, "_disable_current_modes")
@@ -178,6 +180,7 @@ def test_without_the_initial_scale_earlier_skips_are_not_counted(
     assert len(told(caplog, "_init_scale")) == 1
 
 
+@needs_observable_graphs
 @pytest.mark.parametrize("name", ["_register_effectful_op", "_EffectType"])
 def test_without_effects_operators_are_not_kept_in_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
@@ -188,6 +191,7 @@ def test_without_effects_operators_are_not_kept_in_graphs(
     assert "show no activations" in message
 
 
+@needs_observable_graphs
 def test_without_effects_a_compiled_model_trains_on(tmp_path: Path) -> None:
     script = """
         import sys, torch

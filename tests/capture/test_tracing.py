@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ def traced(model: nn.Module) -> Any:
 
 
 def exported(model: nn.Module) -> Any:
-    return torch.export.export(model, (torch.ones(6, 4),)).module()
+    return torch.export.export(model, (torch.ones(6, 4),), strict=False).module()
 
 
 def exported_strictly(model: nn.Module) -> Any:
@@ -66,10 +67,28 @@ TOOLS = [
 ]  # fmt: skip
 
 
+@functools.cache
+def a_model_with_a_hook_is_exported_strictly() -> bool:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    model = Net()
+    model.register_forward_hook(lambda module, args, output: None)
+    try:
+        exported_strictly(model)
+    except Exception:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_watched_model_can_be_traced(tmp_path: Path, tool: Callable[[nn.Module], Any]) -> None:
     """In the middle of training; what comes out is the same as from a bare model."""
+
+    if tool is exported_strictly and not a_model_with_a_hook_is_exported_strictly():
+        pytest.skip("this PyTorch exports no model that has any hook, strictly")
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,12 +15,15 @@ import termios
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from telemetry import HookLogger
+from telemetry.commands.cli import main
 from telemetry.version import __version__
 
 STRANGE = ["a b", "注意力", "[red]x", "=1+1", "x" * 300, "new\nline", "\x1b[2J", "-rf", '"', "½"]
@@ -313,6 +316,24 @@ def test_the_export_has_a_row_per_layer_and_step(runs: Path, tmp_path: Path) -> 
     [last] = [r for r in records(run("summary", "good", "--json", cwd=runs).stdout)
               if r["module_name"] == "last"]  # fmt: skip
     assert float(norm) == pytest.approx(last["last"], rel=1e-7)
+
+
+def test_the_picture_of_one_run_is_written_as_png_and_svg(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = str(runs / "deep" / "bad")
+    assert main(["export", bad, "-o", str(tmp_path / "a.PNG")]) == 0
+    with Image.open(tmp_path / "a.PNG") as picture:
+        colors = {color for _, color in picture.getcolors(1 << 20)}
+    assert (0xD5, 0x00, 0x6D) in colors, "NaN"
+    assert main(["export", bad, "-o", str(tmp_path / "a.svg"), "--statistic", "dead_units"]) == 0
+    texts = [node.text for node in ElementTree.parse(tmp_path / "a.svg").iter() if node.text]
+    assert {"first", "second", "last", "step 0", "Dead units  0%"} <= set(texts)
+    assert main(["export", str(runs), "-o", str(tmp_path / "b.svg")]) == 2
+    assert "a picture shows one statistic of one run" in capsys.readouterr().err
+    assert main(["export", bad, "-o", str(tmp_path / "b.svg"), "--statistic", "saturation"]) == 2
+    assert "no layer has saturation" in capsys.readouterr().err
+    assert not (tmp_path / "b.svg").exists()
 
 
 def test_an_export_of_nothing_writes_no_file(tmp_path: Path) -> None:

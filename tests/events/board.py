@@ -17,6 +17,8 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.data import grpc_provider
 from tensorboard.data.provider import DataProvider
 
+from telemetry.tag_names import plain
+
 ALL = 10**9  # no downsampling
 PLUGINS = ["scalars", "histograms", "images", "text", "telemetry"]
 CONTEXT = context.RequestContext()
@@ -34,7 +36,10 @@ class Board:
         return [run.run_id for run in self.provider.list_runs(CONTEXT, experiment_id="")]
 
     def scalars(self) -> dict[str, dict[str, Points]]:
-        """All scalars: run -> tag -> (step, value), in the order of the file."""
+        """All scalars: run -> tag -> (step, value), in the order of the file.
+
+        Tags here and below are without the groups of ours.
+        """
         series = self.provider.read_scalars(
             CONTEXT, experiment_id="", plugin_name="scalars", downsample=ALL
         )
@@ -67,7 +72,10 @@ ReadBoard = Callable[[Path], Board]
 
 def _points(series: Any, value_of: Callable[[Any], Any]) -> dict[str, dict[str, Points]]:
     return {
-        run: {tag: [(datum.step, value_of(datum)) for datum in data] for tag, data in tags.items()}
+        run: {
+            plain(tag): [(datum.step, value_of(datum)) for datum in data]
+            for tag, data in tags.items()
+        }
         for run, tags in series.items()
     }
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from telemetry import Alert, StepRecord
 from telemetry.events import list_event_files, read_events
+from telemetry.tag_names import plain
 
 
 def mlp() -> nn.Sequential:
@@ -36,14 +37,14 @@ def curve(log_dir: Path, tag: str) -> dict[int, float]:
         for path in paths
         for event in read_events(path)
         for value in event.summary.value
-        if value.tag == tag
+        if plain(value.tag) == tag
     }
 
 
 def tags(log_dir: Path) -> set[str]:
     """All tags at and below a directory."""
     return {
-        value.tag
+        plain(value.tag)
         for path in log_dir.rglob("*tfevents*")
         for event in read_events(path)
         for value in event.summary.value

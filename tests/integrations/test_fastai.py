@@ -36,6 +36,10 @@ def test_it_logs_several_fits_as_one_run_and_leaves_training_alone(
     assert sorted(curve(tmp_path, "loss")) == list(range(12))
     assert sorted(curve(tmp_path, "grad_norm/total")) == list(range(12))
     assert "validation/activation/0000.0" in tags(tmp_path)
+    watched.save(tmp_path / "saved")
+    later = learner(optimizer, TelemetryCallback(tmp_path)).load(tmp_path / "saved")
+    later.fit(1)
+    assert sorted(curve(tmp_path, "loss")) == list(range(18))
     assert not [record for record in caplog.records if record.name.startswith("telemetry")]
 
 

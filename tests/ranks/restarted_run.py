@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ def train(log_dir: str) -> None:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # The agent's store keeps the first attempt's addresses, to which gloo would connect.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -175,20 +175,26 @@ def test_all_ranks_raise_at_the_end_of_the_same_step(
 
 @pytest.fixture(scope="module")
 def networks() -> Iterator[list[str]]:
-    """Three network namespaces on one bridge: to our ranks, machines of their own."""
+    """Three network namespaces on one bridge: to our ranks, machines of their own.
+
+    The bridge is in a fourth one: a browser drops what it loads when this machine's own network
+    changes (``ERR_NETWORK_CHANGED``), and the tests of the page run beside these.
+    """
+    switch = "telemetry-test-switch"
     names = [f"telemetry-test-{n}" for n in range(3)]
-    bridge = "telemetry-test"
 
     def ip(*arguments: str) -> None:
         subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
     try:
-        ip("link", "add", bridge, "type", "bridge")
-        ip("link", "set", bridge, "up")
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
         for n, name in enumerate(names):
+            port = f"port{n}"
             ip("netns", "add", name)
-            ip("link", "add", f"telemetry{n}", "type", "veth", "peer", "veth", "netns", name)
-            ip("link", "set", f"telemetry{n}", "master", bridge, "up")
+            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "veth", "netns", name)
+            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
             ip("-n", name, "address", "add", f"10.213.7.{n + 1}/24", "dev", "veth")
             ip("-n", name, "link", "set", "veth", "up")
             ip("-n", name, "link", "set", "lo", "up")
@@ -196,9 +202,8 @@ def networks() -> Iterator[list[str]]:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs network namespaces: {error}")
     finally:
-        for name in names:
+        for name in (*names, switch):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-        subprocess.run(["ip", "link", "delete", bridge], capture_output=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, None])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import training
 from members import Process, every, meet, ranks
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from plain_events import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from test_whole_records import OUTPUT_GRADS, single
 from torch import multiprocessing
@@ -93,7 +93,11 @@ def test_the_run_is_that_of_one_process(trained: Any, alone: Any, size: int, way
     for tag, points in wanted.items():
         if tag in ("own", "accuracy") or ("clipp" in tag and way in CLIPPING_UNKNOWN):
             continue
+        if tag == "time/examples_per_s":  # of all ranks together, they are not known
+            continue
         assert [step for step, _ in got[tag]] == [step for step, _ in points], tag
+        if tag == "time/step_s":
+            continue
         # Each rank's backward is called with the mean over its part of the batch.
         scale = OUTPUT_GRADS.get(way, size) if tag.startswith("activation_grad") else 1
         values = [value / scale for _, value in got[tag]]

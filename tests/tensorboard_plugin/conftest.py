@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import tensorboard_data_server
 from board import open_fast, open_slow
-from browser import TelemetryPage, open_browser
+from browser import SIZE, TelemetryPage, open_browser
 from client import Client, OpenClient
 from tensorboard.data.provider import DataProvider
 
@@ -50,11 +50,17 @@ def loader(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture
-def page(browser: Browser, address: str) -> Iterator[TelemetryPage]:
-    """The Telemetry page of the module's ``address``; nothing may go wrong in its console."""
-    context = browser.new_context(viewport={"width": 1400, "height": 900})
-    opened = TelemetryPage(context.new_page(), address)
-    yield opened
+@pytest.fixture(scope="module")
+def tab(browser: Browser, address: str) -> Iterator[TelemetryPage]:
+    """A tab for the module's ``address``, in which TensorBoard stays open."""
+    context = browser.new_context(viewport=SIZE)
+    yield TelemetryPage(context.new_page(), address)
     context.close()
-    assert opened.errors == []
+
+
+@pytest.fixture
+def page(tab: TelemetryPage) -> Iterator[TelemetryPage]:
+    """The Telemetry page of the module's ``address``; nothing may go wrong in its console."""
+    tab.forget()
+    yield tab
+    assert tab.errors == []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from client import OpenClient
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from plain_events import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -32,6 +32,7 @@ def write_demo(log_dir: Path) -> None:
             *picture.values_of(record),
             *page.values_of(record),
             summaries.scalar("loss", 1 / (1 + step)),
+            summaries.scalar("valid/z", 1.0),
         ]
         writer.write_values(values, step)
     alert = alert_at(7, "layer1", message="The gradient of layer1 grew.")
@@ -70,18 +71,20 @@ def tags_of(locator: Any) -> list[str]:
 @pytest.mark.parametrize("kind", ["histogram", "distribution"])
 def test_histograms_are_shown(dashboard: Any, kind: str) -> None:
     tags = tags_of(dashboard(f"{kind}s", f"tf-{kind}-loader"))
-    assert "activation/0000.layer0" in tags
+    assert "~histograms/activation/0000.layer0" in tags
 
 
 def test_images_are_shown_among_them_the_heatmap(dashboard: Any) -> None:
     loaders = dashboard("images", "tf-image-loader")
-    assert {"feature_maps/0000.layer0", "telemetry_heatmap"} <= set(tags_of(loaders))
+    assert {"~images/feature_maps/0000.layer0", "~images/telemetry_heatmap"} <= set(
+        tags_of(loaders)
+    )
     loaders.first.locator("img").first.wait_for(state="attached")
 
 
 def test_alerts_are_shown_as_texts(dashboard: Any) -> None:
     loaders = dashboard("text", "tf-text-loader")
-    assert tags_of(loaders) == ["alert/0000.exploding_gradient.layer1"]
+    assert tags_of(loaders) == ["~alerts/0000.exploding_gradient.layer1"]
     loaders.first.locator("text=The gradient of layer1 grew.").wait_for()
 
 
@@ -91,7 +94,7 @@ def test_the_custom_scalars_have_our_charts(dashboard: Any) -> None:
     titles = cards.evaluate_all(
         "nodes => nodes.map((node) => node.title || node._titleDisplayString)"
     )
-    assert titles[0] == "Loss, and the number of alerts so far"
+    assert titles[:3] == ["Loss", "Alerts so far", "Seconds per step"]
     assert any(
         title.startswith("Gradient norm (log10): median over all layers") for title in titles
     )
@@ -104,6 +107,11 @@ def test_hyperparameters_are_in_the_same_run(dashboard: Any) -> None:
     view.first.locator("text=sgd").first.wait_for(state="attached")
 
 
-def test_curves_are_shown(dashboard: Any, page: TelemetryPage) -> None:
+def test_curves_are_shown_in_a_few_groups_behind_the_users(
+    dashboard: Any, page: TelemetryPage
+) -> None:
+    groups = dashboard("timeseries", "metrics-card-groups .group-title")
+    ours = ["~histograms", "~images", "~layers", "~run"]
+    assert groups.all_inner_texts() == ["loss", "valid", *ours]
     page.page.goto(f"{page.address}?tagFilter=grad_norm%2Ftotal#timeseries")
-    page.page.locator('[title="grad_norm/total"]').first.wait_for(state="attached")
+    page.page.locator('[title="~run/grad_norm/total"]').first.wait_for(state="attached")

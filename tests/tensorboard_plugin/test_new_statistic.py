@@ -30,7 +30,7 @@ from board import open_slow
 from client import Client
 from telemetry import HookLogger
 from telemetry.commands.cli import main
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from plain_events import EventAccumulator
 
 run = Path(sys.argv[1])
 model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -61,7 +61,7 @@ def test_a_new_statistic_is_one_entry_and_is_shown_everywhere(tmp_path: Path) ->
     assert before.count(end) == 1
     table.write_text(before.replace(end, ENTRY))
     here = Path(__file__).parent
-    paths = [tmp_path, here, here.parent / "events"]
+    paths = [tmp_path, here, here.parent, here.parent / "events"]
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "run")],
         cwd=tmp_path,  # Python looks there first

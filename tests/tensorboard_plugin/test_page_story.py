@@ -73,6 +73,16 @@ def test_runs_are_filtered_sorted_and_opened(page: TelemetryPage) -> None:
     page.locator(".panel[data-run=boom]").wait_for(state="detached")
 
 
+def test_a_run_that_began_since_the_page_was_read_opens(page: TelemetryPage) -> None:
+    known = '[{"name": "boom"}, {"name": "old9"}]'
+    page.page.route("**/plugin/telemetry/runs", lambda asked: asked.fulfill(body=known))
+    page.open(run="boom")
+    page.locator("button[aria-label='Run: boom']").click()
+    page.locator(".runs[data-loaded] .run-link", has_text="old10").click()
+    page.locator(".panel[data-run=old10]").wait_for()
+    assert page.link()["run"] == "old10"
+
+
 # --- the story
 
 
@@ -222,7 +232,8 @@ def test_the_view_is_saved_as_picture_and_numbers(page: TelemetryPage, tmp_path:
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_nothing_is_in_the_way_of_assistive_technology(page: TelemetryPage, dark: bool) -> None:
-    page.open(run="boom", dark=dark)
+    page.open(run="boom")
+    page.set_dark(dark)
     frame = page.frame
     assert frame.evaluate("[document.documentElement.lang, document.title]") == [
         "en",

@@ -5,16 +5,18 @@ from __future__ import annotations
 import numpy as np
 from small_records import LAYOUT, full_record
 
-from telemetry.writing.heatmap_picture import TAG, HeatmapPicture, draw
+from telemetry.heat_map import heat_map
+from telemetry.writing.heatmap_picture import TAG, HeatmapPicture
 
 
 def colors_of(matrix: np.ndarray) -> list[tuple[int, ...]]:
     """Of the middle of each row."""
-    pixels = draw(matrix, [f"layer{i}" for i in range(len(matrix))], [0, 10])
-    height, width, _ = pixels.shape
-    cell = (height - 56) / len(matrix)
-    middles = [int(4 + (row + 0.5) * cell) for row in range(len(matrix))]
-    return [tuple(pixels[y, width // 2 + 100].tolist()) for y in middles]
+    drawn = heat_map(matrix, [f"layer{i}" for i in range(len(matrix))], [0, 10], title="norm")
+    pixels, cells = drawn.pixels(), drawn.cells[0]
+    middles = [
+        cells.y + (2 * r + 1) * cells.height // (2 * len(matrix)) for r in range(len(matrix))
+    ]
+    return [tuple(pixels[y, cells.x + cells.width // 2].tolist()) for y in middles]
 
 
 def test_known_values_have_known_colors() -> None:
@@ -59,4 +61,4 @@ def test_other_steps_do_not_count_and_another_layout_begins_anew() -> None:
     other = type(LAYOUT)(modules=LAYOUT.modules, parameters=LAYOUT.parameters)
     list(picture.values_of(full_record(1, layout=other)))
     assert picture._steps == [1]
-    assert TAG == "telemetry_heatmap"
+    assert TAG == "~images/telemetry_heatmap"

@@ -8,6 +8,7 @@ from serialized import parsed, summary_of, tags_of
 from telemetry.alert import Alert
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
+from telemetry.tag_names import plain
 from telemetry.writing.tags import alert_value, values_of
 
 LAYOUT = Layout(
@@ -47,34 +48,40 @@ def scalars(step: StepRecord) -> dict[str, float]:
 
 
 def test_a_step_without_full_measurement_has_only_the_total_norm() -> None:
-    assert scalars(record()) == {"grad_norm/total": 5.0}
+    assert scalars(record()) == {"~run/grad_norm/total": 5.0}
 
 
 def test_parameters_are_tagged_by_the_place_of_their_module() -> None:
     curves = scalars(record(full=True))
-    assert curves["grad_norm/0002.out.weight"] == 3.0
-    assert curves["grad_norm/0000.position"] == 4.0
+    assert curves["~layers/grad_norm/0002.out.weight"] == 3.0
+    assert curves["~layers/grad_norm/0000.position"] == 4.0
 
 
 def test_a_parameter_without_gradient_has_no_point() -> None:
     curves = scalars(record(full=True, grad_present=np.array([True, False])))
-    assert "grad_norm/0000.position" not in curves
+    assert "~layers/grad_norm/0000.position" not in curves
 
 
 def test_outputs_have_histograms_of_their_own_and_curves_together() -> None:
     outputs = {Output(""): tensor(1.0), Output("lstm"): tensor(2.0), Output("lstm", 1): tensor(3.0)}
     curves = scalars(record(full=True, outputs=outputs))
-    assert curves["activation_mean/0000.Net"] == 1.0
-    assert curves["activation_mean/0001.lstm"] == 2.5, "of all outputs"
+    assert curves["~layers/activation_mean/0000.Net"] == 1.0
+    assert curves["~layers/activation_mean/0001.lstm"] == 2.5, "of all outputs"
     tags = tags_of(values_of(record(full=True, outputs=outputs)))
-    assert {"activation/0001.lstm", "activation/0001.lstm[1]"} <= tags
+    assert {"~histograms/activation/0001.lstm", "~histograms/activation/0001.lstm[1]"} <= tags
+
+
+def test_what_has_no_finite_value_has_no_histogram() -> None:
+    outputs = {Output("lstm"): tensor(np.nan, np.inf), Output("out"): tensor(1.0, np.nan)}
+    tags = tags_of(values_of(record(full=True, outputs=outputs)))
+    assert {tag for tag in tags if "/activation/" in tag} == {"~histograms/activation/0002.out"}
 
 
 def test_nonfinite_values_are_counted_where_there_are_any() -> None:
     outputs = {Output("lstm"): tensor(1.0, np.nan, np.inf), Output("out"): tensor(1.0)}
     curves = scalars(record(full=True, outputs=outputs))
-    assert curves["nonfinite/0001.lstm"] == 2
-    assert "nonfinite/0002.out" not in curves
+    assert curves["~layers/nonfinite/0001.lstm"] == 2
+    assert "~layers/nonfinite/0002.out" not in curves
 
 
 def test_scaler_and_clipping_have_curves() -> None:
@@ -86,17 +93,17 @@ def test_scaler_and_clipping_have_curves() -> None:
         clipped_fraction=0.5,
     )
     curves = scalars(step)
-    assert curves["scaler/scale"] == 1024.0
-    assert curves["scaler/skipped_steps"] == 2
-    assert curves["grad_norm/total_before_clipping"] == 10.0
-    assert curves["grad_norm/clipped_fraction"] == 0.5
+    assert curves["~run/scaler/scale"] == 1024.0
+    assert curves["~run/scaler/skipped_steps"] == 2
+    assert curves["~run/grad_norm/total_before_clipping"] == 10.0
+    assert curves["~run/grad_norm/clipped_fraction"] == 0.5
 
 
 def test_a_phase_has_only_activations_under_its_name() -> None:
     step = record(phase="validation", full=True, outputs={Output("out"): tensor(1.0)})
     tags = tags_of(values_of(step))
-    assert "validation/activation/0002.out" in tags
-    assert all(tag.startswith("validation/") for tag in tags)
+    assert "~histograms/validation/activation/0002.out" in tags
+    assert all(plain(tag).startswith("validation/") for tag in tags)
     assert not any("grad" in tag for tag in tags)
 
 
@@ -111,7 +118,7 @@ def test_each_alert_has_a_tag_of_its_own() -> None:
         message="line one\nline two",
     )
     first, second = parsed(alert_value(alert, 0)), parsed(alert_value(alert, 1))
-    assert first.tag == "alert/0000.nonfinite.out"
-    assert second.tag == "alert/0001.nonfinite.out"
+    assert first.tag == "~alerts/0000.nonfinite.out"
+    assert second.tag == "~alerts/0001.nonfinite.out"
     [text] = first.tensor.string_val
     assert text.decode().startswith("**error** at step 3\n\nline one")

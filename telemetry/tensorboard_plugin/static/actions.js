@@ -49,9 +49,30 @@ export class Actions {
       alert: (direction) => this.moveAlert(direction),
       fold: () => this.foldSelection(),
       search: () => app.toolbar.querySelector("input[type=search]").focus(),
-      runs: () => app.chooseRun("run"),
-      movers: () => app.showMovers(),
+      runs: () => this.chooseRun("run"),
+      movers: () => this.showMovers(),
     };
+  }
+
+  /** Lists the runs to choose `run` or `other`, the one beside it. */
+  chooseRun(which) {
+    const { app } = this;
+    if (app.runs.length < 2) return;
+    app.runTable.open(app.runs, app.state[which], which, (name) => {
+      const isSame = name === app.state.run;
+      // The table is read when it opens, and may have a run that has begun since.
+      if (!app.runs.some((run) => run.name === name)) app.runs = [{ name }, ...app.runs];
+      if (which === "run") app.change({ run: name, zoom: null, layer: null, step: null });
+      else app.change({ other: isSame ? "" : name, zoom: null });
+    });
+  }
+
+  /** Which layers left their past around the selected step first. */
+  showMovers() {
+    const { app } = this;
+    const panel = app.detailPanel() ?? app.panels[0];
+    app.isSideOpen = true;
+    app.loadMovers(panel.run, app.state.step ?? panel.overview.lastStep);
   }
 
   zoomTo(view) {
@@ -79,7 +100,7 @@ export class Actions {
       zoom = limit(reveal(app.view(), step, this.#rowIndex(layer), app.whole()), app.whole());
     if (layer !== null) app.isSideOpen = true;
     app.change({ layer, step, zoom });
-    app.announce();
+    app.announcer.selection();
     if (isOther && layer !== null) app.loadDetailSoon();
   }
 

@@ -1,18 +1,18 @@
 // The page: holds its state, loads data and draws.
 
 import { Actions } from "./actions.js";
-import { element, fill } from "./dom.js";
-import { valueAt } from "./field.js";
-import { formatStep, formatValue } from "./format.js";
-import { KEY_HELP, watchKeys } from "./keyboard.js";
+import { Announcer } from "./announcer.js";
+import { fill } from "./dom.js";
+import { buildFrame } from "./frame.js";
+import { watchKeys } from "./keyboard.js";
 import { drawLegend } from "./legend.js";
 import { Live } from "./live.js";
 import { Panel } from "./panel.js";
 import { fromLink, toLink } from "./permalink.js";
 import { hoverAgain } from "./pointer.js";
-import { groupsAtDepth, titleOf } from "./rows.js";
+import { groupsAtDepth } from "./rows.js";
 import { RunTable } from "./run_table.js";
-import { makeScale } from "./scale.js";
+import { Shown } from "./shown.js";
 import { Side } from "./side.js";
 import { NewerFormatError } from "./source.js";
 import { emptyMessage, failureMessage, loadingMessage, newerFormatMessage } from "./states.js";
@@ -20,14 +20,9 @@ import { openingView } from "./story.js";
 import { theme as readTheme } from "./theme.js";
 import { drawToolbar } from "./toolbar.js";
 import { Tooltip } from "./tooltip.js";
-import { clampRows, limit, wholeView } from "./view.js";
+import { limit, wholeView } from "./view.js";
 
 const DETAIL_DELAY_MS = 120;
-const MIN_HEIGHT = 130; // of the picture
-const ROW_HEIGHTS = [22, 38]; // where there is room: with curves below, and at most
-const CURVES_HEIGHT = 190;
-const AXES_HEIGHT = 42;
-const AROUND_PICTURE = 300; // height of everything else that is seen at once
 
 export class App {
   /**
@@ -36,16 +31,23 @@ export class App {
    * @param {{read: () => Object, write: (link: Object, isNew: boolean) => void}} address
    */
   constructor(root, source, address) {
-    this.root = root;
     this.source = source;
     this.address = address;
     this.state = fromLink(address.read());
     this.actions = new Actions(this);
     this.panels = [];
+    this.shown = new Shown(this);
     this.theme = null;
     this.chosenAlert = null;
     this.isSideOpen = this.state.layer !== null; // where the window is narrow
-    this.#build();
+    this.tooltip = new Tooltip();
+    this.announcer = new Announcer(this);
+    this.side = new Side(this);
+    this.live = new Live(source.isLive ? () => this.refresh() : null);
+    this.runTable = new RunTable(source);
+    Object.assign(this, buildFrame(root, this));
+    new ResizeObserver(() => this.draw()).observe(this.stage);
+    window.addEventListener("beforeprint", () => this.#drawNow());
   }
 
   /** Loads and draws. A failure becomes a message with a button to try again. */
@@ -66,15 +68,17 @@ export class App {
     if (this.refreshing) return;
     this.refreshing = true;
     try {
+      const { run } = this.state;
       const runs = await this.source.runs();
-      const isGone = !runs.some((run) => run.name === this.state.run);
+      if (this.state.run !== run) return; // chosen meanwhile, and perhaps newer than the list
+      const isGone = !runs.some((known) => known.name === run);
       this.runs = runs;
       if (!this.panels.length || isGone) return await this.start();
       const alertCount = this.#alertCount();
       await Promise.all(this.panels.map((panel) => panel.refresh(this.state.statistic)));
       this.live.said = "";
       this.#ready();
-      this.#announceNew(alertCount);
+      this.announcer.newAlerts(alertCount);
       if (this.state.layer !== null) this.#loadDetail();
     } catch (error) {
       this.live.said = `could not be read again: ${error.message}`;
@@ -100,39 +104,6 @@ export class App {
     if (!isLoaded) return this.#load().catch((error) => this.fail(error));
     if (this.state.layer !== null) this.loadDetailSoon();
     this.draw();
-  }
-
-  #build() {
-    this.toolbar = element("header", { class: "toolbar" });
-    this.stage = element("div", { class: "stage" });
-    this.legend = element("div", { class: "legend" });
-    this.tooltip = new Tooltip();
-    this.announcer = element("p", { class: "announcer unseen", "aria-live": "polite" });
-    this.heading = element("h1", { class: "unseen" }, "Telemetry");
-    this.side = new Side(this);
-    this.live = new Live(this.source.isLive ? () => this.refresh() : null);
-    this.runTable = new RunTable(this.source);
-    this.messageArea = element("div", { class: "message-area" });
-    this.picture = element(
-      "div",
-      { class: "picture" },
-      this.legend,
-      this.stage,
-      element("p", { class: "muted keys" }, KEY_HELP),
-    );
-    const main = element(
-      "main",
-      { class: "center" },
-      this.heading,
-      this.messageArea,
-      this.picture,
-      this.tooltip.node,
-      this.announcer,
-    );
-    const body = element("div", { class: "body" }, main, this.side.node);
-    fill(this.root, this.toolbar, body, this.runTable.node);
-    new ResizeObserver(() => this.draw()).observe(this.stage);
-    window.addEventListener("beforeprint", () => this.#drawNow());
   }
 
   #checkRuns() {
@@ -213,16 +184,6 @@ export class App {
     } else this.draw();
   }
 
-  /** Lists the runs to choose `run` or `other`, the one beside it. */
-  chooseRun(which) {
-    if (this.runs.length < 2) return;
-    this.runTable.open(this.runs, this.state[which], which, (name) => {
-      const isSame = name === this.state.run;
-      if (which === "run") this.change({ run: name, zoom: null, layer: null, step: null });
-      else this.change({ other: isSame ? "" : name, zoom: null });
-    });
-  }
-
   // --- what is visible
 
   get statistic() {
@@ -263,80 +224,12 @@ export class App {
     const view = this.view();
     drawToolbar(this.toolbar, this.#toolbarContent(), this);
     this.live.draw(Math.max(...this.panels.map((panel) => panel.overview.lastStep)));
-    this.shown = this.#shown(view);
-    for (const [panel, shown] of this.shown) panel.draw(shown);
-    drawLegend(this.legend, this.#scale(), this.statistic, this.state.mode, this.theme);
+    this.shown.settle(view);
+    for (const [panel, shown] of this.shown.panels) panel.draw(shown);
+    drawLegend(this.legend, this.shown.scale(), this.statistic, this.state.mode, this.theme);
     for (const panel of this.panels) hoverAgain(panel.heatmap);
     this.side.draw();
     document.documentElement.dataset.drawMs = (performance.now() - began).toFixed(1);
-  }
-
-  /** What each panel is to draw. */
-  #shown(view) {
-    const { statistic, theme, state } = this;
-    const isZoomed = state.zoom !== null;
-    const scale = this.#scale();
-    const rowCount = Math.max(...this.panels.map((panel) => this.rows(panel).length));
-    const size = this.#size(rowCount, this.panels.length);
-    return this.panels.map((panel) => {
-      const rows = this.rows(panel);
-      const field = panel.visibleField(statistic, view, isZoomed, rows);
-      panel.title.hidden = this.panels.length === 1;
-      const shown = {
-        ...size,
-        statistic,
-        theme,
-        view: clampRows(view, rows.length),
-        isZoomed,
-        rows,
-        field,
-        search: state.search,
-        mode: state.mode,
-        grouping: panel.grouping(state.order),
-        values: panel.values(field, statistic, state.mode),
-        scale,
-        selection: this.#selection(panel),
-        cursor: state.step,
-      };
-      return [panel, shown];
-    });
-  }
-
-  /** One scale for all runs; a zoom does not change it. */
-  #scale() {
-    const { statistic, state, panels } = this;
-    const fields = panels.map((panel) => panel.field(statistic));
-    const key = `${statistic.name} ${state.mode}`;
-    const isKnown =
-      this.known?.key === key && this.known.fields.every((field, i) => field === fields[i]);
-    if (!isKnown || this.known.fields.length !== fields.length) {
-      const values = fields.map((field, i) => panels[i].values(field, statistic, state.mode));
-      this.known = { key, fields, scale: makeScale(statistic, state.mode, values) };
-    }
-    return this.known.scale;
-  }
-
-  #size(rowCount, panelCount) {
-    const style = getComputedStyle(this.stage);
-    const columns = panelCount > 1 && style.gridTemplateColumns.split(" ").length > 1 ? 2 : 1;
-    const gap = parseFloat(style.columnGap) || 0;
-    const width = Math.floor((this.stage.clientWidth - gap * (columns - 1)) / columns);
-    const room = Math.max(window.innerHeight - AROUND_PICTURE, 220);
-    const [small, large] = ROW_HEIGHTS.map((row) => Math.min(rowCount * row + AXES_HEIGHT, room));
-    const height = Math.max(Math.min(large, Math.max(small, room - CURVES_HEIGHT)), MIN_HEIGHT);
-    return {
-      width,
-      height,
-      gutter: Math.round(Math.min(Math.max(width * 0.24, 96), 250)),
-      spare: room - height,
-    };
-  }
-
-  #selection(panel) {
-    const { layer, step } = this.state;
-    if (layer === null) return null;
-    const index = panel.overview.layers.findIndex((known) => known.name === layer);
-    return index < 0 ? null : { layer: index, step: step ?? panel.overview.lastStep };
   }
 
   #toolbarContent() {
@@ -378,13 +271,6 @@ export class App {
     this.draw();
   }
 
-  /** Which layers left their past around the selected step first. */
-  showMovers() {
-    const panel = this.detailPanel() ?? this.panels[0];
-    this.isSideOpen = true;
-    this.loadMovers(panel.run, this.state.step ?? panel.overview.lastStep);
-  }
-
   async loadMovers(run, step) {
     await this.side.movers.load(this.source, run, step);
     this.draw();
@@ -392,35 +278,11 @@ export class App {
 
   hover(panel, cell, x, y, group) {
     this.hovered = cell;
-    for (const [known, shown] of this.shown ?? []) known.drawProfile(shown, cell?.step);
+    for (const [known, shown] of this.shown.panels) known.drawProfile(shown, cell?.step);
     if (group) return this.tooltip.showGroup(panel, group, this.state.folded.has(group), x, y);
     if (!cell) return this.tooltip.hide();
     const row = this.rows(panel)[cell.row];
     if (row) this.tooltip.showCell(panel, cell, row, this.statistic, x, y);
-  }
-
-  /** Says aloud what is selected. */
-  announce() {
-    const { layer, step } = this.state;
-    const parts = [];
-    if (this.chosenAlert) parts.push(alertAloud(this.chosenAlert));
-    const panel = this.detailPanel();
-    if (layer !== null && panel) {
-      const index = panel.overview.layers.findIndex((known) => known.name === layer);
-      const value = formatValue(this.statistic, valueAt(panel.field(this.statistic), index, step));
-      parts.push(`${titleOf(panel.overview.layers[index])}, step ${step}: ${value}`);
-    }
-    this.announcer.textContent = parts.join(" ");
-  }
-
-  /** Says aloud that there are more alerts than before. */
-  #announceNew(before) {
-    const alerts = this.panels.flatMap((panel) => panel.alerts);
-    const count = alerts.length - before;
-    if (count <= 0) return;
-    const last = alerts.reduce((a, b) => (b.step >= a.step ? b : a));
-    const more = count > 1 ? `${count} new alerts, the last: ` : "New alert: ";
-    this.announcer.textContent = more + alertAloud(last);
   }
 
   #message(node) {
@@ -434,8 +296,4 @@ export class App {
     if (error instanceof NewerFormatError) return this.#message(newerFormatMessage(error.message));
     this.#message(failureMessage(error.message, () => this.start()));
   }
-}
-
-function alertAloud({ severity, step, message }) {
-  return `${severity} at step ${formatStep(step)}: ${message}`;
 }

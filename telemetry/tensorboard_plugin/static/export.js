@@ -15,7 +15,7 @@ const PNG_SCALE = 2;
 export async function saveView(app, kind) {
   const name = `${app.state.run}-${app.statistic.name}`.replace(/[^\w.-]+/g, "_");
   if (kind === "csv") {
-    const [panel, shown] = app.shown[0];
+    const [panel, shown] = app.shown.panels[0];
     const thinned = isThinned(shown.field) ? "-thinned" : "";
     return download(`${name}${thinned}.csv`, new Blob([csvOf(panel, shown)], { type: "text/csv" }));
   }
@@ -30,7 +30,7 @@ function pictureOf(app) {
   const { theme, statistic, state } = app;
   const nodes = [];
   let [left, bottom] = [MARGIN, 0];
-  for (const [panel, shown] of app.shown) {
+  for (const [panel, shown] of app.shown.panels) {
     const view = `steps ${formatStep(shown.view.step0)} to ${formatStep(shown.view.step1 - 1)}`;
     const title = `${panel.run} · ${legendTitle(statistic, state.mode)} · ${view}`;
     const parts = panel.drawOnto(() => new SvgCanvas(), shown);
@@ -47,7 +47,7 @@ function pictureOf(app) {
     bottom = Math.max(bottom, top);
   }
   const scale = new SvgCanvas();
-  drawScale(scale, app.shown[0][1].scale, theme);
+  drawScale(scale, app.shown.panels[0][1].scale, theme);
   nodes.push(placed(scale, MARGIN, bottom + MARGIN));
   const [width, height] = [left, bottom + SCALE_HEIGHT + 2 * MARGIN];
   return { text: svgFile(width, height, theme.background, nodes), width, height };

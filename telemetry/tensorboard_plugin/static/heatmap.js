@@ -1,5 +1,6 @@
 // The picture: layers × steps on a canvas, with brackets for groups, alert marks and a cursor.
 
+import { drawAlertMark } from "./alert_mark.js";
 import { drawStepAxis, fitText, line, prepare } from "./canvas.js";
 import { element } from "./dom.js";
 import { encode } from "./scale.js";
@@ -42,6 +43,7 @@ export class Heatmap {
     this.content = null;
     this.hover = null;
     this.drag = null;
+    this.painted = null;
     watchPointer(this);
   }
 
@@ -133,13 +135,20 @@ export class Heatmap {
   }
 
   #drawCells(context) {
-    const { field, rows, view, scale } = this.content;
+    const { field, rows, view, scale, theme } = this.content;
     const ratio = this.cells.width / this.content.width;
     const [width, height] = [this.box.width, this.box.height].map((s) => Math.round(s * ratio));
     if (width < 1 || height < 1) return;
-    const image = context.createImageData(width, height);
-    paint(image, field, this.codes, this.colors, rows, view, scale.diverging);
-    context.putImageData(image, Math.round(this.box.x * ratio), Math.round(this.box.y * ratio));
+    // Painting takes most of a redraw, and a new selection changes none of this.
+    const of = [context.constructor, this.codes, theme, field, rows, width, height];
+    of.push(view.step0, view.step1, view.row0, view.row1);
+    if (!this.painted || of.some((part, i) => part !== this.painted.of[i])) {
+      const image = context.createImageData(width, height);
+      paint(image, field, this.codes, this.colors, rows, view, scale.diverging);
+      this.painted = { of, image };
+    }
+    const [x, y] = [this.box.x, this.box.y].map((s) => Math.round(s * ratio));
+    context.putImageData(this.painted.image, x, y);
   }
 
   #bracketAreaWidth() {
@@ -279,31 +288,4 @@ export class Heatmap {
     context.fillStyle = theme.accent;
     context.fillRect(left - 0.5, this.box.y + this.box.height, Math.max(right - left, 2), 3);
   }
-}
-
-/** A diamond for an error, a triangle for a warning, a dot for a note; its border shows anywhere. */
-export function drawAlertMark(context, theme, alert, x, y) {
-  context.beginPath();
-  if (alert.severity === "note") {
-    context.arc(x, y, 4, 0, 2 * Math.PI);
-  } else if (alert.severity === "error") {
-    [
-      [0, -6],
-      [6, 0],
-      [0, 6],
-      [-6, 0],
-    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
-  } else {
-    [
-      [0, -6],
-      [6, 5],
-      [-6, 5],
-    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
-  }
-  context.closePath();
-  context.fillStyle = theme[alert.severity];
-  context.fill();
-  context.lineWidth = 1.5;
-  context.strokeStyle = "#ffffff";
-  context.stroke();
 }

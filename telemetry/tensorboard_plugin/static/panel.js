@@ -5,12 +5,12 @@ import { append, endOf, isThinned, measuredLayers, relativeValues } from "./fiel
 import { formatStep } from "./format.js";
 import { Heatmap, RIGHT } from "./heatmap.js";
 import { drawLayerCurves } from "./layer_curves.js";
+import { noticeOf } from "./notice.js";
 import { drawProfile, profileWidth } from "./profile.js";
 import { groupByPath, groupByRole, makeRows, titleOf } from "./rows.js";
 import { firstNonfinite } from "./story.js";
 import { drawStrip, STRIP_HEIGHT } from "./strip.js";
-
-const PART_DELAY_MS = 200;
+import { ZoomedPart } from "./zoomed_part.js";
 
 export class Panel {
   /**
@@ -50,7 +50,7 @@ export class Panel {
       this.curvesLegend,
     );
     this.fields = new Map();
-    this.part = null; // of a thinned field, in full for the zoomed view
+    this.part = new ZoomedPart(source, run, on);
     this.relative = new Map();
     this.firsts = new WeakMap();
   }
@@ -78,7 +78,7 @@ export class Panel {
     const isSame = overview.version === this.overview?.version;
     const grew = overview.lastStep !== this.overview?.lastStep;
     if (!isSame || grew) {
-      this.part = null;
+      this.part.forget();
       this.fields.clear();
       if (isSame && field && !isThinned(field) && field.steps.length) {
         const last = field.steps[field.steps.length - 1];
@@ -157,10 +157,7 @@ export class Panel {
   visibleField(statistic, view, isZoomed, rows) {
     const whole = this.field(statistic);
     if (!isZoomed || !isThinned(whole) || whole.isAll) return whole;
-    const wanted = partOf(view, rows, statistic.name);
-    if (this.part?.key === wanted.key) return this.part.field ?? whole;
-    this.#loadPart(statistic.name, wanted);
-    return whole;
+    return this.part.field(statistic.name, view, rows) ?? whole;
   }
 
   /** @param {Object} shown what the app has settled: `statistic`, `view`, `scale`, `theme`, ... */
@@ -273,51 +270,9 @@ export class Panel {
     return this.source.matrix(this.run, statistic);
   }
 
-  #loadPart(statistic, wanted) {
-    this.part = { key: wanted.key, field: null };
-    clearTimeout(this.partTimer);
-    this.partTimer = setTimeout(async () => {
-      try {
-        const field = await this.source.matrix(this.run, statistic, wanted.query);
-        if (this.part?.key === wanted.key) this.part.field = field;
-        this.on.changed();
-      } catch (error) {
-        this.on.failed(error);
-      }
-    }, PART_DELAY_MS);
-  }
-
   #drawNotice(field, { statistic, rows, search }) {
     const text = rows.length ? noticeOf(field, statistic) : `No layer matches “${search}”.`;
     this.notice.hidden = !text;
     if (this.notice.textContent !== text) this.notice.textContent = text;
   }
-}
-
-/** A notice about what the picture leaves out; "" if it shows everything. */
-function noticeOf(field, statistic) {
-  if (!field.steps.length) return `${statistic.title}: not measured so far.`;
-  const parts = [];
-  if (field.layerFactor > 1) parts.push(`${field.layerFactor} layers`);
-  if (field.stepFactor > 1) parts.push(`${field.stepFactor} steps`);
-  const notices = [];
-  if (parts.length) notices.push(`Thinned out: each cell is the largest of ${parts.join(" × ")}.`);
-  if (field.sampled) notices.push("Too much to read at once: some steps are left out.");
-  if (notices.length) return [...notices, field.isAll ? "" : "Zoom in to see all."].join(" ");
-  return field.values.some((value) => value >= 0 || value !== value)
-    ? ""
-    : `${statistic.title}: not measured for any layer of this run.`;
-}
-
-/** Layers and steps behind a view. */
-function partOf(view, rows, statistic) {
-  const shown = rows.slice(Math.floor(view.row0), Math.ceil(view.row1)).flatMap((r) => r.layers);
-  const query = {
-    first_step: Math.max(0, Math.floor(view.step0)),
-    last_step: Math.max(0, Math.ceil(view.step1)),
-    first_layer: shown.reduce((a, b) => Math.min(a, b), Infinity),
-    last_layer: shown.reduce((a, b) => Math.max(a, b), 0),
-  };
-  if (!Number.isFinite(query.first_layer)) query.first_layer = 0;
-  return { query, key: `${statistic} ${Object.values(query).join(" ")}` };
 }

@@ -16,7 +16,7 @@ export class Side {
       close: () => actions.close(),
       move: (count) => actions.moveStep(count),
       statistic: (statistic) => app.change({ statistic }),
-      movers: app.source.movers ? () => app.showMovers() : null,
+      movers: app.source.movers ? () => app.actions.showMovers() : null,
     });
     this.alertList = new AlertList((alert) => actions.chooseAlert(alert));
     this.node = element(

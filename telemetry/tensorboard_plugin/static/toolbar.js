@@ -24,8 +24,10 @@ export function drawToolbar(node, content, app) {
   const current = statistics.find((known) => known.name === state.statistic);
   fill(
     node,
-    runButton("Run", state.run, runs, () => app.chooseRun("run")),
-    runs.length > 1 ? runButton("Beside", state.other, runs, () => app.chooseRun("other")) : null,
+    runButton("Run", state.run, runs, () => app.actions.chooseRun("run")),
+    runs.length > 1
+      ? runButton("Beside", state.other, runs, () => app.actions.chooseRun("other"))
+      : null,
     state.other
       ? element("button", { onclick: () => change({ other: "", zoom: null }) }, "One run")
       : null,

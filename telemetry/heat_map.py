@@ -1,0 +1,194 @@
+"""Draws layers × steps as pixels or as SVG, where there is no browser."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry import palette
+
+_NAME_LENGTH = 20
+_MISSING_RGB = (228, 230, 234)
+_TEXT_COLOR = "#3c3c3c"
+_ANCHORS = {"l": "start", "r": "end"}
+
+
+class Text(NamedTuple):
+    """Words at a place; ``side`` is ``l`` or ``r``, the end of the words that is there."""
+
+    x: float
+    y: float
+    words: str
+    side: str
+
+
+class Cells(NamedTuple):
+    """Colors ``[rows, columns, 3]``, enlarged to so many pixels."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    colors: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeatMap:
+    """A picture of what :func:`heat_map` was given.
+
+    Attributes:
+        width: In pixels, as all that follows.
+        height: Likewise.
+        text_height: Of all texts, which are centered at their places.
+        cells: The matrix, and the color scale.
+        texts: What is written around.
+    """
+
+    width: int
+    height: int
+    text_height: int
+    cells: Sequence[Cells]
+    texts: Sequence[Text]
+
+    def pixels(self) -> NDArray[np.uint8]:
+        """Shape ``[height, width, 3]``."""
+        from PIL import Image, ImageDraw, ImageFont
+
+        picture = Image.new("RGB", (self.width, self.height), (255, 255, 255))
+        for x, y, width, height, colors in self.cells:
+            enlarged = Image.fromarray(colors).resize((width, height), Image.Resampling.NEAREST)
+            picture.paste(enlarged, (x, y))
+        pen, font = ImageDraw.Draw(picture), ImageFont.load_default(self.text_height)
+        for text in self.texts:
+            pen.text((text.x, text.y), text.words, _TEXT_COLOR, font, f"{text.side}m")
+        return np.asarray(picture)
+
+    def svg(self) -> str:
+        """A document whose texts can be edited; the cells are pictures in it."""
+        from PIL import Image
+
+        parts = []
+        for x, y, width, height, colors in self.cells:
+            file = io.BytesIO()
+            Image.fromarray(colors).save(file, "PNG")
+            data = base64.b64encode(file.getvalue()).decode()
+            parts.append(
+                f'<image x="{x}" y="{y}" width="{width}" height="{height}" '
+                'preserveAspectRatio="none" style="image-rendering: pixelated" '
+                f'href="data:image/png;base64,{data}"/>'
+            )
+        for text in self.texts:
+            place = f'x="{text.x:g}" y="{text.y:g}" text-anchor="{_ANCHORS[text.side]}"'
+            parts.append(f"<text {place}>{escape(text.words)}</text>")
+        style = f'font-family="sans-serif" font-size="{self.text_height}" fill="{_TEXT_COLOR}"'
+        size = f'width="{self.width}" height="{self.height}"'
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+            '<rect width="100%" height="100%" fill="white"/>',
+            f'<g {style} dominant-baseline="central">',
+        )
+        return "\n".join([*head, *parts, "</g>", "</svg>", ""])
+
+
+def heat_map(
+    matrix: NDArray[np.floating],
+    names: Sequence[str],
+    steps: Sequence[int],
+    *,
+    title: str,
+    log: bool = True,
+    least_width: int = 512,
+    text_height: int | None = None,
+) -> HeatMap:
+    """The matrix with names at the side, and steps and the color scale below.
+
+    Args:
+        matrix: ``[rows, columns]``, at least 0; -1 where nothing was measured.
+        names: One for each row, without control characters.
+        steps: One for each column.
+        title: What the numbers are.
+        log: Whether magnitudes matter; else they are shares.
+        least_width: Of the cells together, in pixels.
+        text_height: Likewise; by default so that it can be read where TensorBoard shows the whole
+            350 pixels wide.
+    """
+    low, high = _range(matrix, log)
+    rows, columns = matrix.shape
+    width = columns * -(-least_width // columns)
+    height = rows * -(-least_width * 2 // 3 // rows)
+    text = text_height or width // 22
+    left, top = 10 * text, text // 2
+    bar = left + width // 2, top + height + text * 2, width // 3, text // 2
+    shared = os.path.commonprefix(names).rfind(".") + 1  # noqa: RUF071 - characters are meant
+    beside = [
+        Text(left - text // 3, top + (row + 0.5) * height / rows, _short(names[row][shared:]), "r")
+        for row in range(0, rows, -(-text * rows // height))
+    ]
+    of_steps, of_scale = top + height + text * 3 // 4, top + height + text * 9 // 4
+    form = ".0e" if log else ".0%"
+    return HeatMap(
+        width=left + width + text,
+        height=top + height + 3 * text,
+        text_height=text,
+        cells=[
+            Cells(left, top, width, height, colors_of(matrix, low, high, log)),
+            Cells(*bar, colors_of(_scale(low, high, log), low, high, log)),
+        ],
+        texts=[
+            *beside,
+            Text(left, of_steps, f"step {steps[0]}", "l"),
+            Text(left + width, of_steps, str(steps[-1]), "r"),
+            Text(bar[0] - text // 3, of_scale, f"{title}  {low:{form}}", "r"),
+            Text(bar[0] + bar[2] + text // 3, of_scale, f"{high:{form}}", "l"),
+        ],
+    )
+
+
+def _short(name: str) -> str:
+    """A name with its beginning and, as that tells more, most of its end."""
+    return name if len(name) <= _NAME_LENGTH else f"{name[:6]}…{name[7 - _NAME_LENGTH :]}"
+
+
+def _range(matrix: NDArray[np.floating], log: bool) -> tuple[float, float]:
+    """The values of the first and the last color."""
+    positive = matrix[np.isfinite(matrix) & (matrix > 0)]
+    if not log:
+        return 0.0, float(positive.max(initial=0.01))
+    if not positive.size:
+        return 0.1, 1.0
+    low, high = np.log10(np.quantile(positive, [0.002, 0.998]))
+    return float(10.0 ** np.floor(low)), float(10.0 ** max(np.ceil(high), np.floor(low) + 1))
+
+
+def _scale(low: float, high: float, log: bool) -> NDArray[np.floating]:
+    """One row of numbers from the first color to the last."""
+    return (np.geomspace if log else np.linspace)(low, high, 256)[None]
+
+
+def colors_of(
+    matrix: NDArray[np.floating], low: float, high: float, log: bool
+) -> NDArray[np.uint8]:
+    """Colors ``[rows, columns, 3]``."""
+    stops = np.array(palette.rgb(palette.VIRIDIS))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if log:
+            place = (np.log(np.abs(matrix)) - np.log(low)) / (np.log(high) - np.log(low))
+        else:
+            place = (matrix - low) / (high - low)
+    place = np.nan_to_num(place).clip(0, 1) * (len(stops) - 1)
+    channels = [np.interp(place, np.arange(len(stops)), stops[:, k]) for k in range(3)]
+    colors = np.stack(channels, axis=-1).round().astype(np.uint8)
+    if log:
+        colors[matrix == 0] = palette.rgb(palette.ZERO_COLOR)[0]
+    colors[matrix < 0] = _MISSING_RGB
+    colors[np.isposinf(matrix)] = palette.rgb(palette.INFINITE_COLORS[0])[0]
+    colors[np.isnan(matrix)] = palette.rgb(palette.NAN_COLORS[0])[0]
+    return colors

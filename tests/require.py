@@ -1,0 +1,30 @@
+"""Skips tests of what an older PyTorch does not have."""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import Any
+
+import pytest
+import torch
+
+from telemetry.measure import native
+from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED
+
+
+def require(name: str) -> Any:
+    """What PyTorch has under a dotted name, ``torch.int4``; skips the test if there is nothing."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        pytest.skip(f"PyTorch {torch.__version__} has no {name}")
+
+
+needs_tensor_reader = pytest.mark.skipif(
+    native.TENSORS is None,
+    reason="needs the C extension, and PyTorch's DLPack exchange API to read tensor objects",
+)
+
+needs_observable_graphs = pytest.mark.skipif(
+    not GRAPHS_CAN_BE_OBSERVED, reason="compiled modules can be observed since PyTorch 2.13"
+)
