@@ -46,17 +46,9 @@
 #define PREFETCH(ADDRESS) __builtin_prefetch((const void *)(ADDRESS))
 #endif
 
-/* Chosen when the module is loaded, by what the processor can do. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && \
-    (defined(__clang__) ? __clang_major__ >= 14 : defined(__GNUC__) && __GNUC__ >= 9)
-#define CLONES __attribute__((target_clones("avx512f", "arch=haswell", "default")))
-#else
-#define CLONES
-#endif
-
 enum {
     BLOCK = 2048,        /* values */
-    LANES = 16,          /* sums that are made at the same time */
+    LANES = 16,          /* sums that are made at the same time, at most: see Kernels */
     CODES = 4096,        /* the upper 12 bits of a float32 number: see bucket_indices in sketch.py */
     NEGATIVE = 2048,     /* where the codes of negative numbers begin */
     LAST_BUCKET = 2039,  /* the next would be that of infinity */
@@ -249,22 +241,23 @@ INLINE void fetch_next(const Block *block, int i)
     PREFETCH(block->next + (uintptr_t)i * (uintptr_t)block->size);
 }
 
-/* Add values that are all finite, a multiple of LANES; if they are not, do nothing and return 0. */
+/* Add values that are all finite, a multiple of LANES; if they are not, do nothing and return 0.
+ * ``width`` sums are made at the same time. */
 #define DEFINE_ADD_FINITE(NAME, TYPE, BITS, MAGNITUDE)                                 \
     INLINE int NAME(const Block *block, const TYPE *values, int count, int powers,     \
-                    Lanes *lanes)                                                      \
+                    int width, Lanes *lanes)                                           \
     {                                                                                  \
         double sums[4][LANES] = {{0}};                                                 \
         TYPE lows[LANES], highs[LANES];                                                \
         BITS zeros[LANES] = {0};                                                       \
         int all_finite = 1;                                                            \
-        for (int j = 0; j < LANES; j++) {                                              \
+        for (int j = 0; j < width; j++) {                                              \
             lows[j] = INFINITY;                                                        \
             highs[j] = -INFINITY;                                                      \
         }                                                                              \
-        for (int i = 0; i < count; i += LANES) {                                       \
+        for (int i = 0; i < count; i += width) {                                       \
             fetch_next(block, i);                                                      \
-            SIMD for (int j = 0; j < LANES; j++)                                       \
+            SIMD for (int j = 0; j < width; j++)                                       \
             {                                                                          \
                 TYPE x = values[i + j];                                                \
                 BITS bits;                                                             \
@@ -281,9 +274,9 @@ INLINE void fetch_next(const Block *block, int i)
                 zeros[j] += (bits & MAGNITUDE) == 0;                                   \
             }                                                                          \
         }                                                                              \
-        for (int j = 0; j < LANES; j++)                                                \
+        for (int j = 0; j < width; j++)                                                \
             all_finite &= is_finite(sums[1][j]);                                       \
-        for (int j = 0; all_finite && j < LANES; j++) {                                \
+        for (int j = 0; all_finite && j < width; j++) {                                \
             for (int power = 0; power < powers; power++)                               \
                 lanes->sums[power][j] += sums[power][j];                               \
             lanes->lows[j] = lows[j] < lanes->lows[j] ? lows[j] : lanes->lows[j];      \
@@ -325,12 +318,12 @@ INLINE int add_each(const Block *block, int first, int end, Lanes *lanes)
     return all_finite;
 }
 
-INLINE int add_moments(const Block *block, int count, int powers, Lanes *lanes)
+INLINE int add_moments(const Block *block, int count, int powers, int width, Lanes *lanes)
 {
     int whole = count / LANES * LANES;
-    int all_finite = block->wide   ? add_finite_doubles(block, block->wide, whole, 4, lanes)
-                     : powers == 4 ? add_finite_floats(block, block->narrow, whole, 4, lanes)
-                                   : add_finite_floats(block, block->narrow, whole, 2, lanes);
+    int all_finite = block->wide   ? add_finite_doubles(block, block->wide, whole, 4, width, lanes)
+                     : powers == 4 ? add_finite_floats(block, block->narrow, whole, 4, width, lanes)
+                                   : add_finite_floats(block, block->narrow, whole, 2, width, lanes);
     if (!all_finite)
         all_finite = add_each(block, 0, whole, lanes);
     return add_each(block, whole, count, lanes) && all_finite;
@@ -644,8 +637,8 @@ typedef struct {
     Units units;
 } Statistics;
 
-CLONES static void measure(const Tensor *tensor, int64_t sample_step, int powers,
-                           Statistics *statistics)
+INLINE void measure(const Tensor *tensor, int64_t sample_step, int powers, int width,
+                    Statistics *statistics)
 {
     Block block;
     Histogram histogram;
@@ -657,7 +650,7 @@ CLONES static void measure(const Tensor *tensor, int64_t sample_step, int powers
     for (int64_t first = 0; first < count; first += BLOCK) {
         int part = count - first < BLOCK ? (int)(count - first) : BLOCK;
         read_block(tensor, first, part, &block);
-        int all_finite = add_moments(&block, part, powers, &lanes);
+        int all_finite = add_moments(&block, part, powers, width, &lanes);
         if (sample_step)
             next_sample = count_sample(&block, part, all_finite, next_sample, sample_step,
                                        &histogram);
@@ -693,7 +686,7 @@ INLINE double sum_squares(const Block *block, int count)
     return total;
 }
 
-CLONES static double squared_norm(const Tensor *tensor)
+INLINE double squared_norm(const Tensor *tensor)
 {
     Block block;
     double total = 0;
@@ -729,7 +722,7 @@ static void copy_values(const Sample *sample, int64_t first, int64_t count, char
 }
 
 /* Sum of the squares of how far values have moved from ``before``, and of those before. */
-CLONES static void compare(const Sample *sample, const char *before, double squares[2])
+INLINE void compare(const Sample *sample, const char *before, double squares[2])
 {
     Block old, new;
     double runs[BLOCK], moved[LANES] = {0}, sizes[LANES] = {0};
@@ -766,6 +759,56 @@ CLONES static void compare(const Sample *sample, const char *before, double squa
         squares[1] += sizes[j];
     }
 }
+
+/* --- processors ------------------------------------------------------------------------------- */
+
+/* What is compiled once for each set of instructions. */
+typedef struct {
+    const char *instructions;
+    void (*measure)(const Tensor *, int64_t, int, Statistics *);
+    double (*squared_norm)(const Tensor *);
+    void (*compare)(const Sample *, const char *, double *);
+} Kernels;
+
+/* ``WIDTH`` sums of each power, or the registers would not hold those of four. */
+#define DEFINE_KERNELS(NAME, INSTRUCTIONS, TARGET, WIDTH)                                        \
+    TARGET static void measure_##NAME(const Tensor *tensor, int64_t sample_step, int powers,     \
+                                      Statistics *statistics)                                    \
+    {                                                                                            \
+        measure(tensor, sample_step, powers, WIDTH, statistics);                                 \
+    }                                                                                            \
+    TARGET static double squared_norm_##NAME(const Tensor *tensor)                               \
+    {                                                                                            \
+        return squared_norm(tensor);                                                             \
+    }                                                                                            \
+    TARGET static void compare_##NAME(const Sample *sample, const char *before, double *squares) \
+    {                                                                                            \
+        compare(sample, before, squares);                                                        \
+    }                                                                                            \
+    static const Kernels NAME = {INSTRUCTIONS, measure_##NAME, squared_norm_##NAME, compare_##NAME};
+
+DEFINE_KERNELS(baseline, "baseline", , 8)
+#if defined(__x86_64__) && defined(__GNUC__)
+DEFINE_KERNELS(avx2, "AVX2", __attribute__((target("avx2,fma"))), 8)
+DEFINE_KERNELS(avx512, "AVX-512", __attribute__((target("avx512f"))), 16)
+#endif
+
+/* Those that this processor can execute, the fastest last; how many. */
+static int find_kernels(const Kernels *found[3])
+{
+    int size = 0;
+    found[size++] = &baseline;
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        found[size++] = &avx2;
+    if (__builtin_cpu_supports("avx512f"))
+        found[size++] = &avx512;
+#endif
+    return size;
+}
+
+static const Kernels *kernels;
 
 /* --- Python ----------------------------------------------------------------------------------- */
 
@@ -828,7 +871,7 @@ static void serve(Request *request)
     statistics.units.inner = request->inner;
     if (!begin_units(&statistics.units, request->tensor.count))
         return;
-    measure(&request->tensor, request->sample_step, request->powers, &statistics);
+    kernels->measure(&request->tensor, request->sample_step, request->powers, &statistics);
     size_t size = (size_t)buckets->size, units = (size_t)request->units;
     const struct {
         const void *source;
@@ -900,7 +943,7 @@ static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
         double *norms = (double *)(void *)PyByteArray_AsString(result);
         PyThreadState *state = total > GIL_KEPT ? PyEval_SaveThread() : NULL;
         for (Py_ssize_t i = 0; i < size; i++)
-            norms[i] = squared_norm(&tensors[i]);
+            norms[i] = kernels->squared_norm(&tensors[i]);
         if (state != NULL)
             PyEval_RestoreThread(state);
     }
@@ -1171,7 +1214,7 @@ static PyObject *python_take_norms(PyObject *module, PyObject *const *args, Py_s
         elements += gradients[i].tensor.count;
     PyThreadState *state = elements > GIL_KEPT ? PyEval_SaveThread() : NULL;
     for (Py_ssize_t i = 0; i < found; i++) {
-        double square = squared_norm(&gradients[i].tensor);
+        double square = kernels->squared_norm(&gradients[i].tensor);
         norms[gradients[i].place] = sqrt(square);
         total += square;
     }
@@ -1235,7 +1278,7 @@ static PyObject *python_compare_sample(PyObject *module, PyObject *const *args,
         PyErr_SetString(PyExc_ValueError, "the count is not that of the copy");
         return NULL;
     }
-    compare(&sample, PyByteArray_AsString(args[1]), squares);
+    kernels->compare(&sample, PyByteArray_AsString(args[1]), squares);
     return Py_BuildValue("dd", squares[0], squares[1]);
 }
 
@@ -1293,6 +1336,31 @@ static PyObject *python_count_bins(PyObject *module, PyObject *const *args, Py_s
     return result;
 }
 
+/* --- the module ------------------------------------------------------------------------------- */
+
+static PyObject *python_instructions(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    const Kernels *found[3];
+    int size = find_kernels(found);
+    PyObject *names = PyList_New(size);
+    for (int i = 0; names != NULL && i < size; i++)
+        PyList_SetItem(names, i, PyUnicode_FromString(found[i]->instructions));
+    return names;
+}
+
+static PyObject *python_use_instructions(PyObject *module, PyObject *name)
+{
+    (void)module;
+    const Kernels *found[3];
+    for (int i = find_kernels(found) - 1; PyUnicode_Check(name) && i >= 0; i--)
+        if (PyUnicode_CompareWithASCIIString(name, found[i]->instructions) == 0) {
+            kernels = found[i];
+            Py_RETURN_NONE;
+        }
+    return PyErr_Format(PyExc_ValueError, "this processor has no instructions %R", name);
+}
+
 #define METHOD(FUNCTION) ((PyCFunction)(void (*)(void))(FUNCTION))
 
 static PyMethodDef methods[] = {
@@ -1303,6 +1371,8 @@ static PyMethodDef methods[] = {
     {"copy_sample", python_copy_sample, METH_O, NULL},
     {"compare_sample", METHOD(python_compare_sample), METH_FASTCALL, NULL},
     {"count_bins", METHOD(python_count_bins), METH_FASTCALL, NULL},
+    {"instructions", python_instructions, METH_NOARGS, NULL},
+    {"use_instructions", python_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1319,5 +1389,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
+    const Kernels *found[3];
+    kernels = found[find_kernels(found) - 1];
     return PyModuleDef_Init(&definition);
 }

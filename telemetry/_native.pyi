@@ -121,3 +121,16 @@ def compare_sample(tensor: tuple[int, int, int, int], before: bytearray, /) -> t
     Raises:
         ValueError: The numbers do not fit each other, or the copy.
     """
+
+def instructions() -> list[str]:
+    """Sets of instructions for which there is code that this processor can execute.
+
+    The last of them, the fastest, is used: "baseline", "AVX2" or "AVX-512".
+    """
+
+def use_instructions(name: str, /) -> None:
+    """Use the code for another of :func:`instructions`, to compare them.
+
+    Raises:
+        ValueError: The processor cannot execute it.
+    """

@@ -26,4 +26,4 @@ if os.environ.get("TELEMETRY_NATIVE") != "0":
         )
     else:
         available = True
-        native = f"C extension {_native.__file__}"
+        native = f"C extension {_native.__file__} ({_native.instructions()[-1]})"

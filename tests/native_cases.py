@@ -113,5 +113,7 @@ def load(path: str) -> ModuleType:
 
 if __name__ == "__main__":
     extension = load(sys.argv[1])
-    read_everything(extension, on_the_heap)
+    for instructions in extension.instructions():
+        extension.use_instructions(instructions)
+        read_everything(extension, on_the_heap)
     count_in_bins(extension, on_the_heap)

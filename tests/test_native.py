@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,21 @@ from telemetry.sketch import bucket_indices, sketch_array
 
 ROOT = Path(__file__).parents[1]
 
-needs_extension = pytest.mark.skipif(not kernel.available, reason=kernel.native)
+if kernel.available:
+    from telemetry import _native
+
+
+def needs_extension(test: Callable[..., None]) -> Any:
+    """Run a test with the extension's code for each set of instructions that this processor has."""
+    skip = pytest.mark.skipif(not kernel.available, reason=kernel.native)
+    return skip(pytest.mark.usefixtures("instructions")(test))
+
+
+@pytest.fixture(scope="module", params=_native.instructions() if kernel.available else [None])
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    _native.use_instructions(request.param)
+    yield
+    _native.use_instructions(_native.instructions()[-1])
 
 
 def measure(tensor: Tensor, units: int = 0, inner: int = 1, sample_step: int = 0) -> TensorRecord:
@@ -48,6 +63,20 @@ def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
     assert_moments_close(record.sketch, expected, rtol=1e-12)
     np.testing.assert_array_equal(record.sketch.buckets, expected.buckets)
     np.testing.assert_array_equal(record.sketch.counts, expected.counts)
+
+
+# --- instructions --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not kernel.available, reason=kernel.native)
+def test_the_fastest_instructions_that_the_processor_has_are_used() -> None:
+    cpus = Path("/proc/cpuinfo")
+    flags = set(cpus.read_text().split()) if cpus.exists() else set()
+    wanted = {"avx2": "AVX2", "avx512f": "AVX-512"}
+    assert _native.instructions() == ["baseline", *(wanted[f] for f in wanted if f in flags)]
+    assert kernel.native.endswith(f"({_native.instructions()[-1]})")
+    with pytest.raises(ValueError, match="has no instructions 'AVX3'"):
+        _native.use_instructions("AVX3")
 
 
 # --- values --------------------------------------------------------------------------------------
@@ -267,8 +296,6 @@ def test_a_sample_is_compared_with_its_copy(size: int, dtype: torch.dtype) -> No
 
 @needs_tensor_reader
 def test_what_is_no_list_of_tensors_is_refused() -> None:
-    from telemetry import _native
-
     with pytest.raises(TypeError, match="list"):
         _native.measure_tensors((X,), None, (Tensor,), native.TENSORS, sample_step, 4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="PyCapsule"):
@@ -279,8 +306,6 @@ def test_what_is_no_list_of_tensors_is_refused() -> None:
 
 @needs_extension
 def test_numbers_that_do_not_fit_are_refused() -> None:
-    from telemetry import _native
-
     address = torch.ones(6).data_ptr()
     for arguments in (
         (address, 6, ord("x"), 0, 1, 0, 4),
@@ -346,8 +371,6 @@ def before_a_page_that_must_not_be_read(size: int) -> Iterator[int]:
 @needs_extension
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_nothing_beyond_a_page_is_read() -> None:
-    from telemetry import _native
-
     read_everything(_native, before_a_page_that_must_not_be_read)
     count_in_bins(_native, before_a_page_that_must_not_be_read)
 
@@ -392,7 +415,7 @@ def test_a_build_without_a_compiler_fails_where_the_extension_is_required(
 # --- without it ----------------------------------------------------------------------------------
 
 
-@needs_extension
+@pytest.mark.skipif(not kernel.available, reason=kernel.native)
 def test_numpy_measures_the_same_without_the_extension() -> None:
     tests = ["tests/test_measure.py", "tests/events/test_torch_values.py", f"{__file__}::{NUMPY}"]
     done = subprocess.run(
