@@ -549,12 +549,14 @@ INLINE void compare_rows(const float *__restrict x, int count, float *__restrict
 }
 
 /* The same of four rows, which takes as many loads and stores of the extremes as one. */
-INLINE void compare_four_rows(const float *__restrict x, int width, float *__restrict lows,
+INLINE void compare_four_rows(const float *__restrict first, int width, float *__restrict lows,
                               float *__restrict highs)
 {
+    const float *__restrict second = first + width, *__restrict third = second + width,
+                *__restrict fourth = third + width;
     SIMD for (int i = 0; i < width; i++)
     {
-        float a = x[i], b = x[i + width], c = x[i + 2 * width], d = x[i + 3 * width];
+        float a = first[i], b = second[i], c = third[i], d = fourth[i];
         lows[i] = lower(lower(lower(a, b), lower(c, d)), lows[i]);
         highs[i] = higher(higher(higher(a, b), higher(c, d)), highs[i]);
     }

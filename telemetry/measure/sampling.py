@@ -16,10 +16,10 @@ from torch import Tensor
 from telemetry.measure.tensors import in_memory_order
 from telemetry.sketch import LAST_BUCKET
 
-FULL_ELEMENTS = 131_072
+FULL_ELEMENTS = 65_536
 """The histogram of a larger tensor is that of a sample: it takes twice as long as the rest."""
 
-SAMPLE_ELEMENTS = 65_536
+SAMPLE_ELEMENTS = 32_768
 """Approximate number of elements in a sample."""
 
 # A sample is runs of this many elements, a prime number of elements apart. A step that divides a
