@@ -30,12 +30,16 @@
 #define NOT_INLINE static __attribute__((noinline))
 #endif
 
-/* Loops that the compiler is to vectorize. MSVC does as it likes. */
+/* Loops that the compiler is to vectorize. MSVC does as it likes; Clang would unroll them first. */
 #if defined(_MSC_VER)
 #define SIMD
 #define SIMD_EXTREMES
 #else
+#if defined(__clang__)
+#define SIMD _Pragma("clang loop vectorize(enable) unroll(disable)")
+#else
 #define SIMD _Pragma("omp simd")
+#endif
 #define SIMD_EXTREMES _Pragma("omp simd reduction(min:low) reduction(max:high)")
 #endif
 
