@@ -22,6 +22,7 @@ from require import require
 from torch import Tensor, nn
 
 from telemetry.measure import Measurer, block_sample
+from telemetry.measure.sampling import FULL_ELEMENTS, SAMPLE_ELEMENTS
 from telemetry.measure.tensors import WORKING_DTYPE, pieces
 from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch, bucket_indices, sketch_array
@@ -261,7 +262,7 @@ def test_every_memory_layout(layout: str, axis: int | None, size: int) -> None:
     tensor = LAYOUTS[layout](normal(6, 5, size // 150, 10).relu())
     record = measure(tensor, unit_axis=axis)
     values = to_float64(tensor.detach().clone())
-    if values.size <= 131_072:
+    if values.size <= FULL_ELEMENTS:
         assert_exact(record.sketch, values)
     else:
         assert_moments(record.sketch, values)
@@ -368,7 +369,7 @@ def test_block_sample_is_a_view_of_evenly_spread_runs() -> None:
     tensor = torch.arange(1_000_000, dtype=torch.float32).view(1000, 1000)
     sample = block_sample(nn.Parameter(tensor))
     assert sample.shape[1] == 16
-    assert 60_000 < sample.numel() <= 65_552
+    assert 0.9 * SAMPLE_ELEMENTS < sample.numel() <= SAMPLE_ELEMENTS + 16
     assert sample.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     starts = sample[:, 0].diff().unique()
     assert starts.numel() == 1

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from telemetry.measure import Measurer, device
 from telemetry.measure.device import DeviceTensors
+from telemetry.measure.sampling import FULL_ELEMENTS
 from telemetry.measure.tensors import WORKING_DTYPE, values_of
 from telemetry.records import TensorRecord
 from telemetry.sketch import sketch_array
@@ -191,7 +192,7 @@ def test_a_gpu_is_never_waited_for(deterministic: bool) -> None:
         torch.use_deterministic_algorithms(False)
     for tensor, record in zip(tensors, measurements.reduce(), strict=True):
         expected = on_host(tensor, 1 if tensor.ndim > 1 else None)
-        if tensor.numel() > 131_072:
+        if tensor.numel() > FULL_ELEMENTS:
             exact = sketch_array(tensor.to(torch.float64).numpy())
             expected = replace(expected, sketch=exact)
         assert_same(record, expected)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from telemetry.layers.module_types import STANDARD
+from telemetry.measure.sampling import FULL_ELEMENTS
 from telemetry.plain_text import called, printable
 from telemetry.records import Module, StepRecord, TensorRecord
 
@@ -84,12 +85,9 @@ def _broken_by_step(record: StepRecord) -> Iterator[str]:
         weight = record.weights.get(parameter.name)
         ratio = record.update_ratios.get(parameter.name, 0.0)
         # Of larger ones there is only a sample; that may be all zeros, which have no ratio.
-        known = weight is not None and weight.sketch.norm > 0 and parameter.size <= _WHOLE
+        known = weight is not None and weight.sketch.norm > 0 and parameter.size <= FULL_ELEMENTS
         if known and not math.isfinite(ratio):
             yield parameter.name
-
-
-_WHOLE = 131_072  # elements, as in telemetry.capture.updates
 
 
 def _inputs(record: StepRecord, usual: Collection[str]) -> Iterator[Origin]:

@@ -18,8 +18,8 @@ from telemetry.measure import block_sample, compare_sample, copy_sample
 class UpdateProbe:
     """``||after − before|| / ||before||`` of each parameter.
 
-    Over all elements of parameters of up to 131,072, and over a fixed sample of 65,536 of larger
-    ones (within 1 % of the full ratio).
+    Of large parameters over a fixed sample, see :func:`~telemetry.measure.block_sample`: within 2 %
+    of the full ratio where all elements move alike.
 
     Args:
         parameters: Each with an index.

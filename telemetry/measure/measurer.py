@@ -22,7 +22,7 @@ class Measurer:
     """Reads many tensors of one step on their devices, and leaves the rest of the work for later.
 
     Tensors in CPU memory are read immediately, by the C extension in a single pass. Its histogram
-    of more than 131,072 elements is that of a sample of about 65,536, scaled up. Tensors on an
+    of more than 65,536 elements is that of a sample of about 32,768, scaled up. Tensors on an
     accelerator are reduced there, with a histogram of all elements.
 
     Call :meth:`add` and :meth:`finish` with autocast and dispatch modes off. They draw no random

@@ -31,11 +31,11 @@ _NEGATIVE = CODES // 2
 
 
 def block_sample(tensor: Tensor) -> Tensor:
-    """About 65,536 elements spread evenly over a larger tensor, always at the same places.
+    """About 32,768 elements spread evenly over a larger tensor, always at the same places.
 
     Returns:
         Shape ``[k, 16]``, on the same device; a view if the tensor is dense. The whole tensor if
-        it has at most 131,072 elements.
+        it has at most 65,536 elements.
     """
     step = sample_step(tensor.numel())
     if step == 0:
