@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -22,6 +23,22 @@ def rates(high: dict[int, float], usual: float = 3e-3) -> dict[str, Any]:
         optimizer.param_groups[0]["lr"] = high.get(step, usual)
 
     return {"model": model, "optimizer": optimizer, "before": set_rate}
+
+
+def with_returns(settings: dict[str, Any], at: Collection[int], *, after: int) -> dict[str, Any]:
+    """The same run, which goes back, so many steps later, to where it was before these steps."""
+    parts, set_rate = (settings["model"], settings["optimizer"]), settings["before"]
+    saved: list[dict[str, Any]] = []
+
+    def before(step: int) -> None:
+        if step in at:
+            saved[:] = [copy.deepcopy(part.state_dict()) for part in parts]
+        elif step - after in at:
+            for part, state in zip(parts, saved, strict=True):
+                part.load_state_dict(state)
+        set_rate(step)
+
+    return {**settings, "before": before}
 
 
 @pytest.mark.parametrize("every", [1, 10, 100])
@@ -55,25 +72,14 @@ def test_a_small_rise_after_a_jump_of_the_rate_is_told_where_the_loss_had_fallen
 def test_it_is_not_over_while_the_rate_stays_high_and_the_loss_above_its_usual() -> None:
     stays = dict.fromkeys(range(205, 500), 0.5)
     assert [alert.stage for alert in train(LossSpike(), 500, **rates(stays))] == ["begin"]
-    ends = dict.fromkeys(range(205, 300), 0.5)
-    assert [alert.stage for alert in train(LossSpike(), 700, **rates(ends))][-1] == "end"
+    ends = with_returns(rates(dict.fromkeys(range(205, 300), 0.5)), [204], after=96)
+    assert [alert.stage for alert in train(LossSpike(), 400, **ends)] == ["begin", "end"]
 
 
 def test_five_spikes_of_a_run_that_returns_to_its_checkpoint_are_five_alerts() -> None:
     at = range(150, 650, 100)
     settings = rates({step + i: 0.9 for step in at for i in range(3)})
-    parts, set_rate = (settings["model"], settings["optimizer"]), settings["before"]
-    saved: list[dict[str, Any]] = []
-
-    def before(step: int) -> None:
-        if step in at:
-            saved[:] = [copy.deepcopy(part.state_dict()) for part in parts]
-        elif step - 20 in at:
-            for part, state in zip(parts, saved, strict=True):
-                part.load_state_dict(state)
-        set_rate(step)
-
-    alerts = train(LossSpike(), 650, every=100, **{**settings, "before": before})
+    alerts = train(LossSpike(), 650, every=100, **with_returns(settings, at, after=20))
     assert [alert.stage for alert in alerts] == ["begin", "end"] * 5
     assert [alert.step // 50 * 50 for alert in alerts[::2]] == list(at)
     assert all("to 0.9" in alert.message for alert in alerts[::2])
