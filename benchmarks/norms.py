@@ -27,6 +27,9 @@ from telemetry import HookLogger, SummaryWriter
 _WARM_UP = 48
 """Steps until rules have a past to compare with: until then they judge each step alone."""
 
+_ENOUGH_S = 60.0
+"""For one model; after that no further round begins, if there were two."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
@@ -70,7 +73,10 @@ def measure(workload: Workload, rounds: int, steps: int) -> Cost:
     """Cost of the norms in one model's training."""
     loop = Loop(workload, torch.device("cpu"))
     run(loop, 2)
-    results = [_round(loop, steps) for _ in range(rounds)]
+    until = time.monotonic() + _ENOUGH_S
+    results = [_round(loop, steps)]
+    while len(results) < min(rounds, 2) or (len(results) < rounds and time.monotonic() < until):
+        results.append(_round(loop, steps))
     step_s, added_s, later_s = (statistics.median(times) for times in zip(*results, strict=True))
     return Cost(
         parameters=sum(1 for _ in loop.model.parameters()),
