@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
 from telemetry.alert import Alert
+from telemetry.alerts.history import leading
 from telemetry.alerts.judging import Judge
 from telemetry.capture import CapturedStep, LightItem, light_steps
 from telemetry.events import summaries
@@ -54,6 +55,16 @@ class Sink(Protocol):
             flush: Have it written at once, without waiting for that.
             repeat: Those of the values that every further file has to hold, too.
         """
+
+    def write_curve(
+        self,
+        tag: str,
+        steps: Sequence[int],
+        wall_times: Sequence[float],
+        numbers: Sequence[float],
+        /,
+    ) -> None:
+        """Add points of one curve, an event for each that may be left out as above."""
 
 
 class _Loss(NamedTuple):
@@ -122,19 +133,21 @@ class Processor:
         Args:
             items: In the order in which they came.
         """
-        losses: list[list[_Loss]] = [[]]  # before each step, and after the last
+        count, losses = 0, dict[int, list[_Loss]]()  # those after so many of the steps
         for item in items:
             if isinstance(item, LoggedScalars):
                 with self._failures.contained("to write what was logged"):
-                    losses[-1] += self._write_scalars(item)
+                    losses.setdefault(count, []).extend(self._write_scalars(item))
             else:
-                losses += [[] for _ in range(1 if isinstance(item, StepRecord) else len(item))]
-        before = iter(losses)
-        light = [item for item in items if not isinstance(item, LoggedScalars)]
+                count += 1 if isinstance(item, StepRecord) else len(item)
+        light, first = [item for item in items if not isinstance(item, LoggedScalars)], 0
         for steps, record_of in light_steps(light, self._logged_for):
+            last = first + len(steps)
+            before = [losses.get(index, ()) for index in range(first, last)]
             with self._failures.contained("to record steps"):
-                self._process_light(steps, record_of, list(islice(before, len(steps))))
-        self._judge_losses(losses[-1])
+                self._process_light(steps, record_of, before)
+            first = last
+        self._judge_losses(losses.get(count, ()))
 
     def _process_light(
         self,
@@ -149,14 +162,14 @@ class Processor:
             record_of: Gives the record of one.
             losses: What was logged before each.
         """
-        calm = [all(math.isfinite(loss.value) for loss in some) for some in losses]
-        count = calm.index(False) if False in calm else len(steps)
+        count = leading([not some or all(isfinite(loss.value) for loss in some) for some in losses])
         passed = self._judge.pass_over(steps[:count]) if self._board.goes_on(steps) else 0
         if passed:
             quiet = steps[:passed]
             self._full_steps.answer(quiet.steps[-1], wanted=False)
             self._forget_scalars(quiet.steps[-1])
             self._show_to_observers(lambda observer: observer.on_light_steps(quiet))
+            self._sink.write_curve(*self._board.curve_of_light(quiet))
             for step, wall_time, values in self._board.values_of_light(quiet):
                 if values:
                     self._write(values, step, wall_time, droppable=True)

@@ -94,8 +94,7 @@ class Course:
         self.age += len(steps)
         self.since_rate_jump += len(steps)
         self.since_large_step += len(steps)
-        for rate in steps.highest_rates:
-            self._rates.add(rate)
+        self._rates.add(*steps.highest_rates)
 
     def _look_ahead(self, steps: LightSteps) -> tuple[int, LossTrend, NormTrend]:
         """The number of quiet steps, and the trends after all if they all are.

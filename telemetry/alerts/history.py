@@ -44,8 +44,8 @@ class History:
         other._values = self._values.copy()
         return other
 
-    def add(self, value: float) -> None:
-        self._values.append(value)
+    def add(self, *values: float) -> None:
+        self._values.extend(values)
 
     @property
     def last(self) -> float:

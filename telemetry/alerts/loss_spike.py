@@ -143,8 +143,7 @@ class LossSpike(CourseRule):
             self._follow_rates(tuple(rates))
         losses = [loss for loss in steps.losses.tolist() if math.isfinite(loss)]
         self._first = (*self._first, *losses)[:_FEW_BATCHES]
-        for loss in losses:
-            self._past.add(loss)
+        self._past.add(*losses)
 
     @property
     def _high_losses(self) -> list[float]:

@@ -91,8 +91,7 @@ class NoLearning(Rule):
 
     def pass_over(self, steps: LightSteps) -> None:
         self._steps += len(steps)
-        for norm in steps.total_grad_norms[-5:].tolist():
-            self._norms.add(norm)
+        self._norms.add(*steps.total_grad_norms[-5:].tolist())
 
     def _find(self, record: StepRecord) -> Alert | None:
         moves = self._largest_ratio > self._update_ratio

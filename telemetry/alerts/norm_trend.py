@@ -81,16 +81,15 @@ class NormTrend:
 
     def add_usual(self, totals: Sequence[float]) -> None:
         """Add usual norms; only the last is compared with those before."""
-        for total in totals[:-1]:
-            self._remember(math.log10(total))
+        self._remember(*map(math.log10, totals[:-1]))
         self.since_jump += len(totals) - 1
         self.add(totals[-1])
 
-    def _remember(self, level: float) -> None:
-        self._totals.add(level)
-        if len(self._between) == self._between.maxlen:
-            self._long_ago.add(self._between[0])
-        self._between.append(level)
+    def _remember(self, *levels: float) -> None:
+        self._totals.add(*levels)
+        between = (*self._between, *levels)
+        self._long_ago.add(*between[:-_BETWEEN])
+        self._between.extend(levels)
 
 
 _ALL = 100  # by eye, in steps; tried 50 and 200

@@ -33,9 +33,9 @@ class Past:
         other._old, other._new = self._old.__copy__(), self._new.copy()
         return other
 
-    def add(self, value: float) -> None:
-        """Add the latest value, which becomes past later."""
-        self._new.append(value)
+    def add(self, *values: float) -> None:
+        """Add the latest values, which become past later."""
+        self._new.extend(values)
         waiting = min(self._latest, (len(self._old) + len(self._new)) // 2)
         while len(self._new) > waiting:
             self._old.add(self._new.popleft())
