@@ -22,13 +22,13 @@ from telemetry.capture.captured import CapturedStep, RunTotals
 from telemetry.capture.window import Window
 from telemetry.events import summaries
 from telemetry.events.background import BackgroundWriter
+from telemetry.events.sink import Sink as AnySink
 from telemetry.events.summaries import event_of
 from telemetry.failures import Failures
 from telemetry.logged import LoggedScalars
 from telemetry.measure import Measurer
 from telemetry.pipeline import Pipeline
 from telemetry.processing import Processor
-from telemetry.processing import Sink as AnySink
 from telemetry.records import Layout, StepRecord
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.schedule import LAG_STEPS, SOON_STEPS, FullSteps, every

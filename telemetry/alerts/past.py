@@ -56,6 +56,13 @@ class Past:
         unit = max(self.highest - self.lowest, _LEAST_RANGE * abs(self.highest))
         return (value - self.highest) / unit if unit > 0 else -math.inf
 
+    def limit_after(self, more: int, ranges: float) -> float:
+        """What is not more ranges above, even when so many were added; ``-inf`` if unknown."""
+        if not (staying := self._old.staying(more)):
+            return -math.inf
+        highest = max(staying)
+        return highest + ranges * (highest - min(staying))
+
     @property
     def highest(self) -> float:
         return self._old.highest
