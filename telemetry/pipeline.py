@@ -37,8 +37,9 @@ class Pipeline:
     step. Only while another 64 MiB wait, steps are dropped. Both are counted and logged. What the
     user logged is never dropped. A forked child ignores everything.
 
-    Steps with norms only, and what the user logged, are processed a few at a time: after half a
-    second or eight steps at most; at once where the answer of the rules is needed soon.
+    Steps with norms only, and what the user logged, are looked at a few at a time: after half a
+    second or eight steps at most; at once where the answer of the rules is needed soon. Where they
+    are like those before, they are judged and written later: see :mod:`telemetry.waiting`.
 
     Args:
         processor: Judges and writes each step, on the background thread.

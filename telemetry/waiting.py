@@ -10,8 +10,8 @@ from telemetry.host_copy import HostCopy
 from telemetry.logged import LoggedScalars
 from telemetry.records import Bounds
 
-WAIT_S = 2.0
-"""The longest time for which a step waits."""
+WAIT_S = 0.75
+"""The longest time for which a step waits here."""
 
 
 class Waiting:
