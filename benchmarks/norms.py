@@ -24,8 +24,11 @@ from workloads import WORKLOADS, Loop, Workload
 
 from telemetry import HookLogger, SummaryWriter
 
-_WARM_UP = 48
-"""Steps until rules have a past to compare with: until then they judge each step alone."""
+_WARM_UP = 112
+"""Steps until rules have a past to compare with: until then they judge some steps alone."""
+
+_ENOUGH_S = 60.0
+"""For one model; after that no further round begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,10 @@ def measure(workload: Workload, rounds: int, steps: int) -> Cost:
     """Cost of the norms in one model's training."""
     loop = Loop(workload, torch.device("cpu"))
     run(loop, 2)
-    results = [_round(loop, steps) for _ in range(rounds)]
+    until = time.monotonic() + _ENOUGH_S
+    results = [_round(loop, steps)]
+    while len(results) < rounds and time.monotonic() < until:
+        results.append(_round(loop, steps))
     step_s, added_s, later_s = (statistics.median(times) for times in zip(*results, strict=True))
     return Cost(
         parameters=sum(1 for _ in loop.model.parameters()),
@@ -88,7 +94,10 @@ def _round(loop: Loop, steps: int) -> tuple[float, float, float]:
         HookLogger(loop.model, SummaryWriter(folder), every_n_steps=10**9) as logger,
     ):
         clock = _clock_of(set(threading.enumerate()) - others)
-        run(loop, _WARM_UP)
+        for step in range(_WARM_UP):
+            if step % 8 == 0:
+                loop.make_gradients()
+            loop.optimizer.step()
         logger.flush()
         before = clock()
         update_s, _ = run(loop, steps)
@@ -121,7 +130,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     device = torch.device("cpu")
     print(describe_machine(device))
-    rounds, steps = (1, 2) if args.quick else (5, 32)
+    rounds, steps = (1, 2) if args.quick else (5, 64)
     print(f"\n{'':46}" + "".join(f"{title:>12}" for title in TITLES))
     costs = {}
     for workload in WORKLOADS:

@@ -58,7 +58,8 @@ class AlertResponse:
         ranks = self._membership.ranks
         if ranks is not None and (alert := ranks.to_raise(step)) is not None:
             self._stop(alert)
-        self.act()
+        if self._pending is not None:
+            self.act()
 
     def _stop(self, alert: Alert) -> None:
         if self._on_alert == "raise":

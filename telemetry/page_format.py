@@ -39,7 +39,8 @@ PLUGIN_NAME = "telemetry"
 FORMAT_VERSION = 1
 EVENTS_PER_TAG = 10
 NORM_BLOCK_BYTES = 1 << 18
-"""A block of norms is written when it reaches this size; it may be larger by one step."""
+"""A block of norms is written when it reaches this size; it may be larger by those
+that come at once."""
 
 LAYOUT_PREFIX = "telemetry/layout/"
 ALERT_PREFIX = "telemetry/a/"

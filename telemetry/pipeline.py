@@ -15,7 +15,7 @@ from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.processing import Processor
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.part import Merged
-from telemetry.schedule import STEPS_AT_ONCE, FullSteps
+from telemetry.schedule import ROWS_AT_ONCE, STEPS_AT_ONCE, FullSteps
 from telemetry.step_thread import StepThread
 
 log = logging.getLogger("telemetry")
@@ -37,8 +37,9 @@ class Pipeline:
     step. Only while another 64 MiB wait, steps are dropped. Both are counted and logged. What the
     user logged is never dropped. A forked child ignores everything.
 
-    Steps with norms only, and what the user logged, are processed a few at a time: after half a
-    second or eight steps at most; at once where the answer of the rules is needed soon.
+    Steps with norms only, and what the user logged, are looked at a few at a time: after half a
+    second or eight steps at most; at once where the answer of the rules is needed soon. Where they
+    are like those before, they are judged and written later: see :mod:`telemetry.waiting`.
 
     Args:
         processor: Judges and writes each step, on the background thread.
@@ -88,8 +89,9 @@ class Pipeline:
         self._steps_taken += 1
         if self._first is None:
             self._begin_few(step)
-        if self._is_last(step) or block.count == STEPS_AT_ONCE:
-            block.is_closed = True
+        if self._is_last(step) or block.count == ROWS_AT_ONCE:
+            block.handed_over = block.count
+            block.is_closed = block.count + STEPS_AT_ONCE > ROWS_AT_ONCE
             self._hand_over(step)
 
     def _submit_step(self, captured: CapturedStep) -> None:

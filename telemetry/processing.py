@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
 from telemetry.alert import Alert
+from telemetry.alerts.history import leading
 from telemetry.alerts.judging import Judge
 from telemetry.capture import CapturedStep, LightItem, light_steps
 from telemetry.events import summaries
+from telemetry.events.sink import Sink
 from telemetry.failures import Failures
 from telemetry.first_rank import is_first_rank
 from telemetry.host_copy import HostCopy
@@ -20,7 +22,8 @@ from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.plain_text import printable_lines
 from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
-from telemetry.schedule import FullSteps
+from telemetry.schedule import ROWS_AT_ONCE, STEPS_AT_ONCE, FullSteps
+from telemetry.waiting import Waiting
 from telemetry.writing.board import Board, needed_in_every_file
 
 log = logging.getLogger("telemetry")
@@ -28,32 +31,6 @@ log = logging.getLogger("telemetry")
 VALUES_AT_ONCE = 500
 
 _LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-
-
-class Sink(Protocol):
-    """Where values go: a file that another thread writes, so that no alert waits for the disk."""
-
-    def write_values(
-        self,
-        values: Sequence[bytes],
-        step: int,
-        wall_time: float,
-        /,
-        *,
-        droppable: bool,
-        flush: bool,
-        repeat: Sequence[bytes],
-    ) -> None:
-        """Add one event.
-
-        Args:
-            values: What it holds, as :mod:`telemetry.events.summaries` builds them.
-            step: Of the event.
-            wall_time: Likewise.
-            droppable: Whether it may be left out when too much waits.
-            flush: Have it written at once, without waiting for that.
-            repeat: Those of the values that every further file has to hold, too.
-        """
 
 
 class _Loss(NamedTuple):
@@ -107,10 +84,12 @@ class Processor:
         self._failures = failures
         self.abandoned = False
         self._full_steps = full_steps
+        self._waiting = Waiting()
         self._scalars: dict[int, dict[str, float]] = {}
 
     def process(self, item: CapturedStep | ReadyValues) -> None:
         """Judge and write what the training thread handed over."""
+        self._process_waiting()
         if isinstance(item, ReadyValues):
             self._write(item.values, item.step, item.wall_time)
         else:
@@ -119,22 +98,34 @@ class Processor:
     def process_few(self, items: Sequence[LightItem | LoggedScalars]) -> None:
         """Judge and write several steps that were not measured in full, and what was logged.
 
+        Where no rule would note anything, they wait for others.
+
         Args:
             items: In the order in which they came.
         """
-        losses: list[list[_Loss]] = [[]]  # before each step, and after the last
+        if self._waiting.add(items):
+            self._full_steps.answer(self._waiting.last, wanted=False)
+        else:
+            self._process_waiting()
+
+    def _process_waiting(self) -> None:
+        """Judge and write what waits."""
+        items = self._waiting.take()
+        count, losses = 0, dict[int, list[_Loss]]()  # those after so many of the steps
         for item in items:
             if isinstance(item, LoggedScalars):
                 with self._failures.contained("to write what was logged"):
-                    losses[-1] += self._write_scalars(item)
+                    losses.setdefault(count, []).extend(self._write_scalars(item))
             else:
-                losses += [[] for _ in range(1 if isinstance(item, StepRecord) else len(item))]
-        before = iter(losses)
-        light = [item for item in items if not isinstance(item, LoggedScalars)]
+                count += 1 if isinstance(item, StepRecord) else len(item)
+        light, first = [item for item in items if not isinstance(item, LoggedScalars)], 0
         for steps, record_of in light_steps(light, self._logged_for):
+            last = first + len(steps)
+            before = [losses.get(index, ()) for index in range(first, last)]
             with self._failures.contained("to record steps"):
-                self._process_light(steps, record_of, list(islice(before, len(steps))))
-        self._judge_losses(losses[-1])
+                self._process_light(steps, record_of, before)
+            first = last
+        self._judge_losses(losses.get(count, ()))
 
     def _process_light(
         self,
@@ -149,17 +140,20 @@ class Processor:
             record_of: Gives the record of one.
             losses: What was logged before each.
         """
-        calm = [all(math.isfinite(loss.value) for loss in some) for some in losses]
-        count = calm.index(False) if False in calm else len(steps)
+        self._waiting.bounds = None
+        count = leading([not some or all(isfinite(loss.value) for loss in some) for some in losses])
         passed = self._judge.pass_over(steps[:count]) if self._board.goes_on(steps) else 0
         if passed:
             quiet = steps[:passed]
             self._full_steps.answer(quiet.steps[-1], wanted=False)
             self._forget_scalars(quiet.steps[-1])
             self._show_to_observers(lambda observer: observer.on_light_steps(quiet))
+            self._sink.write_curve(*self._board.curve_of_light(quiet))
             for step, wall_time, values in self._board.values_of_light(quiet):
                 if values:
                     self._write(values, step, wall_time, droppable=True)
+        if passed == len(steps):
+            self._waiting.bounds = self._judge.bounds(steps, ROWS_AT_ONCE + STEPS_AT_ONCE)
         for index in range(passed, len(steps)):
             if self.abandoned:
                 return
@@ -169,6 +163,7 @@ class Processor:
 
     def _judge_losses(self, losses: Iterable[_Loss]) -> None:
         for loss in losses:
+            self._waiting.bounds = None  # which say nothing of a step whose loss is known already
             self._report(self._judge.judge_loss(loss.step, loss.value), loss.wall_time)
 
     def _logged_for(self, step: int) -> Mapping[str, float]:
@@ -180,10 +175,12 @@ class Processor:
 
     def pending_s(self) -> float | None:
         """Seconds until :meth:`write_pending` is due; None if nothing is held back."""
-        return self._board.pending_s(time.time())
+        left_s = self._waiting.left_s()  # what the board holds back waits with it
+        return self._board.pending_s(time.time()) if left_s is None else left_s
 
     def write_pending(self) -> None:
-        """Write what the board holds back."""
+        """Process what waits, and write what the board holds back."""
+        self._process_waiting()
         with self._failures.contained("to write the latest norms"):
             step, pending = self._board.pending_values()
             if pending:
@@ -191,6 +188,7 @@ class Processor:
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """What rules remember and asked for, and what was logged for ``step``, as plain values."""
+        self._process_waiting()
         return {
             "rules": self._judge.state_dict(),
             "full_steps": self._full_steps.state_dict(),
@@ -199,6 +197,8 @@ class Processor:
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Continue from there, with ``step`` in progress; returns in words what did not fit."""
+        self._process_waiting()
+        self._waiting.bounds = None
         logged = state.get("logged")
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
         self._full_steps.load_state_dict(state.get("full_steps"))
@@ -236,6 +236,7 @@ class Processor:
     def record(self, record: StepRecord) -> None:
         """Judge and write a step."""
         if not record.phase:
+            self._waiting.bounds = None
             self._forget_scalars(record.step)
             self._show_to_observers(lambda observer: observer.on_step(record))
             try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from telemetry.alert import Alert
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 
 
 class Rule(ABC):
@@ -54,6 +54,13 @@ class Rule(ABC):
 
     def pass_over(self, steps: LightSteps) -> None:  # noqa: B027 - a default
         """Remember of quiet steps what judging each of them would have left behind."""
+
+    def narrow(self, bounds: Bounds) -> bool:
+        """Narrow bounds down so that all steps within them are quiet; False: nothing can be said.
+
+        Asked after :meth:`pass_over`. Steps within the bounds are passed over later, many at once.
+        """
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """What the rule remembers, for a checkpoint: plain containers, numbers, strings, tensors.

@@ -17,6 +17,9 @@ STEPS_AT_ONCE = 8
 """Rules are shown so many of the steps that are not measured in full at a time: between two steps
 of training our code has left the core's cache, and one step alone takes twice as long."""
 
+ROWS_AT_ONCE = 64
+"""As long as they hold nothing that a rule would note, so many are processed at a time."""
+
 LAG_STEPS = 2 * STEPS_AT_ONCE
 """What rules say of a step decides whether the step so many later is measured in full; half of the
 time is left for them to answer."""
@@ -159,7 +162,7 @@ class FullSteps:
         elif wanted:
             self._asked.add(step + (SOON_STEPS if self.is_soon(step) else LAG_STEPS))
         self._soon.discard(step)
-        self._answered = step
+        self._answered = max(step, self._answered)
         if self._is_waiting:
             with self._answers:
                 self._answers.notify_all()

@@ -131,8 +131,8 @@ class StepThread(threading.Thread):
         while not self.processor.abandoned:
             # Counted first: what was logged before these rows is among the items then.
             block, count = self._current, 0
-            if block is not None and (everything or block.is_closed):
-                count = block.count
+            if block is not None:
+                count = block.count if everything else block.handed_over
             items = [self._items.popleft() for _ in range(len(self._items))]
             for rows, item in items:
                 self._gather_rows(rows)

@@ -111,6 +111,12 @@ class FirstRank:
         for value in summary_of(values).value:
             self.values.append((step, plain(value.tag), value.simple_value))
 
+    def write_curve(
+        self, tag: str, steps: Sequence[int], _: Sequence[float], numbers: Sequence[float]
+    ) -> None:
+        assert self.gate.wait(30)
+        self.values += [(s, plain(tag), n) for s, n in zip(steps, numbers, strict=True)]
+
     def curve(self, tag: str) -> list[tuple[int, float]]:
         return [(step, value) for step, found, value in self.values if found == tag]
 

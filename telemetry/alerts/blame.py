@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from telemetry.alerts.depth import Growth, Stretch, spread
 from telemetry.alerts.history import leading
 from telemetry.alerts.modules import Modules
-from telemetry.records import LightSteps, StepRecord, TensorRecord
+from telemetry.records import Bounds, LightSteps, StepRecord, TensorRecord
 
 
 class Blame:
@@ -82,6 +82,11 @@ class Blame:
         known = np.count_nonzero(np.isfinite(growth) & (growth > 0), axis=1)
         grown = np.count_nonzero(growth > _NEARLY_GROWN, axis=1)
         return leading((2 * grown < known) | (known == 0))
+
+    def narrow(self, bounds: Bounds) -> bool:
+        """Whether no gradient can grow within these bounds."""
+        near = (bounds.high <= _NEARLY_GROWN * bounds.low).all()
+        return bool(near) and self._modules.layout is bounds.layout
 
     def pass_over(self, steps: LightSteps) -> None:
         """Add steps at which nothing has grown."""

@@ -10,7 +10,7 @@ from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import Course
 from telemetry.alerts.memory import restore, to_plain
 from telemetry.plain_text import steps_in_words
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 from telemetry.rule import Rule
 from telemetry.schedule import LAG_STEPS
 
@@ -115,6 +115,11 @@ class OneCause(Rule):
             if count == 0:
                 break
         return count
+
+    def narrow(self, bounds: Bounds) -> bool:
+        if self._looks or any(rule.wants_full for rule in self._rules):
+            return False
+        return all(rule.narrow(bounds) for rule in self._rules)
 
     def pass_over(self, steps: LightSteps) -> None:
         for rule in self._rules:

@@ -13,7 +13,7 @@ from telemetry.alerts.history import History
 from telemetry.alerts.loss_trend import LossTrend
 from telemetry.alerts.norm_trend import FAR_ABOVE, NEVER, NormTrend
 from telemetry.alerts.past import Past
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 from telemetry.rule import Rule
 
 __all__ = ["AFTER_JUMP", "FAR_ABOVE", "LARGE_STEP", "NEVER", "Course", "CourseRule"]
@@ -57,6 +57,7 @@ class Course:
         # The latest that were looked at, how many are quiet, and the trends after those.
         self._ahead: tuple[LightSteps | None, int, LossTrend, NormTrend]
         self._ahead = None, 0, self.loss, self.norm
+        self._narrowed: tuple[Bounds | None, bool] = None, False  # the latest, and what was said
 
     def follow(self, record: StepRecord) -> None:
         """Add a step; several rules may pass the same record."""
@@ -94,8 +95,16 @@ class Course:
         self.age += len(steps)
         self.since_rate_jump += len(steps)
         self.since_large_step += len(steps)
-        for rate in steps.highest_rates:
-            self._rates.add(rate)
+        self._rates.add(*steps.highest_rates)
+
+    def narrow(self, bounds: Bounds) -> bool:
+        """Narrow bounds down so that neither loss nor norm nor learning rate jumps."""
+        if self._narrowed[0] is not bounds:
+            self.loss.narrow(bounds)
+            fine = bool(bounds.rates_high.max() <= _RATE_JUMP * bounds.rates_low.max())
+            fine = fine and self.norm.keeps_below(bounds.total, bounds.count)
+            self._narrowed = bounds, fine
+        return self._narrowed[1]
 
     def _look_ahead(self, steps: LightSteps) -> tuple[int, LossTrend, NormTrend]:
         """The number of quiet steps, and the trends after all if they all are.
@@ -180,6 +189,9 @@ class CourseRule(Rule):
 
     def pass_over(self, steps: LightSteps) -> None:
         self.course.pass_over(steps)
+
+    def narrow(self, bounds: Bounds) -> bool:
+        return self.course.age >= 0 and self.course.narrow(bounds)
 
 
 def _branch(trend: Trend) -> Trend:

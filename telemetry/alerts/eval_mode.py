@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
-from telemetry.records import Layout, LightSteps, StepRecord
+from telemetry.records import Bounds, Layout, LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -47,6 +47,9 @@ class EvalMode(Rule):
 
     def quiet_steps(self, steps: LightSteps) -> int:
         return 0 if steps.eval_mode or self._steps or self._episode.is_on else len(steps)
+
+    def narrow(self, bounds: Bounds) -> bool:
+        return not self._steps and not self._episode.is_on
 
     def _alert(self, record: StepRecord) -> Alert:
         return Alert(

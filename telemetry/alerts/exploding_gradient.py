@@ -11,7 +11,7 @@ from telemetry.alerts.course import FAR_ABOVE, CourseRule
 from telemetry.alerts.depth import Stretch, backward_growth, forward_growth, gain
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import History
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 
 
 class ExplodingGradient(CourseRule):
@@ -103,8 +103,16 @@ class ExplodingGradient(CourseRule):
             return ()
         return self._episode.update(record.step, found)
 
+    @property
+    def _may_be_quiet(self) -> bool:
+        sees_little = min(self._decades, self._lasting_decades) >= FAR_ABOVE
+        return sees_little and not self._episode.is_on
+
+    def narrow(self, bounds: Bounds) -> bool:
+        return self._may_be_quiet and self._blame.narrow(bounds) and super().narrow(bounds)
+
     def quiet_steps(self, steps: LightSteps) -> int:
-        if self._episode.is_on or min(self._decades, self._lasting_decades) < FAR_ABOVE:
+        if not self._may_be_quiet:
             return 0
         return min(super().quiet_steps(steps), self._blame.quiet_steps(steps))
 

@@ -44,8 +44,8 @@ class History:
         other._values = self._values.copy()
         return other
 
-    def add(self, value: float) -> None:
-        self._values.append(value)
+    def add(self, *values: float) -> None:
+        self._values.extend(values)
 
     @property
     def last(self) -> float:
@@ -63,11 +63,15 @@ class History:
     def highest(self) -> float:
         return max(self._values)
 
-    def highest_after(self, more: int) -> float:
-        """The highest of those that stay when so many are added; ``-inf`` if none does."""
+    def staying(self, more: int) -> list[float]:
+        """Those that are still kept when so many were added."""
         assert self._values.maxlen is not None
         gone = max(len(self._values) + more - self._values.maxlen, 0)
-        return max(islice(self._values, gone, None), default=-math.inf)
+        return list(islice(self._values, gone, None))
+
+    def highest_after(self, more: int) -> float:
+        """The highest of those that stay when so many are added; ``-inf`` if none does."""
+        return max(self.staying(more), default=-math.inf)
 
     @property
     def lowest(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from telemetry.alert import Alert
 from telemetry.failures import Failures
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -56,6 +56,19 @@ class Judge:
             with self._contained(rule):
                 rule.pass_over(some)
         return count
+
+    def bounds(self, steps: LightSteps, count: int) -> Bounds | None:
+        """Those within which all find the ``count`` steps after these quiet; None: not known."""
+        bounds = Bounds.around(steps, count)
+        if bounds is None or self.wants_full:
+            return None
+        for rule in self._rules:
+            narrowed = False
+            with self._contained(rule):
+                narrowed = rule.narrow(bounds)
+            if not narrowed:
+                return None
+        return bounds
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What each rule that remembers something knows, in their order."""

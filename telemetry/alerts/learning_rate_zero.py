@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import leading
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -63,6 +63,11 @@ class LearningRateZero(Rule):
         rates = _highest_rates(steps)
         highest = np.fmax.accumulate([self._highest, *rates])[1:]
         return leading(~(rates <= self._fraction * highest))
+
+    def narrow(self, bounds: Bounds) -> bool:
+        highest = max(self._highest, bounds.rates_high.max())
+        low = bool(bounds.rates_low.max() <= self._fraction * highest)
+        return not (low or self._steps or self._episode.is_on)
 
     def pass_over(self, steps: LightSteps) -> None:
         rates = _highest_rates(steps)

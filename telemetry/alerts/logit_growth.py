@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.plain_text import called
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -49,6 +49,9 @@ class LogitGrowth(Rule):
 
     def quiet_steps(self, steps: LightSteps) -> int:
         return len(steps)
+
+    def narrow(self, bounds: Bounds) -> bool:
+        return True
 
     def _alert(self, record: StepRecord, name: str, value: float) -> Alert:
         return Alert(

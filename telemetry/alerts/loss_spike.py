@@ -9,6 +9,9 @@ from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
 from telemetry.alerts.first_movers import NormRing
@@ -17,7 +20,7 @@ from telemetry.alerts.past import Past
 from telemetry.alerts.rise import Rise
 from telemetry.movers import Mover
 from telemetry.plain_text import called, steps_in_words
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 
 
 class _Loss(NamedTuple):
@@ -126,7 +129,8 @@ class LossSpike(CourseRule):
             self._high.clear()
 
     def quiet_steps(self, steps: LightSteps) -> int:
-        if self._begun is not None or self._high or self._might_jump(steps):
+        highest = steps.learning_rates.max(axis=0, initial=0.0)
+        if self._begun is not None or self._high or self._might_jump(highest):
             return 0
         past = copy(self._past)
         for index, loss in enumerate(steps.losses.tolist()):
@@ -136,6 +140,14 @@ class LossSpike(CourseRule):
                 past.add(loss)
         return min(len(steps), super().quiet_steps(steps))
 
+    def narrow(self, bounds: Bounds) -> bool:
+        apart = (bounds.rates_high >= _RATE_JUMP * bounds.rates_low).any()
+        if self._begun is not None or self._high or apart or self._might_jump(bounds.rates_high):
+            return False
+        limit = self._past.limit_after(bounds.count, _NEARLY * self._rate_distance)
+        bounds.loss_high = min(bounds.loss_high, limit)
+        return super().narrow(bounds)
+
     def pass_over(self, steps: LightSteps) -> None:
         super().pass_over(steps)
         self._norms.add_light(steps)
@@ -143,8 +155,7 @@ class LossSpike(CourseRule):
             self._follow_rates(tuple(rates))
         losses = [loss for loss in steps.losses.tolist() if math.isfinite(loss)]
         self._first = (*self._first, *losses)[:_FEW_BATCHES]
-        for loss in losses:
-            self._past.add(loss)
+        self._past.add(*losses)
 
     @property
     def _high_losses(self) -> list[float]:
@@ -220,11 +231,10 @@ class LossSpike(CourseRule):
         ]
         return max(rises, default=0.0)
 
-    def _might_jump(self, steps: LightSteps) -> bool:
-        """Whether rates have jumped, or do so in these steps."""
-        highest = steps.learning_rates.max(axis=0, initial=0.0).tolist()
+    def _might_jump(self, highest: NDArray[np.float64]) -> bool:
+        """Whether rates have jumped, or do so where each is this at most."""
         lowest = map(min, zip(*self._rates, strict=False)) if self._rates else ()
-        return any(h >= _RATE_JUMP * low for h, low in zip(highest, lowest, strict=False))
+        return any(h >= _RATE_JUMP * low for h, low in zip(highest.tolist(), lowest, strict=False))
 
     def _rate_is_high(self) -> bool:
         """Whether the rate of a group still is what no loss has survived."""
@@ -283,6 +293,7 @@ def _in_words(movers: Sequence[Mover], count: int) -> str:
     return f" First to move: {named}."
 
 
+_NEARLY = 0.99
 _MANY = 100  # as many as a past has
 _JUST = 10  # steps; as in course
 _RATE_JUMP = 3.0  # as in course: neither warm restarts nor warm-up triple the highest rate

@@ -11,7 +11,7 @@ import numpy as np
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import leading
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -75,6 +75,11 @@ class LossStuck(Rule):
         if len(self._losses) + len(steps) < 2 * self._needed:
             return len(steps)
         return leading(np.array(steps.steps) % _LOOK != 0)
+
+    def narrow(self, bounds: Bounds) -> bool:
+        if len(self._losses) + bounds.count >= 2 * self._needed:
+            bounds.last_for(-bounds.first % _LOOK)
+        return True
 
     def pass_over(self, steps: LightSteps) -> None:
         losses = [loss for loss in steps.losses.tolist() if math.isfinite(loss)]

@@ -9,7 +9,7 @@ import numpy as np
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import History
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -84,15 +84,20 @@ class NoLearning(Rule):
         return self._episode.update(record.step, self._find(record))
 
     def quiet_steps(self, steps: LightSteps) -> int:
-        early = self._steps + len(steps) < self._steps_needed - _LOOKS
+        return len(steps) if self._says_nothing_for(len(steps)) else 0
+
+    def narrow(self, bounds: Bounds) -> bool:
+        return self._says_nothing_for(bounds.count)
+
+    def _says_nothing_for(self, count: int) -> bool:
+        early = self._steps + count < self._steps_needed - _LOOKS
         moves = self._largest_ratio > self._update_ratio
         begun = len(self._first_norms) == 5
-        return len(steps) if begun and (early or moves) and not self._episode.is_on else 0
+        return begun and (early or moves) and not self._episode.is_on
 
     def pass_over(self, steps: LightSteps) -> None:
         self._steps += len(steps)
-        for norm in steps.total_grad_norms[-5:].tolist():
-            self._norms.add(norm)
+        self._norms.add(*steps.total_grad_norms[-5:].tolist())
 
     def _find(self, record: StepRecord) -> Alert | None:
         moves = self._largest_ratio > self._update_ratio

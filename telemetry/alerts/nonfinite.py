@@ -11,7 +11,7 @@ from telemetry.alert import Alert
 from telemetry.alerts.episode import CALM_STEPS, Episode
 from telemetry.alerts.history import leading
 from telemetry.alerts.origins import Origin, is_bad, origins
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -104,6 +104,9 @@ class Nonfinite(Rule):
             return 0
         # A total that overflows will do for a step that is not quiet.
         return leading(np.isfinite(steps.total_grad_norms))
+
+    def narrow(self, bounds: Bounds) -> bool:
+        return not self._episode.is_on
 
     def pass_over(self, steps: LightSteps) -> None:
         self._has_stepped = self._was_good = True

@@ -8,7 +8,7 @@ from telemetry.alert import Alert
 from telemetry.alerts.episode import CALM_STEPS, Episode
 from telemetry.alerts.history import leading
 from telemetry.plain_text import printable
-from telemetry.records import Divergence, LightSteps, RankFacts, StepRecord
+from telemetry.records import Bounds, Divergence, LightSteps, RankFacts, StepRecord
 from telemetry.rule import Rule
 
 
@@ -59,6 +59,9 @@ class RanksDiverge(Rule):
         return (
             leading([not _is_alone(facts) for facts in steps.ranks]) if steps.ranks else len(steps)
         )
+
+    def narrow(self, bounds: Bounds) -> bool:
+        return not self._alone.is_on
 
 
 def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]) -> Alert:

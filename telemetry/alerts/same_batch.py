@@ -11,7 +11,7 @@ import numpy as np
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import median
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 from telemetry.rule import Rule
 
 
@@ -92,8 +92,19 @@ class SameBatch(Rule):
         if not self._waits_for_loss or not self._losses:
             return len(steps)
         lowest = min(np.nanmin(steps.losses, initial=math.inf), *self._losses)
+        return len(steps) if lowest > self._least_loss else 0
+
+    def narrow(self, bounds: Bounds) -> bool:
+        if not self._waits_for_loss or not self._losses:
+            return True
+        bounds.loss_low = max(bounds.loss_low, math.nextafter(self._least_loss, math.inf))
+        return min(self._losses) > self._least_loss
+
+    @property
+    def _least_loss(self) -> float:
+        """At which the batch is not known by heart yet."""
         begun = len(self._first_losses) == _LOSSES
-        return len(steps) if begun and lowest > self._share * median(self._first_losses) else 0
+        return self._share * median(self._first_losses) if begun else math.inf
 
     def pass_over(self, steps: LightSteps) -> None:
         self._follow(steps.losses.tolist())

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.alerts.history import leading
 from telemetry.alerts.modules import Modules
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, LightSteps, StepRecord
 from telemetry.rule import Rule
 
 _Followed = tuple[int, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
@@ -57,6 +57,15 @@ class Suspicion(Rule):
             return 0
         self._ahead = steps, self._followed(self._modules.grad_norms(steps))
         return self._ahead[1][0]
+
+    def narrow(self, bounds: Bounds) -> bool:
+        unsettled = self._steps < _SHORTEST_HISTORY or np.isnan(self._mean).any()
+        if unsettled or self._modules.layout is not bounds.layout:
+            return False
+        # As long as the mean is within the bounds, it stays there.
+        used, mean = bounds.low > 0, 10**self._mean
+        far = (mean < bounds.low) | (mean > bounds.high) | (bounds.high > 10**_DECADES * bounds.low)
+        return not np.where(used, far, self._zero_rate < _RARE).any()
 
     def pass_over(self, steps: LightSteps) -> None:
         if self._ahead is None or self._ahead[0] is not steps:

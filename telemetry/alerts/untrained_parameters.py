@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert, Severity
 from telemetry.plain_text import called
-from telemetry.records import Layout, LightSteps, Parameter, StepRecord
+from telemetry.records import Bounds, Layout, LightSteps, Parameter, StepRecord
 from telemetry.rule import Rule
 
 
@@ -95,6 +95,11 @@ class UntrainedParameters(Rule):
         if waits_for_looks:
             return len(steps)
         return max(0, min(len(steps), self._needed - _LATE - 1 - self._steps))
+
+    def narrow(self, bounds: Bounds) -> bool:
+        if not self._told and not (self._steps > self._needed + _LATE and self._looks < _LOOKS):
+            bounds.last_for(self._needed - _LATE - 1 - self._steps)
+        return self._told or len(self._trained) == len(bounds.layout.parameters)
 
     def pass_over(self, steps: LightSteps) -> None:
         if not self._told:

@@ -16,7 +16,7 @@ from telemetry.alerts.history import leading
 from telemetry.alerts.modules import Modules
 from telemetry.alerts.shares import Shares
 from telemetry.plain_text import called
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import Bounds, Layout, LightSteps, StepRecord
 
 
 class VanishingGradient(CourseRule):
@@ -127,8 +127,7 @@ class VanishingGradient(CourseRule):
         return bool(norms[at] == 0 or (state.faint_steps[at] > 0 and not moves))
 
     def quiet_steps(self, steps: LightSteps) -> int:
-        unknown = self._modules.layout is not steps.layout
-        if unknown or self._episode.is_on or self._state.faint_steps.any():
+        if not self._may_be_quiet(steps.layout):
             return 0
         norms = self._modules.grad_norms(steps)
         largest = norms.max(axis=1, initial=0.0)
@@ -137,11 +136,24 @@ class VanishingGradient(CourseRule):
         limits = 10 ** (_NEARLY_FAINT - self._decades) * largest
         if norms.min(initial=np.inf) <= limits.max():
             fine &= ~((norms > 0) & (norms <= limits[:, np.newaxis])).any(axis=1)
-        # Of modules that had no gradient so far, that is looked at once.
+        return min(super().quiet_steps(steps), leading(fine), self._until_look(len(steps)))
+
+    def narrow(self, bounds: Bounds) -> bool:
+        bounds.last_for(self._until_look(bounds.count))
+        bounds.apart = min(bounds.apart, 10 ** (self._decades - _NEARLY_FAINT))
+        return (
+            bounds.mains.size > 0 and self._may_be_quiet(bounds.layout) and super().narrow(bounds)
+        )
+
+    def _may_be_quiet(self, layout: Layout) -> bool:
+        known = self._modules.layout is layout
+        return known and not self._episode.is_on and not self._state.faint_steps.any()
+
+    def _until_look(self, count: int) -> int:
+        """How many of so many steps come before modules without any gradient are looked at."""
         waits = self._state.largest_share == -np.inf
         due = self._zero_steps - self._state.zero_steps[waits]
-        soon = int(due[due > 0].min(initial=len(steps) + 1)) - 1
-        return min(super().quiet_steps(steps), leading(fine), soon)
+        return int(due[due > 0].min(initial=count + 1)) - 1
 
     def pass_over(self, steps: LightSteps) -> None:
         super().pass_over(steps)

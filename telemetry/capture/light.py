@@ -19,15 +19,12 @@ from telemetry.capture.captured import CapturedStep
 from telemetry.capture.parameters import ParameterTable
 from telemetry.kernel import available
 from telemetry.measure.native import TENSORS
-from telemetry.records import Layout, LightSteps, StepRecord
-from telemetry.schedule import STEPS_AT_ONCE
+from telemetry.records import ABSENT, Layout, LightSteps, StepRecord
+from telemetry.schedule import ROWS_AT_ONCE
 from telemetry.torch_private import calling_scaler, in_function_mode
 
 if available:
     from telemetry import _native
-
-_ABSENT = -1.0
-"""Stands for the norm of a gradient that there is not."""
 
 
 class LightBlock:
@@ -42,6 +39,7 @@ class LightBlock:
         steps: Numbers of the steps so far.
         wall_times: When each ended.
         count: Rows that are complete.
+        handed_over: Rows that are to be processed now.
         is_closed: Whether no more rows are added.
     """
 
@@ -49,6 +47,7 @@ class LightBlock:
         "address",
         "count",
         "groups",
+        "handed_over",
         "is_closed",
         "layout",
         "row_bytes",
@@ -60,11 +59,11 @@ class LightBlock:
     def __init__(self, layout: Layout, groups: int) -> None:
         self.layout = layout
         self.groups = groups
-        self.rows = np.full((STEPS_AT_ONCE, groups + len(layout.parameters)), _ABSENT)
+        self.rows = np.full((ROWS_AT_ONCE, groups + len(layout.parameters)), ABSENT)
         self.address, self.row_bytes = self.rows.ctypes.data, self.rows.strides[0]
         self.steps: list[int] = []
         self.wall_times: list[float] = []
-        self.count = 0
+        self.count = self.handed_over = 0
         self.is_closed = False
 
     @property
@@ -194,7 +193,7 @@ class LightReader:
             block is None
             or block.is_closed
             or block.layout is not layout
-            or block.count == STEPS_AT_ONCE
+            or block.count == ROWS_AT_ONCE
             or block.groups != len(groups)
         ):
             block = self._block = LightBlock(layout, len(groups))
@@ -211,7 +210,7 @@ class LightReader:
             self._refused = True
         elif self.square < math.inf:
             return True
-        block.rows[block.count] = _ABSENT
+        block.rows[block.count] = ABSENT
         return False
 
     def completed(self, step: int) -> LightBlock:

@@ -150,7 +150,10 @@ def _weakly(owner: OptimizerHooks, method: Callable[..., Any]) -> Callable[..., 
     outside_of_graphs = not_compiled(call)
 
     def hook(*args: Any) -> Any:
-        return outside_of_graphs(*args) if torch.compiler.is_dynamo_compiling() else call(*args)
+        if torch.compiler.is_dynamo_compiling():
+            return outside_of_graphs(*args)
+        alive = reference()
+        return method(alive, *args) if alive is not None else None
 
     return hook
 

@@ -93,22 +93,23 @@ class BackgroundWriter(Generic[Item]):
             waiting = len(self._pending) + len(self._writing) if self._closed else 0
             return self._refused_count + waiting
 
-    def put(self, item: Item, *, droppable: bool, flush: bool) -> None:
-        """Adds an item to the queue, or drops it if the queue is full. Never waits for the disk.
+    def put(self, *items: Item, droppable: bool, flush: bool) -> None:
+        """Adds items to the queue, or drops those for which it is full. Never waits for the disk.
 
         Raises:
             OSError: The writer is closed.
         """
-        size = len(item) + _ITEM_OVERHEAD_BYTES
         with self._lock:
             if self._closing:
                 raise OSError(f"{self._name}: the writer is closed")
             limit = self._droppable_limit if droppable else self._hard_limit
-            if self._pending_bytes and self._pending_bytes + size > limit:
-                self._count_drop(droppable)
-                return
-            self._pending.append(item)
-            self._pending_bytes += size
+            for item in items:
+                size = len(item) + _ITEM_OVERHEAD_BYTES
+                if self._pending_bytes and self._pending_bytes + size > limit:
+                    self._count_drop(droppable)
+                    continue
+                self._pending.append(item)
+                self._pending_bytes += size
             if flush:
                 self._flush_wanted = True
             # Otherwise nothing has become due.

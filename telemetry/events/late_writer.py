@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -24,6 +24,9 @@ class NoWriter:
     def write_values(self, *values: Any, **how: Any) -> None:
         """Writes nothing."""
 
+    def write_curve(self, *points: Any) -> None:
+        """Writes nothing."""
+
     def flush(self, timeout_s: float = 0.0) -> bool:
         return True
 
@@ -40,18 +43,25 @@ class LateWriter(NoWriter):
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
-        self._waiting: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._waiting: list[Callable[[Any], None]] = []
         self._writer: Any = None
 
     def write_values(self, values: Sequence[Summary.Value], *where: Any, **how: Any) -> None:
         """Write them, or keep them until :meth:`use`."""
         if self._writer is None:
-            self._waiting.append(((values, *where), how))
+            self._waiting.append(lambda writer: writer.write_values(values, *where, **how))
         else:
             self._writer.write_values(values, *where, **how)
 
+    def write_curve(self, *points: Any) -> None:
+        """Likewise."""
+        if self._writer is None:
+            self._waiting.append(lambda writer: writer.write_curve(*points))
+        else:
+            self._writer.write_curve(*points)
+
     def use(self, writer: Any) -> None:
         """From now on, this one writes."""
-        for values, how in self._waiting:
-            writer.write_values(*values, **how)
+        for write in self._waiting:
+            write(writer)
         self._waiting, self._writer = [], writer

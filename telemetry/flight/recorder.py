@@ -25,6 +25,9 @@ MAX_STEP_BYTES = 16 * 2**20
 MAX_DETAIL_BYTES = 48 * 2**20
 MAX_FILES = 8
 
+_LIGHT_BYTES = 32
+"""What a parameter takes of each step that is kept unsplit, about."""
+
 _RECORDED = {"loss_spike"}
 """Kinds of alerts of any severity for which a file is written, too."""
 
@@ -75,6 +78,9 @@ class FlightRecorder:
         self._lock = threading.Lock()
         self._steps: deque[Snapshot] = deque()
         self._step_bytes = 0
+        # Those that follow, as they came: few are ever looked at.
+        self._light: deque[LightSteps] = deque()
+        self._light_count = 0
         self._details: deque[Snapshot] = deque()
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
         self._flight: Flight | None = None
@@ -86,6 +92,7 @@ class FlightRecorder:
         """A step was recorded."""
         with self._contained():
             step = snapshot(record)
+            self._split()
             self._keep(step)
             if record.full:
                 step = replace(step, detail=detail(record))
@@ -95,9 +102,15 @@ class FlightRecorder:
     def on_light_steps(self, steps: LightSteps) -> None:
         """Several steps were recorded that were not measured in full."""
         with self._contained():
-            for step in light_snapshots(steps):
-                self._keep(step)
-                self._follow_fault(step)
+            self._light.append(steps)
+            self._light_count += len(steps)
+            nbytes = self._light_count * len(steps.layout.parameters) * _LIGHT_BYTES
+            if self._flight is not None or nbytes > MAX_STEP_BYTES:
+                self._split()
+            while self._light and self._light_count >= self._count + len(self._light[0]):
+                self._light_count -= len(self._light.popleft())
+                self._steps.clear()
+                self._step_bytes = 0
 
     def on_alert(self, alert: Alert) -> None:
         """A rule has found something."""
@@ -134,6 +147,7 @@ class FlightRecorder:
     @property
     def nbytes(self) -> int:
         """Approximate memory."""
+        self._split()
         return sum(s.nbytes for s in (*self._steps, *self._details))
 
     # --- under the lock ------------------------------------------------------------------------
@@ -147,6 +161,14 @@ class FlightRecorder:
             self._failures.report(f"to write a flight file into {self._log_dir}")
         except Exception:
             self._failures.report("to keep the last steps")
+
+    def _split(self) -> None:
+        """Make snapshots of the steps that came together."""
+        while self._light:
+            for step in light_snapshots(self._light.popleft()):
+                self._keep(step)
+                self._follow_fault(step)
+        self._light_count = 0
 
     def _keep(self, step: Snapshot) -> None:
         if len(self._steps) == self._count:
@@ -177,6 +199,7 @@ class FlightRecorder:
             kept.popleft()
 
     def _begin(self, step: int) -> None:
+        self._split()
         oldest = self._steps[0].step if self._steps else step
         at = last_full = self._details[-1] if self._details else None
         if self._steps and (at is None or at.step < self._steps[-1].step):

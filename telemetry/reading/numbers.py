@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from telemetry.page_format import EVENTS_PER_TAG, NORM_BLOCK_BYTES, PLUGIN_NAME, ChunkKind
 from telemetry.reading.sessions import Segment, TagRange
 from telemetry.reading.sources import Point, Problems, RunSource
+from telemetry.schedule import ROWS_AT_ONCE
 from telemetry.untrusted import MAX_WHOLE
 
 READ_BYTES = 256 << 20
@@ -59,7 +60,8 @@ class Wanted:
         step_bytes = 4 * max(self.segment.width(self.kind), self.layer_count)
         if self.kind == "m":
             return step_bytes * min(steps, EVENTS_PER_TAG)
-        return min(step_bytes * steps, EVENTS_PER_TAG * (NORM_BLOCK_BYTES + step_bytes))
+        block_bytes = NORM_BLOCK_BYTES + ROWS_AT_ONCE * step_bytes
+        return min(step_bytes * steps, EVENTS_PER_TAG * block_bytes)
 
 
 class NumberCache:

@@ -66,21 +66,26 @@ class Board:
         """Whether :meth:`values_of_light` may be asked about these."""
         return self._page.goes_on(steps)
 
+    def curve_of_light(
+        self, steps: LightSteps
+    ) -> tuple[str, Sequence[int], Sequence[float], Sequence[float]]:
+        """Tag, steps, wall times and numbers of the curve that has a point at each such step."""
+        totals, wall_times = steps.total_grad_norms.tolist(), steps.wall_times.tolist()
+        return TOTAL_GRAD_NORM, steps.steps, wall_times, totals
+
     def values_of_light(self, steps: LightSteps) -> Iterator[tuple[int, float, Sequence[bytes]]]:
-        """Step, wall time and values of the events to write for such steps; some have no values."""
-        wall_times = steps.wall_times.tolist()
-        rates_stay = self._rates.stay(steps)
+        """Step, wall time and values of the other events to write; some have no values."""
         self._times.pass_over(steps)
-        for index, total in enumerate(steps.total_grad_norms.tolist()):
-            values = [summaries.scalar(TOTAL_GRAD_NORM, total)]
-            if steps.ranks:
-                values += rank_curves.values_of(steps.ranks[index])
-            if not rates_stay:
+        if steps.ranks or not self._rates.stay(steps):
+            for index, wall_time in enumerate(steps.wall_times.tolist()):
                 record = steps.record(index)
                 yield self._rates.late_values(record)
-                values += self._rates.values_of(record)
-            yield steps.steps[index], wall_times[index], values
-        yield steps.steps[-1], wall_times[-1], tuple(self._page.values_of_light(steps))
+                values = [*self._rates.values_of(record)]
+                if record.ranks is not None:
+                    values += rank_curves.values_of(record.ranks)
+                yield record.step, wall_time, values
+        last = float(steps.wall_times[-1])
+        yield steps.steps[-1], last, tuple(self._page.values_of_light(steps))
 
     def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[bytes]]:
         """Step, wall time and values of an event to write before the record's own."""

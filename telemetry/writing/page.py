@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +87,7 @@ class PageWriter:
             self._columns = MATRIX_STATISTICS + (RANK_STATISTICS if record.ranks else ())
             yield self._begin_layout(record.layout)
         self._last_step = record.step
-        self._block.add(record.step, record.wall_time, _grad_norms(record))
+        self._block.add((record.step,), record.wall_time, _grad_norms(record)[np.newaxis])
         if record.full or self._block.is_due(record.wall_time):
             yield from self.pending_values()
         if record.full:
@@ -101,10 +101,8 @@ class PageWriter:
     def values_of_light(self, steps: LightSteps) -> Iterator[bytes]:
         """The values to write in an event with the last of these steps."""
         self._last_step = steps.steps[-1]
-        rows = zip(steps.steps, steps.wall_times.tolist(), _grad_norms(steps), strict=True)
-        for step, wall_time, norms in rows:
-            self._block.add(step, wall_time, norms)
-        if self._block.is_due(wall_time):
+        self._block.add(steps.steps, float(steps.wall_times[0]), _grad_norms(steps))
+        if self._block.is_due(float(steps.wall_times[-1])):
             yield from self.pending_values()
 
     def pending_values(self) -> Iterator[bytes]:
@@ -185,10 +183,11 @@ class _NormBlock:
     def __bool__(self) -> bool:
         return bool(self._rows)
 
-    def add(self, step: int, wall_time: float, norms: NDArray[np.float32]) -> None:
+    def add(self, steps: Iterable[int], wall_time: float, norms: NDArray[np.float32]) -> None:
+        """Add steps, of which the first ended then; norms have the shape ``[steps, ...]``."""
         if not self._rows:
             self._begun = wall_time
-        self._steps.append(step)
+        self._steps += steps
         self._rows.append(norms)
         self._nbytes += norms.nbytes
 
@@ -204,7 +203,7 @@ class _NormBlock:
         steps, rows = self._steps, self._rows
         self._steps, self._rows, self._nbytes = [], [], 0
         distance = (np.array(steps) - step).astype(np.float32)
-        return np.column_stack([distance, np.stack(rows)])
+        return np.column_stack([distance, np.concatenate(rows)])
 
 
 def _matrix(record: StepRecord, columns: Sequence[Statistic]) -> NDArray[np.float32]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from telemetry.alerts.configuration import default_rules
 from telemetry.alerts.history import leading
 from telemetry.alerts.judging import Judge
 from telemetry.failures import Failures
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import ABSENT, Bounds, LightSteps, StepRecord
 from telemetry.testing import capture_run
 
 STEPS = 330
@@ -97,6 +98,36 @@ def judged(records: Sequence[StepRecord], at_once: int) -> tuple[list[Alert], in
     return found, passed
 
 
+def put_off(records: Sequence[StepRecord], at_once: int) -> tuple[list[Alert], int]:
+    """Alerts where steps within the bounds of the rules wait for others, and how many waited."""
+    judge, found, waited = Judge(default_rules(), Failures()), list[Alert](), 0
+    bounds, waiting = None, list[StepRecord]()
+    for i, record in enumerate(records):
+        waiting.append(record)
+        if not record.full and bounds is not None and within(bounds, record):
+            waited += 1
+            continue
+        *before, last = waiting
+        if before:  # all that waited was quiet indeed
+            assert judge.pass_over(LightSteps.of(before)) == len(before)
+        bounds, waiting = None, []
+        if not last.full and judge.pass_over(LightSteps.of([last])):
+            latest = [r for r in records[max(0, i + 1 - at_once) : i + 1] if not r.full]
+            bounds = judge.bounds(LightSteps.of(latest), 72)
+            continue
+        if last.loss is not None:
+            found.extend(judge.judge_loss(last.step, last.loss))
+        found.extend(judge.judge(last))
+    return found, waited
+
+
+def within(bounds: Bounds, record: StepRecord) -> bool:
+    norms = np.where(record.grad_present, record.grad_norms, ABSENT)
+    row = np.concatenate([record.learning_rates, norms])[np.newaxis]
+    fits = bounds.hold(record.layout, record.step, record.step, row)
+    return fits and (record.loss is None or bounds.hold_loss(record.loss))
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -115,5 +146,8 @@ def test_alerts_are_those_of_judging_each_step(name: str, kind: str | None) -> N
     alone, _ = judged(records, 1)
     together, passed = judged(records, 8)
     assert together == alone
+    later, waited = put_off(records, 8)
+    assert later == alone
+    assert name != "healthy" or waited > 0.4 * STEPS
     assert kind is None or kind in {alert.kind for alert in alone}
     assert name != "healthy" or (alone == [] and passed > 0.8 * STEPS)

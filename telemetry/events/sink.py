@@ -1,0 +1,42 @@
+"""What takes the values that a run writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Sink(Protocol):
+    """Where values go: a file that another thread writes, so that no alert waits for the disk."""
+
+    def write_values(
+        self,
+        values: Sequence[bytes],
+        step: int,
+        wall_time: float,
+        /,
+        *,
+        droppable: bool,
+        flush: bool,
+        repeat: Sequence[bytes],
+    ) -> None:
+        """Add one event.
+
+        Args:
+            values: What it holds, as :mod:`telemetry.events.summaries` builds them.
+            step: Of the event.
+            wall_time: Likewise.
+            droppable: Whether it may be left out when too much waits.
+            flush: Have it written at once, without waiting for that.
+            repeat: Those of the values that every further file has to hold, too.
+        """
+
+    def write_curve(
+        self,
+        tag: str,
+        steps: Sequence[int],
+        wall_times: Sequence[float],
+        numbers: Sequence[float],
+        /,
+    ) -> None:
+        """Add points of one curve, an event for each that may be left out as above."""
