@@ -15,6 +15,9 @@ page; "redraw" is the time to draw it again, zoomed. These two need Chromium and
 "scalars" is the cost of the same picture without the page: a run with a curve of gradient norms for
 each layer, and one request for each, as from the Scalars tab, six at a time like a browser.
 "histograms" is the same for the histograms of all layers' outputs. Neither includes drawing.
+
+Of more than ten million cells, such as 10000x10000, only what the page's picture needs is written,
+without histograms, so that these two are missing.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ import torch
 from machine import describe_machine, write_json
 
 from telemetry.events import FileWriter, summaries
+from telemetry.layers import MATRIX_STATISTICS
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 from telemetry.tag_names import HISTOGRAMS, numbered
@@ -80,6 +84,11 @@ class Size:
     def parse(text: str) -> Size:
         layers, steps = map(int, text.split("x"))
         return Size(layers=layers, steps=steps)
+
+    @property
+    def is_huge(self) -> bool:
+        """Whether histograms and a curve for each layer would take minutes and gigabytes."""
+        return self.layers * self.steps > 10_000_000
 
 
 # --- runs
@@ -133,7 +142,14 @@ def records(size: Size) -> Iterator[StepRecord]:
 
 
 def write_run(log_dir: Path, size: Size) -> None:
-    """A run with everything that ``HookLogger`` writes."""
+    """A run with everything that ``HookLogger`` writes; a huge one only for the picture."""
+    if size.is_huge:
+        norms, full = grad_norms(size), np.full((size.layers, len(MATRIX_STATISTICS)), 1e-3, "f4")
+        known_runs.write_run(
+            log_dir, layout_of(size), steps=range(size.steps), every=EVERY_N_STEPS,
+            norms=lambda _: next(norms).astype("f4"), matrices=lambda _: full,
+        )  # fmt: skip
+        return
     writer, board = FileWriter(log_dir), Board()
     writer.write_values(board.first_values(), 0)
     for record in records(size):
@@ -226,17 +242,19 @@ def measure_page(logdir: Path, size: Size, chromium: Any) -> dict[str, float]:
         )
         start_s = time.perf_counter() - start
         cold_s, warm_s = seconds(server.get_overview), seconds(server.get_overview)
-        histogram_tags = [
-            f"{HISTOGRAMS}activation/{numbered(i, m.name)}" for i, m in enumerate(layout.modules)
-        ]
         times = {
             "start_s": start_s,
             "cold_ms": cold_s * 1e3,
             "warm_ms": warm_s * 1e3,
             "wire_kb": server.get_overview() / 1e3,
             "cell_ms": seconds(lambda: server.get_cell(layout.modules[-1].name)) * 1e3,
-            "histograms_s": seconds(lambda: server.get_tags("histograms", histogram_tags)),
         }
+        if not size.is_huge:
+            tags = [
+                f"{HISTOGRAMS}activation/{numbered(i, m.name)}"
+                for i, m in enumerate(layout.modules)
+            ]
+            times["histograms_s"] = seconds(lambda: server.get_tags("histograms", tags))
         if chromium is not None:
             times |= measure_drawing(chromium, address)
     return times
@@ -278,9 +296,11 @@ def measure(size: Size, rounds: int, chromium: Any) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         logdir = Path(folder)
         write_run(logdir / "page" / "run", size)
-        write_curves(logdir / "curves" / "run", size)
         opened = [measure_page(logdir / "page", size, chromium) for _ in range(rounds)]
         medians = {name: statistics.median(one[name] for one in opened) for name in opened[0]}
+        if size.is_huge:
+            return medians
+        write_curves(logdir / "curves" / "run", size)
         return medians | {"scalars_s": measure_curves(logdir / "curves", size, rounds)}
 
 
