@@ -9,12 +9,16 @@ fast loader if available, and is restarted in each round. Figures are medians.
 "start" is the time until TensorBoard has loaded the whole run. "cold" is the time of the page's
 first requests: layers, alerts, loss and picture; "warm" that of the same requests again, and "wire"
 their size. "cell" is the time of the requests after a click on a cell. "page" is the time from
-navigation until the picture is drawn, in Chromium with an empty cache, including TensorBoard's own
-page; "redraw" is the time to draw it again, zoomed. These two need Chromium and Playwright.
+navigation until the picture is drawn, in Chromium with an empty cache, and "own" what is left of it
+once TensorBoard's own page has opened the Telemetry page; "redraw" is the time to draw it again,
+zoomed. These three need Chromium and Playwright.
 
 "scalars" is the cost of the same picture without the page: a run with a curve of gradient norms for
 each layer, and one request for each, as from the Scalars tab, six at a time like a browser.
 "histograms" is the same for the histograms of all layers' outputs. Neither includes drawing.
+
+Of more than ten million cells, such as 10000x10000, only what the page's picture needs is written,
+without histograms, so that these two are missing.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ import torch
 from machine import describe_machine, write_json
 
 from telemetry.events import FileWriter, summaries
+from telemetry.layers import MATRIX_STATISTICS
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.sketch import sketch_array
 from telemetry.tag_names import HISTOGRAMS, numbered
@@ -63,10 +68,16 @@ COLUMNS = {
     "wire_kb": "wire, kB",
     "cell_ms": "cell, ms",
     "page_s": "page, s",
+    "own_s": "own, s",
     "redraw_ms": "redraw, ms",
     "scalars_s": "scalars, s",
     "histograms_s": "histograms, s",
 }
+NOTE_WHEN_READY = """new MutationObserver((_, observer) => {
+  if (document.documentElement?.dataset.ready !== "true") return;
+  window.readyAt = performance.now();
+  observer.disconnect();
+}).observe(document, { subtree: true, attributes: true });"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +91,11 @@ class Size:
     def parse(text: str) -> Size:
         layers, steps = map(int, text.split("x"))
         return Size(layers=layers, steps=steps)
+
+    @property
+    def is_huge(self) -> bool:
+        """Whether histograms and a curve for each layer would take minutes and gigabytes."""
+        return self.layers * self.steps > 10_000_000
 
 
 # --- runs
@@ -133,7 +149,14 @@ def records(size: Size) -> Iterator[StepRecord]:
 
 
 def write_run(log_dir: Path, size: Size) -> None:
-    """A run with everything that ``HookLogger`` writes."""
+    """A run with everything that ``HookLogger`` writes; a huge one only for the picture."""
+    if size.is_huge:
+        norms, full = grad_norms(size), np.full((size.layers, len(MATRIX_STATISTICS)), 1e-3, "f4")
+        known_runs.write_run(
+            log_dir, layout_of(size), steps=range(size.steps), every=EVERY_N_STEPS,
+            norms=lambda _: next(norms).astype("f4"), matrices=lambda _: full,
+        )  # fmt: skip
+        return
     writer, board = FileWriter(log_dir), Board()
     writer.write_values(board.first_values(), 0)
     for record in records(size):
@@ -226,17 +249,19 @@ def measure_page(logdir: Path, size: Size, chromium: Any) -> dict[str, float]:
         )
         start_s = time.perf_counter() - start
         cold_s, warm_s = seconds(server.get_overview), seconds(server.get_overview)
-        histogram_tags = [
-            f"{HISTOGRAMS}activation/{numbered(i, m.name)}" for i, m in enumerate(layout.modules)
-        ]
         times = {
             "start_s": start_s,
             "cold_ms": cold_s * 1e3,
             "warm_ms": warm_s * 1e3,
             "wire_kb": server.get_overview() / 1e3,
             "cell_ms": seconds(lambda: server.get_cell(layout.modules[-1].name)) * 1e3,
-            "histograms_s": seconds(lambda: server.get_tags("histograms", histogram_tags)),
         }
+        if not size.is_huge:
+            tags = [
+                f"{HISTOGRAMS}activation/{numbered(i, m.name)}"
+                for i, m in enumerate(layout.modules)
+            ]
+            times["histograms_s"] = seconds(lambda: server.get_tags("histograms", tags))
         if chromium is not None:
             times |= measure_drawing(chromium, address)
     return times
@@ -244,8 +269,11 @@ def measure_page(logdir: Path, size: Size, chromium: Any) -> dict[str, float]:
 
 def measure_drawing(chromium: Any, address: str) -> dict[str, float]:
     context = chromium.new_context(viewport={"width": 1400, "height": 900})
+    context.add_init_script(NOTE_WHEN_READY)
     page = browser.TelemetryPage(context.new_page(), address)
-    page_s = seconds(lambda: page.open(run="run"))
+    page.open(run="run")
+    own_s = page.frame.evaluate("readyAt") / 1e3
+    began, opened = (f.evaluate("performance.timeOrigin") for f in (page.page, page.frame))
     page.heatmap.focus()
     redraws = []
     for key in "+++-":
@@ -253,7 +281,8 @@ def measure_drawing(chromium: Any, address: str) -> dict[str, float]:
         page.page.wait_for_timeout(100)
         redraws.append(float(page.locator("html").get_attribute("data-draw-ms")))
     context.close()
-    return {"page_s": page_s, "redraw_ms": statistics.median(redraws)}
+    page_s = own_s + (opened - began) / 1e3
+    return {"page_s": page_s, "own_s": own_s, "redraw_ms": statistics.median(redraws)}
 
 
 def measure_curves(logdir: Path, size: Size, rounds: int) -> float:
@@ -278,9 +307,11 @@ def measure(size: Size, rounds: int, chromium: Any) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         logdir = Path(folder)
         write_run(logdir / "page" / "run", size)
-        write_curves(logdir / "curves" / "run", size)
         opened = [measure_page(logdir / "page", size, chromium) for _ in range(rounds)]
         medians = {name: statistics.median(one[name] for one in opened) for name in opened[0]}
+        if size.is_huge:
+            return medians
+        write_curves(logdir / "curves" / "run", size)
         return medians | {"scalars_s": measure_curves(logdir / "curves", size, rounds)}
 
 

@@ -21,6 +21,8 @@ from telemetry.reading.cells import cells
 from telemetry.reading.matrix import thin
 
 _MOST_ROWS, _MOST_COLUMNS = 512, 1024
+_NOT_WRITTEN = (".pdf", ".jpg", ".jpeg", ".webp", ".gif", ".html", ".json", ".parquet", ".gz")
+"""Endings that ask for what would not be in the file."""
 
 
 def add_export(commands: Commands) -> None:
@@ -51,8 +53,11 @@ def add_export(commands: Commands) -> None:
 
 
 def _export(args: argparse.Namespace, console: Console) -> int:
-    if args.output is not None and args.output.suffix.lower() in (".png", ".svg"):
+    ending = args.output.suffix.lower() if args.output is not None else ""
+    if ending in (".png", ".svg"):
         return _export_picture(args)
+    if ending in _NOT_WRITTEN:
+        raise ValueError(f"-o {args.output}: pictures are .png or .svg, numbers .csv")
     runs = LogDirs(args.runs)
     statistics = args.statistic or STATISTICS
     columns = ("run", "step", "module_name", "type_name", *statistics)
@@ -78,8 +83,8 @@ def _export_picture(args: argparse.Namespace) -> int:
     runs = LogDirs(args.runs)
     if len(names) > 1 or len(runs.found) > 1:
         raise ValueError(
-            f"-o {args.output}: a picture shows one statistic of one run, and there are "
-            f"{len(names)} of {len(runs.found)} runs; give one --statistic and one RUN"
+            f"-o {args.output}: a picture shows one statistic of one run; "
+            f"give one --statistic (here: {len(names)}) and one RUN (here: {len(runs.found)})"
         )
     [statistic] = [known for known in PAGE_STATISTICS if known.name in names]
     for _, run in runs.opened():

@@ -8,7 +8,6 @@ import gzip
 import html
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from telemetry.reading.log_dirs import open_run
 from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
-from telemetry.tensorboard_plugin.static_files import read_static_files
+from telemetry.tensorboard_plugin.static_files import bundle, read_static_files
 
 MAX_ROWS = 1000
 MAX_CELLS = 250_000
@@ -38,18 +37,16 @@ MAX_PICTURES_BYTES = 128 << 20
 """All pictures of a report together; browsers still open a report of this size."""
 MAX_ALERTS = 50
 """Alerts of which a report says which layers moved first."""
-_IMPORT = re.compile(r'from "\./(\w+\.js)"')
 
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; \
-script-src 'unsafe-inline' data:; style-src 'unsafe-inline'">
+script-src data:; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width">
 <title>{title}</title>
 <style>{style}</style>
-<script type="importmap">{imports}</script>
 </head>
 <body>
 <section class="report-title" aria-label="Report"><b>{title}</b>\
@@ -57,7 +54,7 @@ script-src 'unsafe-inline' data:; style-src 'unsafe-inline'">
 <div id="telemetry"></div>
 {faults}
 <script type="application/json" id="data">{data}</script>
-<script type="module">import {{ render }} from "telemetry/report_page.js"; render();</script>
+<script type="module" src="data:text/javascript;base64,{script}"></script>
 </body>
 </html>
 """
@@ -128,7 +125,7 @@ def _page(name: str, overview: Overview, data: dict[str, Any], faults: str) -> s
         facts=", ".join(facts),
         style=files["style.css"].decode(),
         faults=faults,
-        imports=_script_json({"imports": dict(_modules(files))}),
+        script=_base64(f"{bundle(files, 'report_page.js')}\nrender();".encode()),
         data=_script_json(data),
     )
 
@@ -145,14 +142,6 @@ def _faults(log_dir: str | os.PathLike[str]) -> str:
         '<section class="faults" aria-label="Around the faults"><h2>Around the faults</h2>'
         f"<pre>{html.escape(text)}</pre></section>"
     )
-
-
-def _modules(files: dict[str, bytes]) -> Iterator[tuple[str, str]]:
-    """Each module under a bare name, because relative imports fail inside a ``data:`` URL."""
-    for name, content in files.items():
-        if name.endswith(".js"):
-            code = _IMPORT.sub(r'from "telemetry/\1"', content.decode())
-            yield f"telemetry/{name}", f"data:text/javascript;base64,{_base64(code.encode())}"
 
 
 def _data(name: str, run: RunData, overview: Overview) -> dict[str, Any]:

@@ -91,4 +91,5 @@ def only_log_dir(path: Path, skipped: Callable[[OSError], object] = lambda error
     if path in found or len(found) == 1:
         return found[0]
     names = ", ".join(str(log_dir.relative_to(path)) for log_dir in found[:10])
-    raise ValueError(f"{path} holds {len(found)} runs; choose one of them: {names}")
+    more = f" and {len(found) - 10} more" if len(found) > 10 else ""
+    raise ValueError(f"{path} holds {len(found)} runs; choose one of them: {names}{more}")

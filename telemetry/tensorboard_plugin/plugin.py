@@ -30,7 +30,7 @@ from telemetry.tensorboard_plugin.requests import (
     text,
 )
 from telemetry.tensorboard_plugin.run_table import RunTable
-from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, read_static_files
+from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, bundle, read_static_files
 
 MAX_ROWS = 2048
 MAX_CELLS = 4_000_000
@@ -48,7 +48,8 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def __init__(self, context: base_plugin.TBContext) -> None:
         self._provider = context.data_provider
-        self._static = read_static_files()
+        files = read_static_files()
+        self._static = {**files, "index.js": bundle(files, "index.js").encode()}
         self._table = RunTable(self._provider)
         self._runs: OrderedDict[tuple[str, str], RunData] = OrderedDict()
         self._lock = threading.Lock()

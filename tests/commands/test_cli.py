@@ -109,7 +109,11 @@ def test_the_only_run_of_a_directory_is_taken(
     assert main(["report", str(tmp_path / "runs"), "-o", output]) == 0
     write_demo(tmp_path / "runs" / "two")
     assert main(["report", str(tmp_path / "runs"), "-o", output]) == 2
-    assert "choose one of them: one, two" in capsys.readouterr().err
+    assert "choose one of them: one, two\n" in capsys.readouterr().err
+    for number in range(10):
+        write_demo(tmp_path / "runs" / f"x{number}")
+    assert main(["report", str(tmp_path / "runs"), "-o", output]) == 2
+    assert "one, two, x0, x1, x2, x3, x4, x5, x6, x7 and 2 more\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["summary", "alerts", "report", "export"])

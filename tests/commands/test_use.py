@@ -331,9 +331,11 @@ def test_the_picture_of_one_run_is_written_as_png_and_svg(
     assert {"first", "second", "last", "step 0", "Dead units  0%"} <= set(texts)
     assert main(["export", str(runs), "-o", str(tmp_path / "b.svg")]) == 2
     assert "a picture shows one statistic of one run" in capsys.readouterr().err
+    assert main(["export", bad, "-o", str(tmp_path / "b.pdf")]) == 2
+    assert "pictures are .png or .svg" in capsys.readouterr().err
     assert main(["export", bad, "-o", str(tmp_path / "b.svg"), "--statistic", "saturation"]) == 2
     assert "no layer has saturation" in capsys.readouterr().err
-    assert not (tmp_path / "b.svg").exists()
+    assert not list(tmp_path.glob("b.*"))
 
 
 def test_an_export_of_nothing_writes_no_file(tmp_path: Path) -> None:

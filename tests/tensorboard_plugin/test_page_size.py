@@ -63,11 +63,13 @@ def test_a_thousand_layers_and_steps_are_fetched_once(page: TelemetryPage) -> No
     )
     fetched = dict(sizes)
     page.heatmap.focus()
-    for key in "+++-":
+    for key in "+++0":
         page.page.keyboard.press(key)
         page.wait()
     assert sum(fetched.values()) < FIRST_OPEN_BYTES
     assert sizes == fetched
+    names = page.locator(".curve-legend span").all_inner_texts()
+    assert {"blocks.0.layer0", "blocks.50.layer0", "blocks.99.layer9"} <= set(names)  # 50: an alert
     page.page.remove_listener("response", note)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,8 @@ def test_details_are_a_drawer_where_the_window_is_narrow(page: TelemetryPage) ->
     assert box is not None
     assert box["y"] < 100
     page.locator(".chosen-alert .alert").wait_for()
+    page.locator(".detail h2").wait_for()
+    assert page.locator(".side button:visible", has_text=re.compile("Close|✕")).count() == 1
     page.heatmap.focus()
     page.page.keyboard.press("Escape")
     page.locator(".alerts").wait_for(state="hidden")
@@ -245,6 +248,9 @@ def test_nothing_is_in_the_way_of_assistive_technology(page: TelemetryPage, dark
     page.locator(".movers li").first.wait_for()
     page.locator(".detail[data-loaded=true]").wait_for()
     assert "error at step" in page.locator(".announcer").inner_text()
+    check_access(page)
+    page.page.set_viewport_size({"width": 1100, "height": 700})
+    page.locator("button.drawer-close").wait_for()
     check_access(page)
     page.locator("button[aria-label='Run: boom']").click()
     page.locator(".runs[data-loaded]").wait_for()

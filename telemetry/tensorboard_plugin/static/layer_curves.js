@@ -5,19 +5,21 @@ import { rowOf } from "./field.js";
 import { cssColor } from "./palette.js";
 
 const MOST = 12;
+const SEVERITIES = ["error", "warning", "note"];
 const LEAST_HEIGHT = 150;
 const MOST_HEIGHT = 420;
 
 /**
  * @param {HTMLCanvasElement} canvas
- * @param {Object} shown what the panel shows
+ * @param {Object} shown what the panel shows, with its `alerts`
  * @param {number} right room at the right
  * @returns {Element} the legend
  */
 export function drawLayerCurves(canvas, shown, right) {
   const { rows, view, theme, width, gutter, selection, statistic, mode, spare } = shown;
   const chosen = rows.findIndex((row) => selection && row.layers.includes(selection.layer));
-  const places = spread(Math.floor(view.row0), Math.min(Math.ceil(view.row1), rows.length), chosen);
+  const [first, end] = [Math.floor(view.row0), Math.min(Math.ceil(view.row1), rows.length)];
+  const places = placesOf(first, end, faultyRows(shown, first, end), chosen);
   const curves = places.map((place) => ({
     ...curveOf(shown, rows[place]),
     color: place === chosen ? theme.accent : depthColor(theme, rows.length, place),
@@ -39,12 +41,28 @@ export function drawLayerCurves(canvas, shown, right) {
   return legendOf(curves);
 }
 
-/** At most so many rows, evenly spread; the chosen one comes last, on top. */
-function spread(first, end, chosen) {
-  const count = Math.min(end - first, MOST);
-  const places = Array.from({ length: count }, (_, i) =>
+/** Rows in view with an alert, the gravest first. */
+function faultyRows({ rows, alerts }, first, end) {
+  const layers = new Set();
+  for (const severity of SEVERITIES) {
+    for (const alert of alerts) if (alert.severity === severity) layers.add(alert.layer);
+  }
+  const rowOfLayer = new Map();
+  for (let row = first; row < end; row++) {
+    for (const layer of rows[row].layers) rowOfLayer.set(layer, row);
+  }
+  const found = [...layers].map((layer) => rowOfLayer.get(layer));
+  return [...new Set(found)].filter((row) => row !== undefined);
+}
+
+/** At most so many rows: those with alerts, others evenly spread; the chosen one is last, on top. */
+function placesOf(first, end, faulty, chosen) {
+  const wanted = faulty.slice(0, MOST);
+  const count = end - first > MOST ? MOST - wanted.length : end - first;
+  const others = Array.from({ length: count }, (_, i) =>
     count < 2 ? first : first + Math.round((i * (end - first - 1)) / (count - 1)),
   );
+  const places = [...new Set([...wanted, ...others])].sort((a, b) => a - b);
   if (chosen < 0) return places;
   return [...places.filter((place) => place !== chosen), chosen];
 }

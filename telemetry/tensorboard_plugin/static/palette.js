@@ -11,8 +11,9 @@ export const INFINITE_CODE = 254;
 export const NAN_CODE = 255;
 
 
+const SEQUENTIAL = parseStops(VIRIDIS);
 // From blue over gray to orange, nearly even in OKLab, dark at both ends alike.
-const DIVERGING = "08407e2166ac4393c392c5deddddddfdb863e08214b358067f3b08";
+const DIVERGING = parseStops("08407e2166ac4393c392c5deddddddfdb863e08214b358067f3b08");
 
 /**
  * Color of each code, as the pixels of `ImageData` hold it.
@@ -21,7 +22,7 @@ const DIVERGING = "08407e2166ac4393c392c5deddddddfdb863e08214b358067f3b08";
  */
 export function palette(diverging, missing) {
   const colors = new Uint32Array(256);
-  const stops = parseStops(diverging ? DIVERGING : VIRIDIS);
+  const stops = diverging ? DIVERGING : SEQUENTIAL;
   for (let code = FIRST_CODE; code <= LAST_CODE; code++) {
     colors[code] = pixel(mix(stops, (code - FIRST_CODE) / (LAST_CODE - FIRST_CODE)));
   }
@@ -34,7 +35,7 @@ export function palette(diverging, missing) {
 
 /** A CSS color for a place between 0 and 1 on the scale. */
 export function cssColor(diverging, place) {
-  const [red, green, blue] = mix(parseStops(diverging ? DIVERGING : VIRIDIS), place);
+  const [red, green, blue] = mix(diverging ? DIVERGING : SEQUENTIAL, place);
   return `rgb(${red} ${green} ${blue})`;
 }
 

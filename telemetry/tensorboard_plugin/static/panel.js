@@ -176,7 +176,8 @@ export class Panel {
     if (!isEmpty) {
       this.curvesTitle.textContent = `${statistic.title} over time`;
       this.curves.setAttribute("aria-label", this.curvesTitle.textContent);
-      fill(this.curvesLegend, drawLayerCurves(this.curves, shown, beside + RIGHT));
+      const withAlerts = { ...shown, alerts: this.alerts };
+      fill(this.curvesLegend, drawLayerCurves(this.curves, withAlerts, beside + RIGHT));
     }
     Object.assign(this.node.dataset, {
       run: this.run,

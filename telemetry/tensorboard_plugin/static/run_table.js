@@ -106,7 +106,7 @@ export class RunTable {
     const shown = this.#sorted(columns, this.runs.filter(this.#matches()));
     this.count.textContent =
       shown.length === this.runs.length
-        ? `${shown.length} runs`
+        ? `${shown.length} run${shown.length === 1 ? "" : "s"}`
         : `${shown.length || "none"} of ${this.runs.length} runs`;
     fill(
       this.table,

@@ -121,14 +121,15 @@ function sample(fields, positive) {
   const total = fields.reduce((sum, field) => sum + field.length, 0);
   // A prime stride does not fall into step with the number of layers.
   const stride = total > SAMPLE ? nextPrime(Math.ceil(total / SAMPLE)) : 1;
-  const found = [];
+  const found = new Float32Array(Math.ceil(total / stride) + fields.length);
+  let count = 0;
   for (const field of fields) {
     for (let i = 0; i < field.length; i += stride) {
       const value = field[i];
-      if (value < Infinity && (positive ? value > 0 : value >= 0)) found.push(value);
+      if (value < Infinity && (positive ? value > 0 : value >= 0)) found[count++] = value;
     }
   }
-  return Float64Array.from(found).sort();
+  return found.subarray(0, count).sort();
 }
 
 function quantile(sorted, share) {

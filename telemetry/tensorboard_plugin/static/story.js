@@ -19,8 +19,9 @@ export function aroundStep(step, whole, steps) {
  */
 export function firstNonfinite(field) {
   const { values, rows, steps } = field;
-  const index = values.findIndex((value) => !(value < Infinity));
-  if (index < 0) return null;
+  let index = 0;
+  while (values[index] < Infinity) index += 1;
+  if (index >= values.length) return null;
   const column = Math.floor(index / rows);
   const found = [];
   for (let row = 0; row < rows; row++) {
