@@ -3,7 +3,7 @@
 from telemetry.records.layout import Layout, Module, Parameter
 from telemetry.records.light import LightSteps
 from telemetry.records.ranks import Divergence, RankFacts, Spread
-from telemetry.records.step import StepRecord
+from telemetry.records.step import StepRecord, once
 from telemetry.records.tensor import Output, TensorRecord
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "Spread",
     "StepRecord",
     "TensorRecord",
+    "once",
 ]
