@@ -132,7 +132,7 @@ class CapturedStep:
         before = None if each_before is None else float(np.linalg.norm(each_before))
         overflown = self._overflown(bool(finite.all()))
         tensors = self._tensors(overflown)
-        record = StepRecord(
+        return StepRecord(
             step=window.step,
             wall_time=self.wall_time,
             layout=self.layout,
@@ -155,8 +155,10 @@ class CapturedStep:
             nonfinite_parameters=self._nonfinite_parameters(tensors["weights"]),
             update_ratios=self._update_ratios(),
             random_states=window.random_states,
+            **tensors,
+            **self._scaler(overflown),
+            **self._images(),
         )
-        return replace(record, **tensors, **self._scaler(overflown), **self._images())
 
     def _scaler(self, overflown: int) -> dict[str, Any]:
         """What a ``GradScaler`` did, if there is one."""
