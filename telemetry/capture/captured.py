@@ -217,7 +217,7 @@ class CapturedStep:
         if not readings:
             return None
         before = norms.copy()
-        values = {id(reading): reading.read()[0] for reading, _ in readings.values()}
+        values = {id(reading): reading.norms for reading, _ in readings.values()}
         for index, (reading, place) in readings.items():
             if present[index]:
                 before[index] = values[id(reading)][place] / self._factor
