@@ -60,17 +60,20 @@ class Moments:
 
     @property
     def finite_count(self) -> int:
-        return self.count - self.nonfinite_count
+        # Not by the property above: this is asked for very often.
+        return self.count - self.nan_count - self.positive_inf_count - self.negative_inf_count
 
     @property
     def mean(self) -> float:
         """Mean of the finite values; NaN if there is none."""
-        return self.sum / self.finite_count if self.finite_count else nan
+        count = self.finite_count
+        return self.sum / count if count else nan
 
     @property
     def rms(self) -> float:
         """Root mean square of the finite values; NaN if there is none."""
-        return sqrt(self.sum_squares / self.finite_count) if self.finite_count else nan
+        count = self.finite_count
+        return sqrt(self.sum_squares / count) if count else nan
 
     @property
     def std(self) -> float:
@@ -78,9 +81,11 @@ class Moments:
 
         Its relative error is about 1e-16 times the square of ``mean / std``.
         """
-        if not self.finite_count:
+        count = self.finite_count
+        if not count:
             return nan
-        return sqrt(max(self.sum_squares / self.finite_count - self.mean * self.mean, 0.0))
+        mean = self.sum / count
+        return sqrt(max(self.sum_squares / count - mean * mean, 0.0))
 
     @property
     def kurtosis(self) -> float:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.depth import Growth, Stretch, spread
+from telemetry.alerts.depth import Growth, Stretch
 from telemetry.alerts.history import leading
 from telemetry.alerts.modules import Modules
 from telemetry.records import Bounds, LightSteps, StepRecord, TensorRecord
@@ -138,7 +138,7 @@ class Blame:
 
 def _above(tensor: TensorRecord, usual: float) -> tuple[float, float]:
     """log10 of how far a tensor is above what is usual, 0 if that is not known; and what is now."""
-    now = spread(tensor)
+    now = tensor.spread
     level = math.log10(now / usual) if 0 < now < math.inf and usual > 0 else 0.0
     rms = tensor.sketch.rms
     return level, rms if level <= _ALL_GROWN and 0 < rms < math.inf else usual

@@ -7,9 +7,7 @@ from collections import deque
 from copy import copy
 from typing import TypeVar
 
-import numpy as np
-
-from telemetry.alerts.history import History
+from telemetry.alerts.history import History, middle
 from telemetry.alerts.loss_trend import LossTrend
 from telemetry.alerts.norm_trend import FAR_ABOVE, NEVER, NormTrend
 from telemetry.alerts.past import Past
@@ -220,6 +218,6 @@ _RATE_JUMP = 3.0
 
 
 def _median_ratio(record: StepRecord) -> float:
-    matrices = {p.name for p in record.layout.parameters if len(p.shape) > 1}
-    ratios = [r for n, r in record.update_ratios.items() if n in matrices and np.isfinite(r)]
-    return float(np.median(ratios)) if ratios else 0.0
+    matrices = record.layout.matrices
+    ratios = [r for n, r in record.update_ratios.items() if n in matrices and math.isfinite(r)]
+    return middle(ratios) if ratios else 0.0

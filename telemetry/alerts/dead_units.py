@@ -97,7 +97,7 @@ class DeadUnits(Rule):
         """Whether most units of the layer that was reported are still silent."""
         name = self._episode.module_name
         return name is not None and any(
-            output.module_name == name and silent.mean() > _REVIVED
+            output.module_name == name and _share(silent) > _REVIVED
             for output, silent in _silent_units(record)
         )
 
@@ -105,14 +105,14 @@ class DeadUnits(Rule):
         self, output: Output, silent: NDArray[np.bool_], tensor: TensorRecord, step: int
     ) -> bool:
         """Add this batch to those before; whether the units are dead now."""
+        before = self._silence.pop(output, None)
+        if _share(silent) < self._fraction:
+            return False
         samples = tensor.sketch.finite_count / silent.size
         now = _Silence(silent=silent, batches=1, samples=samples, since=step)
-        before = self._silence.pop(output, None)
         if before is not None and before.silent.shape == silent.shape:
             both = before.joined(now)
             now = both if both.share >= self._fraction else now
-        if now.share < self._fraction:
-            return False
         self._silence[output] = now
         witnessed = now.samples * now.silent.sum() ** 0.5 >= self._samples
         enough = bool(now.batches >= self._batches and witnessed)
@@ -171,7 +171,7 @@ class _Silence:
 
     @property
     def share(self) -> float:
-        return float(self.silent.mean())
+        return _share(self.silent)
 
     def joined(self, other: _Silence) -> _Silence:
         """Units that were silent in the batches of both."""
@@ -183,31 +183,30 @@ class _Silence:
         )
 
 
+def _share(units: NDArray[np.bool_]) -> float:
+    return np.count_nonzero(units) / units.size  # faster than their mean
+
+
 def _silent_units(record: StepRecord) -> Iterable[tuple[Output, NDArray[np.bool_]]]:
     """Outputs that get a gradient, and which of their units are silent, in forward order."""
     forward, idle = Forward.of(record), _idle_modules(record)
     for index, output in enumerate(forward.outputs):
         tensor, gradient = record.outputs[output], record.output_grads.get(output)
-        if gradient is None or tensor.unit_min is None or tensor.unit_min.size < _FEWEST_UNITS:
+        if gradient is None or tensor.zero_units is None or tensor.zero_units.size < _FEWEST_UNITS:
             continue
         if forward.types[index] in TWO_SIDED:
             continue
         if not forward.owned[index]:
             before = record.outputs[forward.outputs[index - 1]] if index > 0 else tensor
-            yield output, _is_zero(tensor) | _is_negligible(tensor, before)
+            yield output, tensor.zero_units | _is_negligible(tensor, before)
             continue
         silent = np.zeros_like(tensor.unit_min, dtype=np.bool_)
-        if idle[output.module_name]:
-            silent |= _is_zero(tensor)
+        if output.module_name in idle:
+            silent |= tensor.zero_units
         after = forward.types[index + 1] if index + 1 < len(forward.outputs) else ""
         if after not in TWO_SIDED:
             silent |= _is_cut_off(tensor, gradient)
         yield output, silent
-
-
-def _is_zero(output: TensorRecord) -> NDArray[np.bool_]:
-    zero: NDArray[np.bool_] = (output.unit_min == 0) & (output.unit_max == 0)  # type: ignore[assignment]
-    return zero
 
 
 def _is_negligible(output: TensorRecord, before: TensorRecord) -> NDArray[np.bool_]:
@@ -216,25 +215,25 @@ def _is_negligible(output: TensorRecord, before: TensorRecord) -> NDArray[np.boo
     assert output.unit_max is not None
     if before.unit_max is None or before.unit_max.shape != output.unit_max.shape:
         return np.zeros(output.unit_max.shape, dtype=np.bool_)
+    negative: NDArray[np.bool_] = before.unit_max < 0
+    if not negative.any():
+        return negative
     largest = np.maximum(np.abs(output.unit_min), np.abs(output.unit_max))
-    through: NDArray[np.bool_] = largest <= -_NEGLIGIBLE * before.unit_max
-    return through & (before.unit_max < 0)
+    return negative & (largest <= -_NEGLIGIBLE * before.unit_max)
 
 
 def _is_cut_off(output: TensorRecord, gradient: TensorRecord) -> NDArray[np.bool_]:
     """Negative units, if at least as large a share of the gradients is exactly zero."""
     assert output.unit_max is not None
     negative: NDArray[np.bool_] = output.unit_max < 0
-    cut_off = gradient.sketch.zero_fraction >= negative.mean()
+    cut_off = gradient.sketch.zero_fraction >= _share(negative)
     return negative if cut_off else np.zeros_like(negative)
 
 
-def _idle_modules(record: StepRecord) -> dict[str, bool]:
-    """For modules with parameters, whether all their gradients exist and are exactly zero."""
-    idle: dict[str, bool] = {}
-    for parameter, norm, present in zip(
-        record.layout.parameters, record.grad_norms, record.grad_present, strict=True
-    ):
-        name = parameter.module_name
-        idle[name] = idle.get(name, True) and bool(present) and norm == 0
-    return idle
+def _idle_modules(record: StepRecord) -> set[str]:
+    """Modules with parameters all of whose gradients exist and are exactly zero."""
+    zero, layout = record.grad_present & (record.grad_norms == 0), record.layout
+    if not zero.any():
+        return set()
+    idle = set(layout.owners[zero].tolist()) - set(layout.owners[~zero].tolist())
+    return {layout.modules[index].name for index in idle}

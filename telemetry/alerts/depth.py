@@ -12,7 +12,7 @@ import numpy as np
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.plain_text import called
-from telemetry.records import StepRecord, TensorRecord
+from telemetry.records import StepRecord, once
 
 
 class Stretch(NamedTuple):
@@ -71,8 +71,9 @@ _MOST = 0.5  # of the growth: no other module has more
 _ENDS = 0.1
 
 
+@once
 def forward_growth(record: StepRecord) -> Growth:
-    """Growth of the modules' outputs: from the RMS of the first to the :func:`spread` of others.
+    """Growth of the modules' outputs: from the RMS of the first to the ``spread`` of others.
 
     So a constant is no growth, however large it is.
     """
@@ -84,30 +85,12 @@ def forward_growth(record: StepRecord) -> Growth:
     ]
     tensors = [(name, tensor) for name, tensor in tensors if 0 < tensor.sketch.rms < math.inf]
     first = [(name, tensor.sketch.rms) for name, tensor in tensors[:1]]
-    return _growth(first + [(name, spread(tensor)) for name, tensor in tensors[1:]])
+    return _growth(first + [(name, tensor.spread) for name, tensor in tensors[1:]])
 
 
 def backward_growth(record: StepRecord) -> Growth:
     """Growth of the gradients with respect to these outputs, from the last module back."""
     return _growth(_gradients(record)[::-1])
-
-
-def spread(tensor: TensorRecord) -> float:
-    """How far the values lie apart, and not from zero.
-
-    The standard deviation; or half of each unit's range, as a root mean square over the units,
-    where that is less. No standard deviation of a unit is more (Popoviciu's inequality). So a unit
-    that has the same value for every input, however large, adds nothing.
-
-    Returns:
-        NaN if no value is finite, or if some are infinite.
-    """
-    low, high, std = tensor.unit_min, tensor.unit_max, tensor.sketch.std
-    if low is None or high is None or not low.size or tensor.sketch.count < 2 * low.size:
-        return std
-    with np.errstate(invalid="ignore"):
-        ranges = np.subtract(high, low, dtype=np.float64)
-    return min(std, math.sqrt(float(ranges @ ranges) / ranges.size) / 2)
 
 
 def gain(record: StepRecord) -> float:
@@ -123,6 +106,7 @@ def gain(record: StepRecord) -> float:
     return math.log10(total / last[0][1]) if last and 0 < total < math.inf else math.nan
 
 
+@once
 def _gradients(record: StepRecord) -> list[tuple[str, float]]:
     """Names of layers and the RMS of the gradients of their outputs, in forward order.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
-from telemetry.alerts.depth import forward_growth, spread
+from telemetry.alerts.depth import forward_growth
 from telemetry.alerts.episode import Episode
 from telemetry.plain_text import called
 from telemetry.records import Output, StepRecord
@@ -16,8 +16,8 @@ from telemetry.records import Output, StepRecord
 class ExplodingActivation(CourseRule):
     """Compares the spread of each module's output with the largest RMS that it has had.
 
-    The spread (see :func:`~telemetry.alerts.depth.spread`), because what is the same for every
-    input is no activation, however large it is: the layers before it may be dead.
+    The spread (see :attr:`TensorRecord.spread`), because what is the same for every input is no
+    activation, however large it is: the layers before it may be dead.
 
     It alerts when an output is ``factor`` times larger than ever before, in two full measurements
     in a row, and the loss has risen as well; or when activations grow ``depth_factor``-fold through
@@ -68,7 +68,7 @@ class ExplodingActivation(CourseRule):
     def _grown(self, record: StepRecord) -> Alert | None:
         found = None
         for output, tensor in record.outputs.items():
-            name, now = output.module_name, spread(tensor)
+            name, now = output.module_name, tensor.spread
             highest = self._highest.get(output, 0.0)
             if highest and now > self._factor * highest and self.course.loss.is_worse:
                 times = now / highest

@@ -14,7 +14,7 @@ from telemetry.layers.module_types import (
     RESHAPING,
     UNBOUNDED,
 )
-from telemetry.records import Output, StepRecord, TensorRecord
+from telemetry.records import Output, StepRecord, TensorRecord, once
 
 _KEEP_POSITIONS = CONVOLUTIONS | {"Linear"} | NORMALIZATIONS | UNBOUNDED | DROPOUTS
 """Modules that return as many positions as they are given, or fewer."""
@@ -38,16 +38,17 @@ class Forward:
     positions: Sequence[float]
 
     @staticmethod
+    @once
     def of(record: StepRecord) -> Forward:
         """The outputs measured at this step."""
         layout = record.layout
         place = {output: layout.position[output.module_name] for output in record.outputs}
         outputs = sorted(place, key=place.__getitem__)
-        owners = {parameter.module_name for parameter in layout.parameters}
+        owning = set(layout.owning.tolist())
         return Forward(
             outputs=outputs,
             types=[layout.modules[place[output]].type_name for output in outputs],
-            owned=[output.module_name in owners for output in outputs],
+            owned=[place[output] in owning for output in outputs],
             positions=[_positions(record.outputs[output]) for output in outputs],
         )
 

@@ -18,6 +18,12 @@ def median(values: Collection[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
+def middle(values: Collection[float]) -> float:
+    """The middle value, or the mean of two: NumPy's median of a few values, none of them NaN."""
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
 def leading(holds: ArrayLike) -> int:
     """How many of the first values are true, shape ``[n]``, before the first that is not."""
     array = np.asarray(holds)

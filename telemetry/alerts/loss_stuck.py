@@ -10,7 +10,7 @@ import numpy as np
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.history import leading
+from telemetry.alerts.history import leading, middle
 from telemetry.records import Bounds, LightSteps, StepRecord
 from telemetry.rule import Rule
 
@@ -149,7 +149,7 @@ def _outputs_of_last_layer(record: StepRecord) -> int:
 
 def _median(values: Sequence[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
-    return float(np.median(finite)) if finite else math.nan
+    return middle(finite) if finite else math.nan
 
 
 _FIRST = 10  # losses that say where the run began; by eye

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-
-import numpy as np
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
@@ -125,8 +124,8 @@ _FADED = 0.3  # by eye; tried 0.15 and 0.6
 
 
 def _largest_ratio(record: StepRecord) -> float:
-    matrices = {p.name for p in record.layout.parameters if len(p.shape) > 1}
-    ratios = [r for n, r in record.update_ratios.items() if n in matrices and np.isfinite(r)]
+    matrices = record.layout.matrices
+    ratios = [r for n, r in record.update_ratios.items() if n in matrices and math.isfinite(r)]
     return max(ratios, default=0.0)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from telemetry.alerts.history import middle
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.records import Output, StepRecord
 
@@ -118,8 +119,10 @@ def _is_one_factor(
     """Whether values are others times one factor up to 1, which is 1 if there are few of them."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = values / others
-    factor = float(np.median(ratios)) if len(ratios) >= _FEW else 1.0
-    if not factor <= 1 + _NEAR:
+    if np.isnan(ratios).any():
+        return False
+    factor = middle(ratios.tolist()) if len(ratios) >= _FEW else 1.0
+    if factor > 1 + _NEAR:
         return False
     near = np.abs(ratios - factor) <= _NEAR * abs(factor)
     return bool(np.count_nonzero(near) > _MOST * len(near))

@@ -132,7 +132,7 @@ class CapturedStep:
         before = None if each_before is None else float(np.linalg.norm(each_before))
         overflown = self._overflown(bool(finite.all()))
         tensors = self._tensors(overflown)
-        record = StepRecord(
+        return StepRecord(
             step=window.step,
             wall_time=self.wall_time,
             layout=self.layout,
@@ -155,8 +155,10 @@ class CapturedStep:
             nonfinite_parameters=self._nonfinite_parameters(tensors["weights"]),
             update_ratios=self._update_ratios(),
             random_states=window.random_states,
+            **tensors,
+            **self._scaler(overflown),
+            **self._images(),
         )
-        return replace(record, **tensors, **self._scaler(overflown), **self._images())
 
     def _scaler(self, overflown: int) -> dict[str, Any]:
         """What a ``GradScaler`` did, if there is one."""
@@ -215,7 +217,7 @@ class CapturedStep:
         if not readings:
             return None
         before = norms.copy()
-        values = {id(reading): reading.read()[0] for reading, _ in readings.values()}
+        values = {id(reading): reading.norms for reading, _ in readings.values()}
         for index, (reading, place) in readings.items():
             if present[index]:
                 before[index] = values[id(reading)][place] / self._factor

@@ -65,12 +65,22 @@ class NormReading:
     on_host: bool
     largest_known: bool
 
+    @property
+    def norms(self) -> NDArray[np.float64]:
+        """Norms, float64 ``[k]``."""
+        values = self._values()
+        return values[0] if self.largest_known else values
+
     def read(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Norms, float64 ``[k]``, and whether all elements were finite, ``[k]``."""
-        values = self.wait().to(torch.float64).numpy()
-        if not self.largest_known:
-            return values, np.isfinite(values)
-        return values[0], np.isfinite(values[1])
+        """The same, and whether all elements were finite, ``[k]``."""
+        values = self._values()
+        rows = values if self.largest_known else (values, values)
+        return rows[0], np.isfinite(rows[1])
+
+    def _values(self) -> NDArray[np.float64]:
+        values = self.wait()
+        # Not to be asked to do nothing: that takes as long as all else here.
+        return (values if values.dtype is torch.float64 else values.to(torch.float64)).numpy()
 
 
 def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:

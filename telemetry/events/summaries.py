@@ -7,6 +7,7 @@ its metadata names a data class, so every tensor here does.
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -105,9 +106,11 @@ def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> 
     Returns:
         Tensors of shape ``[buckets, 3]``, readable by ``EventAccumulator.Tensors``.
     """
-    begin = 0
+    metadata, content = _metadata("histograms"), rows.tobytes()
+    begin, row_bytes = 0, 3 * rows.itemsize
     for tag, end in zip(tags, ends, strict=True):
-        yield tensor(tag, rows[begin:end], "histograms")
+        head = _array_head(rows.dtype, end - begin, 3)
+        yield _value(tag, head, content[begin * row_bytes : end * row_bytes], metadata)
         begin = end
 
 
@@ -204,10 +207,7 @@ def tensor(tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: byt
     metadata = _metadata(plugin_name, content)
     if isinstance(array, bytes):
         return _value(tag, _tensor_head(types_pb2.DT_STRING, 1), _strings([array]), metadata)
-    head = _tensor_head(_DTYPES[array.dtype], *array.shape)
-    if array.size:  # as in protocol buffers, nothing stands for no bytes
-        head += delimiter(_TENSOR_CONTENT, array.nbytes)
-    return _value(tag, head, array.tobytes(), metadata)
+    return _value(tag, _array_head(array.dtype, *array.shape), array.tobytes(), metadata)
 
 
 def _strings(strings: Iterable[bytes]) -> bytes:
@@ -242,6 +242,14 @@ def _metadata(plugin_name: str, content: bytes = b"", data_class: int = DATA_CLA
     plugin_data = SummaryMetadata.PluginData(plugin_name=plugin_name, content=content)
     metadata = SummaryMetadata(plugin_data=plugin_data, data_class=data_class)
     return delimited(_METADATA, metadata.SerializeToString())
+
+
+@lru_cache(maxsize=1024)
+def _array_head(dtype: np.dtype[Any], *sizes: int) -> bytes:
+    """The tensor of an array but for its elements."""
+    head, nbytes = _tensor_head(_DTYPES[dtype], *sizes), dtype.itemsize * math.prod(sizes)
+    # As in protocol buffers, nothing stands for no bytes.
+    return head + delimiter(_TENSOR_CONTENT, nbytes) if nbytes else head
 
 
 @lru_cache(maxsize=1024)

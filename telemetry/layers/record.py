@@ -7,9 +7,10 @@ parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from telemetry.layers.module_types import saturated_share
 from telemetry.records import Module, Output, Spread, StepRecord, TensorRecord
@@ -67,9 +68,15 @@ class LayerRecord:
         return None if output is None else saturated_share(self.module.type_name, output.sketch)
 
     @cached_property
+    def weight_norms(self) -> Sequence[float | None]:
+        """L2 norm of each parameter; None if nothing was measured."""
+        return [figure(weight, attrgetter("norm")) for weight in self.weights]
+
+    @cached_property
     def weight_norm(self) -> float | None:
         """L2 norm of the parameters as one vector."""
-        return _norm(self.weights)
+        known = [norm for norm in self.weight_norms if norm is not None]
+        return _hypot(known) if known else None
 
     @property
     def weight_rms(self) -> float | None:
@@ -83,10 +90,9 @@ class LayerRecord:
 
         Parameters that were all zeros are left out, because they have no ratio.
         """
-        norms = [_norm([weight]) for weight in self.weights]
         pairs = [
             (ratio * norm, norm)
-            for ratio, norm in zip(self.update_ratios, norms, strict=True)
+            for ratio, norm in zip(self.update_ratios, self.weight_norms, strict=True)
             if norm and not (math.isnan(ratio) and math.isfinite(norm))
         ]
         if not pairs:
@@ -126,15 +132,11 @@ def layers_of(record: StepRecord) -> Iterator[LayerRecord]:
     layout, ranks = record.layout, record.ranks
     outputs = _by_module(record.outputs)
     output_grads = _by_module(record.output_grads)
-    parameters: dict[str, list[int]] = {}
-    for index, parameter in enumerate(layout.parameters):
-        parameters.setdefault(parameter.module_name, []).append(index)
-    has_grad = record.grad_present & (not record.skipped)
-    for row, module in enumerate(layout.modules):
-        own = parameters.get(module.name, [])
+    present, norms = record.grad_present.tolist(), record.module_grad_norms.tolist()
+    for module, own, norm in zip(layout.modules, layout.owned, norms, strict=True):
         names = [layout.parameters[index].name for index in own]
         weighed = [name for name in names if name in record.weights]
-        with_grad = [index for index in own if has_grad[index]]
+        with_grad = [index for index in own if present[index] and not record.skipped]
         yield LayerRecord(
             module=module,
             outputs=outputs.get(module.name, ()),
@@ -145,7 +147,7 @@ def layers_of(record: StepRecord) -> Iterator[LayerRecord]:
                 record.second_moments[name] for name in names if name in record.second_moments
             ],
             update_ratios=[record.update_ratios.get(name, math.nan) for name in weighed],
-            grad_norm=float(record.module_grad_norms[row]) if with_grad else None,
+            grad_norm=norm if with_grad else None,
             grad_size=sum(layout.parameters[index].size for index in with_grad),
             ranks_rms=None if ranks is None else ranks.activation_rms.get(Output(module.name)),
         )
@@ -171,16 +173,10 @@ def figure(tensor: TensorRecord | None, of_finite: Callable[[Sketch], float]) ->
     """
     if tensor is None or not tensor.sketch.count:
         return None
-    if tensor.sketch.nan_count:
-        return math.nan
-    return math.inf if tensor.sketch.nonfinite_count else of_finite(tensor.sketch)
-
-
-def _norm(tensors: Iterable[TensorRecord]) -> float | None:
-    """L2 norm of several tensors as one vector; None if nothing was measured."""
-    norms = [figure(tensor, lambda sketch: sketch.norm) for tensor in tensors]
-    known = [norm for norm in norms if norm is not None]
-    return _hypot(known) if known else None
+    sketch = tensor.sketch
+    if sketch.finite_count == sketch.count:
+        return of_finite(sketch)
+    return math.nan if sketch.nan_count else math.inf
 
 
 def _hypot(norms: Sequence[float]) -> float:

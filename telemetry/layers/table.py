@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from weakref import WeakKeyDictionary
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers.record import LayerRecord, figure, layers_of
 from telemetry.layers.statistic import Statistic
-from telemetry.records import StepRecord, TensorRecord
+from telemetry.records import StepRecord, TensorRecord, once
 from telemetry.sketch import Sketch
 
 MISSING = -1.0
@@ -43,7 +43,7 @@ STATISTICS = (
         name="grad_norm",
         title="Gradient norm",
         description="L2 norm of the gradients of the layer's parameters, as the optimizer used it.",
-        of=lambda layer: layer.grad_norm,
+        of=attrgetter("grad_norm"),
         every_step=True,
         as_spread=True,
     ),
@@ -52,7 +52,7 @@ STATISTICS = (
         title="Gradient RMS",
         description="The gradient norm over the root of the number of elements: comparable "
         "between layers of different size.",
-        of=lambda layer: layer.grad_rms,
+        of=attrgetter("grad_rms"),
         every_step=True,
     ),
     Statistic(
@@ -60,14 +60,14 @@ STATISTICS = (
         title="Update ratio",
         description="How far the step moved the parameters, relative to their norm. Around 1e-3 "
         "is usual.",
-        of=lambda layer: layer.update_ratio,
+        of=attrgetter("update_ratio"),
         as_spread=True,
     ),
     Statistic(
         name="activation_rms",
         title="Activation RMS",
         description="Root mean square of everything the layer returned.",
-        of=_of_output(lambda sketch: sketch.rms),
+        of=_of_output(attrgetter("rms")),
         as_curve=True,
         as_spread=True,
     ),
@@ -76,7 +76,7 @@ STATISTICS = (
         title="Activation mean",
         log=False,
         description="Mean of everything the layer returned.",
-        of=_of_output(lambda sketch: sketch.mean),
+        of=_of_output(attrgetter("mean")),
         on_page=False,
         as_curve=True,
     ),
@@ -84,7 +84,7 @@ STATISTICS = (
         name="activation_std",
         title="Activation standard deviation",
         description="Standard deviation of everything the layer returned.",
-        of=_of_output(lambda sketch: sketch.std),
+        of=_of_output(attrgetter("std")),
         as_curve=True,
     ),
     Statistic(
@@ -92,7 +92,7 @@ STATISTICS = (
         title="Activation kurtosis",
         description="Fourth standardized moment of everything the layer returned: 3 for a normal "
         "distribution, far more where a few outliers carry the signal.",
-        of=_of_output(lambda sketch: sketch.kurtosis),
+        of=_of_output(attrgetter("kurtosis")),
         as_curve=True,
     ),
     Statistic(
@@ -100,7 +100,7 @@ STATISTICS = (
         title="Smallest activation",
         log=False,
         description="Smallest finite value that the layer returned.",
-        of=_of_known(lambda output: output.sketch.min),
+        of=_of_known(attrgetter("sketch.min")),
         on_page=False,
         as_curve=True,
     ),
@@ -109,7 +109,7 @@ STATISTICS = (
         title="Largest activation",
         log=False,
         description="Largest finite value that the layer returned.",
-        of=_of_known(lambda output: output.sketch.max),
+        of=_of_known(attrgetter("sketch.max")),
         on_page=False,
         as_curve=True,
     ),
@@ -117,7 +117,7 @@ STATISTICS = (
         name="activation_grad_rms",
         title="Activation gradient RMS",
         description="Root mean square of the gradients with respect to what the layer returned.",
-        of=lambda layer: figure(layer.output_grad, lambda sketch: sketch.rms),
+        of=lambda layer: figure(layer.output_grad, attrgetter("rms")),
     ),
     Statistic(
         name="zero_fraction",
@@ -125,7 +125,7 @@ STATISTICS = (
         unit="share",
         log=False,
         description="Share of exact zeros in what the layer returned.",
-        of=_of_known(lambda output: output.sketch.zero_fraction),
+        of=_of_known(attrgetter("sketch.zero_fraction")),
         as_curve=True,
     ),
     Statistic(
@@ -134,7 +134,7 @@ STATISTICS = (
         unit="share",
         log=False,
         description="Share of units or channels that returned zero for the whole batch.",
-        of=_of_known(lambda output: output.dead_fraction),
+        of=_of_known(attrgetter("dead_fraction")),
         as_curve=True,
         as_spread=True,
     ),
@@ -145,21 +145,21 @@ STATISTICS = (
         log=False,
         description="Share of outputs where the activation function's slope is at most about a "
         "quarter of its largest (Sigmoid, Tanh, Hardtanh, Softsign, Hardsigmoid, ReLU6).",
-        of=lambda layer: layer.saturation,
+        of=attrgetter("saturation"),
         as_curve=True,
     ),
     Statistic(
         name="weight_norm",
         title="Weight norm",
         description="L2 norm of the layer's parameters before the step.",
-        of=lambda layer: layer.weight_norm,
+        of=attrgetter("weight_norm"),
     ),
     Statistic(
         name="weight_rms",
         title="Weight RMS",
         description="Root mean square of the layer's parameters before the step: comparable "
         "between layers of different size.",
-        of=lambda layer: layer.weight_rms,
+        of=attrgetter("weight_rms"),
         as_curve=True,
     ),
     Statistic(
@@ -167,7 +167,7 @@ STATISTICS = (
         title="Second moment RMS",
         description="Root of the mean of Adam's exp_avg_sq: the gradient size that the optimizer "
         "expects. A gradient far above it makes a step that is too large.",
-        of=lambda layer: layer.second_moment_rms,
+        of=attrgetter("second_moment_rms"),
         as_curve=True,
     ),
     Statistic(
@@ -177,7 +177,7 @@ STATISTICS = (
         log=False,
         description="How much smaller the activation RMS is on one of several ranks than on "
         "another: 0 where all are alike.",
-        of=lambda layer: layer.rank_spread,
+        of=attrgetter("rank_spread"),
         as_curve=True,
         of_ranks=True,
     ),
@@ -186,7 +186,7 @@ STATISTICS = (
         title="Non-finite count",
         unit="elements",
         description="NaN and infinite elements in outputs, parameters and both their gradients.",
-        of=lambda layer: layer.nonfinite_count,
+        of=attrgetter("nonfinite_count"),
         as_curve=True,
         zero_is_silent=True,
     ),
@@ -240,15 +240,10 @@ class LayerTable:
         return {statistic.name: place for place, statistic in enumerate(self.statistics)}
 
 
-_tables: WeakKeyDictionary[StepRecord, LayerTable] = WeakKeyDictionary()
-
-
+@once
 def table(record: StepRecord) -> LayerTable:
-    """All of :data:`STATISTICS` for each layer; computed once for each record."""
-    found = _tables.get(record)
-    if found is None:
-        found = _tables[record] = make_table(record, STATISTICS)
-    return found
+    """All of :data:`STATISTICS` for each layer."""
+    return make_table(record, STATISTICS)
 
 
 def make_table(record: StepRecord, statistics: Sequence[Statistic]) -> LayerTable:
@@ -269,7 +264,7 @@ def _grad_norms(record: StepRecord) -> Mapping[str, float]:
 
 
 def _weight_norms(record: StepRecord) -> Mapping[str, float]:
-    found = {n: figure(weight, lambda sketch: sketch.norm) for n, weight in record.weights.items()}
+    found = {n: figure(weight, attrgetter("norm")) for n, weight in record.weights.items()}
     return {name: norm for name, norm in found.items() if norm is not None}
 
 

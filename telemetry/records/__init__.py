@@ -4,7 +4,7 @@ from telemetry.records.bounds import ABSENT, Bounds
 from telemetry.records.layout import Layout, Module, Parameter
 from telemetry.records.light import LightSteps
 from telemetry.records.ranks import Divergence, RankFacts, Spread
-from telemetry.records.step import StepRecord
+from telemetry.records.step import StepRecord, once
 from telemetry.records.tensor import Output, TensorRecord
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "Spread",
     "StepRecord",
     "TensorRecord",
+    "once",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,9 +58,22 @@ class Layout:
         return np.array(positions, dtype=np.intp)
 
     @cached_property
+    def owned(self) -> Sequence[Sequence[int]]:
+        """For each module the indices of its own parameters."""
+        owned: list[list[int]] = [[] for _ in self.modules]
+        for index, owner in enumerate(self.owners.tolist()):
+            owned[owner].append(index)
+        return owned
+
+    @cached_property
     def owning(self) -> NDArray[np.intp]:
         """Indices of the modules that own parameters, ascending."""
         return np.unique(self.owners)
+
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """Names of the parameters with more than one dimension."""
+        return frozenset(p.name for p in self.parameters if len(p.shape) > 1)
 
     @cached_property
     def depth_order(self) -> NDArray[np.intp]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,8 @@ from numpy.typing import NDArray
 from telemetry.records.layout import Layout, norms_by_module
 from telemetry.records.ranks import RankFacts
 from telemetry.records.tensor import Output, TensorRecord
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,6 +141,19 @@ class StepRecord:
     def loss(self) -> float | None:
         """What the user logged as ``loss``, if anything."""
         return self.scalars.get("loss")
+
+
+def once(of: Callable[[StepRecord], Value]) -> Callable[[StepRecord], Value]:
+    """The same function of a record, computed once for each however many ask."""
+    known: WeakKeyDictionary[StepRecord, Value] = WeakKeyDictionary()
+
+    @wraps(of)
+    def value(record: StepRecord) -> Value:
+        if record not in known:
+            known[record] = of(record)
+        return known[record]
+
+    return value
 
 
 def _first_of_each(outputs: Mapping[Output, TensorRecord]) -> Mapping[str, TensorRecord]:

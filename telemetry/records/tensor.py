@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -48,13 +49,35 @@ class TensorRecord:
     unit_min: NDArray[np.float32] | None = None
     unit_max: NDArray[np.float32] | None = None
 
+    @cached_property
+    def zero_units(self) -> NDArray[np.bool_] | None:
+        """Which units were always zero; None if the tensor has no units."""
+        if self.unit_min is None or self.unit_max is None:
+            return None
+        zero: NDArray[np.bool_] = (self.unit_min == 0) & (self.unit_max == 0)
+        return zero
+
     @property
     def dead_fraction(self) -> float:
         """Share of units that were always zero; NaN if the tensor has no units."""
-        if self.unit_min is None or self.unit_max is None or self.unit_min.size == 0:
-            return math.nan
-        dead = np.count_nonzero((self.unit_min == 0) & (self.unit_max == 0))
-        return dead / self.unit_min.size
+        zero = self.zero_units
+        return math.nan if zero is None or not zero.size else np.count_nonzero(zero) / zero.size
+
+    @cached_property
+    def spread(self) -> float:
+        """How far the values lie apart, and not from zero.
+
+        The standard deviation; or half of each unit's range, as a root mean square over the units,
+        where that is less. No standard deviation of a unit is more (Popoviciu's inequality). So a
+        unit that has the same value for every input, however large, adds nothing. NaN if no value
+        is finite, or if some are infinite.
+        """
+        low, high, std = self.unit_min, self.unit_max, self.sketch.std
+        if low is None or high is None or not low.size or self.sketch.count < 2 * low.size:
+            return std
+        with np.errstate(invalid="ignore"):
+            ranges = np.subtract(high, low, dtype=np.float64)
+        return min(std, math.sqrt(float(ranges @ ranges) / ranges.size) / 2)
 
     def scaled(self, factor: float) -> TensorRecord:
         """As if all elements had been multiplied by a positive, finite factor."""

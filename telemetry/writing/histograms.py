@@ -112,8 +112,9 @@ def histograms(sketches: Sequence[Sketch], merged: int = 1) -> Rows:
     source = source.cumsum() - 1
     largest = max((*high, *(-x for x in low)), default=0.0)
     rows = np.empty((len(source), 3), summaries.histogram_dtype(counts, largest))
-    limits = _limits(merged)
-    rows[:, :2] = limits.take(buckets.take(source) + len(limits) // 2, axis=0)
+    left, right = _limits(merged)
+    places = buckets.take(source) + len(left) // 2
+    rows[:, 0], rows[:, 1] = left.take(places), right.take(places)
     rows[:, 2] = counts.take(source)
     rows[gaps, 0], rows[gaps, 1], rows[gaps, 2] = rows[gaps - 1, 1], rows[gaps + 1, 0], 0
     ends += np.searchsorted(before, ends)
@@ -145,7 +146,9 @@ def log10_histograms(sketches: Sequence[Sketch]) -> Rows:
         np.concatenate([sketch.counts for sketch in sketches])[counted],
     ).astype(np.float64, copy=False)
     rows = np.empty((len(counts), 3), summaries.histogram_dtype(counts, 0.0))
-    rows[:, :2] = _log10_limits().take(np.arange(len(counts)) - shifts.repeat(sizes), axis=0)
+    lower, upper = _log10_limits()
+    places = np.arange(len(counts)) - shifts.repeat(sizes)
+    rows[:, 0], rows[:, 1] = lower.take(places), upper.take(places)
     rows[:, 2] = counts
     last = ends - 1
     largest = np.log10([max(abs(sketch.min), abs(sketch.max)) for sketch in sketches])
@@ -166,7 +169,7 @@ def _limits(merged: int) -> NDArray[np.float32]:
     limits = _bounds(merged).copy()
     limits[-1] = np.inf
     left = np.concatenate([-limits[:0:-1], limits[1:-1]])
-    return np.column_stack([left, -left[::-1]])
+    return np.stack([left, -left[::-1]])
 
 
 @cache
@@ -176,4 +179,4 @@ def _log10_limits() -> NDArray[np.float32]:
     limits[0] = limits[1]
     # The last bucket of float32 has an infinite upper edge.
     limits[-1] = min(limits[-1], FLOAT32_MAX)
-    return np.column_stack([np.log10(limits[:-1]), np.log10(limits[1:])]).astype(np.float32)
+    return np.stack([np.log10(limits[:-1]), np.log10(limits[1:])]).astype(np.float32)

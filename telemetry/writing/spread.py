@@ -7,9 +7,8 @@ axis, on which all small gradients look alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
-import numpy as np
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from telemetry.events import summaries
 from telemetry.layers import STATISTICS, Statistic, table
@@ -35,12 +34,21 @@ def values_of(record: StepRecord) -> Iterator[bytes]:
         return
     layers = table(record)
     for name, statistic in SPREADS.items():
-        values = layers.known_values(statistic.name)
-        values = np.sort(values[np.isfinite(values) & (values > 0 if statistic.log else True)])
-        if values.size:
-            values = np.log10(values) if statistic.log else values
-            # Like numpy.quantile, which takes ten times as long.
-            places = np.array(list(QUANTILES.values())) * (values.size - 1)
-            quantiles = np.interp(places, np.arange(values.size), values)
-            for quantile, value in zip(QUANTILES, quantiles.tolist(), strict=True):
-                yield summaries.scalar(f"{RUN}depth/{name}/{quantile}", value)
+        known = filter(math.isfinite, layers.known_values(statistic.name).tolist())
+        values = sorted(value for value in known if value > 0 or not statistic.log)
+        for quantile, value in _quantiles(values, math.log10 if statistic.log else float):
+            yield summaries.scalar(f"{RUN}depth/{name}/{quantile}", value)
+
+
+def _quantiles(
+    values: Sequence[float], scale: Callable[[float], float]
+) -> Iterator[tuple[str, float]]:
+    """Like ``numpy.quantile`` of the ascending values to scale, which takes a hundred times as long
+    for a few; none of none.
+    """
+    last = len(values) - 1
+    for quantile, share in QUANTILES.items() if values else ():
+        place = share * last
+        below = int(place)
+        low, high = scale(values[below]), scale(values[min(below + 1, last)])
+        yield quantile, low + (high - low) * (place - below)

@@ -40,8 +40,8 @@ def values_of(record: StepRecord, bulk: Bulk | None = None) -> Iterator[bytes]:
             yield summaries.scalar(tag, value)
         if not record.full:
             return
-    for tag, value in _curves_of_layers(record):
-        yield summaries.scalar(f"{LAYERS}{prefix}{tag}", value)
+    for tag, value in _curves_of_layers(record, f"{LAYERS}{prefix}"):
+        yield summaries.scalar(tag, value)
     groups = _sketches(record)
     yield from (bulk or Bulk()).values_of(
         pictures=[(f"{IMAGES}{prefix}{tag}", pixels) for tag, pixels in _images(record)],
@@ -79,17 +79,18 @@ def _curves_of_run(record: StepRecord) -> Iterator[tuple[str, float]]:
         yield f"{RUN}grad_norm/clipped_fraction", record.clipped_fraction
 
 
-def _curves_of_layers(record: StepRecord) -> Iterator[tuple[str, float]]:
+def _curves_of_layers(record: StepRecord, group: str) -> Iterator[tuple[str, float]]:
     layout = record.layout
     if not record.phase:
         parameters = [layout.parameters[index] for index in layout.depth_order]
         tag_of = {p.name: _parameter_tag(layout, p) for p in parameters}
         for name, values_by_name in PARAMETER_STATISTICS.items():
-            yield from _curves(name, list(tag_of), tag_of, values_by_name(record))
+            values = values_by_name(record)
+            yield from _curves(f"{group}{name}", list(tag_of), tag_of, values)
     layers = table(record)
     tag_of = {m.name: _output_tag(layout, Output(m.name)) for m in layout.modules}
-    values, known = layers.values.T.tolist(), layers.known.T.tolist()
-    for statistic, column, measured in zip(layers.statistics, values, known, strict=True):
+    columns, known = layers.values.T.tolist(), layers.known.T.tolist()
+    for statistic, column, measured in zip(layers.statistics, columns, known, strict=True):
         if not statistic.as_curve:
             continue
         found = {
@@ -97,7 +98,7 @@ def _curves_of_layers(record: StepRecord) -> Iterator[tuple[str, float]]:
             for name, value, is_known in zip(tag_of, column, measured, strict=True)
             if is_known and not (statistic.zero_is_silent and value == 0)
         }
-        yield from _curves(statistic.name, list(found), tag_of, found)
+        yield from _curves(f"{group}{statistic.name}", list(found), tag_of, found)
 
 
 def _curves(
