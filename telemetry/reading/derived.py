@@ -91,10 +91,8 @@ def _from_norms(segment: Segment, norms: NDArray[np.float32], name: str) -> NDAr
 def _sum_by_owner(segment: Segment, values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sums over each module's parameters, ``[k, modules]``."""
     sums = np.zeros((len(values), len(segment.layout.modules)))
-    owners = segment.owners
-    if len(owners):
-        order = np.argsort(owners, kind="stable")
-        present, starts = np.unique(owners[order], return_index=True)
+    order, present, starts = segment.by_owner
+    if len(order):
         sums[:, present] = np.add.reduceat(values[:, order], starts, axis=1)
     return sums
 
