@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,12 @@ EVERY_STEP = tuple(statistic.name for statistic in PAGE_STATISTICS if statistic.
 
 Series = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Steps and values, shape ``[k]`` each."""
+
+ByOwner = tuple[Any, NDArray[np.intp], NDArray[np.intp]]
+"""As in :class:`~telemetry.reading.sessions.Segment`."""
+
+_ONE: ByOwner = (slice(None), np.zeros(1, np.intp), np.zeros(1, np.intp))
+"""All parameters are of one module."""
 
 Part = tuple[Segment, NDArray[np.int64], NDArray[np.float32]]
 """What a tag holds: its segment, its steps ``[k]``, and for each of them the numbers of an ``m``
@@ -49,10 +56,11 @@ def layer_series(name: str, full: Iterable[Part], norms: Iterable[Part]) -> Laye
     for segment, steps, values in norms:
         place = segment.layout.position.get(name)
         if place is not None:
+            own = np.flatnonzero(segment.owners == place)
             for statistic in EVERY_STEP:
-                every_module = _from_norms(segment, values, statistic)
-                statistics[statistic].append((steps, every_module[:, place]))
-            for index in np.flatnonzero(segment.owners == place):
+                of_one = _from_norms(values[:, own], segment.sizes[own], _ONE, 1, statistic)
+                statistics[statistic].append((steps, of_one[:, 0]))
+            for index in own:
                 parameters[segment.layout.parameters[index].name].append((steps, values[:, index]))
     return LayerSeries(statistics=_joined(statistics), parameters=_joined(parameters))
 
@@ -69,32 +77,33 @@ def of_modules(
         name: The statistic's name.
     """
     if name in EVERY_STEP:
-        return _from_norms(segment, values, name)
+        count = len(segment.layout.modules)
+        return _from_norms(values, segment.sizes, segment.by_owner, count, name)
     if name not in segment.statistic_names:
         return None
     return values[:, :, segment.statistic_names.index(name)]
 
 
-def _from_norms(segment: Segment, norms: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+def _from_norms(
+    norms: NDArray[np.float32], sizes: NDArray[np.float64], by_owner: ByOwner, count: int, name: str
+) -> NDArray[np.float32]:
     """``grad_norm`` or ``grad_rms``; missing where no parameter of the module had a gradient."""
     present = norms != MISSING
     squares = np.where(present, np.square(norms, dtype=np.float64), 0.0)
-    total = _sum_by_owner(segment, squares)
+    total = _sums(squares, by_owner, count)
     if name == "grad_rms":
         with np.errstate(invalid="ignore", divide="ignore"):
-            total = total / _sum_by_owner(segment, present * segment.sizes)
-    known = _sum_by_owner(segment, present.astype(np.float64)) > 0
+            total = total / _sums(present * sizes, by_owner, count)
+    known = _sums(present.astype(np.float64), by_owner, count) > 0
     with np.errstate(over="ignore", invalid="ignore"):
         return np.where(known, np.sqrt(total), MISSING).astype(np.float32)
 
 
-def _sum_by_owner(segment: Segment, values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _sums(values: NDArray[np.float64], by_owner: ByOwner, count: int) -> NDArray[np.float64]:
     """Sums over each module's parameters, ``[k, modules]``."""
-    sums = np.zeros((len(values), len(segment.layout.modules)))
-    owners = segment.owners
-    if len(owners):
-        order = np.argsort(owners, kind="stable")
-        present, starts = np.unique(owners[order], return_index=True)
+    sums = np.zeros((len(values), count))
+    order, present, starts = by_owner
+    if values.shape[1]:
         sums[:, present] = np.add.reduceat(values[:, order], starts, axis=1)
     return sums
 

@@ -80,6 +80,12 @@ class Segment:
         return np.array([position[p.module_name] for p in self.layout.parameters], dtype=np.intp)
 
     @cached_property
+    def by_owner(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+        """Parameters in the order of their modules, those modules, and where each one begins."""
+        order = np.argsort(self.owners, kind="stable")
+        return order, *np.unique(self.owners[order], return_index=True)
+
+    @cached_property
     def sizes(self) -> NDArray[np.float64]:
         """Number of elements of each parameter, shape ``[parameters]``."""
         return np.array([p.size for p in self.layout.parameters], dtype=np.float64)
