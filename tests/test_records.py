@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from telemetry.records import Layout, Module, Parameter, StepRecord
+from telemetry.records import Layout, Module, Parameter, StepRecord, once
 
 MODULES = tuple(Module(name=name, type_name="Linear") for name in ("first", "relu", "last"))
 PARAMETERS = tuple(
@@ -13,6 +13,17 @@ PARAMETERS = tuple(
     for module in ("first", "last")
     for name in ("weight", "bias")
 )
+
+
+def record_of(norms: list[float]) -> StepRecord:
+    return StepRecord(
+        step=0,
+        wall_time=0.0,
+        layout=Layout(modules=MODULES, parameters=PARAMETERS),
+        grad_norms=np.array(norms),
+        grad_present=np.ones(4, bool),
+        grad_finite=np.isfinite(norms),
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,13 +37,19 @@ PARAMETERS = tuple(
     ],
 )
 def test_gradient_norms_of_modules(norms: list[float], expected: list[float]) -> None:
-    record = StepRecord(
-        step=0,
-        wall_time=0.0,
-        layout=Layout(modules=MODULES, parameters=PARAMETERS),
-        grad_norms=np.array(norms),
-        grad_present=np.ones(4, bool),
-        grad_finite=np.isfinite(norms),
-    )
+    record = record_of(norms)
     np.testing.assert_allclose(record.module_grad_norms, expected, rtol=1e-12)
     assert record.all_grads_finite == np.isfinite(norms).all()
+
+
+def test_what_several_ask_of_a_record_is_computed_once() -> None:
+    asked: list[StepRecord] = []
+    total = once(lambda record: asked.append(record) or record.total_grad_norm)
+    first, second = record_of([3.0, 4.0, 0.0, 0.0]), record_of([6.0, 8.0, 0.0, 0.0])
+    assert [total(first), total(first), total(second), total(first)] == [5.0, 5.0, 10.0, 5.0]
+    assert asked == [first, second]
+
+
+def test_each_module_owns_its_parameters() -> None:
+    layout = Layout(modules=MODULES, parameters=PARAMETERS)
+    assert layout.owned == [[0, 1], [], [2, 3]]
