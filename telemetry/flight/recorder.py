@@ -21,8 +21,8 @@ from telemetry.records import LightSteps, StepRecord
 
 log = logging.getLogger("telemetry")
 
-MAX_STEP_BYTES = 16 * 2**20
-MAX_DETAIL_BYTES = 48 * 2**20
+MAX_STEP_BYTES = 4 * 2**20
+MAX_DETAIL_BYTES = 12 * 2**20
 MAX_FILES = 8
 
 _LIGHT_BYTES = 32
@@ -39,7 +39,7 @@ class FlightRecorder:
     """Keeps the last steps; writes ``<log_dir>/flight-<step>.json`` at a fault.
 
     It keeps the gradient norms of all modules, loss and learning rates of each step, and the
-    sketches of full measurements, in at most 64 MiB (16 MiB and 48 MiB; the latest two of each are
+    sketches of full measurements, in at most 16 MiB (4 MiB and 12 MiB; the latest two of each are
     always kept, and so are three of the fault that is being recorded).
     :mod:`telemetry.flight.document` describes the file, which is at most 8 MiB large.
 
