@@ -15,7 +15,7 @@ from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.processing import Processor
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.part import Merged
-from telemetry.schedule import ROWS_AT_ONCE, STEPS_AT_ONCE, FullSteps
+from telemetry.schedule import STEPS_AT_ONCE, FullSteps
 from telemetry.step_thread import StepThread
 
 log = logging.getLogger("telemetry")
@@ -89,9 +89,10 @@ class Pipeline:
         self._steps_taken += 1
         if self._first is None:
             self._begin_few(step)
-        if self._is_last(step) or block.count == ROWS_AT_ONCE:
+        left = len(block.rows) - block.count
+        if self._is_last(step) or left == 0:
             block.handed_over = block.count
-            block.is_closed = block.count + STEPS_AT_ONCE > ROWS_AT_ONCE
+            block.is_closed = left < STEPS_AT_ONCE
             self._hand_over(step)
 
     def _submit_step(self, captured: CapturedStep) -> None:

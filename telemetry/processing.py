@@ -103,7 +103,10 @@ class Processor:
         Args:
             items: In the order in which they came.
         """
-        if self._waiting.add(items):
+        may_wait = False
+        with self._failures.contained("to look at steps"):
+            may_wait = self._waiting.add(items)
+        if may_wait:
             self._full_steps.answer(self._waiting.last, wanted=False)
         else:
             self._process_waiting()

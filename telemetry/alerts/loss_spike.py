@@ -9,9 +9,6 @@ from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
 from telemetry.alerts.first_movers import NormRing
@@ -129,7 +126,7 @@ class LossSpike(CourseRule):
             self._high.clear()
 
     def quiet_steps(self, steps: LightSteps) -> int:
-        highest = steps.learning_rates.max(axis=0, initial=0.0)
+        highest = steps.learning_rates.max(axis=0, initial=0.0).tolist()
         if self._begun is not None or self._high or self._might_jump(highest):
             return 0
         past = copy(self._past)
@@ -142,10 +139,10 @@ class LossSpike(CourseRule):
 
     def narrow(self, bounds: Bounds) -> bool:
         apart = (bounds.rates_high >= _RATE_JUMP * bounds.rates_low).any()
-        if self._begun is not None or self._high or apart or self._might_jump(bounds.rates_high):
+        if self._begun or self._high or apart or self._might_jump(bounds.rates_high.tolist()):
             return False
-        limit = self._past.limit_after(bounds.count, _NEARLY * self._rate_distance)
-        bounds.loss_high = min(bounds.loss_high, limit)
+        high = self._past.limit_after(bounds.count, 0.99 * self._rate_distance)
+        bounds.loss_high = min(bounds.loss_high, high)
         return super().narrow(bounds)
 
     def pass_over(self, steps: LightSteps) -> None:
@@ -231,10 +228,10 @@ class LossSpike(CourseRule):
         ]
         return max(rises, default=0.0)
 
-    def _might_jump(self, highest: NDArray[np.float64]) -> bool:
+    def _might_jump(self, highest: Iterable[float]) -> bool:
         """Whether rates have jumped, or do so where each is this at most."""
         lowest = map(min, zip(*self._rates, strict=False)) if self._rates else ()
-        return any(h >= _RATE_JUMP * low for h, low in zip(highest.tolist(), lowest, strict=False))
+        return any(h >= _RATE_JUMP * low for h, low in zip(highest, lowest, strict=False))
 
     def _rate_is_high(self) -> bool:
         """Whether the rate of a group still is what no loss has survived."""
@@ -293,7 +290,6 @@ def _in_words(movers: Sequence[Mover], count: int) -> str:
     return f" First to move: {named}."
 
 
-_NEARLY = 0.99
 _MANY = 100  # as many as a past has
 _JUST = 10  # steps; as in course
 _RATE_JUMP = 3.0  # as in course: neither warm restarts nor warm-up triple the highest rate

@@ -20,11 +20,14 @@ from telemetry.capture.parameters import ParameterTable
 from telemetry.kernel import available
 from telemetry.measure.native import TENSORS
 from telemetry.records import ABSENT, Layout, LightSteps, StepRecord
-from telemetry.schedule import ROWS_AT_ONCE
+from telemetry.schedule import ROWS_AT_ONCE, STEPS_AT_ONCE
 from telemetry.torch_private import calling_scaler, in_function_mode
 
 if available:
     from telemetry import _native
+
+_BLOCK_BYTES = 2**20
+"""A block takes no more, unless eight steps do."""
 
 
 class LightBlock:
@@ -35,7 +38,7 @@ class LightBlock:
     Attributes:
         layout: Of the model at all of the steps.
         groups: How many columns hold the learning rates of parameter groups; the others hold norms.
-        rows: float64, shape ``[steps, groups + parameters]``.
+        rows: float64, shape ``[steps, groups + parameters]``, with room for further steps.
         steps: Numbers of the steps so far.
         wall_times: When each ended.
         count: Rows that are complete.
@@ -59,7 +62,9 @@ class LightBlock:
     def __init__(self, layout: Layout, groups: int) -> None:
         self.layout = layout
         self.groups = groups
-        self.rows = np.full((ROWS_AT_ONCE, groups + len(layout.parameters)), ABSENT)
+        width = groups + len(layout.parameters)
+        count = min(ROWS_AT_ONCE, max(STEPS_AT_ONCE, _BLOCK_BYTES // (8 * max(width, 1))))
+        self.rows = np.full((count, width), ABSENT)
         self.address, self.row_bytes = self.rows.ctypes.data, self.rows.strides[0]
         self.steps: list[int] = []
         self.wall_times: list[float] = []
@@ -193,7 +198,7 @@ class LightReader:
             block is None
             or block.is_closed
             or block.layout is not layout
-            or block.count == ROWS_AT_ONCE
+            or block.count == len(block.rows)
             or block.groups != len(groups)
         ):
             block = self._block = LightBlock(layout, len(groups))
