@@ -51,7 +51,7 @@ class Course:
         self.since_large_step = NEVER
         self.step_ratio = 0.0
         self._ratio_rate = 0.0
-        self._rates = History(1000)
+        self._rates = History(_KNOWN)
         self._ratios = History(5)
         self._last: StepRecord | LightSteps | None = None
         # The latest that were looked at, how many are quiet, and the trends after those.
@@ -134,6 +134,11 @@ class Course:
         lowest = min((rate for rate in self._rates.latest(_ALL) if rate > 0), default=0.0)
         return (self._rates.last if len(self._rates) else 0.0), lowest
 
+    def is_new(self, rate: float) -> bool:
+        """Whether a learning rate is three times all that were used until a hundred steps ago."""
+        before = tuple(self._rates.latest(_KNOWN))[:-_ALL]
+        return 0 < _RATE_JUMP * max(before, default=0.0) <= rate
+
     def ratio_at(self, rate: float) -> float:
         """The ratio of a step that was not measured: 0 unless the rate has risen since one was."""
         growth = rate / self._ratio_rate if self._ratio_rate > 0 else 0.0
@@ -199,6 +204,7 @@ _LARGE_USUALLY = 0.05
 # measured after 16 (LAG_STEPS), and twice. By then a momentum of 0.9 has forgotten most of it.
 AFTER_JUMP = 20
 _YOUNG = 5  # by eye, in steps; tried 1 and 25
+_KNOWN = 1000  # learning rates
 _ALL = 100  # by eye, in steps, as of losses
 _JUST = 10  # by eye, in steps: one full measurement in faultbench; tried 2 and 50
 _FEW = 5  # the fewest values of which a median means something; tried 2 and 10

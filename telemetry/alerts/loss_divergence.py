@@ -24,7 +24,8 @@ class LossDivergence(CourseRule):
     - the next ``losses`` losses are all far above those before. One less is enough if the learning
       rate has just jumped above all former ones, or if it is that of the first steps and the loss
       has become several times as high; or
-    - half of what was learned has been lost, after the first hundred steps.
+    - half of what was learned has been lost, after the first hundred steps; then it is enough, too,
+      that the learning rate is three times all that were used until a hundred steps ago.
 
     If gradients jumped and the learning rate did not, this rule is silent: ``exploding_gradient``
     covers that. It is over when :class:`Rise` is undone.
@@ -86,8 +87,9 @@ class LossDivergence(CourseRule):
     def quiet_steps(self, steps: LightSteps) -> int:
         loss, since_large = self.course.loss, self._since_large
         busy = self._episode.is_on or self._sums.is_young or self.course.follows_rate_jump
-        busy |= since_large <= AFTER_JUMP and loss.steps_lost > 0
-        busy |= self.course.ratio_at(max(steps.highest_rates)) >= self._update_ratio
+        highest = max(steps.highest_rates)
+        busy |= loss.steps_lost > 0 and (since_large <= AFTER_JUMP or self.course.is_new(highest))
+        busy |= self.course.ratio_at(highest) >= self._update_ratio
         return 0 if busy else super().quiet_steps(steps)
 
     def pass_over(self, steps: LightSteps) -> None:
@@ -100,7 +102,10 @@ class LossDivergence(CourseRule):
         enough = self._losses - (is_new or course.follows_rate_jump)
         lost = loss.has_lost and course.age > _BEGINNING
         high = loss.steps_far_above >= enough or lost
-        if not high or self._since_large > AFTER_JUMP or course.gradients_led:
+        # Weights that have grown, or clipping, may keep the ratio small.
+        too_fast = lost and loss.is_worse and course.is_new(course.rate_rise[0])
+        too_fast |= high and self._since_large <= AFTER_JUMP
+        if not too_fast or course.gradients_led:
             return False
         self._rise = Rise(first=loss.first, usual=loss.usual, peak=loss.usual)
         return True

@@ -30,6 +30,24 @@ def test_a_learning_rate_that_rose_is_named_once_and_it_is_not_over(ramp: int, e
     assert "since the learning rate rose from 0.003 to" in alert.message
 
 
+@pytest.mark.parametrize(("growth", "told"), [(1.02, True), (1.0, False)])
+def test_what_was_learned_is_lost_while_the_rate_rises_though_steps_are_small(
+    growth: float, told: bool
+) -> None:
+    optimizer = SGD((model := net()).parameters(), 1e-6)
+
+    def rise(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = 1e-6 * growth ** max(0, step - 150)
+
+    def loss(step: int) -> float:
+        return 5.0 if step < 50 else 1.0 if step < 260 else 1.0 + (step - 260) / 10
+
+    alerts = train(
+        LossDivergence(), 320, model=model, optimizer=optimizer, before=rise, weight=loss
+    )
+    assert len(alerts) == told
+
+
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_a_rate_that_is_far_too_high_from_the_first_step_is_named(every: int) -> None:
     model = net()
