@@ -91,10 +91,13 @@ class Blame:
     def pass_over(self, steps: LightSteps) -> None:
         """Add steps at which nothing has grown."""
         self._forget()
-        norms = self._modules.grad_norms(steps)
-        if not norms.all():
-            norms = self._before(np.concatenate([norms, norms[-1:]]))
-        self._norms = norms[-1].copy()
+        for norms in self._modules.grad_norms(steps):
+            self._remember(norms)
+
+    def _remember(self, norms: NDArray[np.float64]) -> None:
+        """What is usual: of a converged run, one batch alone may have a gradient of nearly 0."""
+        usual = np.fmax(norms, _FADING * self._norms)
+        self._norms = np.where((norms > 0) | np.isnan(self._norms), usual, self._norms)
 
     def _before(self, norms: NDArray[np.float64]) -> NDArray[np.float64]:
         """The last norm of each module before each of these, ``[n, modules]``; 0 does not count."""
@@ -114,8 +117,7 @@ class Blame:
         # The median is not computed where fewer than half have grown so much.
         have_grown = count >= _FEWEST and 2 * np.count_nonzero(growth > _ALL_GROWN) >= count
         if not have_grown or np.median(growth[known]) <= _ALL_GROWN:
-            seen = np.isnan(self._norms) | (norms > 0)
-            self._norms = np.where(seen, norms, self._norms)
+            self._remember(norms)
             return False, None
         least, next_least = np.sort(growth[known])[:2]
         if next_least - least <= _FAR_LESS:
@@ -148,3 +150,4 @@ _FEWEST = 3  # fewer modules have no majority; tried 1 and 6
 _NEARLY_GROWN = 9.9  # a little less than 10**_ALL_GROWN, for a quick look
 _ALL_GROWN = 1.0  # ten times, gradients as well as outputs; by eye; tried 0.5 and 2
 _FAR_LESS = 1.0  # by eye; tried 0.5 and 2
+_FADING = 0.9  # a step: what was ten steps ago counts as a third of it

@@ -158,7 +158,9 @@ class OneCause(Rule):
             if alert.stage == "end":
                 reported += self._end(alert)
             elif (cause := self._cause_of(alert)) is None:
-                self._reported[alert.kind] = _Reported(alert=alert, step=alert.step)
+                self._reported[alert.kind] = _Reported(
+                    alert=alert, step=alert.step, by_rate=self._course.follows_rate_jump
+                )
                 reported.append(alert)
             else:
                 reported = self._add_consequence(cause, alert, reported)
@@ -195,7 +197,7 @@ class OneCause(Rule):
         known = [
             self._reported[kind]
             for kind in CAUSES.get(alert.kind, ())
-            if kind in self._reported and _may_explain(self._reported[kind].alert, alert)
+            if kind in self._reported and _may_explain(self._reported[kind], alert)
         ]
         near = [reported for reported in known if alert.step - reported.step <= _REACH]
         return min(near, key=lambda reported: reported.alert.step, default=None)
@@ -224,10 +226,16 @@ class OneCause(Rule):
 
 @dataclass(kw_only=True)
 class _Reported:
-    """An alert that was reported, and the last step at which it had a consequence."""
+    """An alert that was reported.
+
+    Attributes:
+        step: The last step at which it had a consequence.
+        by_rate: Whether the learning rate had jumped when it began.
+    """
 
     alert: Alert
     step: int
+    by_rate: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,8 +246,15 @@ class _Hidden:
     cause: str
 
 
-def _may_explain(cause: Alert, alert: Alert) -> bool:
-    """Whether the place fits: a layer without a gradient explains nothing about another."""
+def _may_explain(reported: _Reported, alert: Alert) -> bool:
+    """Whether it fits: a layer without a gradient explains nothing about another.
+
+    A loss that jumps because of the learning rate may make things explode; otherwise they come
+    first.
+    """
+    cause = reported.alert
+    if cause.kind == "loss_spike" and alert.kind in _EXPLOSIONS:
+        return reported.by_rate
     if "untrained_parameters" not in (cause.kind, alert.kind):
         return True
     inner, outer = sorted((cause.module_name or "", alert.module_name or ""), key=len)[::-1]

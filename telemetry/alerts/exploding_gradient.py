@@ -25,9 +25,9 @@ class ExplodingGradient(CourseRule):
       one; or
     - it exceeds it fivefold, the optimizer then moves the weights by a fifth of their norm, and the
       loss is far above all before; or
-    - it is for ten steps ``lasting_factor`` times what it was more than 20 steps ago, while the
-      loss has risen and does not recover. (Harder data raise both as well; then the loss falls
-      again.)
+    - it is for ten steps ``lasting_factor`` times what it was more than 20 steps ago (ten more
+      than it is not), while the loss has risen and does not recover. (Harder data raise both as
+      well; then the loss falls again.)
 
     Growth that comes from the loss does not count: if the loss gets another weight or unit, the
     gradient of the network's output grows as much as those of the parameters. The first full
@@ -119,7 +119,8 @@ class ExplodingGradient(CourseRule):
     def pass_over(self, steps: LightSteps) -> None:
         super().pass_over(steps)
         self._from_loss, self._is_explained = 0.0, False
-        self._steps_far_above = self._steps_lasting = 0
+        self._steps_far_above = 0
+        self._steps_lasting = max(0, self._steps_lasting - len(steps))
         self._blame.pass_over(steps)
 
     def _in_time(self, record: StepRecord) -> Alert | None:
@@ -129,7 +130,8 @@ class ExplodingGradient(CourseRule):
         far_above = norm.above - self._from_loss >= self._decades
         lasts &= norm.far_above - self._from_loss >= self._lasting_decades
         self._steps_far_above = self._steps_far_above + 1 if far_above else 0
-        self._steps_lasting = self._steps_lasting + 1 if lasts else 0
+        # One batch without a gradient in between is no end: all may be right for once.
+        self._steps_lasting = max(0, self._steps_lasting + (1 if lasts else -1))
         lost = loss.is_worse and not loss.is_recovering
         explodes = norm.above >= self._decades + _AT_ONCE
         explodes |= self._steps_far_above >= _STEPS or (self._steps_lasting >= _LASTING and lost)

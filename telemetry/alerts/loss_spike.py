@@ -44,7 +44,9 @@ class LossSpike(CourseRule):
       back: the batch. Where tails are so heavy that there is no mean (Pareto, index 1), one loss
       exceeds the highest of ``n`` by ``k`` times with a probability of ``1 / (k n)``: above fewer
       losses it must be more ranges. And if the past has such tails, as many as the square of the
-      deviations that its range has (about 5 if it is normal).
+      deviations that its range has (about 5 if it is normal). Losses of single batches count as
+      past for good: the highest of all is exceeded ever more rarely, that of the last hundred as
+      often as ever.
 
     A further jump of the rate makes it worse. It is over when :class:`Rise` is undone; while the
     learning rate is still what made the loss jump, when the loss is what it usually was.
@@ -62,6 +64,7 @@ class LossSpike(CourseRule):
     _high: deque[_Loss]
     _rates: deque[tuple[float, ...]]
     _survived: tuple[float, ...]
+    _highest_batch: float
     _begun: Alert | None
     _rise: Rise | None
     _calm: int
@@ -87,6 +90,7 @@ class LossSpike(CourseRule):
         self._high = deque(maxlen=_LASTING + 1)
         self._rates = deque(maxlen=_JUST)
         self._survived = ()
+        self._highest_batch = -math.inf
         self._begun = None
         self._rise = None
         self._calm = 0
@@ -193,10 +197,12 @@ class LossSpike(CourseRule):
         """The loss is usual again: high ones before it were those of single batches."""
         if self._begun is not None or not 0 < len(self._high) <= _FEW_BATCHES:
             return
-        past = self._past
+        past, highest = self._past, max(self._high_losses)
         deviations = (past.highest - past.lowest) / past.spread if past.spread else 0.0
         least = max(self._batch_distance * _MANY / len(past), deviations**2)
-        if max(map(past.ranges_above, self._high_losses)) < least:
+        known = max(past.highest, self._highest_batch)
+        self._highest_batch = max(self._highest_batch, highest)
+        if past.ranges_above(highest) < least or highest - known < least * (known - past.lowest):
             return
         found = self._alert(
             f"and was back {steps_in_words(len(self._high))} later: it was the batch",

@@ -106,6 +106,12 @@ def test_all_consequences_of_one_step_are_listed_when_it_grows_worse() -> None:
     assert "exploding gradient, nonfinite" in worse.message
 
 
+def test_an_explosion_is_no_consequence_of_a_loss_that_jumped_without_the_learning_rate() -> None:
+    spike = alert("loss_spike", 5, severity="warning")
+    found = reported(spike, alert("exploding_gradient", 9))
+    assert [kind for _, _, kind in found] == ["loss_spike", "exploding_gradient"]
+
+
 @pytest.mark.parametrize("jump", [1.0, 300.0])
 def test_units_that_died_between_two_measurements_died_when_the_rate_jumped(jump: float) -> None:
     model = net()

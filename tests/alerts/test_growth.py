@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from small_runs import Batch, draw, train
+from small_runs import Batch, draw, net, train
 from torch import nn
 from torch.optim import SGD
 
 from telemetry.alerts.exploding_activation import ExplodingActivation
 from telemetry.alerts.exploding_gradient import ExplodingGradient
+from telemetry.records import StepRecord
+from telemetry.testing import alerts_of, capture_run
 
 
 def deep(layers: int = 8) -> nn.Sequential:
@@ -48,6 +52,35 @@ def test_layers_that_grow_alike_are_a_range(which: list[int], module: str, seen:
     alert = train(ExplodingGradient(), 45, model=model, before=grow)[0]
     assert alert.module_name == module
     assert seen in alert.message
+
+
+def test_a_layer_is_to_blame_though_the_first_batch_after_it_had_no_gradient() -> None:
+    model = deep()
+
+    def grow(step: int) -> None:
+        if step == 42:
+            model[10].weight.data.mul_(3e4)
+
+    weight = lambda step: 1e-9 if step == 42 else 1.0  # noqa: E731
+    alert = train(ExplodingGradient(), 48, model=model, before=grow, weight=weight)[0]
+    assert alert.module_name == "10"
+
+
+def test_gradients_stay_exploded_though_some_batches_have_none() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), 0.1)
+    with capture_run(model, every_n_steps=1000, rules=[]) as run:
+        for _ in range(2):
+            model(draw()[0]).sum().backward()
+            optimizer.step()
+
+    def record(step: int) -> StepRecord:
+        size = 1.0 if step < 63 else 100.0 * (step % 4 > 0)
+        norms = run.records[1].grad_norms * size
+        return replace(run.records[1], step=step, grad_norms=norms, scalars={"loss": size})
+
+    [alert] = alerts_of(map(record, range(100)), [ExplodingGradient()])
+    assert 73 <= alert.step <= 83
 
 
 @pytest.mark.parametrize(

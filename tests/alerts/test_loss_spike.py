@@ -111,6 +111,14 @@ def test_how_far_the_loss_of_a_batch_must_be_above(
     assert [alert.stage for alert in alerts] == ["begin", "end"] * told
 
 
+def test_batches_as_rare_and_as_high_as_one_before_are_told_once() -> None:
+    settings = rates({}, usual=1e-4)
+    alerts = train(
+        LossSpike(), 600, weight=lambda step: 1e3 if step in (220, 341, 463) else 1.0, **settings
+    )
+    assert [(alert.step, alert.stage) for alert in alerts] == [(220, "begin"), (221, "end")]
+
+
 def test_other_data_another_weight_and_a_warm_restart_are_none() -> None:
     def shifted(step: int) -> Batch:
         points, classes = draw()
