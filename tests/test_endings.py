@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import textwrap
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -213,6 +214,7 @@ def test_a_given_writer_on_a_disk_that_hangs_makes_nobody_wait_for_longer(
     disk: FrozenDisk, kind: type[tensorboard.SummaryWriter]
 ) -> None:
     model, writer = nn.Linear(4, 2), kind(disk.path / "run")
+    threads = set(threading.enumerate())
     logger = HookLogger(model, writer, alerts=(), every_n_steps=50)
     disk.freeze()
     train(model, 500)
@@ -220,4 +222,6 @@ def test_a_given_writer_on_a_disk_that_hangs_makes_nobody_wait_for_longer(
     logger.close(timeout_s=1)
     assert time.monotonic() - begin < 6
     disk.thaw()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join()  # or it goes on to write when the disk is gone
     writer.close()

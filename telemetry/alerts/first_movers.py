@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 
 from telemetry.alerts.modules import Modules
 from telemetry.movers import LOOK_BACK, Mover, movers
+from telemetry.plain_text import called
 from telemetry.records import Layout, LightSteps, StepRecord
+
+FEW = 0.1
+"""Of all layers; by eye, so that one noisy layer is no reason."""
 
 
 class _Row(NamedTuple):
@@ -55,3 +59,20 @@ class NormRing:
     def count(self) -> int:
         """Number of layers."""
         return len(self._names)
+
+    def in_words(self, since: int) -> str:
+        """The same for a message: at most five layers; nothing if there are none."""
+        movers, count = self.movers(since), self.count()
+        if not movers:
+            return ""
+        first = [mover for mover in movers if mover.step == movers[0].step]
+        if len(first) > FEW * count and len(first) > _NAMED:
+            return f" {len(first)} of {count} layers moved first, together at step {first[0].step}."
+        named = ", ".join(
+            f"{called(mover.name)} ({mover.factor:.3g} times at step {mover.step})"
+            for mover in movers[:_NAMED]
+        )
+        return f" First to move: {named}."
+
+
+_NAMED = 5

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
 from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
-from telemetry.alerts.first_movers import NormRing
+from telemetry.alerts.first_movers import FEW, NormRing
 from telemetry.alerts.history import median
 from telemetry.alerts.past import Past
 from telemetry.alerts.rise import Rise
-from telemetry.movers import Mover
-from telemetry.plain_text import called, steps_in_words
+from telemetry.plain_text import steps_in_words
 from telemetry.records import Bounds, LightSteps, StepRecord
 
 
@@ -44,17 +43,15 @@ class LossSpike(CourseRule):
       back: the batch. Where tails are so heavy that there is no mean (Pareto, index 1), one loss
       exceeds the highest of ``n`` by ``k`` times with a probability of ``1 / (k n)``: above fewer
       losses it must be more ranges. And if the past has such tails, as many as the square of the
-      deviations that its range has (about 5 if it is normal). Losses of single batches count as
-      past for good: the highest of all is exceeded ever more rarely, that of the last hundred as
-      often as ever.
+      deviations that its range has (about 5 if it is normal). High losses of single batches count
+      as past for good.
 
     A further jump of the rate makes it worse. It is over when :class:`Rise` is undone; while the
     learning rate is still what made the loss jump, when the loss is what it usually was.
 
     Args:
-        rate_distance: In ranges.
-        distance: Likewise.
-        batch_distance: Likewise, of a hundred losses.
+        rate_distance, distance: In ranges.
+        batch_distance: In ranges of a hundred losses.
     """
 
     name = "loss_spike"
@@ -185,7 +182,7 @@ class LossSpike(CourseRule):
         if self._begun is not None or len(losses) != 3 or least < self._distance:
             return None
         early = [mover for mover in self._norms.movers(since) if mover.step < since]
-        if len(early) < _SHARE * self._norms.count():
+        if len(early) < FEW * self._norms.count():
             return None
         return self._alert(
             f"and gradients had left their past {steps_in_words(since - early[0].step)} before",
@@ -260,7 +257,7 @@ class LossSpike(CourseRule):
             threshold=self._past.highest,
             message=(
                 f"The loss jumped from {usual:.4g} to {peak:.4g} at step {step}, {reason}."
-                f"{_in_words(self._norms.movers(step), self._norms.count())}\n{advice}"
+                f"{self._norms.in_words(step)}\n{advice}"
             ),
         )
 
@@ -282,25 +279,9 @@ def _over(begun: Alert, step: int) -> Alert:
     return replace(begun, step=step, stage="end", message=message)
 
 
-def _in_words(movers: Sequence[Mover], count: int) -> str:
-    """Who moved first: at most five layers."""
-    if not movers:
-        return ""
-    first = [mover for mover in movers if mover.step == movers[0].step]
-    if len(first) > _SHARE * count and len(first) > _NAMED:
-        return f" {len(first)} of {count} layers moved first, together at step {first[0].step}."
-    named = ", ".join(
-        f"{called(mover.name)} ({mover.factor:.3g} times at step {mover.step})"
-        for mover in movers[:_NAMED]
-    )
-    return f" First to move: {named}."
-
-
 _MANY = 100  # as many as a past has
 _JUST = 10  # steps; as in course
 _RATE_JUMP = 3.0  # as in course: neither warm restarts nor warm-up triple the highest rate
 _LASTING = 20  # losses after which a new level is how things are; as in course
 _FEW_BATCHES = 5  # of which LossTrend takes the median: more in a row are the run's
-_SHARE = 0.1  # of all layers; by eye, so that one noisy layer is no reason
-_NAMED = 5
 _CALM = 5  # losses, likewise
