@@ -48,17 +48,17 @@ class LateWriter(NoWriter):
 
     def write_values(self, values: Sequence[Summary.Value], *where: Any, **how: Any) -> None:
         """Write them, or keep them until :meth:`use`."""
-        if self._writer is None:
-            self._waiting.append(lambda writer: writer.write_values(values, *where, **how))
-        else:
-            self._writer.write_values(values, *where, **how)
+        self._write(lambda writer: writer.write_values(values, *where, **how))
 
     def write_curve(self, *points: Any) -> None:
         """Likewise."""
+        self._write(lambda writer: writer.write_curve(*points))
+
+    def _write(self, write: Callable[[Any], None]) -> None:
         if self._writer is None:
-            self._waiting.append(lambda writer: writer.write_curve(*points))
+            self._waiting.append(write)
         else:
-            self._writer.write_curve(*points)
+            write(self._writer)
 
     def use(self, writer: Any) -> None:
         """From now on, this one writes."""
