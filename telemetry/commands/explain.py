@@ -43,7 +43,8 @@ def _explain(args: argparse.Namespace, console: Console) -> int:
     files = [path for path in args.runs if path.exists() and not path.is_dir()]
     others = [path for path in args.runs if path not in files]
     runs = LogDirs(others, lambda path: has_event_files(path) or bool(flight_files(path)))
-    paths = [*files, *runs.found]
+    ours = (path for path in runs.found if flight_files(path) or runs.open(path) is not None)
+    paths = [*files, *ours]
     if args.form == "csv":
         print_records(
             "csv", _ROW, (row for flight in _flights(paths, runs) for row in _rows(flight))

@@ -47,21 +47,26 @@ class LogDirs:
         """Each run with its directory; directories that others wrote are skipped."""
         count = 0
         for log_dir in self.found:
-            try:
-                run = open_run(log_dir)
-            except NoTelemetryError as error:
-                if log_dir in self._given:
-                    self.fail(error)
-                else:
-                    tell_problems([f"skipped {error}"])
-            except (OSError, ValueError) as error:
-                self.fail(error)
-            else:
+            run = self.open(log_dir)
+            if run is not None:
                 count += 1
                 yield log_dir, run
                 tell_problems(run.source.problems)
         if not count:
             self.status = 2
+
+    def open(self, log_dir: Path) -> RunData | None:
+        """The run in a directory that was found; None if it cannot be read, or others wrote it."""
+        try:
+            return open_run(log_dir)
+        except NoTelemetryError as error:
+            if log_dir in self._given:
+                self.fail(error)
+            else:
+                tell_problems([f"skipped {error}"])
+        except (OSError, ValueError) as error:
+            self.fail(error)
+        return None
 
     def fail(self, error: OSError | ValueError) -> None:
         tell_problems([reason(error)])

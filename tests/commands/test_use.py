@@ -24,6 +24,7 @@ from torch import nn
 
 from telemetry import HookLogger
 from telemetry.commands.cli import main
+from telemetry.events import FileWriter, summaries
 from telemetry.version import __version__
 
 STRANGE = ["a b", "注意力", "[red]x", "=1+1", "x" * 300, "new\nline", "\x1b[2J", "-rf", '"', "½"]
@@ -351,6 +352,16 @@ def test_explain_says_what_it_wants_of_any_wrong_file(tmp_path: Path, name: str)
     assert done.returncode == 2
     assert "give a flight-<step>.json, or the directory of a run" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_directory_that_others_wrote_is_not_called_healthy(tmp_path: Path) -> None:
+    writer = FileWriter(tmp_path)
+    writer.write_values([summaries.scalar("loss", 1.0)], 0)
+    writer.close()
+    for command in ("explain", "summary", "alerts"):
+        done = run(command, tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "has event files, but no telemetry data" in done.stderr
 
 
 def test_explain_of_devices_and_nothing_is_one_line() -> None:

@@ -16,6 +16,7 @@ import { formatNumber } from "./format.js";
  */
 
 const SECOND_AXIS = 50; // room that it takes
+const POINTS_AT_ONCE = 64; // a path that goes up and down takes time like the square of its points
 
 /**
  * Draws curves into a canvas. What is not finite shows as a mark at the upper edge.
@@ -142,7 +143,9 @@ function drawCurve(context, box, view, scale, curve) {
   context.lineWidth = width;
   context.lineJoin = "round";
   context.beginPath();
+  const isDashed = context.getLineDash().length > 0; // dashes would begin anew
   let pen = false;
+  let points = 0;
   let lastX = -Infinity;
   // What is in view, and a point at either side.
   const end = Math.min(columnAt(steps, view.step1) + 2, steps.length);
@@ -152,6 +155,11 @@ function drawCurve(context, box, view, scale, curve) {
     if (drawable && pen) {
       if (isStepped) context.lineTo(x, y(values[i - 1]));
       context.lineTo(x, y(values[i]));
+      if (++points % POINTS_AT_ONCE === 0 && !isDashed) {
+        context.stroke();
+        context.beginPath();
+        context.moveTo(x, y(values[i]));
+      }
     } else if (drawable) context.moveTo(x, y(values[i]));
     else if (!Number.isFinite(values[i]) && x - lastX > 1) {
       context.fillRect(x - 1, box.y - 3, 2, 5);

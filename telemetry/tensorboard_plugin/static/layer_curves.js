@@ -23,7 +23,7 @@ export function drawLayerCurves(canvas, shown, right) {
   const curves = places.map((place) => ({
     ...curveOf(shown, rows[place]),
     color: place === chosen ? theme.accent : depthColor(theme, rows.length, place),
-    width: place === chosen ? 2.5 : 1.25,
+    width: place === chosen ? 2.5 : 1, // thicker ones take ten times as long
     label: rows[place].label,
   }));
   drawChart(canvas, {
