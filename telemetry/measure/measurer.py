@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +16,9 @@ from telemetry.measure.native import Pending
 from telemetry.measure.tensors import values_of
 from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch
+
+_Asked = tuple[int | None, int | None, int]
+"""Version of a tensor, axis of its units, powers."""
 
 
 class Measurer:
@@ -37,8 +40,8 @@ class Measurer:
     def _begin(self) -> None:
         self._devices: dict[torch.device, DeviceTensors] = {}
         self._pending: list[Pending] = []
-        # The tensor that was added last, its version, what was asked of it, and its index.
-        self._last: tuple[weakref.ref[Tensor], int, int | None, int, int] | None = None
+        # The tensor that was added last, its version and what was asked of it, and its index.
+        self._last: tuple[Callable[[], Tensor | None], _Asked | None, int] = _no_tensor, None, -1
 
     def add(self, tensor: Tensor, *, unit_axis: int | None = None, powers: int = 4) -> int | None:
         """Measure ``tensor`` as it is now, without keeping it.
@@ -67,8 +70,7 @@ class Measurer:
             return index
         index = self._add_other(tensor, unit_axis, powers)
         if index is not None:
-            with self._lock:
-                self._note_last(tensor, unit_axis, powers, index)
+            self._last = weakref.ref(tensor), (_version_of(tensor), unit_axis, powers), index
         return index
 
     def add_plain(
@@ -79,22 +81,18 @@ class Measurer:
         It calls no operation of PyTorch's, so it may be called anywhere but in torch-function
         modes.
         """
-        with self._lock:
-            known, *last, index = self._last or (_no_tensor, None, -1)
-            if known() is tensor and last == [_version_of(tensor), unit_axis, powers]:
-                return index
+        asked = _version_of(tensor), unit_axis, powers
+        known, known_asked, index = self._last
+        if known() is tensor and known_asked == asked and asked[0] is not None:
+            return index
         (read,) = native.measure_plain((tensor,), unit_axis, powers)
         if read is None:
             return None
         with self._lock:
             self._pending.append(read)
-            self._note_last(tensor, unit_axis, powers, len(self._pending) - 1)
-            return len(self._pending) - 1
-
-    def _note_last(self, tensor: Tensor, unit_axis: int | None, powers: int, index: int) -> None:
-        version = _version_of(tensor)
-        if version is not None:
-            self._last = weakref.ref(tensor), version, unit_axis, powers, index
+            index = len(self._pending) - 1
+            self._last = weakref.ref(tensor), asked, index
+        return index
 
     def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
         """The same of many tensors without units, for less than one by one."""
