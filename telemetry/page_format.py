@@ -48,7 +48,7 @@ END_PREFIX = "telemetry/end/"
 _MAX_DIGITS = 15
 _NUMBER = rf"([0-9]{{1,{_MAX_DIGITS}}})"
 _CHUNK = re.compile(rf"telemetry/([mn])/([^/]+)/{_NUMBER}/{_NUMBER}")
-_STAMP = re.compile(r"\d{8}-\d{6}", re.ASCII)
+_STAMP = re.compile(r"(\d{8}-\d{6})(\.\d{1,6})?", re.ASCII)
 _MAX_DIMENSIONS = 64  # torch's own limit
 
 ChunkKind = Literal["m", "n"]
@@ -92,8 +92,10 @@ def new_session_id() -> str:
 def session_start_s(session: str) -> float | None:
     """When a session began, seconds since the epoch; None if its id does not say."""
     found = _STAMP.match(session)
+    if found is None:
+        return None
     try:
-        return calendar.timegm(time.strptime(found[0], "%Y%m%d-%H%M%S")) if found else None
+        return calendar.timegm(time.strptime(found[1], "%Y%m%d-%H%M%S")) + float(found[2] or 0)
     except ValueError:
         return None
 

@@ -31,6 +31,12 @@ def test_the_newest_run_comes_first_and_runs_of_one_start_in_natural_order() -> 
     assert [entry.name for entry in newest_first(runs)] == ["new", "old", "run9", "run10"]
 
 
+def test_of_two_runs_that_began_in_the_same_second_the_later_is_newer() -> None:
+    first, second = (f"20260301-000000.{part}-ffff" for part in ("100000", "200000"))
+    runs = [run("a", second), run("b", first)]
+    assert [entry.name for entry in newest_first(runs)] == ["a", "b"]
+
+
 def test_a_session_whose_id_holds_no_time_began_with_its_layout() -> None:
     assert run(session="19990231-999999").started_s == FIRST_S
     assert run(session="mine", written_s=float("nan")).started_s == FIRST_S

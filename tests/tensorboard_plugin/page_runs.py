@@ -27,6 +27,11 @@ def matrices(step: int) -> np.ndarray:
     return values
 
 
+def exploding(step: int) -> np.ndarray:
+    """Two layers as usual, 100 apart; the third grows by 30 decades."""
+    return np.array([0.01, 1, 10.0 ** (step / 2)], np.float32)
+
+
 def write_runs(logdir: Path) -> None:
     write_run(
         logdir / "demo", layout_of(NAMES), steps=range(60), norms=rising, matrices=matrices,
@@ -38,6 +43,10 @@ def write_runs(logdir: Path) -> None:
     )  # fmt: skip
     special = np.array([1, 1e6, 0, np.inf, np.nan, MISSING], np.float32)
     write_run(logdir / "colors", layout_of(COLORS), steps=range(10), norms=lambda _: special)
+    write_run(
+        logdir / "explosion", layout_of(["a", "b", "transformer.blocks.10.attention.projection"]),
+        steps=range(60), norms=exploding,
+    )  # fmt: skip
     write_run(
         logdir / HOSTILE, layout_of([HOSTILE, "plain"]), steps=range(5),
         norms=lambda s: np.ones(2, np.float32),

@@ -43,6 +43,29 @@ def test_known_values_have_known_colors(page: TelemetryPage) -> None:
     )
 
 
+def test_what_is_usual_keeps_its_colors_beside_an_explosion(page: TelemetryPage) -> None:
+    page.open(run="explosion")
+    usual, larger, exploded = (page.pixel((i + 0.5) / 3, 0.99) for i in range(3))
+    assert (usual, exploded) == (DARKEST, LIGHTEST)
+    assert larger not in (usual, exploded)
+
+
+def test_a_long_name_is_cut_between_its_parts(page: TelemetryPage) -> None:
+    page.page.add_init_script("""{
+      const { fillText } = CanvasRenderingContext2D.prototype;
+      window.drawn = [];
+      CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+        drawn.push(text);
+        fillText.call(this, text, ...place);
+      };
+    }""")
+    page.open(run="explosion")
+    shown = {text for text in page.frame.evaluate("drawn") if "…" in text}
+    assert any(
+        text.endswith(("….10.attention.projection", "…10.attention.projection")) for text in shown
+    ), shown
+
+
 def test_a_click_opens_the_layer_and_escape_closes_it(page: TelemetryPage) -> None:
     page.open(run="demo")
     page.heatmap.click(position=page.point(5.5 / 6, 30.5 / 60))

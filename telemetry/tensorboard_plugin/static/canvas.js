@@ -84,19 +84,30 @@ export function line(context, x0, y0, x1, y1) {
   context.stroke();
 }
 
-/** A text, shortened in the middle to what fits: both ends of a path say where it is. */
+const LEAST_FRONT = 3;
+
+/**
+ * A text, shortened in the middle to what fits: both ends of a path say where it is. What is left
+ * of the end begins behind a dot, if it can, so that no number of a block is cut.
+ */
 export function fitText(context, text, width) {
-  if (context.measureText(text).width <= width) return text;
-  const shortened = (count) => {
-    const front = Math.floor(count * 0.4);
-    return `${text.slice(0, front)}…${text.slice(text.length - (count - front))}`;
-  };
+  const fits = (shown) => context.measureText(shown).width <= width;
+  if (fits(text)) return text;
+  const shortened = (front, tail) => `${text.slice(0, front)}…${text.slice(tail)}`;
+  const tailOf = (count) => text.length - Math.ceil(count * 0.6);
   let low = 0;
   let high = text.length;
   while (low < high) {
     const middle = (low + high + 1) >> 1;
-    if (context.measureText(shortened(middle)).width <= width) low = middle;
+    if (fits(shortened(Math.floor(middle * 0.4), tailOf(middle)))) low = middle;
     else high = middle - 1;
   }
-  return low > 0 ? shortened(low) : "";
+  if (low === 0) return "";
+  const tail = tailOf(low);
+  for (const part of [text.lastIndexOf(".", tail - 1) + 1, text.indexOf(".", tail) + 1]) {
+    let front = low - (text.length - part);
+    while (front >= LEAST_FRONT && !fits(shortened(front, part))) front--;
+    if (part > 0 && part < text.length && front >= LEAST_FRONT) return shortened(front, part);
+  }
+  return shortened(Math.floor(low * 0.4), tail);
 }

@@ -143,7 +143,6 @@ function drawCurve(context, box, view, scale, curve) {
   context.lineWidth = width;
   context.lineJoin = "round";
   context.beginPath();
-  const isDashed = context.getLineDash().length > 0; // dashes would begin anew
   let pen = false;
   let points = 0;
   let lastX = -Infinity;
@@ -155,7 +154,7 @@ function drawCurve(context, box, view, scale, curve) {
     if (drawable && pen) {
       if (isStepped) context.lineTo(x, y(values[i - 1]));
       context.lineTo(x, y(values[i]));
-      if (++points % POINTS_AT_ONCE === 0 && !isDashed) {
+      if (++points % POINTS_AT_ONCE === 0 && !isStepped) { // those may be dashed
         context.stroke();
         context.beginPath();
         context.moveTo(x, y(values[i]));

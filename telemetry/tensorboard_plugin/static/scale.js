@@ -38,12 +38,11 @@ export function makeScale(statistic, mode, fields) {
     return { diverging, log: false, low: 0, high: top >= 0.5 ? 1 : top >= 0.1 ? 0.5 : 0.1 };
   }
   if (!values.length) return { diverging, log: true, low: 1e-3, high: 1 };
-  const [least, most] = [OUTSIDE, 1 - OUTSIDE].map((q) => Math.log10(quantile(values, q)));
+  const [least, most] = fullest(values).map(Math.log10);
   // What hardly changes is in the middle of the scale rather than at an end.
   const margin = most - least < 0.05 ? 0.5 : 0;
   const high = Math.pow(10, Math.ceil(most + margin - 1e-6));
-  let low = Math.pow(10, Math.floor(least - margin + 1e-6));
-  low = Math.max(Math.min(low, high / 10), high * Math.pow(10, -MAX_DECADES));
+  const low = Math.min(Math.pow(10, Math.floor(least - margin + 1e-6)), high / 10);
   return { diverging, log: true, low, high };
 }
 
@@ -114,6 +113,22 @@ function divergingScale(log, values) {
   const ends = [OUTSIDE, 1 - OUTSIDE].map((q) => Math.abs(Math.log10(quantile(values, q) ?? 1)));
   const decades = Math.min(Math.max(Math.ceil(Math.max(...ends)), 1), MAX_DECADES / 2);
   return { diverging: true, log, low: Math.pow(10, -decades), high: Math.pow(10, decades) };
+}
+
+/**
+ * The ends of the part of ascending positive numbers that a scale shows: nearly all, or the twelve
+ * decades with most of them. What explodes lies beyond those rather than what is usual.
+ */
+function fullest(values) {
+  let [first, last] = [OUTSIDE, 1 - OUTSIDE].map((q) => Math.round(q * (values.length - 1)));
+  const reach = Math.pow(10, MAX_DECADES);
+  if (values[last] <= values[first] * reach) return [values[first], values[last]];
+  let most = 0;
+  for (let low = first, end = first; end < values.length; low++) {
+    while (end < values.length && values[end] <= values[low] * reach) end++;
+    if (end - low > most) [most, first, last] = [end - low, low, end - 1];
+  }
+  return [values[first], values[last]];
 }
 
 /** Some of the finite values (above zero where magnitudes count), ascending. */
