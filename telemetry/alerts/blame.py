@@ -68,6 +68,24 @@ class Blame:
     def _forget(self) -> None:
         self.stretch, self.batch, self.is_alike = None, 0.0, False
 
+    def confined(self, record: StepRecord, usual: float) -> Stretch | None:
+        """Where gradients have grown if few have: without those, the norm is nearly as it was.
+
+        On its way back through the network such a gradient begins at the last of the modules.
+
+        Args:
+            record: A step whose gradients are finite and have grown.
+            usual: Their norm before.
+        """
+        norms = self._modules.grad_norms(record)
+        order = norms.argsort()
+        others = np.sqrt(np.cumsum(norms[order] ** 2))
+        grown = order[others > 10**_ALL_GROWN * usual]
+        if not 0 < len(grown) <= max(1, _FEW * len(norms)) or len(norms) < _FEWEST:
+            return None
+        name = self._modules.names[int(grown.max())]
+        return Stretch(name, name)
+
     def quiet_steps(self, steps: LightSteps) -> int:
         """How many of the first steps pass before most gradients have grown."""
         if self._modules.layout is not steps.layout:
@@ -146,6 +164,7 @@ def _above(tensor: TensorRecord, usual: float) -> tuple[float, float]:
     return level, rms if level <= _ALL_GROWN and 0 < rms < math.inf else usual
 
 
+_FEW = 0.1  # of all modules, by eye
 _FEWEST = 3  # fewer modules have no majority; tried 1 and 6
 _NEARLY_GROWN = 9.9  # a little less than 10**_ALL_GROWN, for a quick look
 _ALL_GROWN = 1.0  # ten times, gradients as well as outputs; by eye; tried 0.5 and 2

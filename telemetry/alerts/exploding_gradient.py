@@ -148,6 +148,7 @@ class ExplodingGradient(CourseRule):
             value=total,
             threshold=norm.usual * 10**self._lasting_decades,
             seen=f"The gradient norm is {total:.3g}; it used to be {norm.usual:.3g}",
+            confined=self._blame.confined(record, norm.usual),
         )
 
     def _see_gain(self, record: StepRecord, *, large: bool) -> None:
@@ -215,6 +216,7 @@ class ExplodingGradient(CourseRule):
         threshold: float,
         seen: str,
         where: Stretch | None = None,
+        confined: Stretch | None = None,
         advice: str = "",
     ) -> Alert:
         """An alert that blames the layers in ``where``, else the batch or what grew first."""
@@ -227,6 +229,9 @@ class ExplodingGradient(CourseRule):
             seen += f", because of the batch: its values are {batch:.2g} times as large as before"
         elif where is not None:
             seen += f", most likely because of {where.shared}"
+        elif confined is not None:
+            where, advice = confined, _ONE_LAYER
+            seen += f", and without {confined} it would be nearly the same"
         return Alert(
             kind=self.name,
             severity="error",
@@ -255,6 +260,10 @@ _WEIGHTS = (
 _BATCH = (
     "Look at how that batch was made and normalized. People usually clip gradients "
     "(clip_grad_norm_), so that one batch cannot do harm."
+)
+_ONE_LAYER = (
+    "Look at what only this layer's gradient contains: a term of the loss, a backward function, a "
+    "hook. People usually clip gradients (clip_grad_norm_), too."
 )
 _STEPS_TOO_LARGE = (
     "People usually clip gradients (clip_grad_norm_), lower the learning rate or warm it up, and "

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
-from telemetry.alerts.course import CourseRule
+from telemetry.alerts.course import FAR_ABOVE, CourseRule
 from telemetry.alerts.depth import Stretch
 from telemetry.alerts.episode import CALM_STEPS, Episode
 from telemetry.alerts.history import leading
@@ -21,6 +21,8 @@ from telemetry.records import Bounds, Layout, LightSteps, StepRecord
 
 class VanishingGradient(CourseRule):
     """Compares the modules' gradient norms with the largest of them, at each step.
+
+    Where that has exploded, what it was before counts.
 
     A module's gradient has vanished when its norm is below 1 / ``factor`` of the largest for
     ``steps`` steps in a row, and its update ratio below 1 / ``update_factor`` of the largest at the
@@ -98,7 +100,7 @@ class VanishingGradient(CourseRule):
         if not 0 < largest < np.inf or not record.all_grads_finite:
             return ()
         with np.errstate(divide="ignore"):
-            share = np.log10(norms / largest)
+            share = np.log10(norms / largest) + self._exploded_decades
         state.add(share, -self._decades, self.course.loss.is_worse)
         if record.update_ratios:
             state.update_share = _update_share(modules, record)
@@ -116,6 +118,12 @@ class VanishingGradient(CourseRule):
         if found is None and self._lasts(modules, norms):
             return ()
         return self._episode.update(record.step, found)
+
+    @property
+    def _exploded_decades(self) -> float:
+        """How far the largest norm itself is beyond what it was: by so much others only seem small."""
+        far_above = self.course.norm.far_above
+        return far_above if far_above >= FAR_ABOVE else 0.0
 
     def _lasts(self, modules: Modules, norms: NDArray[np.float64]) -> bool:
         """Whether the gradient that was reported is still small, or has become zero."""

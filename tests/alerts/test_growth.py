@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from small_runs import Batch, draw, net, train
@@ -12,6 +13,7 @@ from torch.optim import SGD
 
 from telemetry.alerts.exploding_activation import ExplodingActivation
 from telemetry.alerts.exploding_gradient import ExplodingGradient
+from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.records import StepRecord
 from telemetry.testing import alerts_of, capture_run
 
@@ -52,6 +54,42 @@ def test_layers_that_grow_alike_are_a_range(which: list[int], module: str, seen:
     alert = train(ExplodingGradient(), 45, model=model, before=grow)[0]
     assert alert.module_name == module
     assert seen in alert.message
+
+
+def test_a_gradient_that_grows_in_one_layer_alone_is_named() -> None:
+    model = deep()
+    model[10].weight.register_hook(lambda grad: grad * (1e6 if scaled else 1))
+    scaled: list[int] = []
+
+    def begin(step: int) -> None:
+        scaled.extend([step] if step == 40 else [])
+
+    alert = train(ExplodingGradient(), 45, model=model, before=begin)[0]
+    assert (alert.step, alert.module_name) == (40, "10")
+    assert "without 10 it would be nearly the same" in alert.message
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_layers_do_not_vanish_because_another_one_explodes(grows: bool) -> None:
+    model = deep()
+    optimizer = SGD(model.parameters(), 0.1)
+    with capture_run(model, every_n_steps=1, rules=[]) as run:
+        for _ in range(2):
+            nn.functional.cross_entropy(model(draw()[0]), draw()[1]).backward()
+            optimizer.step()
+    last = run.records[1]
+    names = [parameter.name for parameter in last.layout.parameters]
+    one = np.array([name == "18.weight" for name in names])
+
+    def record(step: int) -> StepRecord:
+        unlike = step >= 40
+        factors = np.where(one, 1e5 if grows else 1.0, 1.0 if grows else 1e-5) if unlike else 1.0
+        moved = {n: 1e-3 if n == "18.weight" or not unlike else 1e-8 for n in names}
+        norms = last.grad_norms * factors
+        return replace(last, step=step, grad_norms=norms, update_ratios=moved)
+
+    alerts = alerts_of(map(record, range(60)), [VanishingGradient()])
+    assert [alert.module_name for alert in alerts] == ([] if grows else ["0"])
 
 
 def test_a_layer_is_to_blame_though_the_first_batch_after_it_had_no_gradient() -> None:
