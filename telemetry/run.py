@@ -140,6 +140,11 @@ class Run:
 
     def attach(self) -> None:
         """Put the hooks on the model, unless others measure for this process."""
+        if self.closed and self.capture.model_is_gone:
+            raise ValueError(
+                "HookLogger(model): the model is gone, which has closed the logger; keep it in a "
+                "variable of yours, also a container like nn.ModuleList([generator, critic])"
+            )
         if self.closed:
             raise ValueError("HookLogger.attach(): the logger is closed; make a new one")
         if self._membership.role.measures:

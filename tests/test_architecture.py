@@ -35,6 +35,7 @@ LAYERS = [
     {"integrations"},
     {"tensorboard_plugin"},
     {"commands"},
+    {"__main__"},
     {""},  # telemetry/__init__.py
 ]
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}

@@ -32,7 +32,9 @@ def test_linked_files_exist(page: Path) -> None:
 
 
 def test_each_question_of_a_newcomer_has_one_file_as_its_answer() -> None:
-    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("| question |")[2]
+    table = (
+        (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("| question |")[2]
+    )
     answers = re.findall(r"^\| [^|]+\? \| `([\w/.]+)` \|$", table, re.MULTILINE)
     assert len(answers) == 12
     assert [name for name in answers if not (ROOT / "telemetry" / name).is_file()] == []

@@ -247,12 +247,14 @@ class _Hidden:
 
 
 def _may_explain(reported: _Reported, alert: Alert) -> bool:
-    """Whether it fits: a layer without a gradient explains nothing about another.
+    """Whether it fits: a note explains nothing, nor a layer without a gradient another.
 
     A loss that jumps because of the learning rate may make things explode; otherwise they come
     first.
     """
     cause = reported.alert
+    if cause.severity == "note" and alert.severity != "note":
+        return False
     if cause.kind == "loss_spike" and alert.kind in _EXPLOSIONS:
         return reported.by_rate
     if "untrained_parameters" not in (cause.kind, alert.kind):

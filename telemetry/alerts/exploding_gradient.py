@@ -26,8 +26,8 @@ class ExplodingGradient(CourseRule):
     - it exceeds it fivefold, the optimizer then moves the weights by a fifth of their norm, and the
       loss is far above all before; or
     - it is for ten steps ``lasting_factor`` times what it was more than 20 steps ago (ten more
-      than it is not), while the loss has risen and does not recover. (Harder data raise both as
-      well; then the loss falls again.)
+      than it is not), while the loss has risen and does not recover (harder data raise both as
+      well, then the loss falls again); or five times, while the loss falls without bound.
 
     Growth that comes from the loss does not count: if the loss gets another weight or unit, the
     gradient of the network's output grows as much as those of the parameters. The first full
@@ -125,14 +125,15 @@ class ExplodingGradient(CourseRule):
 
     def _in_time(self, record: StepRecord) -> Alert | None:
         course, norm, loss = self.course, self.course.norm, self.course.loss
-        lasts = norm.far_above >= self._lasting_decades
+        lasting = FAR_ABOVE if loss.is_unbounded else self._lasting_decades
+        lasts = norm.far_above >= lasting
         self._see_gain(record, large=lasts)
         far_above = norm.above - self._from_loss >= self._decades
-        lasts &= norm.far_above - self._from_loss >= self._lasting_decades
+        lasts &= norm.far_above - self._from_loss >= lasting
         self._steps_far_above = self._steps_far_above + 1 if far_above else 0
         # One batch without a gradient in between is no end: all may be right for once.
         self._steps_lasting = max(0, self._steps_lasting + (1 if lasts else -1))
-        lost = loss.is_worse and not loss.is_recovering
+        lost = (loss.is_worse and not loss.is_recovering) or loss.is_unbounded
         explodes = norm.above >= self._decades + _AT_ONCE
         explodes |= self._steps_far_above >= _STEPS or (self._steps_lasting >= _LASTING and lost)
         explodes |= (
@@ -143,12 +144,14 @@ class ExplodingGradient(CourseRule):
         if not explodes or course.since_rate_jump < _WAIT_FOR_RATE:
             return None
         total = record.total_grad_norm
+        falls = ", while the loss falls without bound" if loss.is_unbounded else ""
         return self._alert(
             record,
             value=total,
             threshold=norm.usual * 10**self._lasting_decades,
-            seen=f"The gradient norm is {total:.3g}; it used to be {norm.usual:.3g}",
+            seen=f"The gradient norm is {total:.3g}; it used to be {norm.usual:.3g}{falls}",
             confined=self._blame.confined(record, norm.usual),
+            advice=_UNBOUNDED if falls else "",
         )
 
     def _see_gain(self, record: StepRecord, *, large: bool) -> None:
@@ -221,7 +224,7 @@ class ExplodingGradient(CourseRule):
     ) -> Alert:
         """An alert that blames the layers in ``where``, else the batch or what grew first."""
         blame, batch = self._blame, 0.0
-        if not advice and not self.course.follows_rate_jump:
+        if where is None and not self.course.follows_rate_jump:
             where, batch = blame.stretch, blame.batch
             if blame.is_alike:
                 seen += ", in all layers alike: because of the batch, or of several layers"
@@ -230,7 +233,7 @@ class ExplodingGradient(CourseRule):
         elif where is not None:
             seen += f", most likely because of {where.shared}"
         elif confined is not None:
-            where, advice = confined, _ONE_LAYER
+            where, advice = confined, advice or _ONE_LAYER
             seen += f", and without {confined} it would be nearly the same"
         return Alert(
             kind=self.name,
@@ -261,6 +264,7 @@ _BATCH = (
     "Look at how that batch was made and normalized. People usually clip gradients "
     "(clip_grad_norm_), so that one batch cannot do harm."
 )
+_UNBOUNDED = "Look for a term of the loss with the wrong sign, or that nothing limits from below."
 _ONE_LAYER = (
     "Look at what only this layer's gradient contains: a term of the loss, a backward function, a "
     "hook. People usually clip gradients (clip_grad_norm_), too."

@@ -124,6 +124,7 @@ class LossDivergence(CourseRule):
         at = f" at a learning rate of {rate:.3g}" if rate > 0 else ""
         if 0 < lowest * _RISEN <= rate:
             at = f" since the learning rate rose from {lowest:.3g} to {rate:.3g}"
+        ratio = f"{self._ratio:.0%} of" if self._ratio < 10 else f"{self._ratio:.2g} times"
         return Alert(
             kind=self.name,
             severity="warning",
@@ -133,7 +134,7 @@ class LossDivergence(CourseRule):
             threshold=self._update_ratio,
             message=(
                 f"The loss has risen to {record.loss:.4g}, far above earlier ones, and one "
-                f"optimizer step moves the weights by {self._ratio:.0%} of their norm{at}.\n"
+                f"optimizer step moves the weights by {ratio} their norm{at}.\n"
                 "People usually divide the learning rate by 3 to 10, and warm it up."
             ),
         )

@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
-from telemetry.alert import Alert
+from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import CourseRule
 from telemetry.alerts.first_movers import FEW, NormRing
 from telemetry.alerts.history import median
@@ -30,7 +30,7 @@ class LossSpike(CourseRule):
     How far a loss lies above its past is counted in ranges: highest minus lowest of a hundred
     losses, the latest ten left out. Those that are high themselves do not become part of that
     past. A jump alone is no fault: a harder task, other data or another weight of a term do the
-    same. So it takes one of three reasons:
+    same, so it gives a note. A warning takes one of three reasons:
 
     - The learning rate has just jumped to three times all rates that the run has survived, and
       after two losses since then they are ``rate_distance`` ranges above the past, or the last five
@@ -110,7 +110,10 @@ class LossSpike(CourseRule):
             return
         self._high.append(_Loss(record.step, loss))
         found = self._find(record)
-        if found is not None:
+        if found is not None and found.severity == "note":
+            yield found
+            self._accept()
+        elif found is not None:
             yield found if self._begun is None else replace(found, stage="worse")
             if self._begun is None:
                 self._begun = found
@@ -121,10 +124,14 @@ class LossSpike(CourseRule):
             self._past.clear()
             self._high.clear()
         elif len(self._high) > _LASTING:
-            self._past.clear()
-            for known in self._high_losses:
-                self._past.adopt(known)  # it is how things are now
-            self._high.clear()
+            self._accept()
+
+    def _accept(self) -> None:
+        """High losses are how things are now."""
+        self._past.clear()
+        for known in self._high_losses:
+            self._past.adopt(known)
+        self._high.clear()
 
     def quiet_steps(self, steps: LightSteps) -> int:
         highest = steps.learning_rates.max(axis=0, initial=0.0).tolist()
@@ -182,8 +189,16 @@ class LossSpike(CourseRule):
         if self._begun is not None or len(losses) != 3 or least < self._distance:
             return None
         early = [mover for mover in self._norms.movers(since) if mover.step < since]
-        if len(early) < FEW * self._norms.count():
+        if len(early) < FEW * self._norms.count() and self._might_jump(self._rates[-1]):
             return None
+        if len(early) < FEW * self._norms.count():
+            return self._alert(
+                "at once: neither the learning rate nor the weights had changed before, so the "
+                "batches, their targets or the loss are others than they were",
+                "A new task, harder data and another weight of a term do that. If none is meant, "
+                "look at what came from this step on: inputs, labels, their order and their unit.",
+                severity="note",
+            )
         return self._alert(
             f"and gradients had left their past {steps_in_words(since - early[0].step)} before",
             "People usually clip gradients, lower the learning rate or Adam's beta2, and go on "
@@ -245,12 +260,12 @@ class LossSpike(CourseRule):
 
     # --- what is said ----------------------------------------------------------------------------
 
-    def _alert(self, reason: str, advice: str) -> Alert:
+    def _alert(self, reason: str, advice: str, severity: Severity = "warning") -> Alert:
         step = self._high[0].step
         peak, usual = max(self._high_losses), self._past.median
         return Alert(
             kind=self.name,
-            severity="warning",
+            severity=severity,
             step=step,
             module_name=None,
             value=peak,

@@ -73,6 +73,11 @@ class LossTrend:
         return self._long_ago.median
 
     @property
+    def is_unbounded(self) -> bool:
+        """Whether it is so far below zero that nothing seems to limit it: ten first losses."""
+        return bool(self._first) and median(self._recent) < -_UNBOUNDED * abs(self.first)
+
+    @property
     def has_lost(self) -> bool:
         """Whether half of what was learned is lost for certain."""
         return self.steps_lost >= _RECENT
@@ -170,4 +175,5 @@ _FAR = 0.5  # of the range of the losses so far, by eye; tried 0.1 and 2.5
 _FAR_OF_FEW = 0.2  # of the highest loss, while the range says little; by eye; tried 0.1 and 0.4
 _FEW = 10  # losses whose range says little, as _FEWEST of Past
 _PATIENCE = 100  # by eye, in steps; tried 50 and 200
+_UNBOUNDED = 10.0  # by eye
 _OUTLIERS = 20  # by eye, in losses; tried 10 and 40

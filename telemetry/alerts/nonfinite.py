@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,6 +49,8 @@ class Nonfinite(Rule):
     Then a module is suspect if it is not one of PyTorch's, because those do not turn usual numbers
     into NaN. If several are, they are said to be, and none is named as the culprit.
 
+    Where loss or gradients had grown a millionfold, the numbers overflowed, wherever that shows.
+
     Args:
         losses: Number of losses in a row that are not finite, after which no further optimizer step
             is expected.
@@ -59,6 +62,8 @@ class Nonfinite(Rule):
     _was_good: bool
     _usual: set[str]
     _calm_steps: int
+    _loss: _Ends
+    _norm: _Ends
     _episode: Episode
 
     # Ten: a scaler halves its factor at each skipped step, and needs several in the beginning.
@@ -69,6 +74,7 @@ class Nonfinite(Rule):
         self._was_good = False
         self._usual = set()
         self._calm_steps = 0
+        self._loss, self._norm = _Ends(), _Ends()
         self._episode = Episode(1)
 
     @property
@@ -92,7 +98,9 @@ class Nonfinite(Rule):
         self._was_good = record.all_grads_finite
         if found is not None:
             self._calm_steps = 0
-            return self._episode.update(record.step, _alert(record, found))
+            return self._episode.update(record.step, self._alert(record, found))
+        self._loss.add(math.nan if record.loss is None else record.loss)
+        self._norm.add(record.total_grad_norm)
         self._usual.update(name for name, given in record.inputs.items() if is_bad(given))
         self._calm_steps += 1
         # A parameter or buffer that is not used for some steps shows only in full.
@@ -111,20 +119,53 @@ class Nonfinite(Rule):
     def pass_over(self, steps: LightSteps) -> None:
         self._has_stepped = self._was_good = True
         self._calm_steps += len(steps)
+        self._loss.add(*steps.losses.tolist())
+        self._norm.add(*steps.total_grad_norms.tolist())
         if not np.isnan(steps.losses).all():
             self._bad_losses = 0
 
+    def _alert(self, record: StepRecord, origin: Origin) -> Alert:
+        where, advice = origin.where, origin.advice
+        known = (("the loss", self._loss), ("the gradient norm", self._norm))
+        what, growth = max(known, key=lambda pair: pair[1].times)
+        if growth.times >= _OVERFLOWS:
+            where += f", after {what} had grown {growth.times:.1g}-fold: the numbers overflowed"
+            advice = _TOO_LARGE
+        return Alert(
+            kind=self.name,
+            severity="error",
+            step=record.step,
+            module_name=origin.module_name,
+            value=float((~record.grad_finite).sum()),
+            threshold=0.0,
+            message=f"NaN or infinity, first seen in {where}.\n{advice}",
+        )
 
-def _alert(record: StepRecord, origin: Origin) -> Alert:
-    return Alert(
-        kind=Nonfinite.name,
-        severity="error",
-        step=record.step,
-        module_name=origin.module_name,
-        value=float((~record.grad_finite).sum()),
-        threshold=0.0,
-        message=f"NaN or infinity, first seen in {origin.where}.\n{origin.advice}",
-    )
+
+@dataclass
+class _Ends:
+    """The first and the last of some magnitudes, those that are not finite left out."""
+
+    first: float = 0.0
+    last: float = 0.0
+
+    def add(self, *values: float) -> None:
+        """Add some in their order."""
+        finite = [abs(value) for value in values if math.isfinite(value)]
+        if finite:
+            self.first, self.last = self.first or finite[0], finite[-1]
+
+    @property
+    def times(self) -> float:
+        """How many times as large the last is as the first; 0 if that is not known."""
+        return self.last / self.first if self.first else 0.0
+
+
+_OVERFLOWS = 1e6  # by eye
+_TOO_LARGE = (
+    "People usually lower the learning rate or warm it up, clip gradients (clip_grad_norm_), and "
+    "check the initial weights and custom backward functions; float16 ends at 65504."
+)
 
 
 def _skipped_forever(step: int, losses: int) -> Alert:

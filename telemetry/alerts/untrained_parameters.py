@@ -24,6 +24,9 @@ class UntrainedParameters(Rule):
     nobody reads. Frozen parameters do not count, nor do modules that did not run and are one of
     several alike, of which others learn: experts are chosen, and some are chosen rarely.
 
+    What is unfrozen later is looked at likewise. That gradients come to what an optimizer stepped
+    before, and none does so any more, is a note: a second stage may train a part.
+
     Args:
         share: Of the elements of all parameters that require a gradient.
         steps: Number of steps that are looked at before anything is said.
@@ -36,7 +39,9 @@ class UntrainedParameters(Rule):
     _reached: NDArray[np.bool_]
     _trainable: NDArray[np.bool_]
     _ran: NDArray[np.bool_]
-    _told: bool
+    _trained_before: NDArray[np.bool_]
+    _told: NDArray[np.bool_]
+    _is_new: bool
 
     def __init__(
         self,
@@ -48,84 +53,91 @@ class UntrainedParameters(Rule):
     ) -> None:
         self._share = share
         self._needed = steps
-        self._steps = 0
-        self._looks = 0
-        self._trained = np.zeros(0, bool)
-        self._reached = np.zeros(0, bool)
-        self._trainable = np.zeros(0, bool)
-        self._ran = np.zeros(0, bool)
-        self._told = False
+        self._begin(0)
+        self._trainable = self._trained_before = self._told = np.zeros(0, bool)
+
+    def _begin(self, count: int, *, is_new: bool = True) -> None:
+        """Look at so many parameters from now on.
+
+        Args:
+            is_new: Whether something can learn that could not before.
+        """
+        self._steps = self._looks = 0
+        self._trained, self._reached = np.zeros(count, bool), np.zeros(count, bool)
+        self._ran = np.zeros(count, bool)
+        self._is_new = is_new
 
     @property
     def wants_full(self) -> bool:
         """Whether it is time to tell, and which parameters have a gradient is not known enough."""
         late = self._needed - _LATE <= self._steps <= self._needed + _LATE
         left = self._trainable & ~self._trained
-        return late and not self._told and self._looks < _LOOKS and bool(left.any())
+        return late and self._is_new and self._looks < _LOOKS and bool(left.any())
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        if self._told:
-            return ()
         count = len(record.layout.parameters)
         if len(self._trained) != count:
-            self._steps = self._looks = 0
-            self._trained, self._reached = np.zeros(count, bool), np.zeros(count, bool)
-            self._trainable, self._ran = np.zeros(count, bool), np.zeros(count, bool)
-        self._steps += 1
-        self._trained |= record.grad_present
+            self._begin(count)
+            self._trainable = self._trained_before = self._told = np.zeros(count, bool)
         if len(record.trainable) == count:
+            if not self._is_new and (record.trainable & ~self._trainable).any():
+                self._begin(count)
             self._looks += 1
             self._trainable = record.trainable
             self._reached |= record.reached
             ran = record.activations
             self._ran |= [p.module_name in ran for p in record.layout.parameters]
+        self._steps += 1
+        self._trained |= record.grad_present
         if self._steps < self._needed or self._looks < _LOOKS or record.total_grad_norm == 0:
             return ()
-        self._told = True
-        left = self._trainable & ~self._trained
+        left = self._trainable & ~self._trained & ~self._told
         left &= self._reached | self._ran | ~_one_of_many(record.layout, self._trained)
-        return [self._alert(record, left)] if left.any() else ()
+        left &= self._reached | ~self._trained_before
+        alerts = [self._alert(record, left)] if left.any() else []
+        self._told = self._told | left
+        self._trained_before = self._trained_before | self._trained
+        self._begin(count, is_new=False)
+        return alerts
 
     def quiet_steps(self, steps: LightSteps) -> int:
-        waits_for_looks = self._steps > self._needed + _LATE and self._looks < _LOOKS
-        if self._told:
+        if not self._is_new:
             return len(steps)
         if len(self._trained) != len(steps.layout.parameters):
             return 0
-        if waits_for_looks:
+        if self._steps > self._needed + _LATE and self._looks < _LOOKS:
             return len(steps)
         return max(0, min(len(steps), self._needed - _LATE - 1 - self._steps))
 
     def narrow(self, bounds: Bounds) -> bool:
-        if not self._told and not (self._steps > self._needed + _LATE and self._looks < _LOOKS):
+        if not self._is_new:
+            return True
+        if not (self._steps > self._needed + _LATE and self._looks < _LOOKS):
             bounds.last_for(self._needed - _LATE - 1 - self._steps)
-        return self._told or len(self._trained) == len(bounds.layout.parameters)
+        return len(self._trained) == len(bounds.layout.parameters)
 
     def pass_over(self, steps: LightSteps) -> None:
-        if not self._told:
+        if len(self._trained) == len(steps.layout.parameters):
             self._steps += len(steps)
             self._trained |= steps.grad_present.any(axis=0)
 
     def _alert(self, record: StepRecord, left: NDArray[np.bool_]) -> Alert:
-        layout, unstepped = record.layout, left & self._reached
+        layout = record.layout
         sizes = np.array([parameter.size for parameter in layout.parameters])
         share = float(sizes[left].sum() / sizes[self._trainable].sum())
         names = list(_groups(layout, left, self._trainable))
         shown = ", ".join(called(name) for name in names[:_NAMED])
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        severity: Severity = "warning" if unstepped.any() or share >= self._share else "note"
-        what = (
-            "gets gradients, and no optimizer steps it"
-            if unstepped.any()
-            else f"requires a gradient, and had none in {self._steps} steps"
-        )
-        advice = (
-            "Make the optimizer after the last module is in place, with all parameters, and step "
-            "it; what should stay as it is is better frozen by requires_grad_(False)."
-            if unstepped.any()
-            else "Check for detach() and no_grad() between it and the loss, and that its output "
-            "is used; what should stay as it is is better frozen by requires_grad_(False)."
-        )
+        severity: Severity = "warning"
+        if self._trained_before[left].all():
+            severity = "note"
+            what = f"gets gradients, and no optimizer has stepped it for {self._steps} steps"
+        elif (left & self._reached).any():
+            what = "gets gradients, and no optimizer steps it"
+        else:
+            severity = "warning" if share >= self._share else "note"
+            what = f"requires a gradient, and had none in {self._steps} steps"
+        advice = _NOT_STEPPED if (left & self._reached).any() else _NOT_REACHED
         return Alert(
             kind=self.name,
             severity=severity,
@@ -137,6 +149,14 @@ class UntrainedParameters(Rule):
         )
 
 
+_NOT_STEPPED = (
+    "Make the optimizer after the last module is in place, with all parameters, and step it; what "
+    "should stay as it is is better frozen by requires_grad_(False)."
+)
+_NOT_REACHED = (
+    "Check for detach() and no_grad() between it and the loss, and that its output is used; what "
+    "should stay as it is is better frozen by requires_grad_(False)."
+)
 _LOOKS = 2  # a look at a step of one optimizer of several says too little
 _LATE = 9  # steps around the last one in which a measurement is asked for
 _NAMED = 5

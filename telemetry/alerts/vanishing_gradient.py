@@ -121,7 +121,7 @@ class VanishingGradient(CourseRule):
 
     @property
     def _exploded_decades(self) -> float:
-        """How far the largest norm itself is beyond what it was: by so much others only seem small."""
+        """How far the norms are beyond what they were: others only seem so much smaller."""
         far_above = self.course.norm.far_above
         return far_above if far_above >= FAR_ABOVE else 0.0
 

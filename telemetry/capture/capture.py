@@ -92,6 +92,11 @@ class Capture:
         return self._steps.window.step
 
     @property
+    def model_is_gone(self) -> bool:
+        """Whether nothing but this has referred to the model."""
+        return self._watch.model() is None
+
+    @property
     def attached(self) -> bool:
         """Whether hooks are in place."""
         return self._steps.optimizers.installed

@@ -109,7 +109,10 @@ def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
         if values:
             log = min(filter(math.isfinite, values), default=0) > 0
             curve = sparkline(values, width=MAX_POINTS, log=log)
-            yield f"  {name:14}{curve}  {values[0]:.3g} to {values[-1]:.3g}"
+            ends = f"from {values[0]:.3g} to {values[-1]:.3g}"
+            highest = max(filter(math.isfinite, values), default=math.nan)
+            most = f", at most {highest:.3g}" if highest > max(values[0], values[-1]) else ""
+            yield f"  {name:14}{curve}  {ends}{most}"
 
 
 def _table(flight: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_runs import Batch, draw, net, train
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 
 from telemetry.alerts.exploding_activation import ExplodingActivation
 from telemetry.alerts.exploding_gradient import ExplodingGradient
@@ -67,6 +67,23 @@ def test_a_gradient_that_grows_in_one_layer_alone_is_named() -> None:
     alert = train(ExplodingGradient(), 45, model=model, before=begin)[0]
     assert (alert.step, alert.module_name) == (40, "10")
     assert "without 10 it would be nearly the same" in alert.message
+
+
+def test_a_loss_without_a_lower_limit_explodes() -> None:
+    model = net()
+    optimizer = Adam(model.parameters(), 0.01)
+    with capture_run(model, every_n_steps=10, rules=[ExplodingGradient()]) as run:
+        for step in range(160):
+            points, classes = draw()
+            error = (model(points)[:, 0] - classes).square().mean()
+            loss = error if step < 60 else -error
+            optimizer.zero_grad()
+            loss.backward()
+            run.log(loss=loss)
+            optimizer.step()
+    alert = run.alerts[0]
+    assert 80 <= alert.step <= 140
+    assert "while the loss falls without bound" in alert.message
 
 
 @pytest.mark.parametrize("grows", [True, False])

@@ -119,13 +119,23 @@ def test_batches_as_rare_and_as_high_as_one_before_are_told_once() -> None:
     assert [(alert.step, alert.stage) for alert in alerts] == [(220, "begin"), (221, "end")]
 
 
-def test_other_data_another_weight_and_a_warm_restart_are_none() -> None:
-    def shifted(step: int) -> Batch:
-        points, classes = draw()
-        return points, (classes + (step >= 200)) % 3
+def shifted(step: int) -> Batch:
+    points, classes = draw()
+    return points, (classes + (step >= 200)) % 3
 
-    assert train(LossSpike(), 300, batch=shifted, **rates({})) == []
-    assert train(LossSpike(), 300, weight=lambda s: 3e3 if s >= 200 else 1.0, **rates({})) == []
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"batch": shifted}, {"weight": lambda step: 3e3 if step >= 200 else 1.0}],
+    ids=["other data", "another weight"],
+)
+def test_other_data_and_another_weight_are_noted(changed: dict[str, Any]) -> None:
+    [alert] = train(LossSpike(), 300, **changed, **rates({}))
+    assert (alert.step, alert.severity) == (200, "note")
+    assert "the batches, their targets or the loss are others" in alert.message
+
+
+def test_a_warm_restart_is_none() -> None:
     restarts = {step: 0.03 * (1 - step % 60 / 60) for step in range(300)}
     assert train(LossSpike(), 300, **rates(restarts)) == []
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_runs import draw, net, train
+from small_runs import Batch, draw, net, train
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Adam
+from torch.optim import SGD, Adam
 
 from telemetry import Alert
 from telemetry.alerts.nonfinite import Nonfinite
@@ -181,6 +181,19 @@ def test_an_optimizer_that_makes_it_so(every: int) -> None:
     alert = train(Nonfinite(), 3, model=broken, optimizer=optimizer, every=every)[0]
     assert (alert.step, alert.module_name) == (0, "0")
     assert "first seen in the optimizer: its step made 0.weight so" in alert.message
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_numbers_that_overflow_because_steps_are_too_large(every: int) -> None:
+    def batch(step: int) -> Batch:
+        points, classes = draw()
+        return points * 1e3, classes
+
+    model = net()
+    optimizer = SGD(model.parameters(), 1e4, momentum=0.9)
+    alert = train(Nonfinite(), 40, model=model, optimizer=optimizer, batch=batch, every=every)[0]
+    assert "-fold: the numbers overflowed." in alert.message
+    assert "lower the learning rate" in alert.message
 
 
 def test_weights_that_are_overwritten_after_a_good_step() -> None:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_runs import train
+from small_runs import draw, train
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import SGD
 
 from telemetry import Alert
 from telemetry.alerts.untrained_parameters import UntrainedParameters
+from telemetry.testing import capture_run
 
 
 class Net(nn.Module):
@@ -118,3 +120,40 @@ def test_a_part_that_has_its_turn_rarely_is_none() -> None:
             return super().forward(x) + extra
 
     assert train(UntrainedParameters(), 150, model=Rare(spare=True)) == []
+
+
+@pytest.mark.parametrize("every", [10, 100])
+def test_what_is_unfrozen_later_and_not_in_the_optimizer(every: int) -> None:
+    model = Net()
+    model.trunk.requires_grad_(False)
+
+    def unfreeze(step: int) -> None:
+        model.trunk.requires_grad_(step >= 130)
+
+    [alert] = train(
+        UntrainedParameters(),
+        420,
+        model=model,
+        optimizer=SGD(model.head.parameters(), 0.1),
+        before=unfreeze,
+        every=every,
+    )
+    assert (alert.severity, alert.module_name) == ("warning", "trunk")
+    assert 200 <= alert.step <= 310
+
+
+def test_what_an_optimizer_no_longer_steps_is_a_note() -> None:
+    model = Net()
+    first, second = SGD(model.parameters(), 0.1), SGD(model.head.parameters(), 0.1)
+    first_stage: list[Alert] = []
+    with capture_run(model, every_n_steps=10, rules=[UntrainedParameters()]) as run:
+        for step in range(330):
+            points, classes = draw()
+            model.zero_grad()
+            F.cross_entropy(model(points), classes).backward()
+            (first if step < 120 else second).step()
+            first_stage += run.alerts if step == 119 else []
+    assert first_stage == []
+    [alert] = run.alerts
+    assert (alert.severity, alert.module_name) == ("note", "trunk")
+    assert "no optimizer has stepped it for" in alert.message

@@ -88,7 +88,7 @@ def test_curves_are_small_plots(tmp_path: Path) -> None:
     fly(tmp_path).close()
     lines = explain(tmp_path).splitlines()
     [loss] = [line for line in lines if line.startswith("  loss ")]
-    assert loss.endswith("  16 to 35")
+    assert loss.endswith("  from 16 to 35")
     assert "▁" in loss
     assert "█" in loss
     [norm] = [line for line in lines if line.startswith("  gradient norm ")]
