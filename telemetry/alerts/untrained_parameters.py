@@ -19,10 +19,11 @@ class UntrainedParameters(Rule):
 
     Told once, after ``steps`` steps. It is a warning where gradients come and no optimizer takes
     them: an optimizer made before a module was replaced, made for a part of the model or for
-    another one, or not stepped. It is a warning, too, where parameters without a gradient are at
-    least ``share`` of the trainable ones (``detach()``, ``no_grad()``), else a note: a head that
-    nobody reads. Frozen parameters do not count, nor do modules that did not run and are one of
-    several alike, of which others learn: experts are chosen, and some are chosen rarely.
+    another one, or not stepped. It is a warning, too, where parameters that are stepped have no
+    gradient and are at least ``share`` of the trainable ones (``detach()``, ``no_grad()``), else a
+    note: a head that nobody reads, a part whose turn comes later. Frozen parameters do not count,
+    nor do modules that did not run and are one of several alike, of which others learn: experts are
+    chosen, and some are chosen rarely.
 
     What is unfrozen later is looked at likewise. That gradients come to what an optimizer stepped
     before, and none does so any more, is a note: a second stage may train a part.
@@ -38,6 +39,7 @@ class UntrainedParameters(Rule):
     _trained: NDArray[np.bool_]
     _reached: NDArray[np.bool_]
     _trainable: NDArray[np.bool_]
+    _held: NDArray[np.bool_]
     _ran: NDArray[np.bool_]
     _trained_before: NDArray[np.bool_]
     _told: NDArray[np.bool_]
@@ -64,7 +66,7 @@ class UntrainedParameters(Rule):
         """
         self._steps = self._looks = 0
         self._trained, self._reached = np.zeros(count, bool), np.zeros(count, bool)
-        self._ran = np.zeros(count, bool)
+        self._held, self._ran = np.zeros(count, bool), np.zeros(count, bool)
         self._is_new = is_new
 
     @property
@@ -85,6 +87,7 @@ class UntrainedParameters(Rule):
             self._looks += 1
             self._trainable = record.trainable
             self._reached |= record.reached
+            self._held |= record.held
             ran = record.activations
             self._ran |= [p.module_name in ran for p in record.layout.parameters]
         self._steps += 1
@@ -135,7 +138,8 @@ class UntrainedParameters(Rule):
         elif (left & self._reached).any():
             what = "gets gradients, and no optimizer steps it"
         else:
-            severity = "warning" if share >= self._share else "note"
+            lost = share >= self._share and (left & self._held).any()
+            severity = "warning" if lost else "note"
             what = f"requires a gradient, and had none in {self._steps} steps"
         advice = _NOT_STEPPED if (left & self._reached).any() else _NOT_REACHED
         return Alert(

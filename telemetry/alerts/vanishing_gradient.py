@@ -201,7 +201,8 @@ class VanishingGradient(CourseRule):
         ran = np.array([name in record.activations for name in modules.names])
         # Where gradients come and no optimizer takes them, untrained_parameters tells that.
         idle = modules.any_of(record.reached & ~record.grad_present)
-        counts = modules.any_of(record.trainable) & ran & ~idle
+        # What belongs to another optimizer may have its turn later, as the generator of a GAN.
+        counts = modules.any_of(record.trainable & record.held) & ran & ~idle
         gone = zero & counts
         gone[np.flatnonzero(~zero)[-1] :] = False
         first = gone & np.logical_and.accumulate(gone | ~counts)

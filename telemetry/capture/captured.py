@@ -146,6 +146,7 @@ class CapturedStep:
             full=window.full,
             trainable=self._marked(window.trainable),
             reached=self._marked(window.reached),
+            held=self._marked(window.held),
             fingerprints=tuple(float(copy.wait()) for copy in window.fingerprints),
             examples=window.examples,
             left_out=window.left_out,

@@ -130,6 +130,7 @@ class StepReader:
             self._read_buffers(window)
         if not window.full:
             return
+        window.held.update(index for index, _ in parameters)
         for index, parameter in self._table.all():
             if parameter.requires_grad:
                 window.trainable.add(index)

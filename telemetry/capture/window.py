@@ -91,6 +91,7 @@ class Window:
         eval_mode: Whether the model was in evaluation mode when an optimizer stepped.
         trainable: Parameters that require a gradient, by index.
         reached: Those that have one, whether or not an optimizer holds them.
+        held: Those that an optimizer holds which stepped.
         fingerprints: Of the tensors that the model was given, see :func:`fingerprint`.
         examples: Length of the first of them, in all forward passes together.
     """
@@ -113,6 +114,7 @@ class Window:
     eval_mode: bool = False
     trainable: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
     fingerprints: list[HostCopy] = field(default_factory=list)
     examples: int = 0
     updates: list[UpdateReading] = field(default_factory=list)
@@ -162,6 +164,7 @@ class Window:
             random_states={},
             trainable=set(),
             reached=set(),
+            held=set(),
             fingerprints=[],
             examples=0,
         )

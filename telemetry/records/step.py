@@ -44,6 +44,7 @@ class StepRecord:
         trainable: For each parameter whether it requires a gradient, bool, shape ``[parameters]``;
             like all that follows empty if the step is not full.
         reached: Whether it had one, even if no optimizer holds the parameter, likewise.
+        held: Whether an optimizer that stepped holds it, likewise.
         fingerprints: A number for each tensor that the model was given, of any type and in their
             order; it is the same for the same values.
         examples: Length of the first tensor that the model was given, in all forward passes of the
@@ -89,6 +90,7 @@ class StepRecord:
     full: bool = False
     trainable: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     reached: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    held: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     fingerprints: tuple[float, ...] = ()
     examples: int = 0
     left_out: frozenset[str] = frozenset()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from telemetry.alerts.vanishing_gradient import VanishingGradient
+from telemetry.testing import capture_run
 
 
 class TwoTowers(nn.Module):
@@ -95,6 +96,30 @@ def test_what_no_optimizer_takes_has_not_vanished() -> None:
     model = TwoTowers(usual)
     rest = [*model.other.parameters(), *model.head.parameters()]
     assert train(VanishingGradient(), 60, model=model, optimizer=SGD(rest, 0.1)) == []
+
+
+def test_a_generator_whose_critic_is_trained_alone_at_first_has_not_vanished() -> None:
+    torch.manual_seed(0)
+    generator, critic = (
+        nn.Linear(4, 2),
+        nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1)),
+    )
+    model = nn.ModuleList([generator, critic])
+    optimizers = [SGD(part.parameters(), 0.01) for part in model]
+    with capture_run(model, every_n_steps=10, rules=[VanishingGradient()]) as run:
+        for step in range(80):
+            made = generator(torch.randn(32, 4))
+            optimizers[1].zero_grad()
+            loss = (
+                critic(made.detach()).exp().mean() + (-critic(torch.randn(32, 2) + 1)).exp().mean()
+            )
+            loss.backward()
+            optimizers[1].step()
+            if step >= 50:
+                optimizers[0].zero_grad()
+                (-critic(made)).exp().mean().backward()
+                optimizers[0].step()
+    assert run.alerts == []
 
 
 def test_a_phase_without_a_gradient_has_not_vanished() -> None:
