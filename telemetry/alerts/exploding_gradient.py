@@ -226,7 +226,7 @@ class ExplodingGradient(CourseRule):
         blame, batch = self._blame, 0.0
         if where is None and not self.course.follows_rate_jump:
             where, batch = blame.stretch, blame.batch
-            if blame.is_alike:
+            if blame.is_alike and confined is None:
                 seen += ", in all layers alike: because of the batch, or of several layers"
         if batch:
             seen += f", because of the batch: its values are {batch:.2g} times as large as before"
