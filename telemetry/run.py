@@ -140,13 +140,10 @@ class Run:
 
     def attach(self) -> None:
         """Put the hooks on the model, unless others measure for this process."""
-        if self.closed and self.capture.model_is_gone:
-            raise ValueError(
-                "HookLogger(model): the model is gone, which has closed the logger; keep it in a "
-                "variable of yours, also a container like nn.ModuleList([generator, critic])"
-            )
         if self.closed:
-            raise ValueError("HookLogger.attach(): the logger is closed; make a new one")
+            gone = "the model is gone; keep it in a variable of yours"
+            why = gone if self.capture.model_is_gone else "the logger is closed; make a new one"
+            raise ValueError(f"HookLogger.attach(): {why}")
         if self._membership.role.measures:
             self.capture.attach()
 
@@ -174,10 +171,7 @@ class Run:
     def log(self, scalars: object, named: Mapping[str, object]) -> None:
         """As :meth:`telemetry.HookLogger.log`; the rules see what is logged, too."""
         if self.closed:
-            self.failures.log_once(
-                "HookLogger.log() after close() writes nothing; call it earlier, or inside of the "
-                "with block"
-            )
+            self.failures.log_once("HookLogger.log() after close() writes nothing; call it earlier")
             return
         values, refused = scalars_of(scalars, named)
         self._log(values, self.capture.step)

@@ -468,7 +468,8 @@ def test_removing_and_attaching_again_goes_on_with_the_count(tmp_path: Path) -> 
 
 
 def test_a_closed_logger_cannot_be_attached(tmp_path: Path) -> None:
-    logger = HookLogger(mlp(), tmp_path)
+    model = mlp()
+    logger = HookLogger(model, tmp_path)
     logger.close()
     with pytest.raises(ValueError, match="closed; make a new one"):
         logger.attach()

@@ -110,11 +110,9 @@ class LossSpike(CourseRule):
             return
         self._high.append(_Loss(record.step, loss))
         found = self._find(record)
-        if found is not None and found.severity == "note":
-            yield found
-            self._accept()
-        elif found is not None:
+        if found is not None:
             yield found if self._begun is None else replace(found, stage="worse")
+        if found is not None and found.severity != "note":
             if self._begun is None:
                 self._begun = found
                 self._rise = Rise(
@@ -123,15 +121,11 @@ class LossSpike(CourseRule):
             self._calm = 0
             self._past.clear()
             self._high.clear()
-        elif len(self._high) > _LASTING:
-            self._accept()
-
-    def _accept(self) -> None:
-        """High losses are how things are now."""
-        self._past.clear()
-        for known in self._high_losses:
-            self._past.adopt(known)
-        self._high.clear()
+        elif found is not None or len(self._high) > _LASTING:
+            self._past.clear()
+            for known in self._high_losses:
+                self._past.adopt(known)  # it is how things are now
+            self._high.clear()
 
     def quiet_steps(self, steps: LightSteps) -> int:
         highest = steps.learning_rates.max(axis=0, initial=0.0).tolist()
@@ -189,20 +183,20 @@ class LossSpike(CourseRule):
         if self._begun is not None or len(losses) != 3 or least < self._distance:
             return None
         early = [mover for mover in self._norms.movers(since) if mover.step < since]
-        if len(early) < FEW * self._norms.count() and self._might_jump(self._rates[-1]):
-            return None
-        if len(early) < FEW * self._norms.count():
+        if len(early) >= FEW * self._norms.count():
             return self._alert(
-                "at once: neither the learning rate nor the weights had changed before, so the "
-                "batches, their targets or the loss are others than they were",
-                "A new task, harder data and another weight of a term do that. If none is meant, "
-                "look at what came from this step on: inputs, labels, their order and their unit.",
-                severity="note",
+                f"and gradients had left their past {steps_in_words(since - early[0].step)} before",
+                "People usually clip gradients, lower the learning rate or Adam's beta2, and go on "
+                "from a checkpoint before the spike without the batches around it.",
             )
+        if self._might_jump(self._rates[-1]):
+            return None
         return self._alert(
-            f"and gradients had left their past {steps_in_words(since - early[0].step)} before",
-            "People usually clip gradients, lower the learning rate or Adam's beta2, and go on "
-            "from a checkpoint before the spike without the batches around it.",
+            "at once, though neither the learning rate nor the weights had changed: the batches, "
+            "their targets or the loss are others than before",
+            "A new task, harder data or another weight of a term do that. If that is not meant, "
+            "look at inputs and labels from this step on, their order and their unit.",
+            severity="note",
         )
 
     def _back(self) -> Iterable[Alert]:

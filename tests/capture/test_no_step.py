@@ -192,6 +192,13 @@ def test_a_model_that_nobody_keeps_is_said_to_be_gone(
     assert "0 steps recorded, the model is gone: HookLogger" in record.getMessage()
 
 
+def test_a_with_block_of_a_model_that_nobody_keeps_says_why_it_cannot_begin(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match="the model is gone; keep it in a variable"):
+        HookLogger(torch.nn.ModuleList([mlp()]), tmp_path).__enter__()
+
+
 def test_a_phase_or_an_exception_is_reason_enough_for_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
