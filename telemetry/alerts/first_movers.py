@@ -14,6 +14,9 @@ from telemetry.movers import LOOK_BACK, Mover, movers
 from telemetry.plain_text import called
 from telemetry.records import Layout, LightSteps, StepRecord
 
+LATER = 20
+"""Steps after which it may still be asked about one."""
+
 FEW = 0.1
 """Of all layers; by eye, so that one noisy layer is no reason."""
 
@@ -32,7 +35,7 @@ class NormRing:
     def __init__(self) -> None:
         self._modules = Modules()
         self._names = ()
-        self._rows = deque(maxlen=LOOK_BACK)
+        self._rows = deque(maxlen=LOOK_BACK + LATER)
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
@@ -52,9 +55,13 @@ class NormRing:
                 self._rows.clear()
 
     def movers(self, since: int) -> Sequence[Mover]:
-        """The layers whose norm was unusual at step ``since`` or soon after it, earliest first."""
-        steps = [row.step for row in self._rows]
-        return movers(self._names, steps, [row.norms for row in self._rows], since) or ()
+        """The layers whose norm had left its past by step ``since``, earliest first.
+
+        As the page finds them: of what came later it says nothing.
+        """
+        rows = [row for row in self._rows if since - LOOK_BACK < row.step <= since]
+        steps, norms = [row.step for row in rows], [row.norms for row in rows]
+        return movers(self._names, steps, norms, since) or ()
 
     def count(self) -> int:
         """Number of layers."""
