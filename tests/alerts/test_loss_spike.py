@@ -12,6 +12,8 @@ from torch.optim import Adam
 
 from telemetry import HookLogger
 from telemetry.alerts.loss_spike import LossSpike
+from telemetry.reading.first_movers import first_movers
+from telemetry.reading.log_dirs import open_run
 from telemetry.testing import alerts_of, capture_run
 
 
@@ -182,7 +184,7 @@ def test_the_state_continues_in_another_run() -> None:
     assert "300-fold" in alert.message
 
 
-def test_a_flight_file_is_written_for_it(tmp_path: Any) -> None:
+def test_a_flight_file_is_written_for_it_and_the_page_names_the_same_layers(tmp_path: Any) -> None:
     settings = rates({150: 0.9, 151: 0.9, 152: 0.9})
     model, optimizer, before = settings["model"], settings["optimizer"], settings["before"]
     torch.manual_seed(1)
@@ -198,3 +200,8 @@ def test_a_flight_file_is_written_for_it(tmp_path: Any) -> None:
     [spike] = [alert for alert in logger.alerts if alert.severity != "note"]
     assert (spike.kind, spike.severity) == ("loss_spike", "warning")
     assert len(list(tmp_path.glob("flight-*.json"))) == 1
+    logger.close()
+    movers = first_movers(open_run(tmp_path), spike.step)  # as on the page
+    assert movers
+    said = ", ".join(f"{m.name} ({m.factor:.3g} times at step {m.step})" for m in movers)
+    assert f"First to move: {said}." in spike.message
