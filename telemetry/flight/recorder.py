@@ -29,7 +29,7 @@ _LIGHT_BYTES = 32
 """What a parameter takes of each step that is kept unsplit, about."""
 
 _RECORDED = {"loss_spike"}
-"""Kinds of alerts of any severity for which a file is written, too."""
+"""Kinds of alerts of severity ``warning`` for which a file is written, too."""
 
 _DETAILS = 16
 """Full measurements that are kept of ``steps`` steps at most, besides the latest two."""
@@ -115,8 +115,8 @@ class FlightRecorder:
     def on_alert(self, alert: Alert) -> None:
         """A rule has found something."""
         with self._contained():
-            grave = alert.severity == "error" or alert.kind in _RECORDED
-            is_recorded = grave and alert.stage != "end"
+            is_warned = alert.severity == "warning" and alert.kind in _RECORDED
+            is_recorded = (alert.severity == "error" or is_warned) and alert.stage != "end"
             self._alerts.append(alert)
             if self._flight is not None:
                 self._flight.alerts.append(alert)

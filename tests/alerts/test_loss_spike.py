@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +136,22 @@ def test_other_data_and_another_weight_are_noted(changed: dict[str, Any]) -> Non
     [alert] = train(LossSpike(), 300, **changed, **rates({}))
     assert (alert.step, alert.severity) == (200, "note")
     assert "the batches, their targets or the loss are others" in alert.message
+
+
+def test_no_flight_file_is_written_for_what_is_only_noted(tmp_path: Path) -> None:
+    settings = rates({})
+    model, optimizer = settings["model"], settings["optimizer"]
+    torch.manual_seed(1)
+    with HookLogger(model, tmp_path, alerts=[LossSpike()]) as logger:
+        for step in range(210):
+            points, classes = shifted(step)
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(points), classes)
+            loss.backward()
+            logger.log(loss=loss)
+            optimizer.step()
+    assert [alert.severity for alert in logger.alerts] == ["note"]
+    assert list(tmp_path.glob("flight-*.json")) == []
 
 
 def test_a_warm_restart_is_none() -> None:
