@@ -93,7 +93,7 @@ class Capture:
 
     @property
     def model_is_gone(self) -> bool:
-        """Whether nothing but this has referred to the model."""
+        """Whether the model no longer exists: this does not keep it alive."""
         return self._watch.model() is None
 
     @property
