@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from telemetry.capture import CapturedStep, LightBlock
+from telemetry.capture import CapturedStep, LightStep
 from telemetry.failures import Failures
 from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.processing import Processor
@@ -38,8 +38,7 @@ class Pipeline:
     user logged is never dropped. A forked child ignores everything.
 
     Steps with norms only, and what the user logged, are looked at a few at a time: after half a
-    second or eight steps at most; at once where the answer of the rules is needed soon. Where they
-    are like those before, they are judged and written later: see :mod:`telemetry.waiting`.
+    second or eight steps at most; at once where the answer of the rules is needed soon.
 
     Args:
         processor: Judges and writes each step, on the background thread.
@@ -65,53 +64,32 @@ class Pipeline:
         self._thread = StepThread(processor, failures)
         self._thread.start()
 
-    def submit(self, step: CapturedStep | LightBlock) -> None:
-        """Queue a finished step, or as much of it as there is room for.
-
-        Args:
-            step: The step, or the block to which it was added.
-        """
-        if isinstance(step, LightBlock):
-            self._submit_row(step)
-        elif not self._closed and os.getpid() == self._pid and self._has_room(step.step):
-            self._submit_step(step)
-
-    def _submit_row(self, block: LightBlock) -> None:
-        step = block.steps[-1]
-        if block is not self._thread.block:
-            if self._closed or os.getpid() != self._pid or not self._has_room(step):
-                block.is_closed = True
-                return
-            self._bytes_taken += block.nbytes
-            self._thread.put(block)
-        elif self._thread.asleep:
-            self._thread.wake()
+    def submit(self, step: CapturedStep | LightStep) -> None:
+        """Queue a finished step, or as much of it as there is room for."""
+        if self._closed or os.getpid() != self._pid or not self._has_room(step.step):
+            return
+        window = step.window if isinstance(step, CapturedStep) else None
+        if isinstance(step, CapturedStep) and step.window.full:
+            step = self._with_room(step)
         self._steps_taken += 1
-        if self._first is None:
-            self._begin_few(step)
-        left = len(block.rows) - block.count
-        if self._is_last(step) or left == 0:
-            block.handed_over = block.count
-            block.is_closed = left < STEPS_AT_ONCE
-            self._hand_over(step)
-
-    def _submit_step(self, captured: CapturedStep) -> None:
-        step, full = captured.step, captured.window.full
-        if full and self._bytes_taken - self._thread.bytes_done > MAX_DETAIL_BYTES:
-            captured = captured.without_detail()
-            self.thinned += 1
-            self._report_short(step, "is recorded with its norms alone", self.thinned)
-        self._steps_taken += 1
-        self._bytes_taken += captured.nbytes
-        self._thread.put(captured)
-        if captured.window.phase:
+        self._bytes_taken += step.nbytes
+        self._thread.put(step)
+        if window is not None and window.phase:
             self._thread.wake()
             return
         if self._first is None:
-            self._begin_few(step)
-        self._answer_is_near &= captured.window.on_host
-        if full or self._is_last(step):
-            self._hand_over(step)
+            self._begin_few(step.step)
+        self._answer_is_near &= window is None or window.on_host
+        if (window is not None and window.full) or self._is_last(step.step):
+            self._hand_over(step.step)
+
+    def _with_room(self, step: CapturedStep) -> CapturedStep:
+        """A full measurement, or its norms alone."""
+        if self._bytes_taken - self._thread.bytes_done <= MAX_DETAIL_BYTES:
+            return step
+        self.thinned += 1
+        self._report_short(step.step, "is recorded with its norms alone", self.thinned)
+        return step.without_detail()
 
     def _begin_few(self, step: int) -> None:
         self._first, self._answer_is_near = step, True

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from telemetry.alert import Alert, alert_fields, parse_alert
-from telemetry.capture import CapturedStep, LightRows
+from telemetry.capture import CapturedStep, LightStep
 from telemetry.capture.rank_part import PartMaker
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
@@ -96,48 +96,32 @@ class RankProcessor:
 
     # --- on the background thread: see Processor ------------------------------------------------
 
-    def process(self, item: CapturedStep | ReadyValues) -> None:
-        """Send a step, or write values."""
-        if isinstance(item, CapturedStep):
+    def process(self, item: CapturedStep | LightStep | LoggedScalars | ReadyValues) -> None:
+        """Send a step, keep what was logged for it, or write values."""
+        if isinstance(item, LoggedScalars):
+            self._scalars.setdefault(item.step, {}).update(
+                (name, float(value.wait()) if isinstance(value, HostCopy) else value)
+                for name, value in item.values.items()
+            )
+        elif not isinstance(item, ReadyValues):
             self._send(item)
         elif self._recorder is not None:
             self._recorder.process(item)
 
-    def process_few(self, items: Sequence[LightRows | CapturedStep | LoggedScalars]) -> None:
-        """Send several steps that were not measured in full, and what was logged for them."""
-        for item in items:
-            if isinstance(item, LoggedScalars):
-                with self._failures.contained("to send what was logged"):
-                    self._scalars.setdefault(item.step, {}).update(
-                        (name, float(value.wait()) if isinstance(value, HostCopy) else value)
-                        for name, value in item.values.items()
-                    )
-                continue
-            with self._failures.contained("to send steps"):
-                if isinstance(item, CapturedStep):
-                    self._send(item)
-                else:
-                    self._send_rows(item)
-
-    def record(self, several: Sequence[Merged]) -> None:
-        """Record steps that come back merged; of those not measured in full, many at once."""
-        recorder, few = self._recorder, list[StepRecord | LoggedScalars]()
+    def record(self, merged: Merged) -> None:
+        """Record a step that comes back merged."""
+        recorder = self._recorder
         if recorder is None:
             return
         recorder.abandoned = self.abandoned
         try:
-            for merged in several:
-                with self._failures.contained("to record what the ranks measured"):
-                    for item in self._items_of(merged):
-                        if isinstance(item, StepRecord) and (item.full or item.phase):
-                            before, few = few, []
-                            recorder.process_few(before)
-                            recorder.record(item)
-                        else:
-                            few.append(item)
-            recorder.process_few(few)
+            for item in self._items_of(merged):
+                if isinstance(item, LoggedScalars):
+                    recorder.process(item)
+                else:
+                    recorder.record(item)
         finally:
-            self._note_recorded(several[-1])
+            self._note_recorded(merged)
 
     def pending_s(self) -> float | None:
         return None if self._recorder is None else self._recorder.pending_s()
@@ -167,9 +151,10 @@ class RankProcessor:
             self._send_part(self._maker.logged(step, values))
         self._scalars = {}
 
-    def _send(self, captured: CapturedStep) -> None:
-        scalars = {} if captured.window.phase else self._scalars.get(captured.step, {})
-        record = captured.record(scalars)
+    def _send(self, step: CapturedStep | LightStep) -> None:
+        captured = step if isinstance(step, CapturedStep) else None
+        in_phase = captured is not None and bool(captured.window.phase)
+        record = step.record({} if in_phase else self._scalars.get(step.step, {}))
         if not record.phase:
             self._forget_scalars(record.step)
             self._eval_mode = record.eval_mode
@@ -178,13 +163,6 @@ class RankProcessor:
             while len(self._own) > _OWN_KEPT:
                 del self._own[next(iter(self._own))]
         self._send_part(self._maker.part(record, captured))
-
-    def _send_rows(self, rows: LightRows) -> None:
-        steps = rows.block.part(rows.first, rows.end, lambda step: self._scalars.get(step, {}))
-        for index in range(len(steps)):
-            self._send_part(self._maker.part(steps.record(index)))
-        self._eval_mode = steps.eval_mode
-        self._forget_scalars(steps.steps[-1])
 
     def _forget_scalars(self, step: int) -> None:
         self._scalars = {s: v for s, v in self._scalars.items() if s > step}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from telemetry.failures import Failures
 from telemetry.plain_text import type_of
 from telemetry.reading.last_step import EventFile, event_files, last_step
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import StepRecord
 
 STATE_FORMAT = 1
 FirstStep = int | Literal["auto"]
@@ -74,9 +74,6 @@ class LaterSteps:
         if earlier:
             with self._failures.contained("to look for earlier steps"):
                 self._compare(last_step(earlier, max_bytes=_FEW_BYTES), record.step)
-
-    def on_light_steps(self, steps: LightSteps) -> None:
-        """The same; none of these is the first."""
 
     def expect_them(self) -> None:
         """Do not warn: the run was resumed."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from telemetry.alert import Alert
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 
 
 class Rule(ABC):
@@ -43,24 +43,6 @@ class Rule(ABC):
             loss: What the user logged as ``loss``; it may be NaN or infinite.
         """
         return ()
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        """How many of the leading steps may be left to :meth:`pass_over`; 0: each is judged alone.
-
-        At a quiet step, the losses logged before it and the step itself would give no alert, and
-        :attr:`wants_full` would stay False. Remembers nothing. All of the losses are finite.
-        """
-        return 0
-
-    def pass_over(self, steps: LightSteps) -> None:  # noqa: B027 - a default
-        """Remember of quiet steps what judging each of them would have left behind."""
-
-    def narrow(self, bounds: Bounds) -> bool:
-        """Narrow bounds down so that all steps within them are quiet; False: nothing can be said.
-
-        Asked after :meth:`pass_over`. Steps within the bounds are passed over later, many at once.
-        """
-        return False
 
     def state_dict(self) -> dict[str, Any]:
         """What the rule remembers, for a checkpoint: plain containers, numbers, strings, tensors.

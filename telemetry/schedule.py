@@ -17,9 +17,6 @@ STEPS_AT_ONCE = 8
 """Rules are shown so many of the steps that are not measured in full at a time: between two steps
 of training our code has left the core's cache, and one step alone takes twice as long."""
 
-ROWS_AT_ONCE = 64
-"""As long as they hold nothing that a rule would note, so many are processed at a time."""
-
 LAG_STEPS = 2 * STEPS_AT_ONCE
 """What rules say of a step decides whether the step so many later is measured in full; half of the
 time is left for them to answer."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from telemetry.alert import Alert
 from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
-from telemetry.capture import Capture, CapturedStep, Content, LightBlock
+from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.failures import Failures
 from telemetry.records import StepRecord
 from telemetry.rule import AnyRule, as_rule
@@ -56,13 +56,8 @@ class CapturedRun:
         if "loss" in values:
             self.alerts += self._judge.judge_loss(step, values["loss"])
 
-    def _take(self, captured: CapturedStep | LightBlock) -> None:
-        if isinstance(captured, LightBlock):
-            captured.is_closed = True
-            row = captured.part(0, 1, lambda step: self._logged.pop(step, {}))
-            self._add(row.record(0))
-        else:
-            self._add(captured.record(self._logged.pop(captured.step, {})))
+    def _take(self, step: CapturedStep | LightStep) -> None:
+        self._add(step.record(self._logged.pop(step.step, {})))
 
     def _add(self, record: StepRecord) -> None:
         self.records.append(record)

@@ -20,7 +20,6 @@ from telemetry import step_thread
 from telemetry.alert import Alert
 from telemetry.capture.captured import CapturedStep, RunTotals
 from telemetry.capture.window import Window
-from telemetry.events import summaries
 from telemetry.events.background import BackgroundWriter
 from telemetry.events.sink import Sink as AnySink
 from telemetry.events.summaries import event_of
@@ -66,13 +65,6 @@ class Sink:
                 (step, [plain(value.tag) for value in summary_of(values).value], droppable)
             )
             self._changed.notify_all()
-
-    def write_curve(
-        self, tag: str, steps: Sequence[int], wall_times: Sequence[float], numbers: Sequence[float]
-    ) -> None:
-        for step, time_s, number in zip(steps, wall_times, numbers, strict=True):
-            values = [summaries.scalar(tag, number)]
-            self.write_values(values, step, time_s, droppable=True, flush=False, repeat=())
 
     def has_got(self, prefix: str) -> bool:
         """Wait for a value whose tag begins so."""
@@ -429,12 +421,6 @@ class HangingDisk:
     ) -> None:
         event = event_of(values, step, wall_time)
         self.background.put(event, droppable=droppable, flush=flush)
-
-    def write_curve(
-        self, tag: str, steps: Sequence[int], wall_times: Sequence[float], numbers: Sequence[float]
-    ) -> None:
-        events = summaries.curve(tag, steps, wall_times, numbers)
-        self.background.put(*events, droppable=True, flush=False)
 
     def write(self, records: deque[bytes], *, urgent: bool) -> None:
         assert self.answering.wait(30)

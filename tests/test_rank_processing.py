@@ -21,7 +21,7 @@ from telemetry.ranks.part import Merged
 from telemetry.ranks.rank_part import Common, RankPart
 from telemetry.ranks.stage_part import StagePart
 from telemetry.ranks.tensor_table import TensorTable
-from telemetry.records import Layout, LightSteps, Module, Parameter, StepRecord
+from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.rule import Rule
 from telemetry.schedule import FullSteps, every
 from telemetry.tag_names import plain
@@ -60,20 +60,14 @@ def merged(step: int) -> Merged:
 
 
 class Watch(Rule):
-    """Finds every step quiet, and keeps how many it was shown at a time."""
+    """Keeps what it was shown."""
 
     def __init__(self) -> None:
-        self.blocks: list[Sequence[int]] = []
+        self.steps: list[int] = []
 
     def __call__(self, record: StepRecord) -> Iterator[Alert]:
-        self.blocks.append([record.step])
+        self.steps.append(record.step)
         yield from ()
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        return len(steps)
-
-    def pass_over(self, steps: LightSteps) -> None:
-        self.blocks.append(list(steps.steps))
 
 
 class FirstRank:
@@ -111,12 +105,6 @@ class FirstRank:
         for value in summary_of(values).value:
             self.values.append((step, plain(value.tag), value.simple_value))
 
-    def write_curve(
-        self, tag: str, steps: Sequence[int], _: Sequence[float], numbers: Sequence[float]
-    ) -> None:
-        assert self.gate.wait(30)
-        self.values += [(s, plain(tag), n) for s, n in zip(steps, numbers, strict=True)]
-
     def curve(self, tag: str) -> list[tuple[int, float]]:
         return [(step, value) for step, found, value in self.values if found == tag]
 
@@ -129,15 +117,14 @@ def first() -> Iterator[FirstRank]:
     rank.ranks.close(5.0)
 
 
-def test_merged_steps_are_judged_and_written_in_blocks(first: FirstRank) -> None:
+def test_merged_steps_are_judged_and_written(first: FirstRank) -> None:
     first.gate.set()
     for step in range(40):
         assert first.pipeline.submit_merged(merged(step))
         if step == 0:
             first.pipeline.flush()
     first.pipeline.close()
-    assert [step for block in first.watch.blocks for step in block] == list(range(40))
-    assert max(map(len, first.watch.blocks)) > 8
+    assert first.watch.steps == list(range(40))
     for tag, value in {
         "grad_norm/total": 3.0,
         "loss": 1.5,

@@ -11,7 +11,7 @@ import numpy as np
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.plain_text import called
-from telemetry.records import Bounds, LightSteps, Output, StepRecord, TensorRecord
+from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.rule import Rule
 from telemetry.sketch import edges
 
@@ -59,12 +59,6 @@ class AttentionCollapse(Rule):
         low = {o: e for o, e in entropies.items() if e < self._fraction}
         found = self._alert(record, low, len(entropies)) if low else None
         return self._episode.update(record.step, found)
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        return len(steps)
-
-    def narrow(self, bounds: Bounds) -> bool:
-        return True
 
     def _alert(self, record: StepRecord, low: dict[Output, float], count: int) -> Alert:
         worst = min(low, key=lambda output: low[output])

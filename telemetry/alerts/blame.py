@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alerts.depth import Growth, Stretch
-from telemetry.alerts.history import leading
 from telemetry.alerts.modules import Modules
-from telemetry.records import Bounds, LightSteps, StepRecord, TensorRecord
+from telemetry.records import StepRecord, TensorRecord
 
 
 class Blame:
@@ -86,45 +85,10 @@ class Blame:
         name = self._modules.names[int(grown.max())]
         return Stretch(name, name)
 
-    def quiet_steps(self, steps: LightSteps) -> int:
-        """How many of the first steps pass before most gradients have grown."""
-        if self._modules.layout is not steps.layout:
-            return 0
-        norms = self._modules.grad_norms(steps)
-        lowest = np.minimum(norms.min(axis=0), self._norms)
-        might = np.count_nonzero(norms.max(axis=0) > _NEARLY_GROWN * lowest)
-        if lowest.min(initial=np.inf) > 0 and 2 * might < len(lowest):
-            return len(steps)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            growth = norms / self._before(norms)
-        known = np.count_nonzero(np.isfinite(growth) & (growth > 0), axis=1)
-        grown = np.count_nonzero(growth > _NEARLY_GROWN, axis=1)
-        return leading((2 * grown < known) | (known == 0))
-
-    def narrow(self, bounds: Bounds) -> bool:
-        """Whether no gradient can grow within these bounds."""
-        near = (bounds.high <= _NEARLY_GROWN * bounds.low).all()
-        return bool(near) and self._modules.layout is bounds.layout
-
-    def pass_over(self, steps: LightSteps) -> None:
-        """Add steps at which nothing has grown."""
-        self._forget()
-        for norms in self._modules.grad_norms(steps):
-            self._remember(norms)
-
     def _remember(self, norms: NDArray[np.float64]) -> None:
         """What is usual: of a converged run, one batch alone may have a gradient of nearly 0."""
         usual = np.fmax(norms, _FADING * self._norms)
         self._norms = np.where((norms > 0) | np.isnan(self._norms), usual, self._norms)
-
-    def _before(self, norms: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The last norm of each module before each of these, ``[n, modules]``; 0 does not count."""
-        before = np.concatenate([self._norms[np.newaxis], norms[:-1]])
-        if np.isnan(before[0]).any() or not norms.all():
-            for i in range(1, len(before)):
-                seen = np.isnan(before[i - 1]) | (before[i] > 0)
-                before[i] = np.where(seen, before[i], before[i - 1])
-        return before
 
     def _all_but_one(self, modules: Modules, norms: NDArray[np.float64]) -> tuple[bool, str | None]:
         """Whether gradients grew tenfold, and the module whose gradient grew far less than all."""
@@ -166,7 +130,6 @@ def _above(tensor: TensorRecord, usual: float) -> tuple[float, float]:
 
 _FEW = 0.1  # of all modules, by eye
 _FEWEST = 3  # fewer modules have no majority; tried 1 and 6
-_NEARLY_GROWN = 9.9  # a little less than 10**_ALL_GROWN, for a quick look
 _ALL_GROWN = 1.0  # ten times, gradients as well as outputs; by eye; tried 0.5 and 2
 _FAR_LESS = 1.0  # by eye; tried 0.5 and 2
 _FADING = 0.9  # a step: what was ten steps ago counts as a third of it

@@ -10,7 +10,7 @@ from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import Course
 from telemetry.alerts.memory import restore, to_plain
 from telemetry.plain_text import steps_in_words
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 from telemetry.schedule import LAG_STEPS
 
@@ -105,27 +105,6 @@ class OneCause(Rule):
         self.wants_full = self._looks > 0
         self._looks -= self.wants_full
         self._allowance -= self.wants_full
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        if self._looks or any(rule.wants_full for rule in self._rules):
-            return 0
-        count = len(steps)
-        for rule in self._rules:
-            count = min(count, rule.quiet_steps(steps))
-            if count == 0:
-                break
-        return count
-
-    def narrow(self, bounds: Bounds) -> bool:
-        if self._looks or any(rule.wants_full for rule in self._rules):
-            return False
-        return all(rule.narrow(bounds) for rule in self._rules)
-
-    def pass_over(self, steps: LightSteps) -> None:
-        for rule in self._rules:
-            rule.pass_over(steps)
-        for _ in range(len(steps)):
-            self._allowance = min(_BURST, self._allowance + _PER_STEP)
 
     def state_dict(self) -> dict[str, Any]:
         """What this and its rules remember, as numbers, strings, lists and dicts."""

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from copy import copy
-from typing import TypeVar
 
 from telemetry.alerts.history import History, middle
 from telemetry.alerts.loss_trend import LossTrend
 from telemetry.alerts.norm_trend import FAR_ABOVE, NEVER, NormTrend
-from telemetry.alerts.past import Past
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 __all__ = ["AFTER_JUMP", "FAR_ABOVE", "LARGE_STEP", "NEVER", "Course", "CourseRule"]
-
-Trend = TypeVar("Trend", "LossTrend", "NormTrend")
 
 
 class Course:
@@ -51,11 +45,7 @@ class Course:
         self._ratio_rate = 0.0
         self._rates = History(1000)
         self._ratios = History(5)
-        self._last: StepRecord | LightSteps | None = None
-        # The latest that were looked at, how many are quiet, and the trends after those.
-        self._ahead: tuple[LightSteps | None, int, LossTrend, NormTrend]
-        self._ahead = None, 0, self.loss, self.norm
-        self._narrowed: tuple[Bounds | None, bool] = None, False  # the latest, and what was said
+        self._last: StepRecord | None = None
 
     def follow(self, record: StepRecord) -> None:
         """Add a step; several rules may pass the same record."""
@@ -72,58 +62,6 @@ class Course:
             self.norm.add(record.total_grad_norm)
         if record.update_ratios:
             self._follow_ratio(_median_ratio(record))
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        """How many of the first steps pass before loss, norm or learning rate jump."""
-        if self._ahead[0] is not steps:
-            self._ahead = steps, *self._look_ahead(steps)
-        return self._ahead[1]
-
-    def pass_over(self, steps: LightSteps) -> None:
-        """Add quiet steps; several rules may pass the same."""
-        if steps is self._last:
-            return
-        if self.quiet_steps(steps) < len(steps):
-            raise ValueError("these steps are not quiet")
-        self._last = steps
-        _, _, self.loss, norm = self._ahead
-        if norm is self.norm:
-            norm.add_usual(steps.total_grad_norms.tolist())
-        self.norm = norm
-        self.age += len(steps)
-        self.since_rate_jump += len(steps)
-        self.since_large_step += len(steps)
-        self._rates.add(*steps.highest_rates)
-
-    def narrow(self, bounds: Bounds) -> bool:
-        """Narrow bounds down so that neither loss nor norm nor learning rate jumps."""
-        if self._narrowed[0] is not bounds:
-            self.loss.narrow(bounds)
-            fine = bool(bounds.rates_high.max() <= _RATE_JUMP * bounds.rates_low.max())
-            fine = fine and self.norm.keeps_below(bounds.total, bounds.count)
-            self._narrowed = bounds, fine
-        return self._narrowed[1]
-
-    def _look_ahead(self, steps: LightSteps) -> tuple[int, LossTrend, NormTrend]:
-        """The number of quiet steps, and the trends after all if they all are.
-
-        That of the norms is the same one, and has nothing added, if they all are usual.
-        """
-        rates = [self._rates.last, *steps.highest_rates]
-        quiet = len(steps)
-        for i in range(quiet):
-            if rates[i + 1] > _RATE_JUMP * rates[i]:
-                quiet = i
-                break
-        loss, norm = self.loss, self.norm
-        losses, totals = steps.losses.tolist(), steps.total_grad_norms.tolist()
-        if not all(map(math.isnan, losses)):
-            loss = _branch(loss)
-            quiet = min(quiet, loss.add_quiet(losses))
-        if not norm.are_usual(totals):
-            norm = _branch(norm)
-            quiet = min(quiet, norm.add_quiet(totals))
-        return quiet, loss, norm
 
     @property
     def is_young(self) -> bool:
@@ -181,24 +119,6 @@ class CourseRule(Rule):
 
     def __init__(self) -> None:
         self.course = Course()
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        return self.course.quiet_steps(steps) if self.course.age >= 0 else 0
-
-    def pass_over(self, steps: LightSteps) -> None:
-        self.course.pass_over(steps)
-
-    def narrow(self, bounds: Bounds) -> bool:
-        return self.course.age >= 0 and self.course.narrow(bounds)
-
-
-def _branch(trend: Trend) -> Trend:
-    """A trend that goes on by itself."""
-    branch = copy(trend)
-    for name, value in vars(branch).items():
-        if isinstance(value, deque | History | Past):
-            setattr(branch, name, copy(value))
-    return branch
 
 
 # As update_ratio of loss_divergence: at 0.1 the healthy rare_positive_weighted alarms; tried 0.4.

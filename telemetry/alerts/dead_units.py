@@ -13,7 +13,7 @@ from telemetry.alerts.episode import Episode
 from telemetry.alerts.forward import Forward
 from telemetry.layers.module_types import DROPOUTS, TWO_SIDED
 from telemetry.plain_text import called
-from telemetry.records import Bounds, LightSteps, Output, StepRecord, TensorRecord
+from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.rule import Rule
 
 
@@ -86,12 +86,6 @@ class DeadUnits(Rule):
         # Layers behind a dead one see only constants: the first is the cause.
         found = self._alert(record, dead) if dead and wanted else None
         return self._episode.update(record.step, found)
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        return len(steps)
-
-    def narrow(self, bounds: Bounds) -> bool:
-        return True
 
     def _lasts(self, record: StepRecord) -> bool:
         """Whether most units of the layer that was reported are still silent."""

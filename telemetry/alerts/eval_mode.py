@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
-from telemetry.records import Bounds, Layout, LightSteps, StepRecord
+from telemetry.records import Layout, StepRecord
 from telemetry.rule import Rule
 
 
@@ -44,12 +44,6 @@ class EvalMode(Rule):
         self._steps = self._steps + 1 if record.eval_mode and self._differ else 0
         found = self._alert(record) if self._steps >= self._needed else None
         return self._episode.update(record.step, found)
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        return 0 if steps.eval_mode or self._steps or self._episode.is_on else len(steps)
-
-    def narrow(self, bounds: Bounds) -> bool:
-        return not self._steps and not self._episode.is_on
 
     def _alert(self, record: StepRecord) -> Alert:
         return Alert(

@@ -11,7 +11,7 @@ from telemetry.alerts.course import FAR_ABOVE, CourseRule
 from telemetry.alerts.depth import Stretch, backward_growth, forward_growth, gain
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import History
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 
 
 class ExplodingGradient(CourseRule):
@@ -102,26 +102,6 @@ class ExplodingGradient(CourseRule):
         if found is None and self._remains:
             return ()
         return self._episode.update(record.step, found)
-
-    @property
-    def _may_be_quiet(self) -> bool:
-        sees_little = min(self._decades, self._lasting_decades) >= FAR_ABOVE
-        return sees_little and not self._episode.is_on
-
-    def narrow(self, bounds: Bounds) -> bool:
-        return self._may_be_quiet and self._blame.narrow(bounds) and super().narrow(bounds)
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        if not self._may_be_quiet:
-            return 0
-        return min(super().quiet_steps(steps), self._blame.quiet_steps(steps))
-
-    def pass_over(self, steps: LightSteps) -> None:
-        super().pass_over(steps)
-        self._from_loss, self._is_explained = 0.0, False
-        self._steps_far_above = 0
-        self._steps_lasting = max(0, self._steps_lasting - len(steps))
-        self._blame.pass_over(steps)
 
     def _in_time(self, record: StepRecord) -> Alert | None:
         course, norm, loss = self.course, self.course.norm, self.course.loss

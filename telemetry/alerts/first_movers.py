@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from telemetry.alerts.modules import Modules
 from telemetry.movers import LOOK_BACK, Mover, movers
 from telemetry.plain_text import called
-from telemetry.records import Layout, LightSteps, StepRecord
+from telemetry.records import Layout, StepRecord
 
 LATER = 20
 """Steps after which it may still be asked about one."""
@@ -41,11 +41,6 @@ class NormRing:
         """Add a step."""
         self._follow(record.layout)
         self._rows.append(_Row(record.step, self._modules.grad_norms(record)))
-
-    def add_light(self, steps: LightSteps) -> None:
-        """Add several."""
-        self._follow(steps.layout)
-        self._rows += map(_Row, steps.steps, self._modules.grad_norms(steps))
 
     def _follow(self, layout: Layout) -> None:
         if self._modules.layout is not layout:

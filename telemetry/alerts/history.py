@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection, Iterator
 from itertools import islice
-
-import numpy as np
-from numpy.typing import ArrayLike
 
 from telemetry.movers import NORMAL_CONSISTENT
 
@@ -22,12 +18,6 @@ def middle(values: Collection[float]) -> float:
     """The middle value, or the mean of two: NumPy's median of a few values, none of them NaN."""
     ordered, half = sorted(values), len(values) // 2
     return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
-def leading(holds: ArrayLike) -> int:
-    """How many of the first values are true, shape ``[n]``, before the first that is not."""
-    array = np.asarray(holds)
-    return len(array) if array.all() else int(array.argmin())
 
 
 class History:
@@ -45,13 +35,8 @@ class History:
     def __len__(self) -> int:
         return len(self._values)
 
-    def __copy__(self) -> History:
-        other = History(0)
-        other._values = self._values.copy()
-        return other
-
-    def add(self, *values: float) -> None:
-        self._values.extend(values)
+    def add(self, value: float) -> None:
+        self._values.append(value)
 
     @property
     def last(self) -> float:
@@ -68,16 +53,6 @@ class History:
     @property
     def highest(self) -> float:
         return max(self._values)
-
-    def staying(self, more: int) -> list[float]:
-        """Those that are still kept when so many were added."""
-        assert self._values.maxlen is not None
-        gone = max(len(self._values) + more - self._values.maxlen, 0)
-        return list(islice(self._values, gone, None))
-
-    def highest_after(self, more: int) -> float:
-        """The highest of those that stay when so many are added; ``-inf`` if none does."""
-        return max(self.staying(more), default=-math.inf)
 
     @property
     def lowest(self) -> float:

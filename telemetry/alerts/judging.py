@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from telemetry.alert import Alert
 from telemetry.failures import Failures
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 
@@ -23,6 +24,13 @@ class Judge:
     def __init__(self, rules: Iterable[Rule], failures: Failures) -> None:
         self._rules = tuple(rules)
         self._failures = failures
+        for rule in self._rules:
+            if asked := [name for name in _NO_LONGER_ASKED if hasattr(rule, name)]:
+                failures.log_once(
+                    f"the rule {rule.name!r} is shown every step now: its {', '.join(asked)} "
+                    "are no longer asked and may go",
+                    level=logging.INFO,
+                )
 
     @property
     def wants_full(self) -> bool:
@@ -40,35 +48,6 @@ class Judge:
         for rule in self._rules:
             with self._contained(rule):
                 yield from _checked(rule.on_loss(step, loss))
-
-    def pass_over(self, steps: LightSteps) -> int:
-        """Let the rules remember leading steps that all of them find quiet; returns how many."""
-        count = len(steps)
-        for rule in self._rules:
-            quiet = 0
-            with self._contained(rule):
-                quiet = 0 if rule.wants_full else rule.quiet_steps(steps)
-            count = min(count, quiet)
-            if count == 0:
-                return 0
-        some = steps if count == len(steps) else steps[:count]
-        for rule in self._rules:
-            with self._contained(rule):
-                rule.pass_over(some)
-        return count
-
-    def bounds(self, steps: LightSteps, count: int) -> Bounds | None:
-        """Those within which all find the ``count`` steps after these quiet; None: not known."""
-        bounds = Bounds.around(steps, count)
-        if bounds is None or self.wants_full:
-            return None
-        for rule in self._rules:
-            narrowed = False
-            with self._contained(rule):
-                narrowed = rule.narrow(bounds)
-            if not narrowed:
-                return None
-        return bounds
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What each rule that remembers something knows, in their order."""
@@ -106,6 +85,10 @@ class Judge:
             seen[rule.name] += 1
             count = seen[rule.name]
             yield rule.name if count == 1 else f"{rule.name} {count}", rule
+
+
+_NO_LONGER_ASKED = ("quiet_steps", "pass_over", "narrow")
+"""What a rule had once, to pass over steps at which it would find nothing."""
 
 
 def _checked(found: object) -> Iterator[Alert]:

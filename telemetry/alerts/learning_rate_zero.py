@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.history import leading
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 
@@ -57,25 +53,6 @@ class LearningRateZero(Rule):
         found = self._alert(record, rate) if self._steps >= self._needed else None
         return self._episode.update(record.step, found)
 
-    def quiet_steps(self, steps: LightSteps) -> int:
-        if self._steps or self._episode.is_on:
-            return 0
-        rates = _highest_rates(steps)
-        highest = np.fmax.accumulate([self._highest, *rates])[1:]
-        return leading(~(rates <= self._fraction * highest))
-
-    def narrow(self, bounds: Bounds) -> bool:
-        highest = max(self._highest, bounds.rates_high.max())
-        low = bool(bounds.rates_low.max() <= self._fraction * highest)
-        return not (low or self._steps or self._episode.is_on)
-
-    def pass_over(self, steps: LightSteps) -> None:
-        rates = _highest_rates(steps)
-        known = np.flatnonzero(np.isfinite(rates))
-        if known.size:
-            self._highest = max(self._highest, float(rates[known].max()))
-            self._since = steps.steps[known[-1]]
-
     def _alert(self, record: StepRecord, rate: float) -> Alert:
         return Alert(
             kind=self.name,
@@ -91,14 +68,3 @@ class LearningRateZero(Rule):
                 "each of them."
             ),
         )
-
-
-def _highest_rates(steps: LightSteps) -> NDArray[np.float64]:
-    """Of each step, shape ``[n]``; NaN where an optimizer has none or works it out itself."""
-    rates = steps.learning_rates
-    if not rates.shape[1]:
-        return np.full(len(steps), math.nan)
-    highest: NDArray[np.float64] = np.where(
-        np.isfinite(rates).all(axis=1), rates.max(axis=1), np.nan
-    )
-    return highest

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.plain_text import called
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 
@@ -46,12 +46,6 @@ class LogitGrowth(Rule):
         high = found.get(name, 0.0) > self._largest
         alert = self._alert(record, name, found[name]) if high else None
         return self._episode.update(record.step, alert)
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        return len(steps)
-
-    def narrow(self, bounds: Bounds) -> bool:
-        return True
 
     def _alert(self, record: StepRecord, name: str, value: float) -> Alert:
         return Alert(

@@ -10,7 +10,7 @@ from telemetry.alerts.course import AFTER_JUMP, LARGE_STEP, NEVER, CourseRule
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.rise import Rise
 from telemetry.alerts.summed_gradients import SummedGradients
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 
 
 class LossDivergence(CourseRule):
@@ -82,23 +82,6 @@ class LossDivergence(CourseRule):
             return ()
         diverges = self._diverges() if self._rise is None else self._goes_on(record.loss)
         return self._episode.update(record.step, self._alert(record) if diverges else None)
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        return 0 if self._is_busy(max(steps.highest_rates)) else super().quiet_steps(steps)
-
-    def narrow(self, bounds: Bounds) -> bool:
-        return not self._is_busy(float(bounds.rates_high.max())) and super().narrow(bounds)
-
-    def _is_busy(self, rate: float) -> bool:
-        """Whether steps with learning rates up to this one have to be looked at."""
-        loss, since_large = self.course.loss, self._since_large
-        busy = self._episode.is_on or self._sums.is_young or self.course.follows_rate_jump
-        busy |= since_large <= AFTER_JUMP and loss.steps_lost > 0
-        return busy or self.course.ratio_at(rate) >= self._update_ratio
-
-    def pass_over(self, steps: LightSteps) -> None:
-        super().pass_over(steps)
-        self._since_large += len(steps)
 
     def _diverges(self) -> bool:
         course, loss = self.course, self.course.loss

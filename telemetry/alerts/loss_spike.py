@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from telemetry.alerts.history import median
 from telemetry.alerts.past import Past
 from telemetry.alerts.rise import Rise
 from telemetry.plain_text import steps_in_words
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 
 
 class _Loss(NamedTuple):
@@ -126,35 +125,6 @@ class LossSpike(CourseRule):
             for known in self._high_losses:
                 self._past.adopt(known)  # it is how things are now
             self._high.clear()
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        highest = steps.learning_rates.max(axis=0, initial=0.0).tolist()
-        if self._begun is not None or self._high or self._might_jump(highest):
-            return 0
-        past = copy(self._past)
-        for index, loss in enumerate(steps.losses.tolist()):
-            if math.isfinite(loss):
-                if past.ranges_above(loss) >= self._rate_distance:
-                    return index
-                past.add(loss)
-        return min(len(steps), super().quiet_steps(steps))
-
-    def narrow(self, bounds: Bounds) -> bool:
-        apart = (bounds.rates_high >= _RATE_JUMP * bounds.rates_low).any()
-        if self._begun or self._high or apart or self._might_jump(bounds.rates_high.tolist()):
-            return False
-        high = self._past.limit_after(bounds.count, 0.99 * self._rate_distance)
-        bounds.loss_high = min(bounds.loss_high, high)
-        return super().narrow(bounds)
-
-    def pass_over(self, steps: LightSteps) -> None:
-        super().pass_over(steps)
-        self._norms.add_light(steps)
-        for rates in steps.learning_rates.tolist():
-            self._follow_rates(tuple(rates))
-        losses = [loss for loss in steps.losses.tolist() if math.isfinite(loss)]
-        self._first = (*self._first, *losses)[:_FEW_BATCHES]
-        self._past.add(*losses)
 
     @property
     def _high_losses(self) -> list[float]:

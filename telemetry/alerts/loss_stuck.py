@@ -10,8 +10,8 @@ import numpy as np
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.history import leading, middle
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.alerts.history import middle
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 
@@ -70,22 +70,6 @@ class LossStuck(Rule):
         if len(self._losses) < 2 * self._needed or record.step % _LOOK:
             return ()
         return self._episode.update(record.step, self._find(record))
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        if len(self._losses) + len(steps) < 2 * self._needed:
-            return len(steps)
-        return leading(np.array(steps.steps) % _LOOK != 0)
-
-    def narrow(self, bounds: Bounds) -> bool:
-        if len(self._losses) + bounds.count >= 2 * self._needed:
-            bounds.last_for(-bounds.first % _LOOK)
-        return True
-
-    def pass_over(self, steps: LightSteps) -> None:
-        losses = [loss for loss in steps.losses.tolist() if math.isfinite(loss)]
-        if len(self._first) < _FIRST:
-            self._first = (*self._first, *losses)[:_FIRST]
-        self._losses += losses
 
     def _find(self, record: StepRecord) -> Alert | None:
         first, losses = _median(self._first), np.array(self._losses)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 
 from telemetry.alerts.history import History, median
 from telemetry.alerts.past import Past
-from telemetry.records import Bounds
 
 
 class LossTrend:
@@ -99,29 +97,6 @@ class LossTrend:
         self._compare_with_past(loss)
         self._remember(loss)
 
-    def add_quiet(self, losses: Sequence[float]) -> int:
-        """Add losses until one is remarkable; how many came before that. NaN: there was none."""
-        for i, loss in enumerate(losses):
-            if math.isfinite(loss):
-                self.add(loss)
-            if self.steps_far_above or self.has_just_lost:
-                return i
-        return len(losses)
-
-    def narrow(self, bounds: Bounds) -> None:
-        """Narrow bounds down so that no loss is remarkable; none may be logged if few were."""
-        low, high = -math.inf, -math.inf
-        known = len(self._first) == len(self._recent) == _RECENT
-        if known and not self.steps_far_above and not self.steps_lost:
-            first, recent, best = self.first, self._recent, self._best
-            high = self._long_ago.limit_after(bounds.count, _FAR)
-            low = first - _NEARLY * _LEARNED * abs(first)
-            if min(best, *recent) < low:  # something was learned, which may be lost
-                low = min(best - (first - best) / 2, *recent)
-                most = (first + low) / 2
-                high = min(high, most) if max(recent) <= most else -math.inf
-        bounds.loss_low, bounds.loss_high = max(bounds.loss_low, low), min(bounds.loss_high, high)
-
     def _compare(self, recent: float) -> None:
         usual = self._past.median
         spread = max(self._past.spread, _LEAST_SPREAD * abs(usual))
@@ -164,7 +139,6 @@ _RECENT = 5  # a median of 5 ignores two outliers; tried 2 and 10
 _PAST = 30  # by eye, in steps; tried 15 and 60
 _LATEST = 20  # steps; as _BETWEEN of NormTrend
 _LEARNED = 0.1  # of the first loss: less may be noise; by eye
-_NEARLY = 0.99
 _LEAST_SPREAD = 1e-3  # so that a constant loss has one, too; tried 0.0005 and 0.002
 # A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
 # mlp_tanh20_small is called exploding; tried 2 and 20.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers import table
-from telemetry.records import Layout, LightSteps, StepRecord
+from telemetry.records import Layout, StepRecord
 
 
 @dataclass(eq=False)
@@ -37,10 +37,8 @@ class Modules:
         modules.layout, modules._positions = layout, positions
         return modules
 
-    def grad_norms(self, record: StepRecord | LightSteps) -> NDArray[np.float64]:
-        """L2 norm over the parameters of each, float64 ``[..., len(names)]``; 0 if it has none."""
-        if isinstance(record, LightSteps):
-            return record.owner_grad_norms
+    def grad_norms(self, record: StepRecord) -> NDArray[np.float64]:
+        """L2 norm over the parameters of each, float64 ``[len(names)]``; 0 if it has none."""
         return record.module_grad_norms[self._positions]
 
     def update_ratios(self, record: StepRecord) -> NDArray[np.float64]:

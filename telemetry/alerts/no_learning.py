@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import History
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 
@@ -81,22 +81,6 @@ class NoLearning(Rule):
             self._looks += 1
             self._largest_ratio = max(self._largest_ratio, _largest_ratio(record))
         return self._episode.update(record.step, self._find(record))
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        return len(steps) if self._says_nothing_for(len(steps)) else 0
-
-    def narrow(self, bounds: Bounds) -> bool:
-        return self._says_nothing_for(bounds.count)
-
-    def _says_nothing_for(self, count: int) -> bool:
-        early = self._steps + count < self._steps_needed - _LOOKS
-        moves = self._largest_ratio > self._update_ratio
-        begun = len(self._first_norms) == 5
-        return begun and (early or moves) and not self._episode.is_on
-
-    def pass_over(self, steps: LightSteps) -> None:
-        self._steps += len(steps)
-        self._norms.add(*steps.total_grad_norms[-5:].tolist())
 
     def _find(self, record: StepRecord) -> Alert | None:
         moves = self._largest_ratio > self._update_ratio

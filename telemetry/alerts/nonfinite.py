@@ -6,13 +6,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from telemetry.alert import Alert
 from telemetry.alerts.episode import CALM_STEPS, Episode
-from telemetry.alerts.history import leading
 from telemetry.alerts.origins import Origin, is_bad, origins
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 
@@ -106,23 +103,6 @@ class Nonfinite(Rule):
         # A parameter or buffer that is not used for some steps shows only in full.
         is_over = self._calm_steps >= CALM_STEPS and record.full
         return self._episode.update(record.step, None) if is_over else ()
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        if self._episode.is_on or steps.skipped:
-            return 0
-        # A total that overflows will do for a step that is not quiet.
-        return leading(np.isfinite(steps.total_grad_norms))
-
-    def narrow(self, bounds: Bounds) -> bool:
-        return not self._episode.is_on
-
-    def pass_over(self, steps: LightSteps) -> None:
-        self._has_stepped = self._was_good = True
-        self._calm_steps += len(steps)
-        self._loss.add(*steps.losses.tolist())
-        self._norm.add(*steps.total_grad_norms.tolist())
-        if not np.isnan(steps.losses).all():
-            self._bad_losses = 0
 
     def _alert(self, record: StepRecord, origin: Origin) -> Alert:
         where, advice = origin.where, origin.advice

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 
 from telemetry.alerts.history import History
 
@@ -62,49 +61,17 @@ class NormTrend:
         if not 0 < self._steps_unusual <= _NEW_NORMAL:
             self._remember(level)
 
-    def add_quiet(self, totals: Sequence[float]) -> int:
-        """Add norms until one is far above; how many came before that."""
-        for i, total in enumerate(totals):
-            if not math.isfinite(total):
-                return i
-            self.add(total)
-            if max(self.above, self.far_above) >= FAR_ABOVE:
-                return i
-        return len(totals)
-
-    def are_usual(self, totals: Sequence[float]) -> bool:
-        """Whether none is zero or above its past, by a look that may miss some."""
-        if not self._long_ago or self._steps_unusual or self.since_jump <= _SAME_JUMP:
-            return False
-        highest = min(past.highest_after(len(totals)) for past in (self._totals, self._long_ago))
-        return min(totals) > 0 and math.log10(max(totals)) <= highest
-
-    def keeps_below(self, highest: float, count: int) -> bool:
-        """Whether so many norms up to this one are not far above."""
-        if not self._long_ago or self._steps_unusual or not 0 < highest < math.inf:
-            return False
-        pasts = (self._totals, self._long_ago)
-        limit = min(past.highest_after(count) for past in pasts) + _NEARLY_FAR
-        return math.log10(highest) < limit
-
-    def add_usual(self, totals: Sequence[float]) -> None:
-        """Add usual norms; only the last is compared with those before."""
-        self._remember(*map(math.log10, totals[:-1]))
-        self.since_jump += len(totals) - 1
-        self.add(totals[-1])
-
-    def _remember(self, *levels: float) -> None:
-        self._totals.add(*levels)
-        between = (*self._between, *levels)
-        self._long_ago.add(*between[:-_BETWEEN])
-        self._between.extend(levels)
+    def _remember(self, level: float) -> None:
+        self._totals.add(level)
+        if len(self._between) == _BETWEEN:
+            self._long_ago.add(self._between[0])
+        self._between.append(level)
 
 
 _ALL = 100  # by eye, in steps; tried 50 and 200
 _BETWEEN = 20  # by eye, in steps; tried 10 and 40
 _SHORTEST = 10  # by eye, in steps; tried 2 and 50
 _JUMP = FAR_ABOVE = 0.7  # a factor of 5, by eye; tried 0.14 and 3.5
-_NEARLY_FAR = 0.69  # a little less
 _SAME_JUMP = 30  # by eye, in steps; tried 15 and 60
 _UNUSUAL = 1.5  # a factor of 30, that of ExplodingGradient's lasting_factor; tried 0.3 and 7.5
 _NEW_NORMAL = 50  # by eye, in steps; tried 25 and 100

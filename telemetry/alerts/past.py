@@ -28,14 +28,9 @@ class Past:
     def __len__(self) -> int:
         return len(self._old)
 
-    def __copy__(self) -> Past:
-        other = Past(self._latest)
-        other._old, other._new = self._old.__copy__(), self._new.copy()
-        return other
-
-    def add(self, *values: float) -> None:
-        """Add the latest values, which become past later."""
-        self._new.extend(values)
+    def add(self, value: float) -> None:
+        """Add the latest value, which becomes past later."""
+        self._new.append(value)
         waiting = min(self._latest, (len(self._old) + len(self._new)) // 2)
         while len(self._new) > waiting:
             self._old.add(self._new.popleft())
@@ -55,13 +50,6 @@ class Past:
             return -math.inf
         unit = max(self.highest - self.lowest, _LEAST_RANGE * abs(self.highest))
         return (value - self.highest) / unit if unit > 0 else -math.inf
-
-    def limit_after(self, more: int, ranges: float) -> float:
-        """What is not more ranges above, even when so many were added; ``-inf`` if unknown."""
-        if not (staying := self._old.staying(more)):
-            return -math.inf
-        highest = max(staying)
-        return highest + ranges * (highest - min(staying))
 
     @property
     def highest(self) -> float:

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import CALM_STEPS, Episode
-from telemetry.alerts.history import leading
 from telemetry.plain_text import printable
-from telemetry.records import Bounds, Divergence, LightSteps, RankFacts, StepRecord
+from telemetry.records import Divergence, RankFacts, StepRecord
 from telemetry.rule import Rule
 
 
@@ -52,16 +51,6 @@ class RanksDiverge(Rule):
             self._looked = True
             self._apart = {found.parameter for found in facts.diverged if not found.declared}
         return [found for found in facts.diverged if found.parameter not in self._apart]
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        if self._alone.is_on:
-            return 0
-        return (
-            leading([not _is_alone(facts) for facts in steps.ranks]) if steps.ranks else len(steps)
-        )
-
-    def narrow(self, bounds: Bounds) -> bool:
-        return not self._alone.is_on
 
 
 def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]) -> Alert:

@@ -6,12 +6,10 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
-import numpy as np
-
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
 from telemetry.alerts.history import median
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 
@@ -87,27 +85,6 @@ class SameBatch(Rule):
         found = self._divisor == 1 and distance >= self._needed
         found &= self._varied or self._is_known_by_heart()
         return self._episode.update(record.step, self._alert(record, distance) if found else None)
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        if not self._waits_for_loss or not self._losses:
-            return len(steps)
-        lowest = min(np.nanmin(steps.losses, initial=math.inf), *self._losses)
-        return len(steps) if lowest > self._least_loss else 0
-
-    def narrow(self, bounds: Bounds) -> bool:
-        if not self._waits_for_loss or not self._losses:
-            return True
-        bounds.loss_low = max(bounds.loss_low, math.nextafter(self._least_loss, math.inf))
-        return min(self._losses) > self._least_loss
-
-    @property
-    def _least_loss(self) -> float:
-        """At which the batch is not known by heart yet."""
-        begun = len(self._first_losses) == _LOSSES
-        return self._share * median(self._first_losses) if begun else math.inf
-
-    def pass_over(self, steps: LightSteps) -> None:
-        self._follow(steps.losses.tolist())
 
     def _follow(self, losses: Iterable[float]) -> None:
         finite = [loss for loss in losses if math.isfinite(loss)]

@@ -72,25 +72,6 @@ class Shares:
         self.mark_before = np.where(marked, self.last_mark, self.mark_before)
         self.last_mark = np.where(marked, share, self.last_mark)
 
-    def add_quiet(self, shares: NDArray[np.float64]) -> None:
-        """Add several steps at which no share is or was small, ``[n, modules]``."""
-        zero = shares == -np.inf
-        self.since_zero = self.since_zero + len(shares)
-        self.zero_steps = np.where(zero.all(axis=0), self.zero_steps + len(shares), 0.0)
-        if zero.any():
-            since = zero[::-1].argmax(axis=0)
-            self.since_zero = np.where(zero.any(axis=0), since, self.since_zero)
-            in_a_row = (~zero[::-1]).argmax(axis=0)
-            self.zero_steps = np.where(zero.all(axis=0), self.zero_steps, in_a_row)
-        if np.isnan(self.first_share).any():
-            first = shares[(~zero).argmax(axis=0), np.arange(shares.shape[1])]
-            known = ~np.isnan(self.first_share) | (first == -np.inf)
-            self.first_share = np.where(known, self.first_share, first)
-        self.largest_share = np.fmax(self.largest_share, shares.max(axis=0))
-        self.update_share = np.full_like(self.update_share, np.nan)
-        self.mark_before = shares[-2] if len(shares) > 1 else self.last_mark
-        self.last_mark = shares[-1]
-
 
 _FILLS = {
     "faint_steps": 0.0,

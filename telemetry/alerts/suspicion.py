@@ -8,12 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
-from telemetry.alerts.history import leading
 from telemetry.alerts.modules import Modules
-from telemetry.records import Bounds, LightSteps, StepRecord
+from telemetry.records import StepRecord
 from telemetry.rule import Rule
-
-_Followed = tuple[int, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
 class Suspicion(Rule):
@@ -38,7 +35,6 @@ class Suspicion(Rule):
         self._zero_rate = np.zeros(0)
         self._steps = 0
         self._wanted = 0
-        self._ahead: tuple[LightSteps, _Followed] | None = None
 
     @property
     def wants_full(self) -> bool:
@@ -50,65 +46,6 @@ class Suspicion(Rule):
         if record.all_grads_finite and self._is_unusual(self._norms(record)):
             self._wanted = _FULL_STEPS
         return ()
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        unsettled = self._steps < _SHORTEST_HISTORY or np.isnan(self._mean).any()
-        if unsettled or self._modules.layout is not steps.layout:
-            return 0
-        self._ahead = steps, self._followed(self._modules.grad_norms(steps))
-        return self._ahead[1][0]
-
-    def narrow(self, bounds: Bounds) -> bool:
-        unsettled = self._steps < _SHORTEST_HISTORY or np.isnan(self._mean).any()
-        if unsettled or self._modules.layout is not bounds.layout:
-            return False
-        # As long as the mean is within the bounds, it stays there.
-        used, mean = bounds.low > 0, 10**self._mean
-        far = (mean < bounds.low) | (mean > bounds.high) | (bounds.high > 10**_DECADES * bounds.low)
-        return not np.where(used, far, self._zero_rate < _RARE).any()
-
-    def pass_over(self, steps: LightSteps) -> None:
-        if self._ahead is None or self._ahead[0] is not steps:
-            self.quiet_steps(steps)
-        assert self._ahead is not None
-        _, self._mean, self._deviation, self._zero_rate = self._ahead[1]
-        self._ahead = None
-        self._steps += len(steps)
-
-    def _followed(self, norms: NDArray[np.float64]) -> _Followed:
-        """How many of the first steps are near the mean, and what is remembered after those.
-
-        Args:
-            norms: ``[n, modules]``.
-        """
-        mean, deviation, rate = self._mean.copy(), self._deviation.copy(), self._zero_rate.copy()
-        zeros = norms == 0
-        if zeros.any() or rate.any():
-            return self._followed_with_zeros(norms, zeros)
-        offs = np.log10(norms)
-        for off in offs:
-            off -= mean
-            change = np.abs(off)
-            change -= deviation
-            change *= _WEIGHT
-            deviation += change
-            mean += _WEIGHT * off
-        return leading(np.abs(offs).max(axis=1, initial=0.0) <= _DECADES), mean, deviation, rate
-
-    def _followed_with_zeros(
-        self, norms: NDArray[np.float64], zeros: NDArray[np.bool_]
-    ) -> _Followed:
-        mean, deviation, rate = self._mean.copy(), self._deviation.copy(), self._zero_rate.copy()
-        levels = np.log10(np.where(zeros, 1.0, norms))
-        for i, (level, zero) in enumerate(zip(levels, zeros, strict=True)):
-            off = np.where(zero, 0.0, level - mean)
-            distance = np.abs(off)
-            if distance.max() > _DECADES or (zero & (rate < _RARE)).any():
-                return i, mean, deviation, rate
-            deviation += np.where(zero, 0.0, _WEIGHT * (distance - deviation))
-            mean += _WEIGHT * off
-            rate += _WEIGHT * (zero - rate)
-        return len(norms), mean, deviation, rate
 
     def _norms(self, record: StepRecord) -> NDArray[np.float64]:
         before = self._modules

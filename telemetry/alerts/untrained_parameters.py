@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert, Severity
 from telemetry.plain_text import called
-from telemetry.records import Bounds, Layout, LightSteps, Parameter, StepRecord
+from telemetry.records import Layout, Parameter, StepRecord
 from telemetry.rule import Rule
 
 
@@ -102,27 +102,6 @@ class UntrainedParameters(Rule):
         self._trained_before = self._trained_before | self._trained
         self._begin(count, is_new=False)
         return alerts
-
-    def quiet_steps(self, steps: LightSteps) -> int:
-        if not self._is_new:
-            return len(steps)
-        if len(self._trained) != len(steps.layout.parameters):
-            return 0
-        if self._steps > self._needed + _LATE and self._looks < _LOOKS:
-            return len(steps)
-        return max(0, min(len(steps), self._needed - _LATE - 1 - self._steps))
-
-    def narrow(self, bounds: Bounds) -> bool:
-        if not self._is_new:
-            return True
-        if not (self._steps > self._needed + _LATE and self._looks < _LOOKS):
-            bounds.last_for(self._needed - _LATE - 1 - self._steps)
-        return len(self._trained) == len(bounds.layout.parameters)
-
-    def pass_over(self, steps: LightSteps) -> None:
-        if len(self._trained) == len(steps.layout.parameters):
-            self._steps += len(steps)
-            self._trained |= steps.grad_present.any(axis=0)
 
     def _alert(self, record: StepRecord, left: NDArray[np.bool_]) -> Alert:
         layout = record.layout

@@ -12,11 +12,10 @@ from telemetry.alert import Alert
 from telemetry.alerts.course import FAR_ABOVE, CourseRule
 from telemetry.alerts.depth import Stretch
 from telemetry.alerts.episode import CALM_STEPS, Episode
-from telemetry.alerts.history import leading
 from telemetry.alerts.modules import Modules
 from telemetry.alerts.shares import Shares
 from telemetry.plain_text import called
-from telemetry.records import Bounds, Layout, LightSteps, StepRecord
+from telemetry.records import StepRecord
 
 
 class VanishingGradient(CourseRule):
@@ -134,42 +133,6 @@ class VanishingGradient(CourseRule):
         moves = bool(state.update_share[at] >= -self._update_decades)
         return bool(norms[at] == 0 or (state.faint_steps[at] > 0 and not moves))
 
-    def quiet_steps(self, steps: LightSteps) -> int:
-        if not self._may_be_quiet(steps.layout):
-            return 0
-        norms = self._modules.grad_norms(steps)
-        largest = norms.max(axis=1, initial=0.0)
-        # Not so where the largest norm is zero, infinite or NaN.
-        fine = (largest > 0) & (largest < np.inf)
-        limits = 10 ** (_NEARLY_FAINT - self._decades) * largest
-        if norms.min(initial=np.inf) <= limits.max():
-            fine &= ~((norms > 0) & (norms <= limits[:, np.newaxis])).any(axis=1)
-        return min(super().quiet_steps(steps), leading(fine), self._until_look(len(steps)))
-
-    def narrow(self, bounds: Bounds) -> bool:
-        bounds.last_for(self._until_look(bounds.count))
-        bounds.apart = min(bounds.apart, 10 ** (self._decades - _NEARLY_FAINT))
-        return (
-            bounds.mains.size > 0 and self._may_be_quiet(bounds.layout) and super().narrow(bounds)
-        )
-
-    def _may_be_quiet(self, layout: Layout) -> bool:
-        known = self._modules.layout is layout
-        return known and not self._episode.is_on and not self._state.faint_steps.any()
-
-    def _until_look(self, count: int) -> int:
-        """How many of so many steps come before modules without any gradient are looked at."""
-        waits = self._state.largest_share == -np.inf
-        due = self._zero_steps - self._state.zero_steps[waits]
-        return int(due[due > 0].min(initial=count + 1)) - 1
-
-    def pass_over(self, steps: LightSteps) -> None:
-        super().pass_over(steps)
-        self._undecided = False
-        norms = self._modules.grad_norms(steps)
-        with np.errstate(divide="ignore"):
-            self._state.add_quiet(np.log10(norms / norms.max(axis=1, keepdims=True)))
-
     def _from_the_first(
         self, faint: NDArray[np.bool_], share: NDArray[np.float64], used: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
@@ -267,7 +230,6 @@ class VanishingGradient(CourseRule):
         )
 
 
-_NEARLY_FAINT = 0.01  # decades that are left to a closer look
 _SINCE_ZERO = 10  # by eye, in steps; tried 2 and 50
 _RISING_DECADES = 0.2  # by eye; tried 0.04 and 1
 _STEADY_DECADES = 0.5  # by eye; tried 0.1 and 2.5

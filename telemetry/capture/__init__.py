@@ -12,20 +12,17 @@ that hands the :class:`~window.Window` of the step in progress to one piece afte
 :mod:`capture` turns all that on and off.
 
 :mod:`captured` makes the record of it, on the background thread. Most steps need none of this:
-:mod:`light` reads their gradients and adds a row to a :class:`LightBlock`.
+:mod:`light` reads their gradients by one call, which makes a :class:`LightStep`.
 """
 
 from telemetry.capture.capture import Capture
 from telemetry.capture.captured import CapturedStep
-from telemetry.capture.light import LightBlock, LightItem, LightRows, light_steps
+from telemetry.capture.light import LightStep
 from telemetry.capture.watch import Content
 
 __all__ = [
     "Capture",
     "CapturedStep",
     "Content",
-    "LightBlock",
-    "LightItem",
-    "LightRows",
-    "light_steps",
+    "LightStep",
 ]

@@ -14,7 +14,7 @@ from telemetry.budget import Budget
 from telemetry.capture.captured import CapturedStep
 from telemetry.capture.costs import StepCosts
 from telemetry.capture.hand_over import HandOver
-from telemetry.capture.light import LightBlock
+from telemetry.capture.light import LightStep
 from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.steps import Steps
 from telemetry.capture.watch import Content, Switch, Watch
@@ -31,15 +31,14 @@ class Capture:
 
     The model is held weakly. Hooks are on its modules only during steps that are measured in full;
     of all other steps the norms of the gradients are taken and nothing else is done. Where that is
-    possible, they become rows of a :class:`LightBlock`.
+    possible, one call reads them: :class:`LightStep`.
 
     Args:
         model: The model in training.
         selection: Which of its modules are watched.
         full_steps: Which steps are measured in full.
         content: What that holds.
-        deliver: Called on the training thread with each finished step, or with the block whose last
-            row it is; must not wait.
+        deliver: Called on the training thread with each finished step; must not wait.
         safe_point: Called between steps; may raise into the training loop.
         primary: Whose steps count; None: the first optimizer that steps the model's parameters.
         failures: Where to report what failed.
@@ -56,7 +55,7 @@ class Capture:
         selection: Selection,
         full_steps: FullSteps,
         content: Content,
-        deliver: Callable[[CapturedStep | LightBlock], None],
+        deliver: Callable[[CapturedStep | LightStep], None],
         safe_point: Callable[[], None],
         primary: Optimizer | None,
         failures: Failures,

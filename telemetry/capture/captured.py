@@ -91,9 +91,6 @@ class CapturedStep:
             failures=failures,
         )
 
-    def __len__(self) -> int:
-        return 1
-
     @property
     def step(self) -> int:
         """The step's number."""

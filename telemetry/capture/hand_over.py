@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from torch import nn
 
 from telemetry.capture.captured import CapturedStep, RunTotals
-from telemetry.capture.light import LightBlock
+from telemetry.capture.light import LightStep
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
 from telemetry.records import Layout, Module
@@ -25,7 +25,7 @@ class HandOver:
     """
 
     def __init__(
-        self, model: nn.Module, watch: Watch, deliver: Callable[[CapturedStep | LightBlock], None]
+        self, model: nn.Module, watch: Watch, deliver: Callable[[CapturedStep | LightStep], None]
     ) -> None:
         self.happened = False
         self._watch = watch
@@ -44,9 +44,9 @@ class HandOver:
         self._deliver(captured)
         self.happened = True
 
-    def light(self, block: LightBlock) -> None:
-        """A row was added to the block."""
-        self._deliver(block)
+    def light(self, step: LightStep) -> None:
+        """Deliver a step that one call has read."""
+        self._deliver(step)
         self.happened = True
 
     def layout(self, ran: Collection[str] = ()) -> Layout:

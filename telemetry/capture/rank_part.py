@@ -43,7 +43,7 @@ class PartMaker:
 
         Args:
             record: Of a step.
-            captured: What it was made of; None if that was a row of a block.
+            captured: What it was made of; None if one call has read it.
         """
         rank, notes = (
             self._standing.rank,

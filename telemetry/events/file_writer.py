@@ -16,7 +16,7 @@ from telemetry.events.background import PATIENCE_S, BackgroundWriter, Files
 from telemetry.events.local_files import LocalFiles
 from telemetry.events.repeated import Repeated
 from telemetry.events.room import tags_of
-from telemetry.events.summaries import curve, event_of
+from telemetry.events.summaries import event_of
 
 _logger = logging.getLogger(__name__)
 
@@ -149,12 +149,6 @@ class FileWriter:
                 self._repeated.add(tag, alone)
         self._put(event_of(values, step, walltime), droppable=droppable, flush=flush)
 
-    def write_curve(
-        self, tag: str, steps: Iterable[int], walltimes: Iterable[float], numbers: Iterable[float]
-    ) -> None:
-        """Adds points of one curve, a droppable event for each."""
-        self._put(*curve(tag, steps, walltimes, numbers), droppable=True, flush=False)
-
     def add_summary(
         self, summary: Summary, global_step: int | None = None, walltime: float | None = None
     ) -> None:
@@ -194,9 +188,9 @@ class FileWriter:
             background.close(timeout_s)
             self._at_exit.cancel()
 
-    def _put(self, *events: bytes, droppable: bool, flush: bool) -> None:
+    def _put(self, event: bytes, *, droppable: bool, flush: bool) -> None:
         if background := self._background_here():
-            background.put(*events, droppable=droppable, flush=flush)
+            background.put(event, droppable=droppable, flush=flush)
         elif not self._reported_inert:
             self._reported_inert = True
             _logger.warning(

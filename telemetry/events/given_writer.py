@@ -14,7 +14,7 @@ from torch.utils import tensorboard
 
 from telemetry.events.background import BackgroundWriter
 from telemetry.events.file_writer import FileWriter
-from telemetry.events.summaries import curve, event_of
+from telemetry.events.summaries import event_of
 
 _logger = logging.getLogger(__name__)
 
@@ -80,16 +80,6 @@ class GivenWriter:
                 values, step, walltime, droppable=droppable, flush=flush, repeat=repeat
             )
         )
-
-    def write_curve(
-        self, tag: str, steps: Sequence[int], walltimes: Sequence[float], numbers: Sequence[float]
-    ) -> None:
-        """Adds points of one curve, a droppable event for each."""
-        if self._background is not None:
-            events = curve(tag, steps, walltimes, numbers)
-            self._background.put(*events, droppable=True, flush=False)
-            return
-        self._with_ours(lambda file_writer: file_writer.write_curve(tag, steps, walltimes, numbers))
 
     def _with_ours(self, write: Callable[[FileWriter], None]) -> None:
         """Write with the file writer that our own writer has at the moment."""

@@ -24,9 +24,6 @@ class NoWriter:
     def write_values(self, *values: Any, **how: Any) -> None:
         """Writes nothing."""
 
-    def write_curve(self, *points: Any) -> None:
-        """Writes nothing."""
-
     def flush(self, timeout_s: float = 0.0) -> bool:
         return True
 
@@ -49,10 +46,6 @@ class LateWriter(NoWriter):
     def write_values(self, values: Sequence[Summary.Value], *where: Any, **how: Any) -> None:
         """Write them, or keep them until :meth:`use`."""
         self._write(lambda writer: writer.write_values(values, *where, **how))
-
-    def write_curve(self, *points: Any) -> None:
-        """Likewise."""
-        self._write(lambda writer: writer.write_curve(*points))
 
     def _write(self, write: Callable[[Any], None]) -> None:
         if self._writer is None:

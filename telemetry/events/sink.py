@@ -30,13 +30,3 @@ class Sink(Protocol):
             flush: Have it written at once, without waiting for that.
             repeat: Those of the values that every further file has to hold, too.
         """
-
-    def write_curve(
-        self,
-        tag: str,
-        steps: Sequence[int],
-        wall_times: Sequence[float],
-        numbers: Sequence[float],
-        /,
-    ) -> None:
-        """Add points of one curve, an event for each that may be left out as above."""

@@ -85,14 +85,6 @@ def scalar(tag: str, value: float) -> bytes:
         return bytes(Summary(value=[point]).SerializeToString())
 
 
-def curve(
-    tag: str, steps: Iterable[int], wall_times: Iterable[float], numbers: Iterable[float]
-) -> list[bytes]:
-    """Serialized events with one point each, of one curve."""
-    points = zip(steps, wall_times, numbers, strict=True)
-    return [event_of((scalar(tag, number),), step, time_s) for step, time_s, number in points]
-
-
 def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> Iterator[bytes]:
     """Histograms, for the Histograms and Distributions dashboards.
 

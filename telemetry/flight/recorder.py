@@ -16,17 +16,14 @@ from telemetry.events.plain_files import write_whole
 from telemetry.failures import Failures
 from telemetry.flight.document import MAX_ALERTS, Flight, compose, describe
 from telemetry.flight.file import encode_flight, flight_path
-from telemetry.flight.snapshot import Snapshot, detail, light_snapshots, snapshot
-from telemetry.records import LightSteps, StepRecord
+from telemetry.flight.snapshot import Snapshot, detail, snapshot
+from telemetry.records import StepRecord
 
 log = logging.getLogger("telemetry")
 
 MAX_STEP_BYTES = 4 * 2**20
 MAX_DETAIL_BYTES = 12 * 2**20
 MAX_FILES = 8
-
-_LIGHT_BYTES = 32
-"""What a parameter takes of each step that is kept unsplit, about."""
 
 _RECORDED = {"loss_spike"}
 """Kinds of alerts of severity ``warning`` for which a file is written, too."""
@@ -78,9 +75,6 @@ class FlightRecorder:
         self._lock = threading.Lock()
         self._steps: deque[Snapshot] = deque()
         self._step_bytes = 0
-        # Those that follow, as they came: few are ever looked at.
-        self._light: deque[LightSteps] = deque()
-        self._light_count = 0
         self._details: deque[Snapshot] = deque()
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
         self._flight: Flight | None = None
@@ -92,25 +86,11 @@ class FlightRecorder:
         """A step was recorded."""
         with self._contained():
             step = snapshot(record)
-            self._split()
             self._keep(step)
             if record.full:
                 step = replace(step, detail=detail(record))
                 self._keep_detail(step)
             self._follow_fault(step)
-
-    def on_light_steps(self, steps: LightSteps) -> None:
-        """Several steps were recorded that were not measured in full."""
-        with self._contained():
-            self._light.append(steps)
-            self._light_count += len(steps)
-            nbytes = self._light_count * len(steps.layout.parameters) * _LIGHT_BYTES
-            if self._flight is not None or nbytes > MAX_STEP_BYTES:
-                self._split()
-            while self._light and self._light_count >= self._count + len(self._light[0]):
-                self._light_count -= len(self._light.popleft())
-                self._steps.clear()
-                self._step_bytes = 0
 
     def on_alert(self, alert: Alert) -> None:
         """A rule has found something."""
@@ -147,7 +127,6 @@ class FlightRecorder:
     @property
     def nbytes(self) -> int:
         """Approximate memory."""
-        self._split()
         return sum(s.nbytes for s in (*self._steps, *self._details))
 
     # --- under the lock ------------------------------------------------------------------------
@@ -161,14 +140,6 @@ class FlightRecorder:
             self._failures.report(f"to write a flight file into {self._log_dir}")
         except Exception:
             self._failures.report("to keep the last steps")
-
-    def _split(self) -> None:
-        """Make snapshots of the steps that came together."""
-        while self._light:
-            for step in light_snapshots(self._light.popleft()):
-                self._keep(step)
-                self._follow_fault(step)
-        self._light_count = 0
 
     def _keep(self, step: Snapshot) -> None:
         if len(self._steps) == self._count:
@@ -199,7 +170,6 @@ class FlightRecorder:
             kept.popleft()
 
     def _begin(self, step: int) -> None:
-        self._split()
         oldest = self._steps[0].step if self._steps else step
         at = last_full = self._details[-1] if self._details else None
         if self._steps and (at is None or at.step < self._steps[-1].step):

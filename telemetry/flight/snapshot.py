@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers import LayerTable, table
-from telemetry.records import Layout, LightSteps, Output, StepRecord, TensorRecord
+from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.sketch import Sketch
 
 Key = TypeVar("Key")
@@ -93,29 +93,6 @@ def snapshot(record: StepRecord) -> Snapshot:
         grad_norms=record.module_grad_norms,
         grad_present=present > 0,
     )
-
-
-def light_snapshots(steps: LightSteps) -> Iterator[Snapshot]:
-    """The same of each of several steps that were not measured in full."""
-    norms = steps.module_grad_norms
-    present = np.zeros(norms.shape, np.bool_)
-    rows, parameters = np.nonzero(steps.grad_present)
-    present[rows, steps.layout.owners[parameters]] = True
-    totals, rates = steps.total_grad_norms.tolist(), steps.learning_rates.tolist()
-    for index, step in enumerate(steps.steps):
-        yield Snapshot(
-            step=step,
-            wall_time=float(steps.wall_times[index]),
-            layout=steps.layout,
-            loss=steps.scalars[index].get("loss"),
-            total_grad_norm=totals[index],
-            learning_rates=tuple(rates[index]),
-            loss_scale=steps.loss_scale,
-            skipped=steps.skipped,
-            full=False,
-            grad_norms=norms[index],
-            grad_present=present[index],
-        )
 
 
 def detail(record: StepRecord) -> Detail:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from telemetry.page_format import EVENTS_PER_TAG, NORM_BLOCK_BYTES, PLUGIN_NAME, ChunkKind
 from telemetry.reading.sessions import Segment, TagRange
 from telemetry.reading.sources import Point, Problems, RunSource
-from telemetry.schedule import ROWS_AT_ONCE
 from telemetry.untrusted import MAX_WHOLE
 
 READ_BYTES = 256 << 20
@@ -20,6 +19,7 @@ READ_BYTES = 256 << 20
 CALL_TAGS = 200
 _CALL_BYTES = 64 << 20  # TensorBoard's data server sends at most 256 MiB in one message
 _CACHE_BYTES = 512 << 20
+_STEPS_BEYOND = 64  # of a block of norms: what one may hold above its limit
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +60,7 @@ class Wanted:
         step_bytes = 4 * max(self.segment.width(self.kind), self.layer_count)
         if self.kind == "m":
             return step_bytes * min(steps, EVENTS_PER_TAG)
-        block_bytes = NORM_BLOCK_BYTES + ROWS_AT_ONCE * step_bytes
+        block_bytes = NORM_BLOCK_BYTES + _STEPS_BEYOND * step_bytes
         return min(step_bytes * steps, EVENTS_PER_TAG * block_bytes)
 
 

@@ -11,8 +11,8 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.page_format import LAYOUT_PREFIX
-from telemetry.records import LightSteps, StepRecord
-from telemetry.tag_names import RUN, TOTAL_GRAD_NORM
+from telemetry.records import StepRecord
+from telemetry.tag_names import RUN
 from telemetry.writing import custom_scalars, rank_curves, spread, tags
 from telemetry.writing.bulk import Bulk
 from telemetry.writing.heatmap_picture import HeatmapPicture
@@ -61,31 +61,6 @@ class Board:
     def is_needed(self, record: StepRecord) -> bool:
         """Whether later values cannot be read without this record's."""
         return self._page.begins_layout(record)
-
-    def goes_on(self, steps: LightSteps) -> bool:
-        """Whether :meth:`values_of_light` may be asked about these."""
-        return self._page.goes_on(steps)
-
-    def curve_of_light(
-        self, steps: LightSteps
-    ) -> tuple[str, Sequence[int], Sequence[float], Sequence[float]]:
-        """Tag, steps, wall times and numbers of the curve that has a point at each such step."""
-        totals, wall_times = steps.total_grad_norms.tolist(), steps.wall_times.tolist()
-        return TOTAL_GRAD_NORM, steps.steps, wall_times, totals
-
-    def values_of_light(self, steps: LightSteps) -> Iterator[tuple[int, float, Sequence[bytes]]]:
-        """Step, wall time and values of the other events to write; some have no values."""
-        self._times.pass_over(steps)
-        if steps.ranks or not self._rates.stay(steps):
-            for index, wall_time in enumerate(steps.wall_times.tolist()):
-                record = steps.record(index)
-                yield self._rates.late_values(record)
-                values = [*self._rates.values_of(record)]
-                if record.ranks is not None:
-                    values += rank_curves.values_of(record.ranks)
-                yield record.step, wall_time, values
-        last = float(steps.wall_times[-1])
-        yield steps.steps[-1], last, tuple(self._page.values_of_light(steps))
 
     def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[bytes]]:
         """Step, wall time and values of an event to write before the record's own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from telemetry.events import summaries
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import StepRecord
 from telemetry.tag_names import RUN
 
 
@@ -35,14 +35,6 @@ class LearningRates:
             if group < len(self._rates) and self._drawn[group] < self._step
         ]
         return self._step, self._wall_time, late
-
-    def stay(self, steps: LightSteps) -> bool:
-        """Whether no rate changes in these steps, so that there is nothing to write."""
-        now = steps.learning_rates
-        if now.shape[1] != len(self._rates) or not (now == self._rates).all():
-            return False
-        self._step, self._wall_time = steps.steps[-1], float(steps.wall_times[-1])
-        return True
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """The values to write in an event with the record's step."""

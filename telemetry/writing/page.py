@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from telemetry.page_format import (
     layout_tag,
     new_session_id,
 )
-from telemetry.records import Layout, LightSteps, StepRecord
+from telemetry.records import Layout, StepRecord
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -87,23 +87,11 @@ class PageWriter:
             self._columns = MATRIX_STATISTICS + (RANK_STATISTICS if record.ranks else ())
             yield self._begin_layout(record.layout)
         self._last_step = record.step
-        self._block.add((record.step,), record.wall_time, _grad_norms(record)[np.newaxis])
+        self._block.add(record)
         if record.full or self._block.is_due(record.wall_time):
             yield from self.pending_values()
         if record.full:
             yield self._numbers("m", self._with_held(record, _matrix(record, self._columns)))
-
-    def goes_on(self, steps: LightSteps) -> bool:
-        """Whether :meth:`values_of_light` may be asked about these: nothing new begins."""
-        known = steps.layout is self._layout and self._last_step is not None
-        return known and steps.steps[0] > self.last_step
-
-    def values_of_light(self, steps: LightSteps) -> Iterator[bytes]:
-        """The values to write in an event with the last of these steps."""
-        self._last_step = steps.steps[-1]
-        self._block.add(steps.steps, float(steps.wall_times[0]), _grad_norms(steps))
-        if self._block.is_due(float(steps.wall_times[-1])):
-            yield from self.pending_values()
 
     def pending_values(self) -> Iterator[bytes]:
         """The values held back so far, to write in an event with :attr:`last_step`."""
@@ -175,35 +163,37 @@ class _NormBlock:
     """Gradient norms of successive steps."""
 
     def __init__(self) -> None:
-        self._steps: list[int] = []
-        self._rows: list[NDArray[np.float32]] = []
+        self._records: list[StepRecord] = []
         self._nbytes = 0
-        self._begun = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self._rows)
+        return bool(self._records)
 
-    def add(self, steps: Iterable[int], wall_time: float, norms: NDArray[np.float32]) -> None:
-        """Add steps, of which the first ended then; norms have the shape ``[steps, ...]``."""
-        if not self._rows:
-            self._begun = wall_time
-        self._steps += steps
-        self._rows.append(norms)
-        self._nbytes += norms.nbytes
+    def add(self, record: StepRecord) -> None:
+        self._records.append(record)
+        self._nbytes += record.grad_norms.size * np.dtype(np.float32).itemsize
 
     def is_due(self, wall_time: float) -> bool:
         return self._nbytes >= NORM_BLOCK_BYTES or self.left_s(wall_time) == 0
 
     def left_s(self, now: float) -> float:
         """Seconds until the block is due; 0 if the clock was set back."""
-        return max(0.0, _BLOCK_S - abs(now - self._begun))
+        return max(0.0, _BLOCK_S - abs(now - self._records[0].wall_time))
 
     def take(self, step: int) -> NDArray[np.float32]:
-        """All rows, each preceded by its distance from ``step``; empties the block."""
-        steps, rows = self._steps, self._rows
-        self._steps, self._rows, self._nbytes = [], [], 0
-        distance = (np.array(steps) - step).astype(np.float32)
-        return np.column_stack([distance, np.concatenate(rows)])
+        """A row for each step: its distance from ``step`` and each parameter's norm; empties it.
+
+        Missing where there was no gradient. At a step that a ``GradScaler`` skipped all are
+        missing: no parameter was updated with them.
+        """
+        records, self._records, self._nbytes = self._records, [], 0
+        norms = np.stack([record.grad_norms for record in records])
+        # A finite gradient whose norm is beyond float32 must not look infinite.
+        finite = np.stack([record.grad_finite for record in records])
+        norms = np.where(finite, np.minimum(norms, _FLOAT32_MAX), norms)
+        present = np.stack([record.grad_present & (not record.skipped) for record in records])
+        distance = np.array([record.step - step for record in records], np.float32)
+        return np.column_stack([distance, as_float32(np.where(present, norms, MISSING))])
 
 
 def _matrix(record: StepRecord, columns: Sequence[Statistic]) -> NDArray[np.float32]:
@@ -211,19 +201,6 @@ def _matrix(record: StepRecord, columns: Sequence[Statistic]) -> NDArray[np.floa
     layers = table(record)
     places = [layers.place[statistic.name] for statistic in columns]
     return as_float32(np.where(layers.known, layers.values, MISSING)[:, places])
-
-
-def _grad_norms(record: StepRecord | LightSteps) -> NDArray[np.float32]:
-    """Norm of each parameter's gradient, shape ``[..., parameters]``; missing where it had none.
-
-    At a step that a ``GradScaler`` skipped all are missing: no parameter was updated with them.
-    """
-    if record.skipped:
-        return np.full(record.grad_norms.shape, MISSING, np.float32)
-    norms = record.grad_norms
-    # A finite gradient whose norm is beyond float32 must not look infinite.
-    norms = np.where(record.grad_finite, np.minimum(norms, _FLOAT32_MAX), norms)
-    return as_float32(np.where(record.grad_present, norms, MISSING))
 
 
 def as_float32(values: NDArray[np.float64]) -> NDArray[np.float32]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from telemetry.events import summaries
-from telemetry.records import LightSteps, StepRecord
+from telemetry.records import StepRecord
 from telemetry.tag_names import RUN
 
 
@@ -28,11 +28,6 @@ class StepTimes:
             self._steps += self._last[0] - self._begun[0]
             self._taken_s += self._last[1] - self._begun[1]
             self._begun = None
-
-    def pass_over(self, steps: LightSteps) -> None:
-        """Steps that have no point."""
-        self._take(steps.steps[0], float(steps.wall_times[0]))
-        self._take(steps.steps[-1], float(steps.wall_times[-1]))
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """``~run/time/step_s`` of a full step, and ``examples_per_s`` where its batch is known."""

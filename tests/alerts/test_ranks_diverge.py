@@ -11,7 +11,6 @@ from telemetry.alerts.ranks_diverge import RanksDiverge
 from telemetry.records import (
     Divergence,
     Layout,
-    LightSteps,
     Module,
     Parameter,
     RankFacts,
@@ -61,13 +60,3 @@ def test_what_was_never_equal_is_no_copy_unless_somebody_says_so(
 ) -> None:
     records = [record(n, differs=some, declared=declared) for n, some in enumerate(differs)]
     assert [alert.step for alert in alerts_of(records, [RanksDiverge()])] == alerts
-
-
-def test_steps_are_quiet_until_one_rank_alone_is_bad_and_while_it_was() -> None:
-    rule = RanksDiverge()
-    records = [record(step, bad=step in (3, 4)) for step in range(8)]
-    assert rule.quiet_steps(LightSteps.of(records)) == 3
-    (alert,) = rule(records[3])
-    assert "on rank 1 alone" in alert.message
-    assert rule.quiet_steps(LightSteps.of(records[5:])) == 0
-    assert RanksDiverge().quiet_steps(LightSteps.of([record(0, bad=2)])) == 1

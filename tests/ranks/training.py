@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from twins import draw, seed
 
-from telemetry.capture import Capture, CapturedStep, Content, LightBlock
+from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.capture.rank_part import PartMaker
 from telemetry.failures import Failures
 from telemetry.ranks.encoding import encode
@@ -274,7 +274,7 @@ def pipeline(model: Net, rank: int, size: int) -> Setup:
 
 @contextmanager
 def watched(
-    model: nn.Module, rank: int, size: int, deliver: Callable[[CapturedStep | LightBlock], None]
+    model: nn.Module, rank: int, size: int, deliver: Callable[[CapturedStep | LightStep], None]
 ) -> Iterator[tuple[Capture, RankObserver | None]]:
     ranks = RankObserver(rank=rank, size=size) if size > 1 else None
     capture = Capture(
@@ -316,7 +316,7 @@ def train(
     seed(0)
     made = setup(name, rank, size)
     optimizer = torch.optim.Adam(made.watched.parameters(), lr=0.01)
-    taken: list[CapturedStep | LightBlock] = []
+    taken: list[CapturedStep | LightStep] = []
     losses: list[float | None] = []
     norms: list[float] = []
 
@@ -344,11 +344,8 @@ def train(
         maker = None if ranks is None else PartMaker(ranks.standing)
         scalars = [{} if loss is None else {"loss": loss} for loss in losses]
         for captured in taken:
-            if isinstance(captured, LightBlock):
-                row, made_of = captured.steps.index(len(records)), None
-                record = captured.part(row, row + 1, scalars.__getitem__).record(0)
-            else:
-                record, made_of = captured.record(scalars[captured.step]), captured
+            record = captured.record(scalars[captured.step])
+            made_of = captured if isinstance(captured, CapturedStep) else None
             records.append(record)
             if maker is not None:
                 parts.append(encode(maker.part(record, made_of)))
