@@ -53,7 +53,7 @@ class Blame:
             self._modules = Modules.of(record.layout)
             self._norms = self._modules.carry(self._norms, before.names, np.nan)
         outputs = self._grown_outputs(record)
-        grown, by_norm = self._all_but_one(self._modules, self._modules.grad_norms(record))
+        grown, by_norm = self._all_but_one(self._modules, record.owner_grad_norms)
         if not grown and outputs is None:
             self._forget()
         elif self.stretch is None and not self.batch and not self.is_alike:
@@ -76,7 +76,7 @@ class Blame:
             record: A step whose gradients are finite and have grown.
             usual: Their norm before.
         """
-        norms = self._modules.grad_norms(record)
+        norms = record.owner_grad_norms
         order = norms.argsort()
         others = np.sqrt(np.cumsum(norms[order] ** 2))
         grown = order[others > 10**_ALL_GROWN * usual]

@@ -105,7 +105,8 @@ class ExplodingGradient(CourseRule):
 
     def _in_time(self, record: StepRecord) -> Alert | None:
         course, norm, loss = self.course, self.course.norm, self.course.loss
-        lasting = FAR_ABOVE if loss.is_unbounded else self._lasting_decades
+        is_unbounded = loss.is_unbounded
+        lasting = FAR_ABOVE if is_unbounded else self._lasting_decades
         lasts = norm.far_above >= lasting
         self._see_gain(record, large=lasts)
         far_above = norm.above - self._from_loss >= self._decades
@@ -113,7 +114,7 @@ class ExplodingGradient(CourseRule):
         self._steps_far_above = self._steps_far_above + 1 if far_above else 0
         # One batch without a gradient in between is no end: all may be right for once.
         self._steps_lasting = max(0, self._steps_lasting + (1 if lasts else -1))
-        lost = (loss.is_worse and not loss.is_recovering) or loss.is_unbounded
+        lost = (loss.is_worse and not loss.is_recovering) or is_unbounded
         explodes = norm.above >= self._decades + _AT_ONCE
         explodes |= self._steps_far_above >= _STEPS or (self._steps_lasting >= _LASTING and lost)
         explodes |= (
@@ -124,7 +125,7 @@ class ExplodingGradient(CourseRule):
         if not explodes or course.since_rate_jump < _WAIT_FOR_RATE:
             return None
         total = record.total_grad_norm
-        falls = ", while the loss falls without bound" if loss.is_unbounded else ""
+        falls = ", while the loss falls without bound" if is_unbounded else ""
         return self._alert(
             record,
             value=total,

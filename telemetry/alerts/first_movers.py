@@ -40,7 +40,7 @@ class NormRing:
     def add(self, record: StepRecord) -> None:
         """Add a step."""
         self._follow(record.layout)
-        self._rows.append(_Row(record.step, self._modules.grad_norms(record)))
+        self._rows.append(_Row(record.step, record.owner_grad_norms))
 
     def _follow(self, layout: Layout) -> None:
         if self._modules.layout is not layout:

@@ -37,10 +37,6 @@ class Modules:
         modules.layout, modules._positions = layout, positions
         return modules
 
-    def grad_norms(self, record: StepRecord) -> NDArray[np.float64]:
-        """L2 norm over the parameters of each, float64 ``[len(names)]``; 0 if it has none."""
-        return record.module_grad_norms[self._positions]
-
     def update_ratios(self, record: StepRecord) -> NDArray[np.float64]:
         """The layers' ``update_ratio``, float64 ``[len(names)]``; NaN where it is not known."""
         return table(record).column("update_ratio")[self._positions]

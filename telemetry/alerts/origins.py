@@ -67,6 +67,8 @@ def _reaches_the_end(record: StepRecord) -> bool:
 
 
 def _parameters(record: StepRecord, *, after_good: bool) -> Iterator[Origin]:
+    if not (record.nonfinite_parameters or record.weights):
+        return
     owner = {p.name: p.module_name for p in record.layout.parameters}
     for name in record.nonfinite_parameters:
         what = f"the parameter {printable(name)}"

@@ -48,8 +48,9 @@ class Past:
         """How far a value lies above the highest, in ranges; minus infinity while they are few."""
         if len(self._old) < _FEWEST:
             return -math.inf
-        unit = max(self.highest - self.lowest, _LEAST_RANGE * abs(self.highest))
-        return (value - self.highest) / unit if unit > 0 else -math.inf
+        highest = self.highest
+        unit = max(highest - self.lowest, _LEAST_RANGE * abs(highest))
+        return (value - highest) / unit if unit > 0 else -math.inf
 
     @property
     def highest(self) -> float:

@@ -54,22 +54,21 @@ class Suspicion(Rule):
             self._mean = modules.carry(self._mean, before.names, np.nan)
             self._deviation = modules.carry(self._deviation, before.names, 0.0)
             self._zero_rate = modules.carry(self._zero_rate, before.names, 0.0)
-        return self._modules.grad_norms(record)
+        return record.owner_grad_norms
 
     def _is_unusual(self, norms: NDArray[np.float64]) -> bool:
         self._steps += 1
-        is_zero, is_new = norms == 0, np.isnan(self._mean)
-        level = np.log10(np.where(is_zero, 1.0, norms))
-        off = np.where(is_zero | is_new, 0.0, level - self._mean)
+        used = norms > 0
+        level = np.log10(norms, out=self._mean.copy(), where=used)
+        mean = np.where(np.isnan(self._mean), level, self._mean)  # of new modules it is the first
+        off = level - mean  # NaN while there was none
         distance = np.abs(off)
         strange = distance > np.maximum(_DECADES, _DEVIATIONS * self._deviation)
-        strange |= is_zero & ~is_new & (self._zero_rate < _RARE)
+        strange |= (used < (self._zero_rate < _RARE)) & (off == 0)
         bounded = np.minimum(distance, _DECADES)
-        self._deviation += np.where(is_zero, 0.0, _WEIGHT * (bounded - self._deviation))
-        self._mean = np.where(
-            is_new & ~is_zero, level, self._mean + _WEIGHT * np.copysign(bounded, off)
-        )
-        self._zero_rate += _WEIGHT * (is_zero - self._zero_rate)
+        self._deviation += np.where(used, _WEIGHT * (bounded - self._deviation), 0.0)
+        self._mean = mean + _WEIGHT * np.copysign(bounded, off)
+        self._zero_rate += _WEIGHT * (~used - self._zero_rate)
         return bool(strange.any()) and self._steps > _SHORTEST_HISTORY
 
 

@@ -94,7 +94,7 @@ class VanishingGradient(CourseRule):
         self.course.follow(record)
         modules = self._follow(record)
         state = self._state
-        norms = modules.grad_norms(record)
+        norms = record.owner_grad_norms
         largest = float(norms.max(initial=0.0))
         if not 0 < largest < np.inf or not record.all_grads_finite:
             return ()

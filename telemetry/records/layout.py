@@ -79,17 +79,3 @@ class Layout:
     def depth_order(self) -> NDArray[np.intp]:
         """Indices into :attr:`parameters`, sorted by the forward position of their modules."""
         return np.argsort(self.owners, kind="stable")
-
-
-def norms_by_module(norms: NDArray[np.float64], layout: Layout) -> NDArray[np.float64]:
-    """Norms of modules ``[n, modules]`` from those of their parameters ``[n, parameters]``."""
-    shape = len(norms), len(layout.modules)
-    largest = norms.max(axis=1, initial=0.0, keepdims=True)
-    # Keeps 1e200 from overflowing.
-    unit = np.where((largest > 0) & (largest < math.inf), largest, 1.0)
-    with np.errstate(over="ignore"):  # where others are infinite
-        squares = np.square(norms / unit)
-    places = layout.owners + shape[1] * np.arange(shape[0])[:, np.newaxis]
-    sums = np.bincount(places.ravel(), squares.ravel(), minlength=shape[0] * shape[1])
-    by_module: NDArray[np.float64] = unit * np.sqrt(sums.reshape(shape))
-    return by_module

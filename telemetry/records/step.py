@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -11,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.records.layout import Layout, norms_by_module
+from telemetry.records.layout import Layout
 from telemetry.records.ranks import RankFacts
 from telemetry.records.tensor import Output, TensorRecord
 
@@ -124,7 +125,7 @@ class StepRecord:
     @cached_property
     def total_grad_norm(self) -> float:
         """L2 norm of all gradients together: the root of the sum of their squared norms."""
-        return float(np.sqrt(np.square(self.grad_norms).sum()))
+        return math.sqrt(np.square(self.grad_norms).sum())
 
     @cached_property
     def all_grads_finite(self) -> bool:
@@ -137,7 +138,19 @@ class StepRecord:
 
         0 where a module has none; NaN or infinite if one of them is.
         """
-        return norms_by_module(self.grad_norms[np.newaxis], self.layout).reshape(-1)
+        layout, largest = self.layout, float(self.grad_norms.max(initial=0.0))
+        unit = largest if 0 < largest < math.inf else 1.0  # keeps 1e200 from overflowing
+        with np.errstate(over="ignore"):  # where others are infinite
+            squares = np.square(self.grad_norms / unit)
+        sums = np.bincount(layout.owners, squares, minlength=len(layout.modules))
+        by_module: NDArray[np.float64] = unit * np.sqrt(sums)
+        return by_module
+
+    @cached_property
+    def owner_grad_norms(self) -> NDArray[np.float64]:
+        """Those of the modules that own parameters, shape ``[owners]``."""
+        norms: NDArray[np.float64] = self.module_grad_norms[self.layout.owning]
+        return norms
 
     @property
     def loss(self) -> float | None:
