@@ -49,8 +49,8 @@ from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
 from telemetry.failures import Failures
 from telemetry.moments import Moments
+from telemetry.pipeline import FullSteps, every
 from telemetry.records import Layout, Module, Output, Parameter, TensorRecord
-from telemetry.schedule import FullSteps, every
 from telemetry.sketch import Sketch
 from telemetry.testing import CapturedRun, capture_run
 

@@ -18,10 +18,10 @@ from telemetry.alerts.configuration import Settings
 from telemetry.capture import Budget, Content
 from telemetry.first_rank import Ranks
 from telemetry.host_copy import HostCopy
+from telemetry.pipeline import FullSteps
 from telemetry.plain_text import check_text, type_of
 from telemetry.resuming import FirstStep, check_first_step
 from telemetry.rule import AnyRule, Rule, as_rule
-from telemetry.schedule import FullSteps
 from telemetry.selection import Selection, check_model
 from telemetry.writing.bulk import Bulk
 

@@ -28,10 +28,9 @@ from telemetry.capture import Budget, Content
 from telemetry.events.background import each_within
 from telemetry.first_rank import Ranks
 from telemetry.no_run import NoRun, is_disabled
-from telemetry.pipeline import CLOSE_TIMEOUT_S
+from telemetry.pipeline import CLOSE_TIMEOUT_S, FullSteps, every
 from telemetry.resuming import FirstStep
 from telemetry.run import Run
-from telemetry.schedule import FullSteps, every
 from telemetry.selection import Selection, Selectors
 from telemetry.writing import hparams
 from telemetry.writing.hparams import Hyperparameter

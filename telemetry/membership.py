@@ -8,8 +8,7 @@ from telemetry.arguments import Options
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.first_rank import Role, role_of
-from telemetry.pipeline import Pipeline
-from telemetry.processing import Processor
+from telemetry.pipeline import Pipeline, Processor
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.observer import RankObserver
 from telemetry.run_files import RunFiles
@@ -61,12 +60,11 @@ class Membership:
                 rank=role.rank,
                 size=role.size,
                 recorder=self._processor if role.writes else None,
-                hand_over=self._pipeline.submit_merged,
                 full_steps=self._options.full_steps,
                 current_step=self._current_step,
                 failures=self._failures,
             )
-            self._pipeline.use(self.ranks)
+            self._pipeline.processor = self.ranks
         elif not role.measures:
             self._pipeline.ignore_all()
 

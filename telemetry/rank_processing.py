@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,8 @@ from telemetry.capture.rank_part import PartMaker
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.host_copy import HostCopy
-from telemetry.logged import LoggedScalars, ReadyValues
-from telemetry.processing import Processor
+from telemetry.pipeline import FullSteps, LoggedScalars, Processor, ReadyValues
+from telemetry.pipeline.queue import MAX_BYTES
 from telemetry.ranks.channel import CLOSE_S, Channel
 from telemetry.ranks.common_steps import CommonSteps
 from telemetry.ranks.encoding import decode, encode
@@ -25,10 +26,12 @@ from telemetry.ranks.part import Merged, News
 from telemetry.ranks.rank_part import RankPart, merge
 from telemetry.ranks.whole import Whole
 from telemetry.records import StepRecord
-from telemetry.schedule import FullSteps
 
 _OWN_KEPT = 8
 """Full measurements of the first rank that are kept until they come back merged."""
+
+_LOOK_S = 0.05
+"""How often the first rank looks for steps that came back merged."""
 
 _numbers = itertools.count()
 
@@ -42,8 +45,6 @@ class RankProcessor:
         rank: This one; the first is 0.
         size: How many train together.
         recorder: Judges and writes merged steps; None on all ranks but the first.
-        hand_over: Called with each merged step, on a thread of the channel; returns whether there
-            is room for it.
         full_steps: Is told which steps the first rank has announced.
         current_step: Says which step is in progress.
         failures: Where failures are reported.
@@ -59,7 +60,6 @@ class RankProcessor:
         rank: int,
         size: int,
         recorder: Processor | None,
-        hand_over: Callable[[Merged], bool],
         full_steps: FullSteps,
         current_step: Callable[[], int],
         failures: Failures,
@@ -68,9 +68,11 @@ class RankProcessor:
         self.abandoned = False
         self._maker = PartMaker(self.observer.standing)
         self._recorder = recorder
-        self._hand_over = hand_over
+        # Those that came back. Each count has one thread that writes it.
+        self._merged: deque[Merged] = deque()
+        self._bytes_taken = self._bytes_done = 0
         self._full_steps = full_steps
-        self._steps = CommonSteps(full_steps, current_step=current_step, failures=failures)
+        self._steps = CommonSteps(full_steps.ask, current_step=current_step, failures=failures)
         self._failures = failures
         self._scalars: dict[int, dict[str, float]] = {}
         self._whole = Whole()
@@ -85,7 +87,7 @@ class RankProcessor:
             rank=rank,
             world_size=size,
             merge=lambda payloads: encode(merge([decode(payload) for payload in payloads])),
-            deliver=self._deliver,
+            deliver=self.take,
             heard=self._hear,
             failures=failures,
             first_step=self._steps.first_step,
@@ -98,6 +100,7 @@ class RankProcessor:
 
     def process(self, item: CapturedStep | LightStep | LoggedScalars | ReadyValues) -> None:
         """Send a step, keep what was logged for it, or write values."""
+        self._record_merged()
         if isinstance(item, LoggedScalars):
             self._scalars.setdefault(item.step, {}).update(
                 (name, float(value.wait()) if isinstance(value, HostCopy) else value)
@@ -108,25 +111,34 @@ class RankProcessor:
         elif self._recorder is not None:
             self._recorder.process(item)
 
-    def record(self, merged: Merged) -> None:
-        """Record a step that comes back merged."""
+    def _record_merged(self) -> None:
+        """Record the steps that came back merged."""
+        while self._merged:
+            merged = self._merged.popleft()
+            with self._failures.contained("to record a step of several ranks"):
+                self._record(merged)
+            self._bytes_done += len(merged.payload)
+            self._note_recorded(merged)
+
+    def _record(self, merged: Merged) -> None:
         recorder = self._recorder
         if recorder is None:
             return
         recorder.abandoned = self.abandoned
-        try:
-            for item in self._items_of(merged):
-                if isinstance(item, LoggedScalars):
-                    recorder.process(item)
-                else:
-                    recorder.record(item)
-        finally:
-            self._note_recorded(merged)
+        for item in self._items_of(merged):
+            if isinstance(item, LoggedScalars):
+                recorder.process(item)
+            else:
+                recorder.record(item)
 
     def pending_s(self) -> float | None:
-        return None if self._recorder is None else self._recorder.pending_s()
+        if self._recorder is None:
+            return None
+        pending_s = self._recorder.pending_s()
+        return _LOOK_S if pending_s is None else min(_LOOK_S, pending_s)
 
     def write_pending(self) -> None:
+        self._record_merged()
         if self._recorder is not None and not self.abandoned:
             self._recorder.write_pending()
 
@@ -185,10 +197,18 @@ class RankProcessor:
             self._steps.see(part, record)
             yield _with_own(replace(record, eval_mode=self._eval_mode), own)
 
-    def _deliver(self, merged: Merged) -> None:
+    def take(self, merged: Merged) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""
-        if not self._hand_over(merged):
-            self._note_recorded(merged)
+        if self._bytes_taken - self._bytes_done <= MAX_BYTES:
+            self._bytes_taken += len(merged.payload)
+            self._merged.append(merged)
+            return
+        self._failures.log_once(
+            f"step {merged.step} is not recorded, earlier ones are still being judged; use a "
+            "larger every_n_steps to keep up",
+            kind="merged steps",
+        )
+        self._note_recorded(merged)
 
     def _note_recorded(self, merged: Merged) -> None:
         place = _place(merged)

@@ -19,10 +19,14 @@ from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.first_rank import Role, rank_and_world_size, role_of
 from telemetry.host_copy import HostCopy
-from telemetry.logged import LoggedScalars, ReadyValues
 from telemetry.membership import Membership
-from telemetry.pipeline import CLOSE_TIMEOUT_S, Pipeline
-from telemetry.processing import Processor
+from telemetry.pipeline import (
+    CLOSE_TIMEOUT_S,
+    LoggedScalars,
+    Pipeline,
+    Processor,
+    ReadyValues,
+)
 from telemetry.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.run_files import RunFiles
 from telemetry.tag_names import RUN
@@ -100,7 +104,7 @@ class Run:
             full_steps=options.full_steps,
             failures=self.failures,
         )
-        return Pipeline(self._processor, options.full_steps, self.failures)
+        return Pipeline(self._processor, self.failures)
 
     def _make_membership(self, role: Role) -> Membership:
         return Membership(
@@ -119,7 +123,7 @@ class Run:
         return Capture(
             model,
             selection=options.selection,
-            full_steps=options.full_steps,
+            is_full=options.full_steps,
             content=options.content,
             deliver=self._pipeline.submit,
             safe_point=self._step_ended,

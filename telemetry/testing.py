@@ -17,9 +17,9 @@ from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.failures import Failures
+from telemetry.pipeline import FullSteps, every
 from telemetry.records import StepRecord
 from telemetry.rule import AnyRule, as_rule
-from telemetry.schedule import FullSteps, every
 from telemetry.selection import Selection, Selectors
 
 __all__ = ["CapturedRun", "alerts_of", "capture_run"]
@@ -115,7 +115,7 @@ def capture_run(
     run._capture = capture = Capture(
         model,
         selection=Selection.parse(modules, exclude),
-        full_steps=run._full_steps,
+        is_full=run._full_steps,
         content=Content(images=images),
         deliver=run._take,
         safe_point=lambda: None,

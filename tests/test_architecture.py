@@ -16,16 +16,14 @@ LAYERS = [
     {"_native", "moments", "directory_claim", "palette", "plain_text", "sparkline"}
     | {"untrusted", "version"},
     {"heat_map", "kernel", "movers", "sketch", "tag_names"},
-    {"alert", "records", "schedule", "failures", "host_copy", "torch_private", "first_rank"},
-    {"layers", "rule", "selection", "measure", "images", "events", "logged"}
+    {"alert", "records", "failures", "host_copy", "torch_private", "first_rank"},
+    {"layers", "rule", "selection", "measure", "images", "events"}
     | {"torch_compiler", "torch_ranks"},
     {"page_format", "ranks"},
     {"capture", "alerts", "flight", "writing", "reading"},
-    {"resuming", "waiting", "interventions", "no_run"},
-    {"processing"},
-    {"rank_processing"},
-    {"step_thread"},
+    {"resuming", "interventions", "no_run"},
     {"pipeline"},
+    {"rank_processing"},
     {"arguments"},
     {"run_files"},
     {"membership"},
@@ -57,7 +55,6 @@ TORCH_FREE = {
     "alert",
     "records",
     "rule",
-    "schedule",
     "failures",
     "layers",
     "events",

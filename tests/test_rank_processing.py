@@ -1,4 +1,4 @@
-"""What the first rank does with merged steps: judges and writes them in blocks, within bounds."""
+"""What the first rank does with merged steps: judges and writes them, within bounds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from serialized import summary_of
 
-from telemetry import pipeline as pipeline_module
+from telemetry import rank_processing
 from telemetry.alert import Alert
 from telemetry.failures import Failures
-from telemetry.pipeline import Pipeline
-from telemetry.processing import Processor
+from telemetry.pipeline import FullSteps, Pipeline, Processor, every
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.encoding import encode
 from telemetry.ranks.figures import Figure, merge_figures
@@ -23,7 +22,6 @@ from telemetry.ranks.stage_part import StagePart
 from telemetry.ranks.tensor_table import TensorTable
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.rule import Rule
-from telemetry.schedule import FullSteps, every
 from telemetry.tag_names import plain
 from telemetry.writing.board import Board
 
@@ -86,17 +84,16 @@ class FirstRank:
             full_steps=full_steps,
             failures=failures,
         )
-        self.pipeline = Pipeline(processor, full_steps, failures)
+        self.pipeline = Pipeline(processor, failures)
         self.ranks = RankProcessor(
             rank=0,
             size=2,
             recorder=processor,
-            hand_over=self.pipeline.submit_merged,
             full_steps=full_steps,
             current_step=lambda: 0,
             failures=failures,
         )
-        self.pipeline.use(self.ranks)
+        self.pipeline.processor = self.ranks
 
     def write_values(
         self, values: Sequence[bytes], step: int, wall_time: float, **_: object
@@ -120,7 +117,7 @@ def first() -> Iterator[FirstRank]:
 def test_merged_steps_are_judged_and_written(first: FirstRank) -> None:
     first.gate.set()
     for step in range(40):
-        assert first.pipeline.submit_merged(merged(step))
+        first.ranks.take(merged(step))
         if step == 0:
             first.pipeline.flush()
     first.pipeline.close()
@@ -141,12 +138,12 @@ def test_merged_steps_are_judged_and_written(first: FirstRank) -> None:
 def test_merged_steps_that_wait_are_bounded_and_told(
     first: FirstRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pipeline_module, "MAX_BYTES", 3 * len(merged(0).payload))
-    taken = [first.pipeline.submit_merged(merged(step)) for step in range(10)]
-    assert taken == [step < taken.index(False) for step in range(10)]
-    assert 3 <= taken.index(False) <= 6
+    monkeypatch.setattr(rank_processing, "MAX_BYTES", 3 * len(merged(0).payload))
+    for step in range(10):
+        first.ranks.take(merged(step))
     first.gate.set()
     first.pipeline.close()
-    assert len(first.curve("grad_norm/total")) == sum(taken)
+    steps = [step for step, _ in first.curve("grad_norm/total")]
+    assert steps == list(range(len(steps)))
+    assert 3 <= len(steps) <= 6
     assert caplog.text.count("is not recorded") == 1
-    assert f"{10 - sum(taken)} steps were dropped" in caplog.text

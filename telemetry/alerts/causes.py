@@ -12,7 +12,6 @@ from telemetry.alerts.memory import restore, to_plain
 from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
-from telemetry.schedule import LAG_STEPS
 
 _EXPLOSIONS = {"exploding_gradient", "exploding_activation"}
 _LOSS = {"loss_divergence", "loss_spike"}
@@ -51,8 +50,8 @@ class OneCause(Rule):
     If the learning rate has just jumped above all former ones, a fault that may come from steps
     that are too large is said to come from that, and the advice is that for learning rates.
 
-    It also limits the full measurements that the rules ask for: three steps in a row, and no more
-    before these are there; on average one in ten steps, in addition to the schedule.
+    It also limits the full measurements that the rules ask for: three, and no more before these are
+    there; on average one in ten steps, in addition to the schedule.
 
     Args:
         rules: Causes before consequences.
@@ -64,7 +63,6 @@ class OneCause(Rule):
     _hidden: dict[str, _Hidden]
     _allowance: float
     _looks: int
-    _next_ask: int
     _rate: float
     wants_full: bool = False
 
@@ -81,7 +79,7 @@ class OneCause(Rule):
         self._reported = {}
         self._hidden = {}
         self._allowance = _BURST
-        self._looks = self._next_ask = 0
+        self._looks = 0
         self._rate = 0.0
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
@@ -91,20 +89,20 @@ class OneCause(Rule):
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         alerts = [alert for rule in self._rules for alert in rule(record)]
-        self._ask(record.step)
+        self._ask(full=record.full)
         if self._course.since_rate_jump == 0:
             self._rate = max(record.learning_rates)
         return [_with_consequences(alert) for alert in self._sort_out(alerts)]
 
-    def _ask(self, step: int) -> None:
-        """Begin to ask for several measurements, or go on with that."""
+    def _ask(self, *, full: bool) -> None:
+        """Begin to ask for several measurements, or go on with that until they are there."""
         self._allowance = min(_BURST, self._allowance + _PER_STEP)
-        may_begin = self._looks == 0 and step >= self._next_ask and self._allowance >= 1
-        if may_begin and any(rule.wants_full for rule in self._rules):
-            self._looks, self._next_ask = _LOOKS, step + LAG_STEPS + _LOOKS
+        if self._looks:
+            self._looks -= full
+        elif self._allowance >= 1 and any(rule.wants_full for rule in self._rules):
+            self._looks = _LOOKS
+            self._allowance -= _LOOKS
         self.wants_full = self._looks > 0
-        self._looks -= self.wants_full
-        self._allowance -= self.wants_full
 
     def state_dict(self) -> dict[str, Any]:
         """What this and its rules remember, as numbers, strings, lists and dicts."""

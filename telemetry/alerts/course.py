@@ -125,8 +125,8 @@ class CourseRule(Rule):
 LARGE_STEP = 0.2
 # Five times the 0.01 that healthy runs stay below (see LossDivergence); tried 0.01 and 0.25.
 _LARGE_USUALLY = 0.05
-# What a jump does between two full measurements is seen 18 steps later: what is asked for is
-# measured after 16 (LAG_STEPS), and twice. By then a momentum of 0.9 has forgotten most of it.
+# What a jump does between two full measurements is seen some steps later, in those that rules ask
+# for. By then a momentum of 0.9 has forgotten most of it.
 AFTER_JUMP = 20
 _YOUNG = 5  # by eye, in steps; tried 1 and 25
 _ALL = 100  # by eye, in steps, as of losses

@@ -21,7 +21,6 @@ from telemetry.capture.window import Window
 from telemetry.failures import Failures
 from telemetry.measure import Measurer
 from telemetry.ranks.observer import RankObserver
-from telemetry.schedule import FullSteps
 from telemetry.selection import Selection
 
 
@@ -35,7 +34,7 @@ class Capture:
     Args:
         model: The model in training.
         selection: Which of its modules are watched.
-        full_steps: Which steps are measured in full.
+        is_full: Whether a step is measured in full; asked in their order.
         content: What that holds.
         deliver: Called on the training thread with each finished step; must not wait.
         safe_point: Called between steps; may raise into the training loop.
@@ -52,7 +51,7 @@ class Capture:
         model: nn.Module,
         *,
         selection: Selection,
-        full_steps: FullSteps,
+        is_full: Callable[[int], bool],
         content: Content,
         deliver: Callable[[CapturedStep | LightStep], None],
         safe_point: Callable[[], None],
@@ -76,7 +75,7 @@ class Capture:
             self._watch,
             self._hand_over,
             budget,
-            full_steps=full_steps,
+            is_full=is_full,
             primary=primary,
             safe_point=safe_point,
             first_step=first_step,

@@ -74,13 +74,9 @@ class LightReader:
     It refuses whatever is out of the ordinary: gradients on an accelerator, sparse or of a class of
     their own, or not finite; learning rates that are tensors; a ``GradScaler``. Those go the long
     way.
-
-    Attributes:
-        square: Of the norm of all gradients of the step that was read last.
     """
 
     def __init__(self, table: ParameterTable) -> None:
-        self.square = 0.0
         self._table = table
         self._row = np.zeros(0)
         self._groups = 0
@@ -127,11 +123,11 @@ class LightReader:
         self._layout, self._groups = layout, len(groups)
         self._row = np.full(len(groups) + len(layout.parameters), _ABSENT)
         address = self._row.ctypes.data
-        self.square = _native.take_norms(groups, self._identities, torch.Tensor, TENSORS, address)
-        if self.square == -1.0:
+        square = _native.take_norms(groups, self._identities, torch.Tensor, TENSORS, address)
+        if square == -1.0:
             self.stop()
             self._refused = True
-        return 0 <= self.square < math.inf
+        return 0 <= square < math.inf
 
     def completed(self, step: int) -> LightStep:
         """The step that was read is over."""

@@ -51,7 +51,6 @@ class Norms:
         return NormReading(
             indices=self.indices,
             wait=(lambda: values) if on_host else HostCopy(values).wait,
-            on_host=on_host,
             largest_known=values.dim() == 2,
         )
 
@@ -62,7 +61,6 @@ class NormReading:
 
     indices: tuple[int, ...]
     wait: Callable[[], Tensor]
-    on_host: bool
     largest_known: bool
 
     @property

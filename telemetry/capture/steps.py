@@ -22,7 +22,6 @@ from telemetry.capture.watch import Watch, alone
 from telemetry.capture.window import Window
 from telemetry.measure import Measurer
 from telemetry.ranks.observer import RankObserver
-from telemetry.schedule import FullSteps
 from telemetry.torch_private import NO_TASK, backward_task, undisturbed
 
 
@@ -35,7 +34,7 @@ class Steps:
         watch: What is watched.
         hand_over: Is given each step that is over.
         budget: Says how much is affordable, and is told what was done; None: no limit.
-        full_steps: Which steps are measured in full.
+        is_full: Whether a step is measured in full; asked in their order.
         primary, safe_point, first_step, find_ranks: As in :class:`Capture`.
 
     Attributes:
@@ -51,7 +50,7 @@ class Steps:
         hand_over: HandOver,
         budget: Budget | None,
         *,
-        full_steps: FullSteps,
+        is_full: Callable[[int], bool],
         primary: Optimizer | None,
         safe_point: Callable[[], None],
         first_step: int,
@@ -60,7 +59,7 @@ class Steps:
         self._watch = watch
         self._hand_over = hand_over
         self._budget = budget
-        self._full_steps = full_steps
+        self._is_full = is_full
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
         self._measurer = Measurer()
         self._reader = StepReader(watch)
@@ -91,7 +90,7 @@ class Steps:
         self.modules.remove()
 
     def _begin(self, step: int, *, attaching: bool = False) -> None:
-        full, norms = self._full_steps(step), True
+        full, norms = self._is_full(step), True
         if self._budget is not None:
             full, norms = self._budget.affords(step, full=full)
         if self.window.light and not full:
@@ -196,7 +195,6 @@ class Steps:
 
     def _hand_over_light_step(self, window: Window) -> None:
         if window.norms:
-            self._full_steps.see(window.step, self._light.square)
             self._hand_over.light(self._light.completed(window.step))
         if self.modules.installed:
             self.modules.uninstall()
@@ -261,8 +259,6 @@ class Steps:
 
     def _end_step(self, window: Window) -> None:
         self.passes.end()
-        if window.on_host:
-            self._full_steps.see(window.step, window.square)
         if window.norms:
             self._hand_over(window)
         if window.full:

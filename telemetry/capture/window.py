@@ -136,12 +136,6 @@ class Window:
         """Whether tensors are measured, not only gradient norms."""
         return self.measurer is not None
 
-    @property
-    def on_host(self) -> bool:
-        """Whether all norms are in the host's memory already."""
-        readings = [r for optimizer in self.optimizers.values() for r in optimizer.norms]
-        return all(reading.on_host for reading in readings)
-
     def indices(self) -> Iterator[int]:
         """Of all parameters whose gradients optimizers were given."""
         for optimizer in self.optimizers.values():

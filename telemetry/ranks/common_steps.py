@@ -10,20 +10,20 @@ from telemetry.failures import Failures
 from telemetry.ranks.part import News, named
 from telemetry.ranks.rank_part import RankPart
 from telemetry.records import StepRecord
-from telemetry.schedule import LAG_STEPS, FullSteps
 
 _ANNOUNCED_KEPT = 8
 """Steps that were announced, of which ranks that heard of them too late have nothing in full."""
 
+_LEAD_STEPS = 16
 _LEAD_S = 2.0
-"""A step that rules ask for is announced so long before, for all ranks to hear of it."""
+"""A step that rules ask for is announced so much before, for all ranks to hear of it."""
 
 
 class CommonSteps:
     """What one rank knows of the steps of all.
 
     Args:
-        full_steps: Is told which steps the first rank has announced.
+        ask: Has a step measured in full, as the first rank has announced.
         current_step: Says which step is in progress.
         failures: Where failures are reported.
 
@@ -32,10 +32,10 @@ class CommonSteps:
     """
 
     def __init__(
-        self, full_steps: FullSteps, *, current_step: Callable[[], int], failures: Failures
+        self, ask: Callable[[int], None], *, current_step: Callable[[], int], failures: Failures
     ) -> None:
         self.first_step = current_step()
-        self._full_steps = full_steps
+        self._ask = ask
         self._current_step = current_step
         self._failures = failures
         self._announced: deque[int] = deque([-1], maxlen=_ANNOUNCED_KEPT)
@@ -53,7 +53,7 @@ class CommonSteps:
         """
         if after <= self._announced[-1]:
             return None
-        ahead = LAG_STEPS
+        ahead = _LEAD_STEPS
         if self._step_s > 0:
             ahead = max(ahead, math.ceil(_LEAD_S / self._step_s))
         self._announced.append(self._current_step() + ahead)
@@ -89,4 +89,4 @@ class CommonSteps:
             )
         for step in news.full_steps:
             if step > self._current_step():  # else this rank is too late
-                self._full_steps.ask(step)
+                self._ask(step)

@@ -21,7 +21,7 @@ from telemetry import HookLogger
 from telemetry.capture import Capture, CapturedStep, Content
 from telemetry.capture import window as window_module
 from telemetry.failures import Failures
-from telemetry.schedule import FullSteps, every
+from telemetry.pipeline import FullSteps, every
 from telemetry.selection import Selection
 
 
@@ -170,7 +170,7 @@ def test_memory_held_between_steps_does_not_grow() -> None:
     capture = Capture(
         model,
         selection=Selection.parse(),
-        full_steps=FullSteps(every(2)),
+        is_full=FullSteps(every(2)),
         content=Content(),
         deliver=lambda captured: captured.record({}),
         safe_point=lambda: None,

@@ -32,10 +32,10 @@ from twins import draw, seed
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.capture.rank_part import PartMaker
 from telemetry.failures import Failures
+from telemetry.pipeline import FullSteps, every
 from telemetry.ranks.encoding import encode
 from telemetry.ranks.observer import RankObserver
 from telemetry.records import StepRecord
-from telemetry.schedule import FullSteps, every
 from telemetry.selection import Selection
 
 STEPS, BATCH, LENGTH, WIDTH, CLASSES = 5, 8, 4, 8, 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry.schedule import every
+from telemetry.pipeline import every
 
 
 @pytest.mark.parametrize(

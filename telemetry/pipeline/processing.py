@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
@@ -16,11 +17,10 @@ from telemetry.events.sink import Sink
 from telemetry.failures import Failures
 from telemetry.first_rank import is_first_rank
 from telemetry.host_copy import HostCopy
-from telemetry.logged import LoggedScalars, ReadyValues
+from telemetry.pipeline.schedule import FullSteps
 from telemetry.plain_text import printable_lines
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
-from telemetry.schedule import FullSteps
 from telemetry.writing.board import Board, needed_in_every_file
 
 log = logging.getLogger("telemetry")
@@ -28,6 +28,24 @@ log = logging.getLogger("telemetry")
 VALUES_AT_ONCE = 500
 
 _LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoggedScalars:
+    """What the user logged at one step; tensors perhaps still on their way to the host."""
+
+    step: int
+    wall_time: float
+    values: Mapping[str, float | HostCopy]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReadyValues:
+    """Values that are written as they are."""
+
+    step: int
+    wall_time: float
+    values: Sequence[bytes]
 
 
 class Observer(Protocol):

@@ -15,8 +15,6 @@ import torch
 from serialized import summary_of
 from tensorboard.compat.proto.event_pb2 import Event
 
-from telemetry import pipeline as pipeline_module
-from telemetry import step_thread
 from telemetry.alert import Alert
 from telemetry.capture.captured import CapturedStep, RunTotals
 from telemetry.capture.window import Window
@@ -24,13 +22,11 @@ from telemetry.events.background import BackgroundWriter
 from telemetry.events.sink import Sink as AnySink
 from telemetry.events.summaries import event_of
 from telemetry.failures import Failures
-from telemetry.logged import LoggedScalars
 from telemetry.measure import Measurer
-from telemetry.pipeline import Pipeline
-from telemetry.processing import Processor
+from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every
+from telemetry.pipeline import queue as pipeline_module
 from telemetry.records import Layout, StepRecord
 from telemetry.rule import AnyRule, Rule, as_rule
-from telemetry.schedule import LAG_STEPS, SOON_STEPS, FullSteps, every
 from telemetry.tag_names import plain
 from telemetry.writing.board import Board
 
@@ -118,7 +114,7 @@ def make_pipeline(
         full_steps=full_steps,
         failures=failures,
     )
-    return Pipeline(processor, full_steps, failures)
+    return Pipeline(processor, failures)
 
 
 def captured(step: int, *, full: bool = False, wall_time: float = 0.0) -> CapturedStep:
@@ -276,12 +272,33 @@ def test_a_rule_can_ask_for_a_full_measurement(sink: Sink) -> None:
     full_steps = FullSteps(lambda step: False)
     pipeline = make(sink, Curious(), full_steps=full_steps)
     full = []
-    for step in range(60):
+    for step in range(30):
         if full_steps(step):
             full.append(step)
         pipeline.submit(captured(step))
+        pipeline.flush()
     pipeline.close()
-    assert full == [1 + SOON_STEPS, 20 + LAG_STEPS, 21 + LAG_STEPS]
+    assert full == [2, 21, 22]
+
+
+def test_training_does_not_wait_for_rules_that_are_late(sink: Sink) -> None:
+    class Curious(Rule):
+        wants_full = True
+
+        def __call__(self, record: StepRecord) -> Iterator[Alert]:
+            yield from ()
+
+    full_steps = FullSteps(lambda step: False)
+    pipeline = make(sink, Curious(), full_steps=full_steps)
+    sink.gate.clear()
+    for step in range(10):
+        assert not full_steps(step)
+        pipeline.submit(captured(step))
+    sink.gate.set()
+    pipeline.flush()
+    assert full_steps(10)  # the first that begins after the answer, and no other for the same
+    assert not full_steps(11)
+    pipeline.close()
 
 
 class Watch(Rule):
@@ -291,68 +308,10 @@ class Watch(Rule):
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self._changed = threading.Condition()
 
     def __call__(self, record: StepRecord) -> Iterator[Alert]:
-        with self._changed:
-            self.steps.append(record.step)
-            self._changed.notify_all()
+        self.steps.append(record.step)
         yield from ()
-
-    def has_seen(self, count: int) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self.steps) >= count, 30)
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time limit lets the background thread begin."""
-    monkeypatch.setattr(step_thread, "FEW_S", 3600.0)
-
-
-@pytest.mark.usefixtures("patient")
-def test_steps_that_are_not_measured_in_full_are_taken_a_few_at_a_time(
-    sink: Sink,
-) -> None:
-    watch = Watch()
-    pipeline = make(sink, watch)
-    for step in range(8, 15):
-        pipeline.submit(captured(step))
-    assert watch.steps == []
-    pipeline.submit(captured(15))
-    assert watch.has_seen(8)
-    pipeline.close()
-
-
-def test_nothing_waits_for_long(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_thread, "FEW_S", 0.01)
-    watch = Watch()
-    pipeline = make(sink, watch)
-    pipeline.submit(captured(0))
-    assert watch.has_seen(1)
-    pipeline.close()
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_step_that_is_measured_in_full_is_taken_at_once(sink: Sink) -> None:
-    watch = Watch()
-    pipeline = make(sink, watch)
-    pipeline.submit(captured(10))
-    pipeline.submit(captured(11, full=True))
-    assert watch.has_seen(2)
-    pipeline.close()
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_step_is_taken_at_once_when_the_norm_has_jumped(sink: Sink) -> None:
-    watch, full_steps = Watch(), FullSteps(every(10))
-    pipeline = make(sink, watch, full_steps=full_steps)
-    for step in range(20):
-        full_steps.see(step, 1.0)
-    full_steps.see(20, 30.0)
-    pipeline.submit(captured(20))
-    assert watch.has_seen(1)
-    pipeline.close()
 
 
 # --- what is held back ---------------------------------------------------------------------------

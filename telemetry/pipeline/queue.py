@@ -1,0 +1,233 @@
+"""Takes steps from the training thread, which never waits, to a thread that processes them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from telemetry.capture import CapturedStep, LightStep
+from telemetry.failures import Failures
+from telemetry.pipeline.processing import LoggedScalars, ReadyValues
+
+log = logging.getLogger("telemetry")
+
+MAX_DETAIL_BYTES = 64 * 2**20
+MAX_BYTES = 2 * MAX_DETAIL_BYTES
+"""While more bytes wait than the former, full measurements are reduced to their norms; while more
+than the latter, steps are dropped."""
+
+CLOSE_TIMEOUT_S = 60.0
+
+Result = TypeVar("Result")
+Act: TypeAlias = Callable[[], None]
+
+
+class StepProcessor(Protocol):
+    """What is done with each step: by one process alone, or by one of several ranks.
+
+    Attributes:
+        abandoned: Set when nobody waits for the rest any more, and nothing may be written.
+    """
+
+    abandoned: bool
+
+    def process(self, item: CapturedStep | LightStep | LoggedScalars | ReadyValues) -> None:
+        """Process what the training thread handed over."""
+
+    def pending_s(self) -> float | None:
+        """Seconds until :meth:`write_pending` is due; None if nothing is held back."""
+
+    def write_pending(self) -> None:
+        """Write what is held back."""
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """What the rules remember, with ``step`` in progress."""
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
+        """Let the rules continue from there; returns in words what did not fit."""
+
+
+class _StepThread(threading.Thread):
+    """The thread of a pipeline."""
+
+
+class Pipeline:
+    """Queues what the training thread hands over, and processes it in that order on its own thread.
+
+    While 64 MiB wait, a full measurement is reduced to its norms, so that rules still see each
+    step. Only while another 64 MiB wait, steps are dropped. Both are counted and logged. What the
+    user logged is never dropped. A forked child ignores everything.
+
+    Args:
+        processor: Judges and writes each step.
+        failures: Where failures are reported.
+
+    Attributes:
+        processor: As above; another one may take its place before the first step.
+    """
+
+    def __init__(self, processor: StepProcessor, failures: Failures) -> None:
+        self.processor = processor
+        self._failures = failures
+        # None ends the thread. Unlike with a Queue, put() may run while the same thread is inside
+        # of put(): the garbage collector may close a logger anywhere.
+        self._items: SimpleQueue[
+            CapturedStep | LightStep | LoggedScalars | ReadyValues | Act | None
+        ]
+        self._items = SimpleQueue()
+        # Each count has one thread that writes it; a common one would need a lock.
+        self._steps_taken = self._bytes_taken = 0
+        self._steps_done = self._bytes_done = 0
+        self.thinned = 0
+        self.dropped = 0
+        self._pid = os.getpid()
+        self._closed = False
+        self._late: threading.Event | None = None
+        self._thread = _StepThread(target=self._run, name="telemetry", daemon=True)
+        self._thread.start()
+
+    def submit(self, step: CapturedStep | LightStep) -> None:
+        """Queue a finished step, or as much of it as there is room for."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        waiting = self._bytes_taken - self._bytes_done
+        if waiting > MAX_BYTES:
+            self.dropped += 1
+            self._report_short(step.step, "is not recorded", self.dropped)
+            return
+        if waiting > MAX_DETAIL_BYTES and isinstance(step, CapturedStep) and step.window.full:
+            step = step.without_detail()
+            self.thinned += 1
+            self._report_short(step.step, "is recorded with its norms alone", self.thinned)
+        self._steps_taken += 1
+        self._bytes_taken += step.nbytes
+        self._items.put(step)
+
+    def submit_logged(self, item: LoggedScalars | ReadyValues) -> None:
+        """Queue what the user logged."""
+        if not self._closed and os.getpid() == self._pid:
+            self._items.put(item)
+
+    def ignore_all(self) -> None:
+        """Take nothing from now on: another process does it."""
+        self._closed = True
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a :meth:`flush` has given up, and what it waited for is still not done."""
+        return self._late is not None and not self._late.is_set()
+
+    def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait until everything so far is judged and handed on to the writer.
+
+        Returns at once on the background thread of this or another pipeline.
+        """
+        here = threading.current_thread()
+        if self._closed or os.getpid() != self._pid or isinstance(here, _StepThread):
+            return
+        done = threading.Event()
+
+        def finish() -> None:
+            try:
+                self.processor.write_pending()
+            finally:
+                done.set()
+
+        self._items.put(finish)
+        if not done.wait(timeout_s):
+            self._late = done
+            log.warning("telemetry: the steps so far are not judged within %.3g s", timeout_s)
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """What the rules remember once they have judged everything so far, as plain values.
+
+        Args:
+            step: In progress; what was logged for it is part of the state.
+        """
+        return self.in_turn(lambda: self.processor.state_dict(step)) or {}
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
+        """Let the rules continue from there, with ``step`` in progress; what did not fit."""
+        misfits = self.in_turn(lambda: self.processor.load_state_dict(state, step))
+        return ["the rules"] if misfits is None else misfits
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Judge what is waiting, end the thread, and report what was lost; harmless when repeated.
+
+        Not to be called on the background thread.
+        """
+        if os.getpid() != self._pid:
+            return
+        was_closed, self._closed = self._closed, True
+        self._items.put(None)
+        self._thread.join(timeout_s)
+        self.processor.abandoned = True
+        if not was_closed:
+            self._report_losses(timeout_s)
+
+    def in_turn(self, act: Callable[[], Result]) -> Result | None:
+        """What ``act`` returns once everything so far is judged; None if that takes too long."""
+        if self._closed or os.getpid() != self._pid or self.on_own_thread():
+            return act()
+        results: SimpleQueue[Result] = SimpleQueue()
+        self._items.put(lambda: results.put(act()))
+        try:
+            return results.get(timeout=CLOSE_TIMEOUT_S)
+        except Empty:
+            log.warning("telemetry: the rules take longer than %.0f s", CLOSE_TIMEOUT_S)
+            return None
+
+    def on_own_thread(self) -> bool:
+        """Whether the caller is the background thread: a rule or a callback."""
+        return threading.current_thread() is self._thread
+
+    # --- on the background thread ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Process all, until the end of the run is put there."""
+        while not self.processor.abandoned:
+            try:
+                item = self._items.get(timeout=self.processor.pending_s())
+            except Empty:
+                self.processor.write_pending()
+                continue
+            if item is None:
+                self.processor.write_pending()
+                return
+            with self._failures.contained("to record a step"):
+                self._process(item)
+
+    def _process(self, item: CapturedStep | LightStep | LoggedScalars | ReadyValues | Act) -> None:
+        if isinstance(item, CapturedStep | LightStep):
+            try:
+                self.processor.process(item)
+            finally:
+                self._steps_done += 1
+                self._bytes_done += item.nbytes
+        elif isinstance(item, LoggedScalars | ReadyValues):
+            self.processor.process(item)
+        else:
+            item()
+
+    def _report_short(self, step: int, what: str, count: int) -> None:
+        if count == 1:
+            log.warning(
+                "telemetry: step %d %s, earlier ones are still being judged; "
+                "use a larger every_n_steps to keep up (logged once, counted until close)",
+                step,
+                what,
+            )
+
+    def _report_losses(self, timeout_s: float) -> None:
+        losses = {
+            "were recorded with their norms alone": self.thinned,
+            "were dropped": self.dropped,
+            f"were not judged within {timeout_s:.3g} s": self._steps_taken - self._steps_done,
+        }
+        parts = [f"{count} steps {what}" for what, count in losses.items() if count]
+        if parts:
+            log.warning("telemetry: %s", "; ".join(parts))
