@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from telemetry.host_copy import HostCopy
@@ -19,8 +19,13 @@ class LoggedScalars:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReadyValues:
-    """Values that are written as they are."""
+    """Values that are written as they are, and one that is written when the loss is known.
+
+    Attributes:
+        of_loss: Makes that one of the loss's tag.
+    """
 
     step: int
     wall_time: float
     values: Sequence[bytes]
+    of_loss: Callable[[str], bytes] | None = None

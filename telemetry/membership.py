@@ -65,6 +65,7 @@ class Membership:
                 full_steps=self._options.full_steps,
                 current_step=self._current_step,
                 failures=self._failures,
+                loss=self._processor.loss,
             )
             self._pipeline.use(self.ranks)
         elif not role.measures:

@@ -19,6 +19,7 @@ from telemetry.failures import Failures
 from telemetry.first_rank import is_first_rank
 from telemetry.host_copy import HostCopy
 from telemetry.logged import LoggedScalars, ReadyValues
+from telemetry.loss import LossChoice
 from telemetry.plain_text import printable_lines
 from telemetry.records import LightSteps, StepRecord
 from telemetry.rule import Rule
@@ -60,8 +61,10 @@ class Processor:
         on_alert: Called with each alert and the time at which its step ended.
         full_steps: Is told of each step whether a rule wants a full measurement.
         failures: Where failures are reported.
+        loss: Which of what the user logs is the loss.
 
     Attributes:
+        loss: As above.
         abandoned: Set when nobody waits for the rest any more, and nothing may be written.
     """
 
@@ -75,7 +78,11 @@ class Processor:
         on_alert: Callable[[Alert, float], None],
         full_steps: FullSteps,
         failures: Failures,
+        loss: LossChoice,
     ) -> None:
+        self.loss = loss
+        self._loss_is_written = False
+        self._await_loss: list[Callable[[str], bytes]] = []
         self._board = board
         self._sink = sink
         self._judge = Judge(rules, failures)
@@ -84,7 +91,7 @@ class Processor:
         self._failures = failures
         self.abandoned = False
         self._full_steps = full_steps
-        self._waiting = Waiting()
+        self._waiting = Waiting(loss)
         self._scalars: dict[int, dict[str, float]] = {}
 
     def process(self, item: CapturedStep | ReadyValues) -> None:
@@ -92,8 +99,11 @@ class Processor:
         self._process_waiting()
         if isinstance(item, ReadyValues):
             self._write(item.values, item.step, item.wall_time)
+            if item.of_loss is not None:
+                self._await_loss.append(item.of_loss)
+                self._tell_loss(item.step - 1)
         else:
-            self.record(item.record(self._logged_for(item.step)))
+            self.record(item.record(self._logged_for(item.step), self.loss.tag))
 
     def process_few(self, items: Sequence[LightItem | LoggedScalars]) -> None:
         """Judge and write several steps that were not measured in full, and what was logged.
@@ -122,7 +132,7 @@ class Processor:
             else:
                 count += 1 if isinstance(item, StepRecord) else len(item)
         light, first = [item for item in items if not isinstance(item, LoggedScalars)], 0
-        for steps, record_of in light_steps(light, self._logged_for):
+        for steps, record_of in light_steps(light, self._logged_for, self.loss.tag):
             last = first + len(steps)
             before = [losses.get(index, ()) for index in range(first, last)]
             with self._failures.contained("to record steps"):
@@ -155,6 +165,7 @@ class Processor:
             for step, wall_time, values in self._board.values_of_light(quiet):
                 if values:
                     self._write(values, step, wall_time, droppable=True)
+            self._tell_loss(quiet.steps[-1])
         if passed == len(steps):
             self._waiting.bounds = self._judge.bounds(steps, ROWS_AT_ONCE + STEPS_AT_ONCE)
         for index in range(passed, len(steps)):
@@ -189,6 +200,12 @@ class Processor:
             if pending:
                 self._write(pending, step, time.time(), droppable=True)
 
+    def end(self) -> None:
+        """Process what waits: nothing else will come."""
+        self.write_pending()
+        with self._failures.contained("to write which scalar is the loss"):
+            self._tell_loss(None)
+
     def state_dict(self, step: int) -> dict[str, Any]:
         """What rules remember and asked for, and what was logged for ``step``, as plain values."""
         self._process_waiting()
@@ -196,6 +213,7 @@ class Processor:
             "rules": self._judge.state_dict(),
             "full_steps": self._full_steps.state_dict(),
             "logged": dict(self._scalars.get(step, {})),
+            "loss": self.loss.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
@@ -204,6 +222,8 @@ class Processor:
         self._waiting.bounds = None
         logged = state.get("logged")
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
+        self.loss.load_state_dict(state.get("loss"))
+        self._loss_is_written = False  # the file may have lost it
         self._full_steps.load_state_dict(state.get("full_steps"))
         if state.get("full") is True:  # the step in progress is measured as it was
             self._full_steps.ask(step)
@@ -233,8 +253,24 @@ class Processor:
         points = [summaries.scalar(name, value) for name, value in values.items()]
         with self._failures.contained("to write what was logged"):
             self._write(points, item.step, item.wall_time)
-        loss = values.get("loss")
-        return [] if loss is None else [_Loss(item.step, loss, item.wall_time)]
+        self.loss.see(item.step, values)
+        tag = self.loss.tag
+        return [_Loss(item.step, values[tag], item.wall_time)] if tag in values else []
+
+    def _tell_loss(self, step: int | None) -> None:
+        """After a step, or the last one: write which scalar is the loss, or log that none is."""
+        if (lack := self.loss.lack(step)) is not None and is_first_rank():
+            self._failures.log_once(lack)
+        tag = self.loss.tag
+        if tag is None or not self.loss.is_final(step):
+            return
+        values = [of_loss(tag) for of_loss in self._await_loss]
+        self._await_loss = []
+        if not self._loss_is_written and (value := self._board.loss_value(tag)) is not None:
+            self._loss_is_written = True
+            values.append(value)
+        if values:
+            self._write(values, self._board.last_step, time.time())
 
     def record(self, record: StepRecord) -> None:
         """Judge and write a step."""
@@ -254,6 +290,8 @@ class Processor:
         values = iter(self._board.values_of(record))
         while some := list(islice(values, VALUES_AT_ONCE)):
             self._write(some, record.step, record.wall_time, droppable=droppable)
+        if not record.phase:
+            self._tell_loss(record.step)
 
     def _show_to_observers(self, show: Callable[[Observer], None]) -> None:
         for observer in self._observers:

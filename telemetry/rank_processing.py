@@ -16,6 +16,7 @@ from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.host_copy import HostCopy
 from telemetry.logged import LoggedScalars, ReadyValues
+from telemetry.loss import LossChoice
 from telemetry.processing import Processor
 from telemetry.ranks.channel import CLOSE_S, Channel
 from telemetry.ranks.common_steps import CommonSteps
@@ -47,6 +48,7 @@ class RankProcessor:
         full_steps: Is told which steps the first rank has announced.
         current_step: Says which step is in progress.
         failures: Where failures are reported.
+        loss: Which of what is logged is the loss.
 
     Attributes:
         observer: Tells the capture what this rank is to measure.
@@ -63,6 +65,7 @@ class RankProcessor:
         full_steps: FullSteps,
         current_step: Callable[[], int],
         failures: Failures,
+        loss: LossChoice,
     ) -> None:
         self.observer = RankObserver(rank=rank, size=size)
         self.abandoned = False
@@ -72,6 +75,7 @@ class RankProcessor:
         self._full_steps = full_steps
         self._steps = CommonSteps(full_steps, current_step=current_step, failures=failures)
         self._failures = failures
+        self._loss = loss
         self._scalars: dict[int, dict[str, float]] = {}
         self._whole = Whole()
         self._own: dict[tuple[int, str], StepRecord] = {}
@@ -108,6 +112,7 @@ class RankProcessor:
         for item in items:
             if isinstance(item, LoggedScalars):
                 with self._failures.contained("to send what was logged"):
+                    self._loss.see(item.step, item.values)
                     self._scalars.setdefault(item.step, {}).update(
                         (name, float(value.wait()) if isinstance(value, HostCopy) else value)
                         for name, value in item.values.items()
@@ -146,11 +151,15 @@ class RankProcessor:
         if self._recorder is not None and not self.abandoned:
             self._recorder.write_pending()
 
+    def end(self) -> None:
+        if self._recorder is not None and not self.abandoned:
+            self._recorder.end()
+
     def state_dict(self, step: int) -> dict[str, Any]:
         """What the rules remember, on the first rank; and what this rank logged for the step."""
         state = {} if self._recorder is None else self._recorder.state_dict(step)
         own = {"full_steps": self._full_steps.state_dict(), "logged": self._scalars.get(step, {})}
-        return {"rules": {}, **state, **own}
+        return {"rules": {}, "loss": self._loss.state_dict(), **state, **own}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Continue from there; the rules, on the first rank."""
@@ -158,6 +167,7 @@ class RankProcessor:
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
         self._full_steps.load_state_dict(state.get("full_steps"))
         if self._recorder is None:
+            self._loss.load_state_dict(state.get("loss"))
             return []
         return self._recorder.load_state_dict({**state, "logged": None}, step)
 
@@ -169,7 +179,7 @@ class RankProcessor:
 
     def _send(self, captured: CapturedStep) -> None:
         scalars = {} if captured.window.phase else self._scalars.get(captured.step, {})
-        record = captured.record(scalars)
+        record = captured.record(scalars, self._loss.tag)
         if not record.phase:
             self._forget_scalars(record.step)
             self._eval_mode = record.eval_mode
@@ -180,7 +190,9 @@ class RankProcessor:
         self._send_part(self._maker.part(record, captured))
 
     def _send_rows(self, rows: LightRows) -> None:
-        steps = rows.block.part(rows.first, rows.end, lambda step: self._scalars.get(step, {}))
+        steps = rows.block.part(
+            rows.first, rows.end, lambda step: self._scalars.get(step, {}), self._loss.tag
+        )
         for index in range(len(steps)):
             self._send_part(self._maker.part(steps.record(index)))
         self._eval_mode = steps.eval_mode
@@ -200,12 +212,14 @@ class RankProcessor:
         part = decode(merged.payload)
         means = {name: figure.mean for name, figure in part.scalars.items()}
         if means and not part.phase:
+            self._loss.see(part.step, means)
             yield LoggedScalars(step=part.step, wall_time=part.wall_time, values=means)
         own = self._own.pop((part.step, part.phase), None)
         record = self._whole.record(part, own) if part.stages else None
         if record is not None:
             self._steps.see(part, record)
-            yield _with_own(replace(record, eval_mode=self._eval_mode), own)
+            record = replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag)
+            yield _with_own(record, own)
 
     def _deliver(self, merged: Merged) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""

@@ -88,7 +88,7 @@ class StepThread(threading.Thread):
         while on and not self.processor.abandoned:
             on = self._take_waiting(everything=not self._handed_over())
         if not self.processor.abandoned:
-            self.processor.write_pending()
+            self.processor.end()
 
     def _handed_over(self) -> bool:
         """Wait until steps are handed over; False if none were for some time."""

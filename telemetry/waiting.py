@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from telemetry.capture import LightItem, LightRows
 from telemetry.host_copy import HostCopy
 from telemetry.logged import LoggedScalars
+from telemetry.loss import LossChoice
 from telemetry.records import Bounds
 
 WAIT_S = 0.75
@@ -17,12 +18,16 @@ WAIT_S = 0.75
 class Waiting:
     """Keeps steps, and what was logged between them, while all keep to the bounds of the rules.
 
+    Args:
+        loss: Says which of what was logged is the loss.
+
     Attributes:
         bounds: What the next steps must keep to; None: none may wait.
         last: Number of the last step that waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss: LossChoice) -> None:
+        self._loss = loss
         self.bounds: Bounds | None = None
         self.last = -1
         self._items: list[LightItem | LoggedScalars] = []
@@ -48,7 +53,9 @@ class Waiting:
 
     def _may_wait(self, item: LightItem | LoggedScalars, bounds: Bounds) -> bool:
         if isinstance(item, LoggedScalars):
-            loss = item.values.get("loss")
+            if self._loss.tag is None:
+                return False
+            loss = item.values.get(self._loss.tag)
             if isinstance(loss, HostCopy):
                 loss = float(loss.wait())
             return loss is None or bounds.hold_loss(loss)

@@ -16,6 +16,7 @@ LAYERS = [
     {"_native", "moments", "budget", "directory_claim", "palette", "plain_text", "sparkline"}
     | {"untrusted", "version"},
     {"heat_map", "kernel", "movers", "sketch", "tag_names"},
+    {"loss"},
     {"alert", "records", "schedule", "failures", "host_copy", "torch_private", "first_rank"},
     {"layers", "rule", "selection", "measure", "images", "events", "logged"}
     | {"torch_compiler", "torch_ranks"},
@@ -45,6 +46,7 @@ TORCH_FREE = {
     "_native",
     "heat_map",
     "kernel",
+    "loss",
     "moments",
     "movers",
     "sketch",

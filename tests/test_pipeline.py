@@ -26,6 +26,7 @@ from telemetry.events.sink import Sink as AnySink
 from telemetry.events.summaries import event_of
 from telemetry.failures import Failures
 from telemetry.logged import LoggedScalars
+from telemetry.loss import LossChoice
 from telemetry.measure import Measurer
 from telemetry.pipeline import Pipeline
 from telemetry.processing import Processor
@@ -125,6 +126,7 @@ def make_pipeline(
         on_alert=on_alert,
         full_steps=full_steps,
         failures=failures,
+        loss=LossChoice(),
     )
     return Pipeline(processor, full_steps, failures)
 

@@ -12,6 +12,7 @@ from serialized import summary_of
 from telemetry import pipeline as pipeline_module
 from telemetry.alert import Alert
 from telemetry.failures import Failures
+from telemetry.loss import LossChoice
 from telemetry.pipeline import Pipeline
 from telemetry.processing import Processor
 from telemetry.rank_processing import RankProcessor
@@ -91,6 +92,7 @@ class FirstRank:
             on_alert=print,
             full_steps=full_steps,
             failures=failures,
+            loss=LossChoice(),
         )
         self.pipeline = Pipeline(processor, full_steps, failures)
         self.ranks = RankProcessor(
@@ -101,6 +103,7 @@ class FirstRank:
             full_steps=full_steps,
             current_step=lambda: 0,
             failures=failures,
+            loss=processor.loss,
         )
         self.pipeline.use(self.ranks)
 

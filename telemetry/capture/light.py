@@ -77,7 +77,11 @@ class LightBlock:
         return 1024 + self.rows.nbytes
 
     def part(
-        self, first: int, end: int, scalars_of: Callable[[int], Mapping[str, float]]
+        self,
+        first: int,
+        end: int,
+        scalars_of: Callable[[int], Mapping[str, float]],
+        loss_tag: str | None = None,
     ) -> LightSteps:
         """Some of the rows that are complete.
 
@@ -85,6 +89,7 @@ class LightBlock:
             first: The first of them.
             end: The one behind the last.
             scalars_of: What the user logged for a step.
+            loss_tag: Which of that is the loss.
         """
         steps, found = self.steps[first:end], self.rows[first:end, self.groups :]
         absent = found < 0
@@ -97,6 +102,7 @@ class LightBlock:
             grad_present=~absent,
             learning_rates=self.rows[first:end, : self.groups].copy(),
             scalars=[scalars_of(step) for step in steps],
+            loss_tag=loss_tag,
         )
 
 
@@ -117,13 +123,16 @@ LightItem: TypeAlias = LightRows | CapturedStep | StepRecord
 
 
 def light_steps(
-    steps: Iterable[LightItem], scalars_of: Callable[[int], Mapping[str, float]]
+    steps: Iterable[LightItem],
+    scalars_of: Callable[[int], Mapping[str, float]],
+    loss_tag: str | None = None,
 ) -> Iterator[tuple[LightSteps, Callable[[int], StepRecord]]]:
     """Steps that were not measured in full, as many at a time as possible.
 
     Args:
         steps: In their order.
         scalars_of: What the user logged for a step.
+        loss_tag: Which of that is the loss.
 
     Yields:
         Some of them, and what makes a record of one, by its index among these.
@@ -131,13 +140,16 @@ def light_steps(
     for block, several in groupby(steps, lambda s: s.block if isinstance(s, LightRows) else None):
         if block is not None:
             rows = [rows for rows in several if isinstance(rows, LightRows)]
-            part = block.part(rows[0].first, rows[-1].end, scalars_of)
+            part = block.part(rows[0].first, rows[-1].end, scalars_of, loss_tag)
             yield part, part.record
             continue
         records: list[StepRecord] = []
         for step in several:
             assert not isinstance(step, LightRows)
-            record = step if isinstance(step, StepRecord) else step.record(scalars_of(step.step))
+            if isinstance(step, CapturedStep):
+                record = step.record(scalars_of(step.step), loss_tag)
+            else:
+                record = step
             if records and not LightSteps.fit(records[0], record):
                 yield LightSteps.of(records), records.__getitem__
                 records = []

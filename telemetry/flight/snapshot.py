@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from telemetry.layers import LayerTable, table
 from telemetry.records import Layout, LightSteps, Output, StepRecord, TensorRecord
+from telemetry.records.step import loss_of
 from telemetry.sketch import Sketch
 
 Key = TypeVar("Key")
@@ -107,7 +108,7 @@ def light_snapshots(steps: LightSteps) -> Iterator[Snapshot]:
             step=step,
             wall_time=float(steps.wall_times[index]),
             layout=steps.layout,
-            loss=steps.scalars[index].get("loss"),
+            loss=loss_of(steps.scalars[index], steps.loss_tag),
             total_grad_norm=totals[index],
             learning_rates=tuple(rates[index]),
             loss_scale=steps.loss_scale,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from telemetry.records.layout import Layout, norms_by_module
 from telemetry.records.ranks import RankFacts
-from telemetry.records.step import StepRecord
+from telemetry.records.step import StepRecord, loss_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,7 +30,7 @@ class LightSteps:
         learning_rates: float64, shape ``[n, groups]``.
         scalars: What the user logged for each.
         ranks: As in each record; empty if these are the steps of one.
-        loss_scale: The same at all of them, as are ``skipped`` and ``eval_mode``.
+        loss_tag: The same at all of them, as are ``loss_scale``, ``skipped`` and ``eval_mode``.
     """
 
     layout: Layout
@@ -42,6 +41,7 @@ class LightSteps:
     learning_rates: NDArray[np.float64]
     scalars: Sequence[Mapping[str, float]]
     ranks: Sequence[RankFacts] = ()
+    loss_tag: str | None = None
     loss_scale: float | None = None
     skipped: bool = False
     eval_mode: bool = False
@@ -52,6 +52,7 @@ class LightSteps:
         return (
             first.layout is other.layout
             and len(first.learning_rates) == len(other.learning_rates)
+            and first.loss_tag == other.loss_tag
             and first.loss_scale == other.loss_scale
             and first.skipped == other.skipped
             and first.eval_mode == other.eval_mode
@@ -69,6 +70,7 @@ class LightSteps:
             learning_rates=np.array([record.learning_rates for record in records]),
             scalars=[record.scalars for record in records],
             ranks=[record.ranks for record in records if record.ranks is not None],
+            loss_tag=records[0].loss_tag,
             loss_scale=records[0].loss_scale,
             skipped=records[0].skipped,
             eval_mode=records[0].eval_mode,
@@ -113,8 +115,8 @@ class LightSteps:
 
     @cached_property
     def losses(self) -> NDArray[np.float64]:
-        """What the user logged as ``loss``, shape ``[n]``; NaN where nothing was."""
-        return np.array([scalars.get("loss", math.nan) for scalars in self.scalars])
+        """The losses that were logged, shape ``[n]``; NaN where none was."""
+        return np.array([loss_of(scalars, self.loss_tag) for scalars in self.scalars], np.float64)
 
     def record(self, index: int) -> StepRecord:
         """One of the steps as a record."""
@@ -127,6 +129,7 @@ class LightSteps:
             grad_finite=self.grad_finite[index],
             learning_rates=tuple(self.learning_rates[index].tolist()),
             scalars=self.scalars[index],
+            loss_tag=self.loss_tag,
             loss_scale=self.loss_scale,
             skipped=self.skipped,
             eval_mode=self.eval_mode,
