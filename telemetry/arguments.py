@@ -15,8 +15,7 @@ from torch.utils import tensorboard
 from telemetry.alert import Alert
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
-from telemetry.budget import Budget
-from telemetry.capture import Content
+from telemetry.capture import Budget, Content
 from telemetry.first_rank import Ranks
 from telemetry.host_copy import HostCopy
 from telemetry.plain_text import check_text, type_of

@@ -25,8 +25,7 @@ from telemetry.arguments import (
     check_rules,
     log_dir_of,
 )
-from telemetry.budget import budget_of
-from telemetry.capture import Content
+from telemetry.capture import Budget, Content
 from telemetry.events.background import each_within
 from telemetry.first_rank import Ranks
 from telemetry.no_run import NoRun, is_disabled
@@ -60,10 +59,10 @@ class HookLogger:
         every_n_steps: Measure in full at steps 0, N, 2N, ...
         max_overhead: Share of the training time that the logger may take, such as 0.01: CPU time of
             the training thread, or on a CUDA device the time by which measured steps take longer.
-            Measurements become less frequent, then take a part of the layers in turn; gradient
-            norms are skipped if they alone take more than half. ``telemetry/overhead`` and
-            ``telemetry/every_n_steps`` show the result. Each rank decides for itself. None: no
-            limit.
+            Full measurements become less frequent; gradient norms, too, where they alone take
+            about that. The curves ``telemetry/overhead``, ``telemetry/every_n_steps`` and
+            ``telemetry/norms_every_n_steps`` show the result. Each rank decides for itself. None:
+            no limit.
         optimizer: The optimizer whose steps count; default: the first torch optimizer that steps
             parameters of this model.
         modules: Watched modules: a glob over ``named_modules()``, a class, a
@@ -134,9 +133,12 @@ class HookLogger:
         if is_disabled(enabled):
             self._run = NoRun(log_dir_of(writer, written=False), first_step)
             return
+        budget: Budget | None = None
+        if max_overhead is not None:
+            budget = Budget(max_overhead=max_overhead, every_n_steps=every_n_steps)
         options = Options(
             full_steps=FullSteps(every(every_n_steps)),
-            budget=budget_of(max_overhead, every_n_steps),
+            budget=budget,
             optimizer=check_optimizer(optimizer),
             selection=Selection.parse(modules, exclude),
             content=Content(

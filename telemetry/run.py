@@ -14,7 +14,6 @@ from torch import nn
 from telemetry.alert import Alert
 from telemetry.alert_response import AlertResponse
 from telemetry.arguments import Options, scalars_of
-from telemetry.budget import Budget
 from telemetry.capture import Capture
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
@@ -302,10 +301,8 @@ class Run:
         if self._files.is_about_to_close:
             self._write_end()
 
-    def _log_costs(self, budget: Budget, step: int) -> None:
-        self._log({RUN + name: value for name, value in budget.scalars().items()}, step)
-        if (news := budget.news()) is not None:
-            log.warning("telemetry: %s", news)
+    def _log_costs(self, curves: Mapping[str, float], step: int) -> None:
+        self._log({RUN + name: value for name, value in curves.items()}, step)
 
     def _note_alert(self, alert: Alert, wall_time: float) -> None:
         self._alerts.append(alert)

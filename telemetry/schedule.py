@@ -1,6 +1,6 @@
 """Decides which optimizer steps are measured in full.
 
-:mod:`telemetry.budget` may postpone a measurement.
+:mod:`telemetry.capture.budget` may postpone a measurement.
 """
 
 from __future__ import annotations

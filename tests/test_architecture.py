@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"_native", "moments", "budget", "directory_claim", "palette", "plain_text", "sparkline"}
+    {"_native", "moments", "directory_claim", "palette", "plain_text", "sparkline"}
     | {"untrusted", "version"},
     {"heat_map", "kernel", "movers", "sketch", "tag_names"},
     {"loss"},

@@ -60,7 +60,7 @@ class BackwardPasses:
 
     def on_output_grad(self, hook: ForwardHook, place: int, grad: Tensor | None) -> None:
         """The gradient of an output that was returned in this step."""
-        if self._over or grad is None or hook.name in self._window.left_out:
+        if self._over or grad is None:
             return  # a graph kept from an earlier step; an output that got no gradient
         current = self._current()
         tally = None if current is None else current.tally

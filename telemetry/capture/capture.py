@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from telemetry.budget import Budget
+from telemetry.capture.budget import Budget
 from telemetry.capture.captured import CapturedStep
-from telemetry.capture.costs import StepCosts
 from telemetry.capture.hand_over import HandOver
 from telemetry.capture.light import LightBlock
 from telemetry.capture.parameters import ParameterTable
@@ -64,7 +63,6 @@ class Capture:
         budget: Budget | None = None,
         find_ranks: Callable[[], RankObserver | None] = lambda: None,
     ) -> None:
-        costs = StepCosts(budget)
         self._watch = Watch(
             model=weakref.ref(model),
             table=ParameterTable(model),
@@ -72,13 +70,13 @@ class Capture:
             content=content,
             switch=Switch(output_grads=content.activation_gradients),
             failures=failures,
-            own_time=costs.own,
+            own_time=budget,
         )
         self._hand_over = HandOver(model, self._watch, deliver)
         self._steps = Steps(
             self._watch,
             self._hand_over,
-            costs,
+            budget,
             full_steps=full_steps,
             primary=primary,
             safe_point=safe_point,

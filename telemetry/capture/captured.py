@@ -151,7 +151,6 @@ class CapturedStep:
             held=self._marked(window.held),
             fingerprints=tuple(float(copy.wait()) for copy in window.fingerprints),
             examples=window.examples,
-            left_out=window.left_out,
             total_grad_norm_before_clipping=before,
             clipped_fraction=self.totals.clipped_fraction(before, float(np.linalg.norm(norms))),
             nan_buffers=self._nan_buffers(),

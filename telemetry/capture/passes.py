@@ -162,8 +162,7 @@ class ForwardPasses:
         self._awaits_input = False
         if given:
             self._observe_inputs(hook.name, given)
-        if not self._takes(hook):
-            return
+        self.window.order.setdefault(hook.name)
         for place, tensor in enumerate(tensors_in(output)):
             if is_being_traced(tensor):
                 self._failures.log_once(
@@ -183,11 +182,11 @@ class ForwardPasses:
             return False
         if in_function_mode() or is_being_traced(output):
             return False
-        if self._takes(hook):
-            axis = self._unit_axis(hook, output)
-            if not self.window.observe("outputs", hook.output, output, unit_axis=axis, plain=True):
-                return False
-            self._follow(hook, output, 0)
+        self.window.order.setdefault(hook.name)
+        axis = self._unit_axis(hook, output)
+        if not self.window.observe("outputs", hook.output, output, unit_axis=axis, plain=True):
+            return False
+        self._follow(hook, output, 0)
         return True
 
     def _follow(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
@@ -199,14 +198,9 @@ class ForwardPasses:
     def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         """A compiled graph shows one of the tensors that a module returned."""
         self._awaits_input = False
-        if self._takes(hook):
-            self._observe_output(hook, tensor, place)
-            self._take_images(hook.name, (), tensor if place == 0 else ())
-
-    def _takes(self, hook: ForwardHook) -> bool:
-        """Note that a module ran; whether it is its turn to be measured."""
         self.window.order.setdefault(hook.name)
-        return hook.name not in self.window.left_out
+        self._observe_output(hook, tensor, place)
+        self._take_images(hook.name, (), tensor if place == 0 else ())
 
     def _observe_inputs(self, name: str, given: Any) -> None:
         """Measure what comes from outside, each tensor once though it is handed on."""

@@ -119,7 +119,6 @@ class PartMaker:
             sizes=sizes,
             addends=_addends(record, notes),
             checks=Checks.of(standing.rank, _sums(notes)),
-            left_out=record.left_out,
             nan_buffers=frozenset(record.nan_buffers),
             nonfinite_parameters=frozenset(record.nonfinite_parameters),
         )

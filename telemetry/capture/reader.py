@@ -53,7 +53,7 @@ class StepReader:
         self._table.refresh()
         window.random_states = _random_states()
         if self.by_hand and self._content.weights:
-            self._probes[_BY_HAND] = UpdateProbe(self._in_turn(window, self._table.all()))
+            self._probes[_BY_HAND] = UpdateProbe(self._counting(self._table.all()))
 
     def end_pass(self, window: Window, tally: Tally, parameters: Iterable[Tensor]) -> None:
         """A backward pass is over: gradients are reduced over ranks and not clipped yet."""
@@ -78,7 +78,7 @@ class StepReader:
             scaled=getattr(optimizer, "grad_scale", None) is not None,
         )
         if window.full and self._content.weights:
-            self._probes[id(optimizer)] = UpdateProbe(self._in_turn(window, parameters))
+            self._probes[id(optimizer)] = UpdateProbe(self._counting(parameters))
 
     def reads_alone(self, optimizer: Optimizer) -> bool:
         """Whether no other optimizer has stepped so far."""
@@ -90,7 +90,7 @@ class StepReader:
             # Not by its brackets: the optimizer's state is a defaultdict.
             states = [(i, optimizer.state.get(p, {})) for i, p in self._table.of(optimizer)]
             moments = [(i, s["exp_avg_sq"]) for i, s in states if "exp_avg_sq" in s]
-            self._observe(window, "second_moments", self._in_turn(window, moments))
+            self._observe(window, "second_moments", self._counting(moments))
 
     def step_by_hand(self, window: Window) -> None:
         """Read everything after a step that no optimizer took."""
@@ -137,20 +137,16 @@ class StepReader:
                 if parameter.grad is not None:
                     window.reached.add(index)
         if self._content.gradients:
-            self._observe(window, "grads", self._in_turn(window, grads), scaled=scaled)
+            self._observe(window, "grads", self._counting(grads), scaled=scaled)
         if self._content.weights:
-            self._observe(window, "weights", self._in_turn(window, parameters))
+            self._observe(window, "weights", self._counting(parameters))
         if self._content.images:
             self._take_filters(window)
 
-    def _in_turn(self, window: Window, tensors: Indexed) -> Indexed:
-        """Those of the parameters that are measured in this window."""
-        if self._watch.ranks is not None:
-            tensors = self._watch.ranks.counting(tensors)
-        if not window.left_out:
-            return tensors
-        described = self._table.parameters
-        return [(i, t) for i, t in tensors if described[i].module_name not in window.left_out]
+    def _counting(self, tensors: Indexed) -> Indexed:
+        """Those of the parameters that this rank measures."""
+        ranks = self._watch.ranks
+        return tensors if ranks is None else ranks.counting(tensors)
 
     def _observe(
         self, window: Window, kind: Kind, tensors: Indexed, *, scaled: bool = False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from telemetry.capture.costs import StepCosts
+from telemetry.capture.budget import Budget
 from telemetry.capture.hand_over import HandOver
 from telemetry.capture.hooks import ForwardHook, InputHook, ModuleHook
 from telemetry.capture.light import LightReader
@@ -34,7 +34,7 @@ class Steps:
     Args:
         watch: What is watched.
         hand_over: Is given each step that is over.
-        costs: Say how much is affordable, and take note of what was done.
+        budget: Says how much is affordable, and is told what was done; None: no limit.
         full_steps: Which steps are measured in full.
         primary, safe_point, first_step, find_ranks: As in :class:`Capture`.
 
@@ -49,7 +49,7 @@ class Steps:
         self,
         watch: Watch,
         hand_over: HandOver,
-        costs: StepCosts,
+        budget: Budget | None,
         *,
         full_steps: FullSteps,
         primary: Optimizer | None,
@@ -59,7 +59,7 @@ class Steps:
     ) -> None:
         self._watch = watch
         self._hand_over = hand_over
-        self._costs = costs
+        self._budget = budget
         self._full_steps = full_steps
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
         self._measurer = Measurer()
@@ -74,7 +74,8 @@ class Steps:
         """Begin to watch: the step in progress begins anew."""
         self.optimizers.install()
         self._watch.table.forget_optimizers()
-        self._costs.restart()
+        if self._budget is not None:
+            self._budget.restart()
         begin = partial(self._begin, attaching=True)
         self._watch.contain("to attach its hooks", begin, self.window.step)
 
@@ -91,8 +92,8 @@ class Steps:
 
     def _begin(self, step: int, *, attaching: bool = False) -> None:
         full, norms = self._full_steps(step), True
-        if self._costs.limited:
-            full, norms = self._costs.affords(full=full)
+        if self._budget is not None:
+            full, norms = self._budget.affords(step, full=full)
         if self.window.light and not full:
             self.window.step, self.window.norms, self.window.light = step, norms, False
             return
@@ -109,7 +110,6 @@ class Steps:
             if full or attaching:
                 self.modules.install(self)
             if full:
-                self.window.left_out = self._costs.left_out(self._hand_over.layout().modules)
                 alone(self._reader.begin, self.window)
                 with undisturbed():
                     self.passes.begin(self.window, self.modules.pictured)
@@ -172,11 +172,11 @@ class Steps:
     def before_light_step(self, optimizer: Optimizer) -> bool:
         """The gradients are final; whether that is all there is to read of this step, and was."""
         window = self.window
-        if window.measurer is not None or not window.norms or window.optimizers:
+        if window.measurer is not None or window.optimizers or not self._light.reads(optimizer):
             return False
-        if not self._light.reads(optimizer):
-            return False
-        if not window.light:
+        if not window.norms:
+            window.light = True
+        elif not window.light:
             self._watch.contain("to read the gradients", self._read_light_step, optimizer)
         return window.light
 
@@ -195,12 +195,12 @@ class Steps:
         return True
 
     def _hand_over_light_step(self, window: Window) -> None:
-        self._full_steps.see(window.step, self._light.square)
-        self._hand_over.light(self._light.completed(window.step))
+        if window.norms:
+            self._full_steps.see(window.step, self._light.square)
+            self._hand_over.light(self._light.completed(window.step))
         if self.modules.installed:
             self.modules.uninstall()
-        if self._costs.limited:
-            self._costs.enter(window, self._watch.model())
+        self._enter_costs(window)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """The gradients are final and the parameters not yet changed."""
@@ -268,4 +268,11 @@ class Steps:
         if window.full:
             self.modules.explain_silence(window)
         self.modules.uninstall()
-        self._costs.enter(window, self._watch.model())
+        self._enter_costs(window)
+
+    def _enter_costs(self, window: Window) -> None:
+        if self._budget is None or (model := self._watch.model()) is None:
+            return
+        with undisturbed():
+            device = next(model.parameters()).device
+        self._budget.step_ended(window.step, full=window.full, norms=window.norms, device=device)

@@ -74,7 +74,6 @@ class Window:
         step: The step that they belong to.
         measurer: Takes the tensors of a fully measured step; None on other steps.
         norms: Whether at least the norms of the gradients are taken.
-        left_out: Modules that are not measured though others are; it is not their turn.
         phase: Name of a part of the run that is not training; empty for a step.
         thread: Whose forward passes are observed; None until one runs a watched module.
         order: Watched modules in the order of their first call.
@@ -99,7 +98,6 @@ class Window:
     step: int
     measurer: Measurer | None
     norms: bool = True
-    left_out: frozenset[str] = frozenset()
     phase: str = ""
     thread: int | None = None
     order: dict[str, None] = field(default_factory=dict)
@@ -155,7 +153,6 @@ class Window:
         return replace(
             self,
             measurer=None,
-            left_out=frozenset(),
             tally=Tally(),
             updates=[],
             feature_maps={},

@@ -160,7 +160,7 @@ def _figure(plain: Mapping[str, Any]) -> Figure:
 
 _ARRAYS = ("copies", "norms", "present", "finite")
 _OPTIONAL_ARRAYS = ("before", "parameter_copies", "moved", "sizes")
-_NAMES = ("left_out", "nan_buffers", "nonfinite_parameters")
+_NAMES = ("nan_buffers", "nonfinite_parameters")
 
 
 def _plain_stage(stage: StagePart, columns: _Columns) -> dict[str, Any]:

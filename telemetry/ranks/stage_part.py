@@ -38,7 +38,6 @@ class StagePart:
         addends: Gradients that are the sum of what the ranks of a copy hold, by the index of the
             parameter, float64. Of these, ``norms`` and ``before`` are those of the addends.
         checks: Sums of bits of parameters that should be equal.
-        left_out: Modules that some rank did not measure.
         nan_buffers: Buffers that hold a NaN on some rank.
         nonfinite_parameters: Parameters that hold a NaN or Inf on some rank.
     """
@@ -56,7 +55,6 @@ class StagePart:
     sizes: Floats | None = None
     addends: Mapping[int, Floats] = field(default_factory=dict)
     checks: Checks = field(default_factory=Checks.empty)
-    left_out: frozenset[str] = frozenset()
     nan_buffers: frozenset[str] = frozenset()
     nonfinite_parameters: frozenset[str] = frozenset()
 
@@ -104,7 +102,6 @@ def _merge(one: StagePart, other: StagePart) -> StagePart:
         sizes=parameters.optional_norms(one.sizes, other.sizes),
         addends=grads.addends(one.addends, other.addends),
         checks=Checks.merge_all((one.checks, other.checks)),
-        left_out=one.left_out | other.left_out,
         nan_buffers=one.nan_buffers | other.nan_buffers,
         nonfinite_parameters=one.nonfinite_parameters | other.nonfinite_parameters,
     )

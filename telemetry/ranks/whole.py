@@ -109,7 +109,6 @@ def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
     total_before = None
     if any(stage.before is not None for stage in stages):
         total_before = float(np.linalg.norm(before[present]))
-    dropped = joined.names(stages, "left_out")
     record = StepRecord(
         step=part.step,
         wall_time=part.wall_time,
@@ -124,13 +123,12 @@ def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
         skipped_steps=part.common.skipped_steps,
         skipped=part.common.skipped,
         full=part.full,
-        left_out=dropped,
         total_grad_norm_before_clipping=total_before,
         nan_buffers=tuple(sorted(joined.names(stages, "nan_buffers"))),
         nonfinite_parameters=_in_order(layout, joined.names(stages, "nonfinite_parameters")),
         update_ratios={p.name: ratios[p.name] for p in layout.parameters if p.name in ratios},
     )
-    return replace(record, **_tensors(part, joined, dropped))
+    return replace(record, **_tensors(part, joined))
 
 
 def _whole_norms(stage: StagePart) -> NDArray[np.float64]:
@@ -176,14 +174,14 @@ def _update_ratios(stage: StagePart, names: Sequence[str]) -> dict[str, float]:
     return {names[i]: float(ratios[i]) for i in np.flatnonzero(measured).tolist()}
 
 
-def _tensors(part: RankPart, joined: JoinedLayouts, dropped: frozenset[str]) -> dict[str, Any]:
+def _tensors(part: RankPart, joined: JoinedLayouts) -> dict[str, Any]:
     """By kind and name what was measured, modules and parameters in the order of the layout."""
     found: dict[str, dict[Any, TensorRecord]] = {}
     for row, record in part.tensors.records().items():
         if row.kind in _OF_OUTPUTS and joined.is_placeholder(row.stage, row.name):
             continue
         found.setdefault(row.kind, {})[_name_of(row, joined)] = record
-    owner = {p.name: p.module_name for p in joined.layout.parameters}
+    names = [p.name for p in joined.layout.parameters]
     for stage, at in _of_stages(part, joined):
         for index, values in stage.addends.items() if part.full else ():
             name = joined.layout.parameters[at[index]].name
@@ -192,15 +190,13 @@ def _tensors(part: RankPart, joined: JoinedLayouts, dropped: frozenset[str]) -> 
     position = joined.layout.position
     for kind in _OF_OUTPUTS:
         order = sorted(
-            (o for o in found.get(kind, ()) if o.module_name not in dropped),
+            found.get(kind, ()),
             key=lambda o: (position.get(o.module_name, last), o.place),
         )
         found[kind] = {output: found[kind][output] for output in order}
     for kind in _OF_PARAMETERS:
         of_kind = found.get(kind, {})
-        found[kind] = {
-            name: of_kind[name] for name in owner if name in of_kind and owner[name] not in dropped
-        }
+        found[kind] = {name: of_kind[name] for name in names if name in of_kind}
     return found
 
 

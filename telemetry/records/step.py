@@ -51,7 +51,6 @@ class StepRecord:
             order; it is the same for the same values.
         examples: Length of the first tensor that the model was given, in all forward passes of the
             step together; 0 if it was not called or given none.
-        left_out: Modules that were not measured, because ``max_overhead`` gave the turn to others.
         total_grad_norm_before_clipping: Norm of all gradients at the end of the backward pass.
         clipped_fraction: Share of all full steps so far at which clipping reduced it.
         nan_buffers: Buffers that hold a NaN, by their names in ``named_buffers()``. Also on steps
@@ -96,7 +95,6 @@ class StepRecord:
     held: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     fingerprints: tuple[float, ...] = ()
     examples: int = 0
-    left_out: frozenset[str] = frozenset()
     total_grad_norm_before_clipping: float | None = None
     clipped_fraction: float | None = None
     nan_buffers: tuple[str, ...] = ()

@@ -51,7 +51,6 @@ class PageWriter:
         self._columns = MATRIX_STATISTICS
         self._layout_number = -1
         self._written: dict[ChunkKind, int] = {}
-        self._matrix: NDArray[np.float32] | None = None
         self._alert_count = 0
         self._block = _NormBlock()
         self._last_step: int | None = None
@@ -92,7 +91,7 @@ class PageWriter:
         if record.full or self._block.is_due(record.wall_time):
             yield from self.pending_values()
         if record.full:
-            yield self._numbers("m", self._with_held(record, _matrix(record, self._columns)))
+            yield self._numbers("m", _matrix(record, self._columns))
 
     def goes_on(self, steps: LightSteps) -> bool:
         """Whether :meth:`values_of_light` may be asked about these: nothing new begins."""
@@ -133,18 +132,6 @@ class PageWriter:
             return None
         return summaries.tensor(end_tag(self._session), encode_end(exception), PLUGIN_NAME)
 
-    def _with_held(self, record: StepRecord, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The matrix, with the last known row of each module that this step left out.
-
-        In the picture a measurement lasts until the next one of the same module.
-        """
-        if record.left_out and self._matrix is not None:
-            modules = enumerate(record.layout.modules)
-            held = [row for row, module in modules if module.name in record.left_out]
-            matrix[held] = self._matrix[held]
-        self._matrix = matrix
-        return matrix
-
     def _pending(self, step: int, *, in_new_tag: bool = False) -> Iterator[bytes]:
         if not self._block:
             return
@@ -162,7 +149,6 @@ class PageWriter:
         self._layout = layout
         self._layout_number += 1
         self._written = {"m": 0, "n": 0}
-        self._matrix = None
         content = encode_layout(layout, self._columns)
         tag = layout_tag(self._session, self._layout_number)
         return summaries.tensor(tag, content, PLUGIN_NAME)

@@ -12,7 +12,7 @@ from known_runs import alert_at, layout_of
 from serialized import tags_of
 
 from telemetry.events import FileWriter
-from telemetry.layers import MATRIX_STATISTICS, MISSING
+from telemetry.layers import MATRIX_STATISTICS
 from telemetry.page_format import (
     decode_alert,
     decode_layout,
@@ -22,8 +22,7 @@ from telemetry.page_format import (
 )
 from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
-from telemetry.records import Layout, Output, StepRecord, TensorRecord
-from telemetry.sketch import sketch_array
+from telemetry.records import Layout, StepRecord
 from telemetry.writing.page import PageWriter
 
 LAYOUT = layout_of(["a", "b"])
@@ -60,28 +59,6 @@ def test_norms_of_every_step_are_kept(tmp_path: Path) -> None:
     assert found.steps.tolist() == list(range(57))
     assert found.values.tolist() == [[s, s + 1] for s in range(57)]
     assert run.matrix("nonfinite").steps.tolist() == list(range(0, 57, 10))
-
-
-def test_what_is_left_out_stays_as_it_was_until_it_is_measured_again(tmp_path: Path) -> None:
-    def of(**sizes: float) -> dict[Output, TensorRecord]:
-        return {
-            Output(name): TensorRecord(sketch=sketch_array(np.full(4, size)))
-            for name, size in sizes.items()
-        }
-
-    only_a, only_b = frozenset("b"), frozenset("a")
-    records = [
-        record(0, full=True, outputs=of(a=1, b=2)),
-        record(1),
-        record(2, full=True, outputs=of(a=3), left_out=only_a),
-        record(3, full=True, outputs=of(b=4), left_out=only_b),
-        record(4, full=True, outputs=of(), left_out=only_b),  # b did not run
-    ]
-    found = write(tmp_path, records).matrix("activation_rms")
-    assert found.steps.tolist() == [0, 2, 3, 4]
-    assert found.values[:3].tolist() == [[1, 2], [3, 2], [3, 4]]
-    assert found.values[3, 0] == 3
-    assert found.values[3, 1] == MISSING
 
 
 def test_norms_are_given_out_within_a_second() -> None:

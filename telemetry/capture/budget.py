@@ -1,0 +1,178 @@
+"""Limits what telemetry costs: stretches the distance of full measurements."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from math import ceil
+from statistics import median
+
+import torch
+
+log = logging.getLogger("telemetry")
+
+NORMS_SHARE = 0.75
+"""Share of the budget for gradient norms; the rest remains for full measurements."""
+
+STEPS_AT_ONCE = 32
+"""After so many steps with norms it is decided anew at how many they are taken."""
+
+
+class Budget:
+    """Keeps telemetry within a share of the time of bare training, by an account.
+
+    Each step earns ``max_overhead`` of the time that training itself took. A full measurement that
+    is due waits until the account covers what one usually costs; the first is taken on credit.
+    The norms of other steps are taken at each of them, or, if that alone took more than
+    :data:`NORMS_SHARE` of what they earn, at every k-th.
+
+    On the CPU, telemetry's time is the CPU time that the training thread spends inside of ``with``
+    blocks of this, which may be nested. A CUDA device only queues work: there an event is recorded
+    at the end of each step, and a measurement costs what its step takes longer than others usually
+    do. A step is entered once the device has reached it, which nobody waits for.
+
+    Args:
+        max_overhead: The share, such as 0.01.
+        every_n_steps: The distance of full measurements if the budget allows it.
+
+    Raises:
+        TypeError: ``max_overhead`` is not a number.
+        ValueError: ``max_overhead`` is not above 0 and at most 1.
+
+    Attributes:
+        entered: Called with curves and the number of each step that was measured in full, when its
+            cost is known; does nothing until it is set.
+    """
+
+    def __init__(self, *, max_overhead: float, every_n_steps: int) -> None:
+        if not isinstance(max_overhead, int | float) or isinstance(max_overhead, bool):
+            raise TypeError(f"HookLogger(max_overhead={max_overhead!r}): must be a number")
+        if not 0 < max_overhead <= 1:
+            raise ValueError(
+                f"HookLogger(max_overhead={max_overhead}): must be above 0 and at most 1; "
+                "0.01 is one percent"
+            )
+        self.entered: Callable[[Mapping[str, float], int], None] = lambda scalars, step: None
+        self._share, self._every_n_steps = max_overhead, every_n_steps
+        self._own_s = self._bare_s = 0.0
+        self._norms_every = 1
+        self._last_full: int | None = None
+        self._full_s: deque[float] = deque(maxlen=5)  # of the last full measurements
+        self._bare_steps_s: deque[float] = deque(maxlen=STEPS_AT_ONCE)
+        self._norms_s: list[float] = []
+        self._told: set[str] = set()
+        self._thread, self._nesting = threading.get_ident(), 0
+        self._begin_s = self._inside_s = 0.0
+        self._last_s: float | None = None
+        self._last_event: torch.cuda.Event | None = None
+        # Step, whether full, whether with norms; and the event at its end.
+        self._queued: deque[tuple[int, bool, bool, torch.cuda.Event]] = deque()
+
+    def affords(self, step: int, *, full: bool) -> tuple[bool, bool]:
+        """Whether the next step, if it is wanted in ``full``, can be; whether its norms can."""
+        if full and (self._last_full is not None or self._queued):
+            unsettled = any(queued_full for _, queued_full, *_ in self._queued)
+            cost_s = median(self._full_s or [0.0])
+            full = not unsettled and self._own_s + cost_s <= self._share * self._bare_s
+            if not full and not unsettled:
+                self._tell(
+                    f"measuring less often than every {self._every_n_steps} steps (a measurement "
+                    f"takes {cost_s * 1e3:.3g} ms, a step {self._usual_step_s() * 1e3:.3g} ms)",
+                    "every_n_steps",
+                )
+        return full, full or step % self._norms_every == 0
+
+    def restart(self) -> None:
+        """The next step begins now: what came before belongs to none."""
+        self._last_s, self._last_event = None, None
+        self._queued.clear()
+        self._take()
+
+    def step_ended(self, step: int, *, full: bool, norms: bool, device: torch.device) -> None:
+        """A step on this device ended, and work for the next one has not begun.
+
+        ``norms``: whether at least those of its gradients were taken.
+        """
+        if device.type != "cuda":
+            now, own_s = time.perf_counter(), self._take()
+            # The first step after a start began somewhere before it; what it cost is known.
+            step_s = own_s if self._last_s is None else now - self._last_s
+            self._last_s = now
+            self._enter(step, full, norms, step_s, own_s)
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        self._queued.append((step, full, norms, event))
+        while self._queued and self._queued[0][-1].query():
+            step, full, norms, event = self._queued.popleft()
+            before, self._last_event = self._last_event, event
+            step_s = before.elapsed_time(event) * 1e-3 if before is not None else 0.0
+            longer_s = max(step_s - self._usual_step_s(step_s), 0.0) if full else 0.0
+            self._enter(step, full, norms, step_s, longer_s)
+
+    def _enter(self, step: int, full: bool, norms: bool, step_s: float, own_s: float) -> None:
+        bare_s = max(step_s - own_s, 0.0)
+        self._own_s += own_s
+        self._bare_s += bare_s
+        if full:
+            self._full_s.append(own_s)
+            distance = self._every_n_steps if self._last_full is None else step - self._last_full
+            self._last_full = step
+            curves = {"every_n_steps": distance, "norms_every_n_steps": self._norms_every}
+            # In the beginning the time of bare training is unknown.
+            overhead = {"overhead": self._own_s / self._bare_s} if self._bare_s > 0 else {}
+            self.entered({f"telemetry/{k}": float(v) for k, v in (curves | overhead).items()}, step)
+            return
+        self._bare_steps_s.append(bare_s)
+        self._norms_s += [own_s] * norms
+        if len(self._norms_s) == STEPS_AT_ONCE:
+            share = median(self._norms_s) / max(self._usual_step_s(), 1e-9)
+            self._norms_every = max(ceil(share / (NORMS_SHARE * self._share)), 1)
+            self._norms_s.clear()
+            if self._norms_every > 1:
+                self._tell(
+                    f"gradient norms at one step in {self._norms_every}: at all of them they alone "
+                    f"take {share:.2%} of the time of training",
+                    "norms_every_n_steps",
+                )
+
+    def _usual_step_s(self, otherwise: float = 0.0) -> float:
+        return median(self._bare_steps_s or [otherwise])
+
+    def _tell(self, change: str, curve: str) -> None:
+        """Say once what is stretched, and which curve shows how far."""
+        if curve not in self._told:
+            self._told.add(curve)
+            to_stay = f"to stay within max_overhead={self._share:g}"
+            log.warning("telemetry: %s: %s; see the curve telemetry/%s", to_stay, change, curve)
+
+    # --- the stopwatch -------------------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if self._nesting == 0:
+            self._begin_s = time.thread_time()
+        self._nesting += 1
+
+    def __exit__(self, *exception: object) -> None:
+        if threading.get_ident() != self._thread or self._nesting == 0:
+            return
+        self._nesting -= 1
+        if self._nesting == 0:
+            self._inside_s += time.thread_time() - self._begin_s
+
+    def _take(self) -> float:
+        """Seconds since the last call; may be called inside. From then on it counts the caller's
+        thread."""
+        if threading.get_ident() != self._thread:
+            self._thread, self._nesting = threading.get_ident(), 0
+        elif self._nesting:
+            now = time.thread_time()
+            self._inside_s += now - self._begin_s
+            self._begin_s = now
+        taken_s, self._inside_s = self._inside_s, 0.0
+        return taken_s
