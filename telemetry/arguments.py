@@ -29,6 +29,9 @@ Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | None] | None
 HistogramForm: TypeAlias = Literal["tensor", "classic"]
 OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise", "stop"] | None
 
+_OF_OTHERS = {"step", "global_step", "walltime", "commit"}
+"""What ``wandb.log`` and ``SummaryWriter.add_scalar`` take beside the scalars."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
@@ -37,7 +40,7 @@ class Options:
     Attributes:
         full_steps: Which steps are measured in full.
         budget: What measuring may cost; None: no limit.
-        optimizer, on_alert, first_step, ranks: As in :class:`telemetry.HookLogger`.
+        optimizer, on_alert, first_step, ranks, loss: As in :class:`telemetry.HookLogger`.
         selection: Which modules are watched.
         content: What a full measurement holds.
         bulk: Writes its histograms and pictures.
@@ -57,6 +60,7 @@ class Options:
     on_alert: OnAlert
     first_step: FirstStep
     ranks: Ranks
+    loss: str | None
 
     def __post_init__(self) -> None:
         if self.on_alert not in (None, "raise", "stop") and not callable(self.on_alert):
@@ -121,6 +125,20 @@ def check_optimizer(optimizer: Any) -> Optimizer | None:
     return inner
 
 
+def check_loss(loss: object) -> str | None:
+    """The tag of the loss, if the user has named it."""
+    if loss is not None:
+        if not isinstance(loss, str):
+            raise TypeError(
+                f"HookLogger(loss={reprlib.repr(loss)}): must be the tag of a logged scalar, such "
+                "as 'train/ce', or None"
+            )
+        check_text(f"HookLogger(loss={loss!r}): it", loss)
+        if not loss:
+            raise ValueError("HookLogger(loss=''): must be the tag of a logged scalar, or None")
+    return loss
+
+
 def check_phase(name: str) -> str:
     """The name of a phase, with which tags can begin."""
     check_text(f"HookLogger.phase(name={name!r}): it", name)
@@ -156,26 +174,36 @@ def log_dir_of(writer: object, *, written: bool = True) -> str:
             f"directory, not {type_of(writer)}"
         )
     if not os.fspath(writer):
-        raise ValueError("HookLogger(writer=''): must name a directory")
+        raise ValueError("HookLogger(writer=''): must name a log directory")
     return os.path.expanduser(os.fspath(writer))
 
 
 def scalars_of(
-    scalars: object, named: Mapping[str, object]
+    scalars: object, more: Sequence[object], named: Mapping[str, object]
 ) -> tuple[dict[str, float | HostCopy], list[TypeError | ValueError]]:
     """The scalars that ``log`` writes, and an error for each of the others.
 
     Raises:
-        TypeError: ``scalars`` is not a mapping.
+        TypeError: ``scalars`` is not a mapping, or there are more positional arguments.
     """
-    if not isinstance(scalars, Mapping | None):
+    if more or not isinstance(scalars, Mapping | None):
+        given = ", ".join(map(reprlib.repr, (scalars, *more)))
         raise TypeError(
-            f"HookLogger.log({reprlib.repr(scalars)}): must be numbers by tag, such as "
-            "log(loss=0.5) or log({'loss': 0.5})"
+            f"HookLogger.log({given}): must be numbers by tag, such as log(loss=0.5) or "
+            "log({'loss': 0.5}); the step is the one in progress"
         )
     values: dict[str, float | HostCopy] = {}
-    refused: list[TypeError | ValueError] = []
-    for tag, value in {**(scalars or {}), **named}.items():
+    refused: list[TypeError | ValueError] = [
+        TypeError(
+            f"HookLogger.log({name}={reprlib.repr(named[name])}): is no argument, the step is the "
+            f"one in progress, logger.current_step; leave it out, or "
+            f"write log({{{name!r}: ...}}) for a curve of this name"
+        )
+        for name in named
+        if name in _OF_OTHERS
+    ]
+    curves = {tag: value for tag, value in named.items() if tag not in _OF_OTHERS}
+    for tag, value in {**(scalars or {}), **curves}.items():
         try:
             check_text(f"HookLogger.log({{{tag!r}: ...}}): a tag", tag)
             values[tag] = _scalar(tag, value)
@@ -195,6 +223,8 @@ def _scalar(name: str, value: object) -> float | HostCopy:
             raise TypeError(f"HookLogger.log({name}={value!r}): must be a real number")
         return HostCopy(value.detach().reshape(()))
     try:
+        if isinstance(value, str | bytes | bytearray):  # float("1") is 1.0
+            raise TypeError
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"HookLogger.log({name}={reprlib.repr(value)}): must be a number") from None

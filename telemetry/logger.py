@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from telemetry.arguments import (
     OnAlert,
     Options,
     bulk_of,
+    check_loss,
     check_optimizer,
     check_phase,
     check_rules,
@@ -32,7 +33,6 @@ from telemetry.pipeline import CLOSE_TIMEOUT_S, FullSteps, every
 from telemetry.resuming import FirstStep
 from telemetry.run import Run
 from telemetry.selection import Selection, Selectors
-from telemetry.writing import hparams
 from telemetry.writing.hparams import Hyperparameter
 
 
@@ -91,6 +91,9 @@ class HookLogger:
             None: no limit.
         histograms: ``"tensor"``: exact edges and counts, which TensorBoard reads; ``"classic"``:
             histograms and pictures as torch writes them, for readers that know no others.
+        loss: Tag of the logged scalar that is the loss, for rules, page and tables. None: ``loss``,
+            or a name like ``train_loss``, ``loss/total`` or ``training/batch_loss``: no other words
+            than these. Of several, what is logged first; of these, one of each step before a mean.
         enabled: False, or the environment variable ``TELEMETRY_DISABLED=1``: nothing is watched,
             written or checked. A state that is loaded is given back by :meth:`state_dict`.
 
@@ -122,6 +125,7 @@ class HookLogger:
         ranks: Ranks = "merged",
         max_bytes_per_step: int | None = 800_000,
         histograms: HistogramForm = "tensor",
+        loss: str | None = None,
         enabled: bool = True,
     ) -> None:
         self._run: Run | NoRun
@@ -148,6 +152,7 @@ class HookLogger:
             on_alert=on_alert,
             first_step=first_step,
             ranks=ranks,
+            loss=check_loss(loss),
         )
         self._run = Run(model, writer, options, self.close)
         self._run.start()
@@ -191,35 +196,43 @@ class HookLogger:
         return self._run.should_stop
 
     def log(
-        self, scalars: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor
+        self,
+        scalars: Mapping[str, float | Tensor] | None = None,
+        /,
+        *more: NoReturn,
+        **named: float | Tensor,
     ) -> None:
         """Write scalars at the current step: ``logger.log(loss=loss, accuracy=0.97)``.
 
         Args:
             scalars: Numbers or one-element tensors by tag: ``logger.log({"loss/train": loss})``. A
-                tensor on an accelerator is copied without waiting for it. Alerts look at ``loss``.
-            named: Likewise.
+                tensor on an accelerator is copied without waiting for it. Which of them is the
+                loss, at which alerts look, is told at the argument ``loss`` of the logger.
+            more: None: there are no positional arguments like those of ``SummaryWriter``.
+            named: Likewise; not ``step``, ``global_step``, ``commit`` or ``walltime``, which other
+                loggers take: the step is the one in progress.
 
         Raises:
-            TypeError: A value is not a number, or a tag is not a string. All others are written.
+            TypeError: A value is not a number, a tag is not a string, or an argument is that of
+                another logger. All others are written.
             ValueError: A tensor has more than one element, or a tag cannot be encoded in UTF-8. All
                 others are written.
         """
-        self._run.log(scalars, named)
+        self._run.log(scalars, more, named)
 
     def hparams(
-        self, values: Mapping[str, Hyperparameter], *, metrics: Iterable[str] = ("loss",)
+        self, values: Mapping[str, Hyperparameter], *, metrics: Iterable[str] | None = None
     ) -> None:
         """Write hyperparameters for TensorBoard's HParams dashboard, into this run.
 
         Args:
             values: Numbers, bools or strings by name.
-            metrics: Tags of scalars to show beside them.
+            metrics: Tags of scalars to show beside them; None: the loss, as soon as one is logged.
 
         Raises:
             TypeError: A value has another type.
         """
-        self._run.write(hparams.values_of(values, metrics))
+        self._run.hparams(values, metrics)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the activations of a phase that is not training, under separate tags.

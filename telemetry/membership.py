@@ -63,6 +63,7 @@ class Membership:
                 full_steps=self._options.full_steps,
                 current_step=self._current_step,
                 failures=self._failures,
+                loss=self._processor.loss,
             )
             self._pipeline.processor = self.ranks
         elif not role.measures:

@@ -11,6 +11,7 @@ at most :data:`EVENTS_PER_TAG` events each, so that TensorBoard's sampling keeps
                                                   norms of every step; the first column is the
                                                   step relative to the event's (0 or less)
 ``telemetry/a/<session>/<number>``                JSON: one alert
+``telemetry/loss/<session>/<tag>``                empty: the scalar with this tag is the loss
 ``telemetry/end/<session>``                       JSON: how the logger was closed
 ================================================  ==================================================
 
@@ -26,7 +27,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,6 +46,7 @@ that come at once."""
 LAYOUT_PREFIX = "telemetry/layout/"
 ALERT_PREFIX = "telemetry/a/"
 END_PREFIX = "telemetry/end/"
+LOSS_PREFIX = "telemetry/loss/"
 _MAX_DIGITS = 15
 _NUMBER = rf"([0-9]{{1,{_MAX_DIGITS}}})"
 _CHUNK = re.compile(rf"telemetry/([mn])/([^/]+)/{_NUMBER}/{_NUMBER}")
@@ -110,6 +112,20 @@ def alert_tag(session: str, number: int) -> str:
 
 def end_tag(session: str) -> str:
     return f"{END_PREFIX}{session}"
+
+
+def loss_tag(session: str, tag: str) -> str:
+    return f"{LOSS_PREFIX}{session}/{tag}"
+
+
+def chosen_loss(page_tags: Iterable[str]) -> str | None:
+    """The loss's tag as the newest session has written it; None: none has."""
+    found = [
+        tag.removeprefix(LOSS_PREFIX).partition("/")
+        for tag in page_tags
+        if tag.startswith(LOSS_PREFIX)
+    ]
+    return max(found, default=("", "", None))[2]
 
 
 def parse_layout_tag(tag: str) -> tuple[str, int]:

@@ -16,6 +16,7 @@ from telemetry.capture.rank_part import PartMaker
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.host_copy import HostCopy
+from telemetry.loss import LossChoice
 from telemetry.pipeline import FullSteps, LoggedScalars, Processor, ReadyValues
 from telemetry.pipeline.queue import MAX_BYTES
 from telemetry.ranks.channel import CLOSE_S, Channel
@@ -48,6 +49,7 @@ class RankProcessor:
         full_steps: Is told which steps the first rank has announced.
         current_step: Says which step is in progress.
         failures: Where failures are reported.
+        loss: Which of what is logged is the loss.
 
     Attributes:
         observer: Tells the capture what this rank is to measure.
@@ -63,6 +65,7 @@ class RankProcessor:
         full_steps: FullSteps,
         current_step: Callable[[], int],
         failures: Failures,
+        loss: LossChoice,
     ) -> None:
         self.observer = RankObserver(rank=rank, size=size)
         self.abandoned = False
@@ -74,6 +77,7 @@ class RankProcessor:
         self._full_steps = full_steps
         self._steps = CommonSteps(full_steps.ask, current_step=current_step, failures=failures)
         self._failures = failures
+        self._loss = loss
         self._scalars: dict[int, dict[str, float]] = {}
         self._whole = Whole()
         self._own: dict[tuple[int, str], StepRecord] = {}
@@ -102,6 +106,7 @@ class RankProcessor:
         """Send a step, keep what was logged for it, or write values."""
         self._record_merged()
         if isinstance(item, LoggedScalars):
+            self._loss.see(item.step, item.values)
             self._scalars.setdefault(item.step, {}).update(
                 (name, float(value.wait()) if isinstance(value, HostCopy) else value)
                 for name, value in item.values.items()
@@ -142,11 +147,16 @@ class RankProcessor:
         if self._recorder is not None and not self.abandoned:
             self._recorder.write_pending()
 
+    def end(self) -> None:
+        self._record_merged()
+        if self._recorder is not None and not self.abandoned:
+            self._recorder.end()
+
     def state_dict(self, step: int) -> dict[str, Any]:
         """What the rules remember, on the first rank; and what this rank logged for the step."""
         state = {} if self._recorder is None else self._recorder.state_dict(step)
         own = {"full_steps": self._full_steps.state_dict(), "logged": self._scalars.get(step, {})}
-        return {"rules": {}, **state, **own}
+        return {"rules": {}, "loss": self._loss.state_dict(), **state, **own}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Continue from there; the rules, on the first rank."""
@@ -154,6 +164,7 @@ class RankProcessor:
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
         self._full_steps.load_state_dict(state.get("full_steps"))
         if self._recorder is None:
+            self._loss.load_state_dict(state.get("loss"))
             return []
         return self._recorder.load_state_dict({**state, "logged": None}, step)
 
@@ -166,7 +177,8 @@ class RankProcessor:
     def _send(self, step: CapturedStep | LightStep) -> None:
         captured = step if isinstance(step, CapturedStep) else None
         in_phase = captured is not None and bool(captured.window.phase)
-        record = step.record({} if in_phase else self._scalars.get(step.step, {}))
+        scalars = {} if in_phase else self._scalars.get(step.step, {})
+        record = step.record(scalars, self._loss.tag)
         if not record.phase:
             self._forget_scalars(record.step)
             self._eval_mode = record.eval_mode
@@ -190,12 +202,14 @@ class RankProcessor:
         part = decode(merged.payload)
         means = {name: figure.mean for name, figure in part.scalars.items()}
         if means and not part.phase:
+            self._loss.see(part.step, means)
             yield LoggedScalars(step=part.step, wall_time=part.wall_time, values=means)
         own = self._own.pop((part.step, part.phase), None)
         record = self._whole.record(part, own) if part.stages else None
         if record is not None:
             self._steps.see(part, record)
-            yield _with_own(replace(record, eval_mode=self._eval_mode), own)
+            record = replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag)
+            yield _with_own(record, own)
 
     def take(self, merged: Merged) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""

@@ -109,7 +109,7 @@ def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if state.get("format") != STATE_FORMAT:
         misfits.append(f"the state of the rules: its format {state.get('format')!r} is unknown")
         return usable, misfits
-    usable |= {name: state.get(name) for name in ("full", "full_steps", "rules", "logged")}
+    usable |= {name: state.get(name) for name in ("full", "full_steps", "rules", "logged", "loss")}
     if isinstance(order, list | tuple):
         usable["forward_order"] = [name for name in order if isinstance(name, str)]
     return usable, misfits

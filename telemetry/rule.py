@@ -40,7 +40,7 @@ class Rule(ABC):
 
         Args:
             step: The step in progress.
-            loss: What the user logged as ``loss``; it may be NaN or infinite.
+            loss: What the user logged; it may be NaN or infinite.
         """
         return ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from threading import RLock, Thread
 from typing import Any
@@ -19,6 +19,7 @@ from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.first_rank import Role, rank_and_world_size, role_of
 from telemetry.host_copy import HostCopy
+from telemetry.loss import LossChoice
 from telemetry.membership import Membership
 from telemetry.pipeline import (
     CLOSE_TIMEOUT_S,
@@ -30,8 +31,9 @@ from telemetry.pipeline import (
 from telemetry.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.run_files import RunFiles
 from telemetry.tag_names import RUN
-from telemetry.writing import links
+from telemetry.writing import hparams, links
 from telemetry.writing.board import Board
+from telemetry.writing.hparams import Hyperparameter
 
 log = logging.getLogger("telemetry")
 
@@ -82,6 +84,7 @@ class Run:
             pictures=options.content.images,
             session_id=self._files.session_id,
             bulk=options.bulk,
+            loss=options.loss,
         )
         self._pipeline = self._make_pipeline(options)
         self._membership = self._make_membership(role)
@@ -103,6 +106,7 @@ class Run:
             on_alert=self._note_alert,
             full_steps=options.full_steps,
             failures=self.failures,
+            loss=LossChoice(options.loss),
         )
         return Pipeline(self._processor, self.failures)
 
@@ -166,17 +170,28 @@ class Run:
         self._membership.await_steps(CLOSE_TIMEOUT_S)
         return tuple(self._alerts)
 
-    def write(self, values: Sequence[bytes]) -> None:
-        """Write values as they are, at the current step."""
-        step = self.capture.step
-        self._pipeline.submit_logged(ReadyValues(step=step, wall_time=time.time(), values=values))
+    def write(self, values: Sequence[bytes], of_loss: Callable[[str], bytes] | None = None) -> None:
+        """Write values as they are, at the current step, and one when the loss's tag is known."""
+        self._pipeline.submit_logged(
+            ReadyValues(
+                step=self.capture.step, wall_time=time.time(), values=values, of_loss=of_loss
+            )
+        )
 
-    def log(self, scalars: object, named: Mapping[str, object]) -> None:
+    def hparams(self, values: Mapping[str, Hyperparameter], metrics: Iterable[str] | None) -> None:
+        """As :meth:`telemetry.HookLogger.hparams`."""
+        if metrics is not None:
+            self.write(hparams.values_of(values, metrics))
+            return
+        session, known = hparams.session_value(values), dict(values)
+        self.write([session], lambda loss: hparams.experiment_value(known, [loss]))
+
+    def log(self, scalars: object, more: Sequence[object], named: Mapping[str, object]) -> None:
         """As :meth:`telemetry.HookLogger.log`; the rules see what is logged, too."""
         if self.closed:
             self.failures.log_once("HookLogger.log() after close() writes nothing; call it earlier")
             return
-        values, refused = scalars_of(scalars, named)
+        values, refused = scalars_of(scalars, more, named)
         self._log(values, self.capture.step)
         if refused:
             raise refused[0]

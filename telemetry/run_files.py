@@ -101,7 +101,8 @@ class RunFiles:
             opened = SummaryWriter(self._log_dir, purge_step=first, flush_secs=_FLUSH_S)
         except OSError as error:
             raise type(error)(
-                f"HookLogger(writer={self._log_dir!r}): cannot be written: {error}"
+                f"HookLogger(writer={self._log_dir!r}): the log directory cannot be "
+                f"written: {error}"
             ) from error
         file_writer = opened._get_file_writer()
         self._claim.hold(file_writer)

@@ -17,6 +17,7 @@ from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.failures import Failures
+from telemetry.loss import LossChoice
 from telemetry.pipeline import FullSteps, every
 from telemetry.records import StepRecord
 from telemetry.rule import AnyRule, as_rule
@@ -39,6 +40,7 @@ class CapturedRun:
         self.alerts: list[Alert] = []
         self._judge = Judge(chosen, _RaisingFailures())
         self._logged: dict[int, dict[str, float]] = {}
+        self._loss = LossChoice()
         self._capture: Capture | None = None
         self._full_steps: FullSteps | None = None
 
@@ -53,11 +55,12 @@ class CapturedRun:
             for name, value in {**(scalars or {}), **named}.items()
         }
         self._logged.setdefault(step, {}).update(values)
-        if "loss" in values:
-            self.alerts += self._judge.judge_loss(step, values["loss"])
+        self._loss.see(step, values)
+        if (tag := self._loss.tag) in values:
+            self.alerts += self._judge.judge_loss(step, values[tag])
 
     def _take(self, step: CapturedStep | LightStep) -> None:
-        self._add(step.record(self._logged.pop(step.step, {})))
+        self._add(step.record(self._logged.pop(step.step, {}), self._loss.tag))
 
     def _add(self, record: StepRecord) -> None:
         self.records.append(record)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -214,6 +215,12 @@ def calling_scaler() -> GradScaler | None:
             return scaler if isinstance(scaler, GradScaler) else None
         frame = frame.f_back
     return None
+
+
+def scaler_exists() -> bool:
+    """Whether there is a GradScaler that is switched on; looks at all objects, so ask rarely."""
+    scalers = [o for o in gc.get_objects() if issubclass(type(o), GradScaler)]
+    return any(scaler.is_enabled() for scaler in scalers)
 
 
 def scaler_state(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:

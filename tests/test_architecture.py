@@ -16,6 +16,7 @@ LAYERS = [
     {"_native", "moments", "directory_claim", "palette", "plain_text", "sparkline"}
     | {"untrusted", "version"},
     {"heat_map", "kernel", "movers", "sketch", "tag_names"},
+    {"loss"},
     {"alert", "records", "failures", "host_copy", "torch_private", "first_rank"},
     {"layers", "rule", "selection", "measure", "images", "events"}
     | {"torch_compiler", "torch_ranks"},
@@ -43,6 +44,7 @@ TORCH_FREE = {
     "_native",
     "heat_map",
     "kernel",
+    "loss",
     "moments",
     "movers",
     "sketch",

@@ -954,7 +954,7 @@ def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
         ),
         ({"modules": mlp().named_modules()}, TypeError, "must be a glob over names"),
         ({"images": "no"}, TypeError, r"HookLogger\(images='no'\): must be True or False"),
-        ({"writer": ""}, ValueError, "must name a directory"),
+        ({"writer": ""}, ValueError, "must name a log directory"),
         ({"writer": torch.optim.SGD(mlp().parameters(), lr=1)}, TypeError, "not torch.optim.sgd"),
         ({"first_step": 2**63}, ValueError, "below 2"),
         ({"first_step": -1}, ValueError, r"first_step=-1\): must not be negative"),
@@ -1006,7 +1006,9 @@ def test_what_methods_refuse_is_named(
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"HookLogger\(writer='.*file/run'\): cannot be written"):
+    with pytest.raises(
+        OSError, match=r"HookLogger\(writer='.*file/run'\): the log directory cannot be written"
+    ):
         HookLogger(mlp(), tmp_path / "file" / "run")
 
 
@@ -1023,6 +1025,8 @@ def test_scalars_may_come_as_a_mapping(tmp_path: Path) -> None:
     [
         ({"loss": torch.zeros(2)}, ValueError, r"log\(loss=...\): must have one element, not 2"),
         ({"loss": "low"}, TypeError, r"log\(loss='low'\): must be a number"),
+        ({"loss": "1"}, TypeError, r"log\(loss='1'\): must be a number"),
+        ({"loss": b"1"}, TypeError, r"log\(loss=b'1'\): must be a number"),
         ({"loss": None}, TypeError, r"log\(loss=None\): must be a number"),
         ({"loss": list(range(10**5))}, TypeError, r"log\(loss=\[0, 1, 2.{,30}\]\): must be a num"),
         ({"loss": 10**400}, TypeError, "must be a number"),
@@ -1039,6 +1043,20 @@ def test_what_cannot_be_logged_is_refused_and_what_comes_with_it_is_written(
     with HookLogger(model, tmp_path) as logger, pytest.raises(error, match=message):
         logger.log({**refused, "after": 2})
     assert scalars(tmp_path, "after") == {0: 2.0}
+
+
+@pytest.mark.parametrize("name", ["step", "global_step", "walltime", "commit"])
+def test_arguments_of_other_loggers_are_no_tags(tmp_path: Path, name: str) -> None:
+    told = rf"log\({name}=3\): is no argument.*logger.current_step.*log\({{'{name}': ...}}\)"
+    model = mlp()
+    with HookLogger(model, tmp_path) as logger:
+        with pytest.raises(TypeError, match=told):
+            logger.log({"loss": 1.0}, **{name: 3})
+        with pytest.raises(TypeError, match=r"log\('loss', 0.3, 3\): must be numbers by tag"):
+            logger.log("loss", 0.3, 3)  # type: ignore[arg-type]
+        logger.log({name: 4})
+    assert scalars(tmp_path, "loss") == {0: 1.0}
+    assert scalars(tmp_path, name) == {0: 4.0}
 
 
 @pytest.mark.parametrize("value", [0.5, "loss", [("loss", 0.5)]])

@@ -12,6 +12,7 @@ from serialized import summary_of
 from telemetry import rank_processing
 from telemetry.alert import Alert
 from telemetry.failures import Failures
+from telemetry.loss import LossChoice
 from telemetry.pipeline import FullSteps, Pipeline, Processor, every
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.encoding import encode
@@ -83,6 +84,7 @@ class FirstRank:
             on_alert=print,
             full_steps=full_steps,
             failures=failures,
+            loss=LossChoice(),
         )
         self.pipeline = Pipeline(processor, failures)
         self.ranks = RankProcessor(
@@ -92,6 +94,7 @@ class FirstRank:
             full_steps=full_steps,
             current_step=lambda: 0,
             failures=failures,
+            loss=processor.loss,
         )
         self.pipeline.processor = self.ranks
 

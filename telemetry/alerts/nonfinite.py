@@ -19,7 +19,7 @@ class Nonfinite(Rule):
     Such values inside of the network show where the fault began, but are not one by themselves:
     masks hold ``-inf``, missing values are NaN until the model fills them in. They count when they
     reach the output of the last module. Steps that a gradient scaler skips are no fault, but after
-    ten losses in a row that are not finite, the rule reports that the scaler skips every step.
+    ten losses in a row that are not finite, and no other step, the rule reports that.
 
     Where it began is the first of these that holds:
 
@@ -67,7 +67,10 @@ class Nonfinite(Rule):
     def __init__(self, *, losses: int = 10) -> None:
         self._losses = losses
         self._bad_losses = 0
+        self._loss_step = -1
+        self._seen: int | None = None
         self._has_stepped = False
+        self._skipped = self._has_scaler = False
         self._was_good = False
         self._usual = set()
         self._calm_steps = 0
@@ -81,17 +84,26 @@ class Nonfinite(Rule):
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Count losses that are not finite; perhaps no step follows them."""
+        # A step may come without a record: not of each are the norms taken.
+        has_stepped = step != self._loss_step and not self._skipped
+        self._bad_losses = 0 if has_stepped else self._bad_losses
         self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
+        self._loss_step = step
         if self._bad_losses != self._losses or not self._has_stepped or self._episode.is_on:
             return ()
         self._calm_steps = 0
-        return self._episode.update(step, _skipped_forever(step, self._losses))
+        return self._episode.update(step, self._no_step(step))
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._has_stepped = True
+        self._skipped = record.skipped
+        self._has_scaler |= record.loss_scale is not None
         if record.skipped:
             return ()
-        found = next(origins(record, self._usual, after_good=self._was_good), None)
+        # What the steps did in between of which there is no record is not known.
+        after_good = self._was_good and self._seen in (None, record.step - 1)
+        found = next(origins(record, self._usual, after_good=after_good), None)
+        self._seen = record.step
         self._was_good = record.all_grads_finite
         if found is not None:
             self._calm_steps = 0
@@ -103,6 +115,23 @@ class Nonfinite(Rule):
         # A parameter or buffer that is not used for some steps shows only in full.
         is_over = self._calm_steps >= CALM_STEPS and record.full
         return self._episode.update(record.step, None) if is_over else ()
+
+    def _no_step(self, step: int) -> Alert:
+        why = ": the gradient scaler skips every step" if self._has_scaler else " after them"
+        return Alert(
+            kind=self.name,
+            severity="error",
+            step=step,
+            module_name=None,
+            value=float(self._losses),
+            threshold=float(self._losses),
+            message=(
+                f"{self._losses} losses in a row are NaN or infinite and the optimizer does not "
+                f"step{why}, waiting will not help.\n"
+                "People usually look for a NaN in the weights, go back to a checkpoint, and use "
+                "bfloat16 or a lower learning rate."
+            ),
+        )
 
     def _alert(self, record: StepRecord, origin: Origin) -> Alert:
         where, advice = origin.where, origin.advice
@@ -146,20 +175,3 @@ _TOO_LARGE = (
     "People usually lower the learning rate or warm it up, clip gradients (clip_grad_norm_), and "
     "check the initial weights and custom backward functions; float16 ends at 65504."
 )
-
-
-def _skipped_forever(step: int, losses: int) -> Alert:
-    return Alert(
-        kind=Nonfinite.name,
-        severity="error",
-        step=step,
-        module_name=None,
-        value=float(losses),
-        threshold=float(losses),
-        message=(
-            f"{losses} losses in a row are NaN or infinite and the optimizer does not step: the "
-            "gradient scaler skips every step, waiting will not help.\n"
-            "People usually look for a NaN in the weights, go back to a checkpoint, and use "
-            "bfloat16 or a lower learning rate."
-        ),
-    )

@@ -115,13 +115,14 @@ class CapturedStep:
         copied = self.measurements.copied_bytes if self.measurements is not None else 0
         return _STEP_BYTES + norms + detail + copied
 
-    def record(self, scalars: Mapping[str, float]) -> StepRecord:
+    def record(self, scalars: Mapping[str, float], loss_tag: str | None = None) -> StepRecord:
         """Reduce to numbers and pixels; waits for an accelerator, so not for the training thread.
 
         Called once for each step, in their order.
 
         Args:
             scalars: What the user logged for this step.
+            loss_tag: Which of that is the loss.
         """
         window = self.window
         norms, present, finite = self._grad_norms()
@@ -139,6 +140,7 @@ class CapturedStep:
             phase=window.phase,
             learning_rates=self._learning_rates(),
             scalars=scalars,
+            loss_tag=loss_tag,
             eval_mode=window.eval_mode,
             full=window.full,
             trainable=self._marked(window.trainable),

@@ -53,7 +53,7 @@ class LightStep:
         """Memory held until :meth:`record`, about."""
         return _STEP_BYTES + self.rates.nbytes + self.norms.nbytes
 
-    def record(self, scalars: Mapping[str, float]) -> StepRecord:
+    def record(self, scalars: Mapping[str, float], loss_tag: str | None) -> StepRecord:
         """As :meth:`CapturedStep.record`; what is not finite was not read by one call."""
         present = self.norms >= 0
         return StepRecord(
@@ -65,6 +65,7 @@ class LightStep:
             grad_finite=np.ones(len(present), dtype=bool),
             learning_rates=tuple(self.rates.tolist()),
             scalars=scalars,
+            loss_tag=loss_tag,
         )
 
 

@@ -7,11 +7,15 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from telemetry.torch_private import scaler_exists
+
 PASSES_WITHOUT_STEP = 20
 """Backward passes of one step after which something is wrong, if there is evidence of it. Gradients
 may be accumulated over as many."""
 
 PASSES_WITHOUT_EVIDENCE = 200
+
+_FORGOTTEN = "call optimizer.step(), or logger.step() if there is no torch.optim.Optimizer"
 
 NEVER_RAN = "the model never ran"
 
@@ -60,7 +64,7 @@ class NoStepWatch:
             way_out = "those were made for a copy of the model, or before its parameters changed"
             other = f"{self._other_steps} steps of optimizers with other parameters; {way_out}"
         else:
-            other = "no optimizer step" + "; call logger.step()" * (self._passes > 0)
+            other = "no optimizer step" + f": {_FORGOTTEN}" * (self._passes > 0)
         idle = ran == NEVER_RAN and not self._passes and not self._other_steps
         message = f"0 steps recorded, {passes if self._passes else ran}, {other}"
         return message, logging.INFO if idle else logging.WARNING
@@ -85,6 +89,8 @@ class NoStepWatch:
                 "The parameters do change: without a torch.optim.Optimizer, call logger.step() "
                 "after each update."
             )
-        if self._cleared >= few:
-            return "Gradients are cleared in between, as when a GradScaler skips every step."
-        return "That is as it should be if gradients are accumulated over more than these."
+        if self._cleared < few:
+            return f"If gradients are not accumulated over more than these, {_FORGOTTEN}."
+        cleared = f"Gradients are cleared in between: {_FORGOTTEN}"
+        skips = ", unless a GradScaler, of which there is one, skips every step"
+        return cleared + skips * scaler_exists() + "."

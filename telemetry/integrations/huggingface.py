@@ -16,7 +16,8 @@ from telemetry.integrations.trainer_logger import TrainerLogger
 class TelemetryCallback(TrainerLogger, TrainerCallback):
     """Logs what a ``Trainer`` trains, by default into ``output_dir/runs`` like its own callback.
 
-    Arguments are as for :class:`TrainerLogger`. The loss is what the model returns as ``loss``.
+    Arguments are as for :class:`TrainerLogger`. The loss is ``Trainer``'s own,
+    where that is what the model returns as ``loss``, of all micro-batches of a step together.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
@@ -26,10 +27,13 @@ class TelemetryCallback(TrainerLogger, TrainerCallback):
                 self.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
         default = Path(args.output_dir, "runs", time.strftime("%b%d_%H-%M-%S_telemetry"))
         self.begin(model, default, first_step=state.global_step)
-        self._loss = ReturnedLoss(self, model)
+        self._loss = ReturnedLoss(model)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.end_phase()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.log_loss(self._loss.of_step())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop |= self.should_stop

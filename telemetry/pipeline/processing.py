@@ -17,6 +17,7 @@ from telemetry.events.sink import Sink
 from telemetry.failures import Failures
 from telemetry.first_rank import is_first_rank
 from telemetry.host_copy import HostCopy
+from telemetry.loss import LossChoice
 from telemetry.pipeline.schedule import FullSteps
 from telemetry.plain_text import printable_lines
 from telemetry.records import StepRecord
@@ -41,11 +42,16 @@ class LoggedScalars:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReadyValues:
-    """Values that are written as they are."""
+    """Values that are written as they are, and one that is written when the loss is known.
+
+    Attributes:
+        of_loss: Makes that one of the loss's tag.
+    """
 
     step: int
     wall_time: float
     values: Sequence[bytes]
+    of_loss: Callable[[str], bytes] | None = None
 
 
 class Observer(Protocol):
@@ -66,8 +72,10 @@ class Processor:
         on_alert: Called with each alert and the time at which its step ended.
         full_steps: Is told of each step whether a rule wants a full measurement.
         failures: Where failures are reported.
+        loss: Which of what the user logs is the loss.
 
     Attributes:
+        loss: As above.
         abandoned: Set when nobody waits for the rest any more, and nothing may be written.
     """
 
@@ -81,7 +89,11 @@ class Processor:
         on_alert: Callable[[Alert, float], None],
         full_steps: FullSteps,
         failures: Failures,
+        loss: LossChoice,
     ) -> None:
+        self.loss = loss
+        self._loss_is_written = False
+        self._await_loss: list[Callable[[str], bytes]] = []
         self._board = board
         self._sink = sink
         self._judge = Judge(rules, failures)
@@ -96,10 +108,13 @@ class Processor:
         """Judge and write what the training thread handed over."""
         if isinstance(item, ReadyValues):
             self._write(item.values, item.step, item.wall_time)
+            if item.of_loss is not None:
+                self._await_loss.append(item.of_loss)
+                self._tell_loss(item.step - 1)
         elif isinstance(item, LoggedScalars):
             self.log(item)
         else:
-            self.record(item.record(self._scalars.get(item.step, {})))
+            self.record(item.record(self._scalars.get(item.step, {}), self.loss.tag))
 
     def _forget_scalars(self, step: int) -> None:
         """Keep what was logged for later steps than this."""
@@ -116,18 +131,27 @@ class Processor:
             if pending:
                 self._write(pending, step, time.time(), droppable=True)
 
+    def end(self) -> None:
+        """Process what waits: nothing else will come."""
+        self.write_pending()
+        with self._failures.contained("to write which scalar is the loss"):
+            self._tell_loss(None)
+
     def state_dict(self, step: int) -> dict[str, Any]:
         """What rules remember and asked for, and what was logged for ``step``, as plain values."""
         return {
             "rules": self._judge.state_dict(),
             "full_steps": self._full_steps.state_dict(),
             "logged": dict(self._scalars.get(step, {})),
+            "loss": self.loss.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Continue from there, with ``step`` in progress; returns in words what did not fit."""
         logged = state.get("logged")
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
+        self.loss.load_state_dict(state.get("loss"))
+        self._loss_is_written = False  # the file may have lost it
         self._full_steps.load_state_dict(state.get("full_steps"))
         if state.get("full") is True:  # the step in progress is measured as it was
             self._full_steps.ask(step)
@@ -157,8 +181,24 @@ class Processor:
         points = [summaries.scalar(name, value) for name, value in values.items()]
         with self._failures.contained("to write what was logged"):
             self._write(points, item.step, item.wall_time)
-        if (loss := values.get("loss")) is not None:
-            self._report(self._judge.judge_loss(item.step, loss), item.wall_time)
+        self.loss.see(item.step, values)
+        if (tag := self.loss.tag) in values:
+            self._report(self._judge.judge_loss(item.step, values[tag]), item.wall_time)
+
+    def _tell_loss(self, step: int | None) -> None:
+        """After a step, or the last one: write which scalar is the loss, or log that none is."""
+        if (lack := self.loss.lack(step)) is not None and is_first_rank():
+            self._failures.log_once(lack)
+        tag = self.loss.tag
+        if tag is None or not self.loss.is_final(step):
+            return
+        values = [of_loss(tag) for of_loss in self._await_loss]
+        self._await_loss = []
+        if not self._loss_is_written and (value := self._board.loss_value(tag)) is not None:
+            self._loss_is_written = True
+            values.append(value)
+        if values:
+            self._write(values, self._board.last_step, time.time())
 
     def record(self, record: StepRecord) -> None:
         """Judge and write a step."""
@@ -179,6 +219,8 @@ class Processor:
         values = iter(self._board.values_of(record))
         while some := list(islice(values, VALUES_AT_ONCE)):
             self._write(some, record.step, record.wall_time, droppable=droppable)
+        if not record.phase:
+            self._tell_loss(record.step)
 
     def _report(self, alerts: Iterable[Alert], wall_time: float) -> None:
         for alert in alerts:

@@ -44,6 +44,9 @@ class StepProcessor(Protocol):
     def write_pending(self) -> None:
         """Write what is held back."""
 
+    def end(self) -> None:
+        """Nothing else will come."""
+
     def state_dict(self, step: int) -> dict[str, Any]:
         """What the rules remember, with ``step`` in progress."""
 
@@ -196,7 +199,7 @@ class Pipeline:
                 self.processor.write_pending()
                 continue
             if item is None:
-                self.processor.write_pending()
+                self.processor.end()
                 return
             with self._failures.contained("to record a step"):
                 self._process(item)

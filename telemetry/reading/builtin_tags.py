@@ -8,17 +8,19 @@ name ``name[i]``, but not the same place.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from telemetry.loss import loss_among
+from telemetry.page_format import PLUGIN_NAME, chosen_loss
 from telemetry.plain_text import printable
 from telemetry.reading.sessions import Layer
+from telemetry.reading.sources import RunSource
 from telemetry.tag_names import parse_numbered, plain
 
 _OUTPUT_KINDS = {"activation": "outputs", "activation_grad": "gradients of outputs"}
 _PARAMETER_KINDS = {"weight": "parameters", "grad": "gradients"}
 _IMAGE_KINDS = {"feature_maps": "feature maps", "filters": "filters"}
 _OTHER = "", -1, ""
-_LOSS = re.compile(r"(.*[/_.])?loss", re.IGNORECASE)
 _RATE = re.compile(r"learning_rate/\d+|lr", re.IGNORECASE)
 _MAX_RATES = 4
 
@@ -49,12 +51,22 @@ def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
     return sorted(found)
 
 
-def scalar_curves(tags: Iterable[str]) -> list[tuple[str, str]]:
+def loss_of(tags: Collection[str], chosen: str | None) -> str | None:
+    """The tag of a run's loss; None: none.
+
+    Args:
+        tags: Of its scalars.
+        chosen: As written into the run; None in those of former versions.
+    """
+    return chosen if chosen in tags else loss_among(tags)
+
+
+def scalar_curves(source: RunSource) -> list[tuple[str, str]]:
     """Pairs of ``loss`` or ``learning rate`` and a tag: one loss, some learning rates."""
-    known = sorted(tags)
-    losses = sorted((tag for tag in known if _LOSS.fullmatch(tag)), key=lambda tag: (len(tag), tag))
+    known = sorted(source.scalar_tags())
+    loss = loss_of(known, chosen_loss(source.tensor_tags(PLUGIN_NAME)))
     rates = [tag for tag in known if _RATE.fullmatch(plain(tag))]
-    return [("loss", tag) for tag in losses[:1]] + [
+    return [("loss", tag) for tag in (loss,) if tag is not None] + [
         ("learning rate", tag) for tag in rates[:_MAX_RATES]
     ]
 

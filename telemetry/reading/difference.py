@@ -34,7 +34,7 @@ class Difference:
     """The first step at which one statistic differs.
 
     Attributes:
-        statistic: Its name, or the tag of a curve of the whole run, such as ``loss``.
+        statistic: Its name, ``loss``, or the tag of another curve of the whole run.
         step: The step.
         module_name: Of the layers that differ there, the one whose number was computed first; None
             for a curve.
@@ -147,17 +147,22 @@ def _same(
     return same
 
 
-def _curves(run: RunData, names: Sequence[str]) -> Mapping[str, Mapping[int, float]]:
-    """Curves by name and step; runs of former versions have tags without a group."""
-    tags = [tag for tag in run.source.scalar_tags() if plain(tag) in names]
-    return {plain(tag): dict(curve) for tag, curve in run.source.read_scalars(tags).items()}
+def _curves(run: RunData) -> Mapping[str, Mapping[int, float]]:
+    """The loss and the learning rates by name and step; the loss by its kind.
+
+    Runs of former versions have tags without a group.
+    """
+    names = {
+        tag: kind if kind == "loss" else plain(tag)
+        for kind, tag in builtin_tags.scalar_curves(run.source)
+    }
+    return {names[tag]: dict(curve) for tag, curve in run.source.read_scalars(list(names)).items()}
 
 
 def _of_curves(first: RunData, second: RunData, tolerance: float) -> Iterator[Difference]:
     """Where the loss and the learning rates first differ."""
-    names = [plain(tag) for _, tag in builtin_tags.scalar_curves(first.source.scalar_tags())]
-    read = [_curves(run, names) for run in (first, second)]
-    for name in names:
+    read = [_curves(run) for run in (first, second)]
+    for name in read[0]:
         one, other = (curves.get(name, {}) for curves in read)
         steps = sorted(one.keys() & other.keys())
         first_values = np.array([one[step] for step in steps], np.float32)

@@ -96,7 +96,7 @@ def matrix(part: Matrix) -> bytes:
 
 def scalars(source: RunSource) -> bytes:
     """Loss and learning rates, if the run has them."""
-    curves = builtin_tags.scalar_curves(source.scalar_tags())
+    curves = builtin_tags.scalar_curves(source)
     found = source.read_scalars([tag for _, tag in curves])
     header: list[dict[str, str]] = []
     arrays: dict[str, NDArray[Any]] = {}

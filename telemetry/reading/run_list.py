@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from telemetry.page_format import (
     ALERT_PREFIX,
     LAYOUT_PREFIX,
+    chosen_loss,
     end_tag,
     parse_chunk,
     session_start_s,
@@ -45,6 +46,7 @@ class RunEntry:
         written_s: When it was last written to.
         step_s: Seconds per step, of the newest session; 0 if unknown.
         alert_tags: Of the alerts that count, by step.
+        loss_tag: Of the loss, if it was written.
         end_tag: How the newest session was closed; None if it was not, or went on.
     """
 
@@ -54,6 +56,7 @@ class RunEntry:
     written_s: float
     step_s: float
     alert_tags: tuple[str, ...]
+    loss_tag: str | None
     end_tag: str | None
 
     def status(self, now_s: float, exception: str | None = None) -> Status:
@@ -104,6 +107,7 @@ def run_entry(name: str, tags: Mapping[str, Series]) -> RunEntry:
         written_s=written_s,
         step_s=max(0.0, written_s - started_s) / max(1, last_step - first_step),
         alert_tags=tuple(tag for _, tag in sorted(alerts)),
+        loss_tag=chosen_loss(tags),
         end_tag=end_tag(newest) if has_ended else None,
     )
 

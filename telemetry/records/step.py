@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.loss import loss_among
 from telemetry.records.layout import Layout
 from telemetry.records.ranks import RankFacts
 from telemetry.records.tensor import Output, TensorRecord
@@ -36,6 +37,7 @@ class StepRecord:
         learning_rates: Of each parameter group; of several optimizers, in the order in which they
             first stepped.
         scalars: What the user logged for this step, by name.
+        loss_tag: Which of them is the loss; None: as :func:`telemetry.loss.loss_among` says.
         loss_scale: Factor of a ``GradScaler`` on the loss; all gradients here are without it.
         skipped_steps: Steps that a ``GradScaler`` has skipped so far.
         skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the
@@ -83,6 +85,7 @@ class StepRecord:
     phase: str = ""
     learning_rates: tuple[float, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
+    loss_tag: str | None = None
     loss_scale: float | None = None
     skipped_steps: int = 0
     skipped: bool = False
@@ -152,8 +155,14 @@ class StepRecord:
 
     @property
     def loss(self) -> float | None:
-        """What the user logged as ``loss``, if anything."""
-        return self.scalars.get("loss")
+        """The loss among the scalars, if it was logged for this step."""
+        return loss_of(self.scalars, self.loss_tag)
+
+
+def loss_of(scalars: Mapping[str, float], tag: str | None) -> float | None:
+    """The loss among scalars: that of this tag, or without one, what looks like it."""
+    tag = loss_among(scalars) if tag is None else tag
+    return None if tag is None else scalars.get(tag)
 
 
 def once(of: Callable[[StepRecord], Value]) -> Callable[[StepRecord], Value]:

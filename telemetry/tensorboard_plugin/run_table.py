@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams import metadata
 
 from telemetry.alert import Alert
 from telemetry.page_format import PLUGIN_NAME, decode_alert, decode_end
-from telemetry.reading.builtin_tags import scalar_curves
+from telemetry.reading.builtin_tags import loss_of
 from telemetry.reading.run_list import RunEntry
 from telemetry.tensorboard_plugin.provider_source import (
     list_all_runs,
@@ -54,7 +54,7 @@ class RunTable:
         entries = list_all_runs(self._provider, experiment)
         texts = self._texts(experiment, entries)
         hparams = list_series(self._provider.list_tensors, experiment, metadata.PLUGIN_NAME)
-        losses = self._read_losses(experiment, {entry.name for entry in entries})
+        losses = self._read_losses(experiment, {entry.name: entry.loss_tag for entry in entries})
         return [
             {
                 "name": entry.name,
@@ -85,15 +85,16 @@ class RunTable:
             for run, tags in found.items()
         }
 
-    def _read_losses(self, experiment: str, runs: set[str]) -> Mapping[str, dict[str, Any]]:
-        """Tag, last and smallest loss of each run that has one."""
+    def _read_losses(
+        self, experiment: str, chosen: Mapping[str, str | None]
+    ) -> Mapping[str, dict[str, Any]]:
+        """Tag, last and smallest loss of each run that has one; ``chosen`` as written into it."""
         listing = list_series(self._provider.list_scalars, experiment, "scalars")
         states = {}
-        for run in runs & listing.keys():
-            for kind, tag in scalar_curves(listing[run])[:1]:
+        for run in chosen.keys() & listing.keys():
+            if (tag := loss_of(listing[run], chosen[run])) is not None:
                 series = listing[run][tag]
-                if kind == "loss":
-                    states[run] = tag, series.max_step, series.max_wall_time
+                states[run] = tag, series.max_step, series.max_wall_time
         with self._lock:
             known = {run: self._losses.get((experiment, run)) for run in states}
         stale = {

@@ -10,7 +10,7 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
-from telemetry.page_format import LAYOUT_PREFIX
+from telemetry.page_format import LAYOUT_PREFIX, LOSS_PREFIX
 from telemetry.records import StepRecord
 from telemetry.tag_names import RUN
 from telemetry.writing import custom_scalars, rank_curves, spread, tags
@@ -21,18 +21,18 @@ from telemetry.writing.page import PageWriter
 from telemetry.writing.step_times import StepTimes
 
 _SETTINGS = frozenset({charts_metadata.PLUGIN_NAME, hparams_metadata.PLUGIN_NAME})
-_MARKS = [mark.encode() for mark in (LAYOUT_PREFIX, *_SETTINGS)]
+_MARKS = [mark.encode() for mark in (LAYOUT_PREFIX, LOSS_PREFIX, *_SETTINGS)]
 
 
 def needed_in_every_file(values: Iterable[bytes]) -> list[bytes]:
-    """The values that readers need to understand the others: layouts, charts, hyperparameters."""
+    """What readers need to understand the others: layouts, loss, charts, hyperparameters."""
     return [value for value in values if any(m in value for m in _MARKS) and _is_needed(value)]
 
 
 def _is_needed(serialized: bytes) -> bool:
     (value,) = Summary.FromString(serialized).value
     plugin_name = value.metadata.plugin_data.plugin_name
-    return value.tag.startswith(LAYOUT_PREFIX) or plugin_name in _SETTINGS
+    return value.tag.startswith((LAYOUT_PREFIX, LOSS_PREFIX)) or plugin_name in _SETTINGS
 
 
 class Board:
@@ -42,11 +42,18 @@ class Board:
         pictures: Whether to draw the layers × steps picture from time to time.
         session_id: As in :class:`~telemetry.writing.page.PageWriter`.
         bulk: Writes histograms and pictures.
+        loss: The loss's tag, if the user has named it.
     """
 
     def __init__(
-        self, *, pictures: bool = True, session_id: str | None = None, bulk: Bulk | None = None
+        self,
+        *,
+        pictures: bool = True,
+        session_id: str | None = None,
+        bulk: Bulk | None = None,
+        loss: str | None = None,
     ) -> None:
+        self._loss = loss
         self._bulk = bulk or Bulk()
         self._page = PageWriter(session_id)
         self._rates = LearningRates()
@@ -56,7 +63,7 @@ class Board:
 
     def first_values(self) -> Sequence[bytes]:
         """The values to write once, at the beginning of the run."""
-        return custom_scalars.custom_scalars_value(), self._alert_curve()
+        return custom_scalars.custom_scalars_value(self._loss), self._alert_curve()
 
     def is_needed(self, record: StepRecord) -> bool:
         """Whether later values cannot be read without this record's."""
@@ -83,6 +90,15 @@ class Board:
         text, before = tags.alert_value(alert, self._alert_count), self._alert_curve()
         self._alert_count += 1
         return text, self._page.alert_value(alert), before, self._alert_curve()  # drawn as a jump
+
+    @property
+    def last_step(self) -> int:
+        """Step of the latest record."""
+        return self._page.last_step
+
+    def loss_value(self, tag: str) -> bytes | None:
+        """Which scalar is the loss, to write in any event; None while nothing was recorded."""
+        return self._page.loss_value(tag)
 
     def pending_s(self, now: float) -> float | None:
         """Seconds that :meth:`pending_values` may still wait; None if nothing is pending."""

@@ -5,21 +5,29 @@ TensorBoard merges the charts of all runs by their titles, so tags are patterns 
 
 from __future__ import annotations
 
+import re
+
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from telemetry.events import summaries
+from telemetry.loss import LOSS_TAGS
 from telemetry.tag_names import RUN
 from telemetry.writing.spread import SPREADS
 
 
-def custom_scalars_value() -> bytes:
-    """The value to write once per run, at step 0."""
+def custom_scalars_value(loss: str | None = None) -> bytes:
+    """The value to write once per run, at step 0.
+
+    Args:
+        loss: The loss's tag, if the user has named it.
+    """
+    losses = [LOSS_TAGS] if loss is None else [f"^{re.escape(loss)}$", LOSS_TAGS]
     charts = layout_pb2.Layout(
         category=[
             layout_pb2.Category(
                 title="Telemetry",
                 chart=[
-                    _curves("Loss", r"^(.*[/_.])?loss$"),
+                    _curves("Loss", *losses),
                     _curves("Alerts so far", f"^({RUN})?alerts/count$"),
                     _curves("Seconds per step", f"^{RUN}time/step_s$"),
                     *map(_margins, SPREADS),
@@ -32,8 +40,8 @@ def custom_scalars_value() -> bytes:
     )
 
 
-def _curves(title: str, pattern: str) -> layout_pb2.Chart:
-    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=[pattern]))
+def _curves(title: str, *patterns: str) -> layout_pb2.Chart:
+    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=patterns))
 
 
 def _margins(name: str) -> layout_pb2.Chart:

@@ -19,43 +19,56 @@ _KINDS = {
 }
 
 
-def values_of(
-    hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str] = ("loss",)
-) -> list[bytes]:
-    """The values to write once per run.
+def values_of(hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str]) -> list[bytes]:
+    """Both of the following values."""
+    session = session_value(hyperparameters)
+    return [experiment_value(hyperparameters, metrics), session]
+
+
+def session_value(hyperparameters: Mapping[str, Hyperparameter]) -> bytes:
+    """The values of this run, to write once.
+
+    Raises:
+        TypeError: They or one of them have another type.
+        ValueError: A name or a string cannot be encoded in UTF-8.
+    """
+    _check(hyperparameters)
+    start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+    for name, value in hyperparameters.items():
+        setattr(start.hparams[name], _kind(value), value)
+    content = plugin_data_pb2.HParamsPluginData(session_start_info=start)
+    return _value(metadata.SESSION_START_INFO_TAG, content)
+
+
+def experiment_value(
+    hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str]
+) -> bytes:
+    """What the dashboard's table shows, to write once.
 
     Args:
-        hyperparameters: Values by name.
+        hyperparameters: As in :func:`session_value`, which checks them.
         metrics: Tags of scalars to show beside them.
 
     Raises:
-        TypeError: An argument or a value has another type.
-        ValueError: A name or a string cannot be encoded in UTF-8.
+        TypeError: ``metrics`` is a single tag.
     """
-    _check(hyperparameters, metrics)
+    if isinstance(metrics, str):
+        raise TypeError(
+            f"hparams(metrics={metrics!r}): must be several tags, such as [{metrics!r}]"
+        )
     infos = [
         api_pb2.HParamInfo(name=name, type=_KINDS[_kind(value)])
         for name, value in hyperparameters.items()
     ]
     names = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=metric)) for metric in metrics]
     experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=names)
-    start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-    for name, value in hyperparameters.items():
-        setattr(start.hparams[name], _kind(value), value)
-    content = plugin_data_pb2.HParamsPluginData
-    return [
-        _value(metadata.EXPERIMENT_TAG, content(experiment=experiment)),
-        _value(metadata.SESSION_START_INFO_TAG, content(session_start_info=start)),
-    ]
+    content = plugin_data_pb2.HParamsPluginData(experiment=experiment)
+    return _value(metadata.EXPERIMENT_TAG, content)
 
 
-def _check(hyperparameters: object, metrics: object) -> None:
+def _check(hyperparameters: object) -> None:
     if not isinstance(hyperparameters, Mapping):
         raise TypeError(f"hparams({hyperparameters!r}): must be a dict of values by name")
-    if isinstance(metrics, str):
-        raise TypeError(
-            f"hparams(metrics={metrics!r}): must be several tags, such as [{metrics!r}]"
-        )
     for name, value in hyperparameters.items():
         check_text(f"hparams({{{name!r}: ...}}): a name", name)
         if isinstance(value, str):

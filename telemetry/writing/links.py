@@ -35,11 +35,16 @@ def log_once(log_dir: str) -> None:
         print(command(log_dir), file=sys.stderr)
 
 
-def how_to_look(log_dir: str) -> str:
-    """The command that starts TensorBoard on the run's parent, and two links into it, as lines."""
+def how_to_look(log_dir: str, loss: str = "loss") -> str:
+    """The command that starts TensorBoard on the run's parent, and two links into it, as lines.
+
+    Args:
+        log_dir: Of the run.
+        loss: The tag of its loss.
+    """
     root = "http://localhost:6006/"
     run = quote(_folder_and_run(log_dir)[1], safe="")
-    cards = [{"plugin": "scalars", "tag": tag} for tag in ("loss", TOTAL_GRAD_NORM)]
+    cards = [{"plugin": "scalars", "tag": tag} for tag in (loss, TOTAL_GRAD_NORM)]
     pinned = quote(json.dumps(cards, separators=(",", ":")))
     return "\n".join(
         [

@@ -22,6 +22,7 @@ from telemetry.page_format import (
     encode_layout,
     end_tag,
     layout_tag,
+    loss_tag,
     new_session_id,
 )
 from telemetry.records import Layout, StepRecord
@@ -101,6 +102,12 @@ class PageWriter:
         tag = alert_tag(self._session, self._alert_count)
         self._alert_count += 1
         return summaries.tensor(tag, encode_alert(alert), PLUGIN_NAME)
+
+    def loss_value(self, tag: str) -> bytes | None:
+        """Which scalar is the loss, to write in any event; None while nothing was recorded."""
+        if self._layout is None:
+            return None
+        return summaries.tensor(loss_tag(self._session, tag), b"", PLUGIN_NAME)
 
     def end_value(self, exception: BaseException | None) -> bytes | None:
         """That the logger is closed, to write in an event with :attr:`last_step`; None if nothing

@@ -41,7 +41,7 @@ def stages(activation: nn.Module, count: Callable[[int], int]) -> list[tuple[str
     [
         (lambda step: 29 if 30 <= step < 70 else 26, []),
         (lambda step: 29 if step >= 30 else 26, [("begin", 80)]),
-        (lambda step: 31 if step >= 31 else 26, [("begin", 56)]),  # 16 steps after it was asked for
+        (lambda step: 31 if step >= 31 else 26, [("begin", 42)]),  # measured from when it was asked for
         (lambda step: 31 if step % 40 < 20 else 26, [("begin", 2)]),
         (lambda step: 31 if step < 100 else 26 if step < 150 else 20,
          [("begin", 2), ("end", 170)]),

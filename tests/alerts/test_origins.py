@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -220,3 +221,37 @@ def test_what_shows_only_in_full_is_over_only_there() -> None:
     alerts = train(Nonfinite(), 260, model=broken, before=poison, every=50)
     assert [alert.stage for alert in alerts] == ["begin", "end"]
     assert alerts[0].module_name == "1"
+
+
+# --- losses without a record of what followed them -----------------------------------------------
+
+
+def logged(*, at: Callable[[int], int], factor: float | None = None) -> list[Alert]:
+    """Good records until step 5, and then a dozen losses that are NaN."""
+    rule = Nonfinite()
+    healthy = nn.Linear(4, 1)
+    with capture_run(healthy) as run:
+        run_for(healthy, 5)
+    for record in run.records:
+        assert not list(rule(replace(record, loss_scale=factor)))
+    return [alert for i in range(12) for alert in rule.on_loss(at(i), math.nan)]
+
+
+def run_for(model: nn.Module, steps: int) -> None:
+    optimizer = SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.rand(8, 4)).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_scaler_that_skips_every_step_is_named_only_if_there_is_one() -> None:
+    [alert] = logged(at=lambda i: 5)
+    assert "losses in a row are NaN or infinite and the optimizer does not step" in alert.message
+    assert "scaler" not in alert.message
+    [alert] = logged(at=lambda i: 5, factor=1024.0)
+    assert "the gradient scaler skips every step" in alert.message
+
+
+def test_steps_without_a_record_are_steps() -> None:
+    assert logged(at=lambda i: 5 + i) == []

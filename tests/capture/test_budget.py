@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -69,7 +69,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         return index
 
     def slow_add_all(
-        measurer: Measurer, tensors: Collection[Tensor], **asked: Any
+        measurer: Measurer, tensors: Sequence[Tensor], **asked: Any
     ) -> list[int | None]:
         clock.own_s += 0.1 * len(tensors)
         return add_all(measurer, tensors, **asked)

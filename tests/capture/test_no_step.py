@@ -54,9 +54,17 @@ def stepping_by_hand(model: nn.Module, passes: int) -> None:
                 parameter.grad.zero_()
 
 
+def forgetting_to_step(model: nn.Module, passes: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(passes):
+        optimizer.zero_grad()
+        one_pass(model)
+
+
 CAUSES: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (stepping_a_copy, "made for a copy of the model"),
-    (skipping_every_step, "GradScaler skips every step"),
+    (skipping_every_step, "there is one, skips every step"),
+    (forgetting_to_step, "cleared in between: call optimizer.step(), or"),
     (stepping_by_hand, "call logger.step()"),
 ]
 
@@ -76,6 +84,7 @@ def test_passes_without_a_step_are_told_with_their_cause(
     [record] = caplog.records
     assert "20 backward passes have reached this model without a step" in record.getMessage()
     assert cause in record.getMessage()
+    assert ("GradScaler" in record.getMessage()) == (train is skipping_every_step)
 
 
 def accumulate(model: nn.Module, passes: int) -> None:
@@ -96,7 +105,8 @@ def test_gradients_may_be_accumulated_over_more_passes(
         assert not caplog.records
         accumulate(model, PASSES_WITHOUT_EVIDENCE + 1)
     [record] = caplog.records
-    assert "as it should be if gradients are accumulated" in record.getMessage()
+    said = "If gradients are not accumulated over more than these, call optimizer.step(), or"
+    assert said in record.getMessage()
 
 
 def test_what_comes_after_the_message_is_logged_again(
@@ -146,7 +156,7 @@ def failing(model: nn.Module, passes: int) -> None:
 
 
 ENDS: list[tuple[Callable[[nn.Module, int], None], str]] = [
-    (accumulate, "12 backward passes, no optimizer step; call logger.step()"),
+    (accumulate, "12 backward passes, no optimizer step: call optimizer.step(), or"),
     (stepping_a_copy, "12 backward passes, 12 steps of optimizers with other parameters; those"),
     (training_another, "the model never ran, 12 steps of optimizers with other parameters"),
     (evaluating, "the model ran in evaluation mode, without gradients or on another thread only"),

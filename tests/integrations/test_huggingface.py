@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -63,11 +64,46 @@ def test_it_writes_beside_the_trainers_runs_and_leaves_training_alone(
     train(watched, tmp_path / "watched", TelemetryCallback(), **options)
     assert_same_weights(bare, watched)
     [run] = (tmp_path / "watched" / "runs").glob("*_telemetry")
-    assert curve(run, "loss") == pytest.approx(dict(enumerate(watched.losses[:: 6 // steps])))
+    by_step = np.reshape(watched.losses, (steps, -1)).mean(axis=1)
+    assert curve(run, "loss") == pytest.approx(dict(enumerate(by_step)))
     assert list(curve(run, "grad_norm/total")) == list(range(steps))
     assert "validation/activation/0000.net.0" in tags(run)
     assert not [record for record in caplog.records if record.name.startswith("telemetry")]
     assert not watched._forward_hooks
+
+
+class Told(Regressor):
+    """Is told how many labels a step has, as the models of Transformers are."""
+
+    def forward(
+        self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None
+    ) -> dict[str, Tensor]:
+        found = super().forward(x, labels)
+        if num_items_in_batch is None:
+            return found
+        return found | {"loss": found["loss"] * labels.numel() / num_items_in_batch}
+
+
+class Deaf(Regressor):
+    """Is told, and does not listen: ``Trainer`` then adds up the means."""
+
+    def forward(self, x: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("model", [Regressor, Told, Deaf])
+def test_the_loss_is_that_of_the_trainer(
+    tmp_path: Path, model: type[Regressor], average: bool
+) -> None:
+    trainer = train(
+        model(), tmp_path, TelemetryCallback(tmp_path / "run"), logging_steps=1,
+        gradient_accumulation_steps=4, average_tokens_across_devices=average,
+    )  # fmt: skip
+    history = [log for log in trainer.state.log_history if "loss" in log]
+    theirs = {log["step"] - 1: float(log["loss"]) for log in history}
+    assert len(theirs) == 2  # of four micro-batches and of two
+    assert curve(tmp_path / "run", "loss") == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 
 def test_a_checkpoint_resumes_steps_and_alerts(
@@ -107,15 +143,15 @@ def test_the_loss_hook_is_no_obstacle_to_compilers_and_copies(tmp_path: Path) ->
     model, x = Plain(), torch.randn(4, 4)
     callback = TelemetryCallback(tmp_path)
     callback.begin(model, None)
-    hook = ReturnedLoss(callback, model)
+    hook = ReturnedLoss(model)
     copy.deepcopy(model)(x)
     torch.compile(model, backend="eager", fullgraph=True)(x)
-    hook(model, (), (x, x))
-    hook(model, (), {"loss": x})  # of each sample
-    assert curve(tmp_path, "loss") == {}
-    model(x)
+    hook(model, (), {}, (x, x))
+    hook(model, (), {}, {"loss": x})  # of each sample
+    assert hook.of_step() is None
+    loss = model(x)["loss"]
+    assert hook.of_step() == loss
     callback.end()
-    assert list(curve(tmp_path, "loss")) == [0]
 
 
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from telemetry.events.background import BackgroundWriter
 from telemetry.events.sink import Sink as AnySink
 from telemetry.events.summaries import event_of
 from telemetry.failures import Failures
+from telemetry.loss import LossChoice
 from telemetry.measure import Measurer
 from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every
 from telemetry.pipeline import queue as pipeline_module
@@ -113,6 +114,7 @@ def make_pipeline(
         on_alert=on_alert,
         full_steps=full_steps,
         failures=failures,
+        loss=LossChoice(),
     )
     return Pipeline(processor, failures)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from telemetry.page_format import loss_tag
 from telemetry.reading.builtin_tags import histogram_tags, image_tags, scalar_curves
+from telemetry.reading.files import FileSource
 from telemetry.reading.sessions import Layer
 from telemetry.records import Parameter
 
@@ -54,12 +56,23 @@ def test_pictures_are_found_by_name() -> None:
     assert [tag for _, _, tag in image_tags(LAYER, tags)] == tags[:2]
 
 
-def test_the_shortest_loss_and_the_learning_rates_are_drawn() -> None:
-    tags = ["train/loss", "loss", "accuracy", "learning_rate/0", "learning_rate/1", "blossom"]
-    found = scalar_curves(tags)
-    assert found == [
-        ("loss", "loss"),
-        ("learning rate", "learning_rate/0"),
-        ("learning rate", "learning_rate/1"),
-    ]
-    assert scalar_curves(["blossom"]) == []
+class Tags(FileSource):
+    """A source of nothing but tags."""
+
+    def __init__(self, tags: list[str], chosen: str | None = None) -> None:
+        self._tags, self._chosen = tags, chosen
+
+    def scalar_tags(self) -> list[str]:
+        return self._tags
+
+    def tensor_tags(self, plugin_name: str) -> dict[str, int]:
+        return {} if self._chosen is None else {loss_tag("20260101-000000", self._chosen): 0}
+
+
+def test_the_loss_and_the_learning_rates_are_drawn() -> None:
+    tags = ["train/loss", "loss", "ce", "learning_rate/0", "learning_rate/1", "blossom"]
+    rates = [("learning rate", "learning_rate/0"), ("learning rate", "learning_rate/1")]
+    assert scalar_curves(Tags(tags)) == [("loss", "loss"), *rates]
+    assert scalar_curves(Tags(tags, chosen="ce")) == [("loss", "ce"), *rates]
+    assert scalar_curves(Tags(tags, chosen="gone")) == [("loss", "loss"), *rates]
+    assert scalar_curves(Tags(["blossom", "val_loss"])) == []

@@ -50,7 +50,7 @@ def write_story(logdir: Path) -> None:
         )  # fmt: skip
     for name, rate, session in (("boom", 0.5, "20260301-000000.000-aaaa"), ("old9", 0.01, "")):
         writer = FileWriter(logdir / name)
-        writer.write_values(hparams.values_of({"lr": rate, "depth": 3}), 0)
+        writer.write_values(hparams.values_of({"lr": rate, "depth": 3}, ["loss"]), 0)
         if session:
             end = summaries.tensor(end_tag(session), encode_end(RuntimeError()), PLUGIN_NAME)
             writer.write_values([end], 399)

@@ -21,7 +21,10 @@ from telemetry.writing.page import PageWriter
 def write_demo(log_dir: Path) -> None:
     """What the logger writes in twenty full steps, and the hyperparameters."""
     writer, page, picture = FileWriter(log_dir), PageWriter(), HeatmapPicture()
-    first = [custom_scalars.custom_scalars_value(), *hparams.values_of({"lr": 0.25, "opt": "sgd"})]
+    first = [
+        custom_scalars.custom_scalars_value(),
+        *hparams.values_of({"lr": 0.25, "opt": "sgd"}, ["loss"]),
+    ]
     writer.write_values(first, 0)
     map_pixels = np.zeros((8, 8, 3), np.uint8)
     for step in range(20):

@@ -49,7 +49,7 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
         picture = summaries.image("feature_maps/0000.a", [PNG], 1, 1)
         no_picture = summaries.image("filters/0000.a", [b"<svg onload=alert(1)>"], 1, 1)
         writer.write_values([buckets, picture, no_picture], step)
-    writer.write_values(hparams.values_of({"lr": 0.5, "n": "a"}), 0)
+    writer.write_values(hparams.values_of({"lr": 0.5, "n": "a"}, ["loss"]), 0)
     writer.close()
     return open_client(tmp_path)
 

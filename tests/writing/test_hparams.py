@@ -11,7 +11,7 @@ from telemetry.writing import hparams
 
 def test_values_of_all_types_are_kept() -> None:
     given = {"lr": 0.1, "layers": 3, "norm": True, "optimizer": "sgd"}
-    experiment, start = map(parsed, hparams.values_of(given, metrics=["loss", "accuracy"]))
+    experiment, start = map(parsed, hparams.values_of(given, ["loss", "accuracy"]))
     content = metadata.parse_session_start_info_plugin_data(start.metadata.plugin_data.content)
     assert content.hparams["lr"].number_value == 0.1
     assert content.hparams["layers"].number_value == 3
@@ -24,4 +24,4 @@ def test_values_of_all_types_are_kept() -> None:
 
 def test_other_types_are_refused() -> None:
     with pytest.raises(TypeError, match=r"hparams\(layers=\[1\]\): must be a number"):
-        hparams.values_of({"layers": [1]})  # type: ignore[dict-item]
+        hparams.session_value({"layers": [1]})  # type: ignore[dict-item]

@@ -1,0 +1,114 @@
+"""Which of the scalars that a run logs is its loss: chosen once, by the tags alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from telemetry.plain_text import printable
+from telemetry.tag_names import RUN
+
+_OF_ONE_STEP = ("minibatch", "batch", "iteration", "iter", "step")
+_OF_MANY_STEPS = ("epoch", "average", "avg", "mean", "running", "smoothed", "smooth", "ema")
+_WORDS = (
+    *("training", "train", "total", "overall", "global", "final", "metrics", "logs"),
+    *_OF_ONE_STEP,
+    *_OF_MANY_STEPS,
+)
+_WORD = f"(?:{'|'.join(_WORDS)})"
+LOSS_TAGS = rf"(?i)^(?:{_WORD}[\W_]*)*loss(?:es)?(?:[\W_]*{_WORD})*$"
+"""A regular expression: the tags of losses of training. Any other word makes it another number:
+``val``, ``kl``, ``aux``."""
+_LOSS_TAG = re.compile(LOSS_TAGS)
+
+_PATIENCE = 100  # by eye, in steps: a loss may be logged more rarely than the rest
+_MAX_NAMED = 5
+
+
+def loss_among(tags: Iterable[str]) -> str | None:
+    """Which of several tags is that of the loss; None: none of them.
+
+    ``loss`` itself, then what names a single step, then what is not said to be a mean over many,
+    and of these the shortest.
+    """
+    return min((tag for tag in tags if _LOSS_TAG.match(tag)), key=_order, default=None)
+
+
+@lru_cache(maxsize=256)
+def _order(tag: str) -> tuple[bool, bool, bool, int, str]:
+    words = tag.lower()
+    of_one_step = any(word in words for word in _OF_ONE_STEP)
+    of_many = any(word in words for word in _OF_MANY_STEPS)
+    return words != "loss", of_many, not of_one_step, len(tag), tag
+
+
+class LossChoice:
+    """The loss of one run: of what is logged at the first step with one, the best.
+
+    Args:
+        asked: Its tag, if the user has named it.
+
+    Attributes:
+        tag: So far; None: nothing that was logged is a loss.
+    """
+
+    def __init__(self, asked: str | None = None) -> None:
+        self.tag = asked
+        self._asked = self._settled = asked is not None
+        self._chosen_at: int | None = None
+        self._first = 0
+        self._others: tuple[str, ...] = ()
+
+    def see(self, step: int, tags: Iterable[str]) -> None:
+        """Look at what was logged at a step; the steps come in their order."""
+        if self._chosen_at not in (None, step):
+            return
+        own = [tag for tag in tags if not tag.startswith(RUN)]
+        if not self._settled:
+            self.tag = loss_among([*own, self.tag] if self.tag is not None else own)
+        if self.tag in own and self._chosen_at is None:
+            self._chosen_at = step
+        if self._chosen_at is None and own:
+            self._first = self._first if self._others else step
+            self._others = tuple(dict.fromkeys([*self._others, *own]))[: _MAX_NAMED + 1]
+
+    def is_final(self, step: int | None) -> bool:
+        """Whether it was logged, and will not change.
+
+        Args:
+            step: It has ended; None: the last one has.
+        """
+        return self._chosen_at is not None and (step is None or step >= self._chosen_at)
+
+    def lack(self, step: int | None) -> str | None:
+        """That scalars were logged, but no loss, in words; None: there is one, or may come.
+
+        Args:
+            step: It has ended; None: the last one has.
+        """
+        waits = step is not None and step < self._first + _PATIENCE
+        if waits or self._chosen_at is not None or not self._others:
+            return None
+        return _lack(self.tag, self._others)
+
+    def state_dict(self) -> str | None:
+        """The tag, for a checkpoint."""
+        return self.tag
+
+    def load_state_dict(self, state: object) -> None:
+        """Go on with that of a checkpoint, unless the user has named one."""
+        self._chosen_at = None
+        if isinstance(state, str) and not self._asked:
+            self.tag, self._settled = state, True
+
+
+def _lack(asked: str | None, tags: Sequence[str]) -> str:
+    shown = ", ".join(map(printable, tags[:_MAX_NAMED]))
+    more = ", ..." if len(tags) > _MAX_NAMED else ""
+    if asked is not None:
+        return f"the loss {printable(asked)!r} is not among what is logged: {shown}{more}"
+    return (
+        f"no scalar that is logged is taken for the loss ({shown}{more}), so no rule looks at one "
+        'and no curve is shown; name it: HookLogger(loss="...")'
+    )
