@@ -269,8 +269,9 @@ class HookLogger:
     def state_dict(self) -> dict[str, Any]:
         """The current step and the state of the alerts, for a checkpoint; call it between steps.
 
-        Waits until the rules have seen all steps so far. Your own rules are included if they have
-        ``state_dict()`` and ``load_state_dict(state)``.
+        Waits until the rules have seen all steps so far and these are written, so that a run that
+        is killed and resumed lacks none; at most ten seconds for the disk. Your own rules are
+        included if they have ``state_dict()`` and ``load_state_dict(state)``.
 
         Returns:
             Numbers, strings, lists and dicts, for ``torch.save``, ``json`` and any checkpoint.

@@ -39,6 +39,8 @@ log = logging.getLogger("telemetry")
 
 _HAND_ON_S = 30.0
 """The longest time for which a flush of the writer makes its caller wait for us."""
+_CHECKPOINT_S = 10.0
+"""The longest time for which a checkpoint waits for the disk."""
 
 
 class Run:
@@ -225,7 +227,15 @@ class Run:
         """As :meth:`telemetry.HookLogger.state_dict`."""
         capture = self.capture.state_dict()
         self._membership.await_steps(CLOSE_TIMEOUT_S)
-        return {"format": STATE_FORMAT, **capture, **self._pipeline.state_dict(capture["step"])}
+        rules = self._pipeline.state_dict(capture["step"])
+        if not self._files.flush(_CHECKPOINT_S):  # a kill must not take what the state counts
+            log.warning(
+                "telemetry: what was recorded up to the checkpoint at step %d is not written "
+                "within %.0f s; if the process is killed now, a run resumed from it lacks that",
+                capture["step"],
+                _CHECKPOINT_S,
+            )
+        return {"format": STATE_FORMAT, **capture, **rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`telemetry.HookLogger.load_state_dict`."""

@@ -157,9 +157,9 @@ class RunFiles:
                     values, step, time.time(), droppable=False, flush=False, repeat=()
                 )
 
-    def flush(self, timeout_s: float) -> None:
-        """Wait until all is written."""
-        each_within(timeout_s, self._plain.flush, self.writer.flush)
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all is written, or has failed; False if that takes longer."""
+        return False not in each_within(timeout_s, self._plain.flush, self.writer.flush)
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, and give the directory up."""

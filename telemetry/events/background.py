@@ -225,8 +225,7 @@ def _total_bytes(items: Iterable[Sized]) -> int:
     return sum(len(item) + _ITEM_OVERHEAD_BYTES for item in items)
 
 
-def each_within(timeout_s: float, *waits: Callable[[float], object]) -> None:
+def each_within(timeout_s: float, *waits: Callable[[float], object]) -> list[object]:
     """Do all of this in one time limit; each is given the seconds that are left."""
     deadline = time.monotonic() + timeout_s
-    for wait in waits:
-        wait(max(0.0, deadline - time.monotonic()))
+    return [wait(max(0.0, deadline - time.monotonic())) for wait in waits]

@@ -108,6 +108,8 @@ class GivenWriter:
         Returns:
             False if that took longer than ``timeout_s``.
         """
+        if os.getpid() != self._process_id:
+            return True
         if self._background is not None:
             return self._background.flush(timeout_s)
         file_writer = self._writer.file_writer

@@ -10,7 +10,8 @@ from telemetry.alert import parse_alert
 from telemetry.flight.document import COLUMNS, MAX_ALERTS, MAX_MODULES, When
 from telemetry.flight.file import read_flight
 
-_MEASURED = untrusted.listed(untrusted.optional(untrusted.number))
+_VALUE = untrusted.optional(untrusted.number)
+_MEASURED = untrusted.listed(_VALUE)
 _NAMES = untrusted.listed(untrusted.name, most=MAX_MODULES)
 _FIELDS = untrusted.fields(
     complete=untrusted.flag,
@@ -31,6 +32,7 @@ _FIELDS = untrusted.fields(
         learning_rates=untrusted.listed(_MEASURED),
     ),
     modules=untrusted.fields(name=_NAMES, type=_NAMES, left_out=untrusted.whole),
+    grad_norms=untrusted.listed(untrusted.listed(_VALUE, most=MAX_MODULES)),
     profiles=untrusted.listed(lambda content: _profile(content), most=len(get_args(When))),
 )
 _PROFILE = untrusted.fields(
@@ -69,6 +71,8 @@ def _check(contents: Any) -> dict[str, Any]:
         raise ValueError("modules: has not as many names as types")
     if len(set(map(len, steps.values()))) > 1:
         raise ValueError("steps: the lists differ in length")
+    if [*map(len, known["grad_norms"])] != [len(modules["name"])] * len(steps["step"]):
+        raise ValueError("grad_norms: does not fit the steps and modules")
     for profile in known["profiles"]:
         for column in COLUMNS:
             profile[column] = profile[column] or [None] * len(modules["name"])

@@ -27,7 +27,8 @@ measured are ``null``. The keys:
     ``skipped``, ``full``.
 ``modules``
     ``name`` and ``type`` of the modules, in forward order; of more than 256 an evenly spaced
-    selection that includes the first bad one. ``left_out`` is the number of missing ones.
+    selection that includes the first bad one and those whose gradient norm left its past first.
+    ``left_out`` is the number of missing ones.
 ``grad_norms``
     ``[steps][modules]``: norm of the gradients of each module's parameters.
 ``profiles``
@@ -51,6 +52,7 @@ from telemetry.alert import Alert
 from telemetry.flight.snapshot import Snapshot
 from telemetry.layers import STATISTICS
 from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS
+from telemetry.movers import FEWEST_TO_SHOW, Mover, movers
 from telemetry.records import Module, Output
 from telemetry.sketch import Sketch
 from telemetry.untrusted import MAX_TEXT
@@ -58,6 +60,7 @@ from telemetry.untrusted import MAX_TEXT
 FORMAT = "telemetry-flight-1"
 MAX_MODULES = 256
 MAX_ALERTS = 32
+MAX_MOVERS = 8
 COLUMNS = tuple(statistic.name for statistic in STATISTICS)
 """The statistics of each module, as in :data:`telemetry.layers.STATISTICS`."""
 
@@ -112,7 +115,7 @@ def compose(
     culprit = _first_bad_module(flight)
     moments = _moments(flight, steps)
     modules = steps[-1].layout.modules if steps else ()
-    shown = _choose(modules, culprit)
+    shown = _choose(modules, {culprit}, flight.step, steps)
     names = [module.name for module in shown]
     return {
         "format": FORMAT,
@@ -174,12 +177,43 @@ def _first_bad_module(flight: Flight) -> str | None:
     return None
 
 
-def _choose(modules: Sequence[Module], culprit: str | None) -> list[Module]:
+def first_movers(
+    names: Sequence[str],
+    steps: Sequence[int],
+    norms: Sequence[Sequence[float | None]],
+    fault_step: int,
+) -> list[Mover]:
+    """The modules whose gradient norm left its past first, up to a fault, before half of all did.
+
+    Args:
+        names: The modules'.
+        steps: Ascending.
+        norms: Of each module at each step; None where unknown. NaN counts as infinite.
+        fault_step: What came later is left out: at the end of an explosion all are alike.
+    """
+    past = [list(row) for step, row in zip(steps, norms, strict=True) if step <= fault_step]
+    if not past or not names:
+        return []
+    known = np.array(past, np.float64)  # None becomes NaN
+    known[[[value is not None and value != value for value in row] for row in past]] = np.inf
+    found = movers(names, steps[: len(past)], known, fault_step, fewest=FEWEST_TO_SHOW) or []
+    until = [mover.step for mover in found][len(names) // 2 : len(names) // 2 + 1]
+    return [mover for mover in found if [mover.step] < until or not until][:MAX_MOVERS]
+
+
+def _choose(
+    modules: Sequence[Module], always: set[str | None], fault_step: int, steps: Sequence[Snapshot]
+) -> list[Module]:
     """The modules to include, in forward order."""
     if len(modules) <= MAX_MODULES:
         return list(modules)
-    chosen = {round(i) for i in np.linspace(0, len(modules) - 1, MAX_MODULES - 1)}
-    return [m for i, m in enumerate(modules) if i in chosen or m.name == culprit]
+    names = [module.name for module in modules]
+    norms = [_grad_norms(step, names) for step in steps]
+    moved = first_movers(names, [step.step for step in steps], norms, fault_step)
+    always |= {mover.name for mover in moved}
+    even = MAX_MODULES - len(always)
+    chosen = {round(i) for i in np.linspace(0, len(modules) - 1, even)}
+    return [m for i, m in enumerate(modules) if i in chosen or m.name in always]
 
 
 def _grad_norms(step: Snapshot, names: Sequence[str]) -> list[float | None]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from telemetry.flight.checking import read_checked
+from telemetry.flight.document import first_movers
 from telemetry.flight.file import flight_files
+from telemetry.movers import Mover
 from telemetry.plain_text import called, printable
 from telemetry.sparkline import sparkline
 
@@ -127,22 +129,33 @@ def _table(flight: Mapping[str, Any]) -> Iterator[str]:
     yield f"\nBy depth, {moments}"
     yield f"  {'module':{_NAME_WIDTH}} {titles}".rstrip()
     names, culprit = modules["name"], flight["first_bad_module"]
-    rows = _around(names.index(culprit) if culprit in names else 0, len(names))
-    for row in rows:
+    steps = flight["steps"]["step"]
+    moved = {m.name: m for m in first_movers(names, steps, flight["grad_norms"], flight["step"])}
+    center = culprit if culprit in names else next(iter(moved), names[0])
+    rows = _rows(names.index(center), len(names), [names.index(name) for name in moved])
+    for before, row in zip([rows[0], *rows], rows, strict=False):
+        if row > before + 1:
+            yield "  …"
         mark = "»" if names[row] == culprit else " "
         name = printable(names[row] or modules["type"][row])[-_NAME_WIDTH:]
         cells = "".join(f"{_cells(profiles, key, row):{width}}" for key in shown)
-        notes = ", ".join(_notes(profiles, row))
+        notes = ", ".join([*_movement(moved.get(names[row])), *_notes(profiles, row)])
         yield f"{mark} {name:{_NAME_WIDTH}} {cells}{notes}".rstrip()
     left_out = modules["left_out"] + len(names) - len(rows)
     if left_out:
         yield f"  and {left_out} more modules"
 
 
-def _around(row: int, count: int) -> range:
-    """The rows to show, around this one."""
-    first = max(0, min(row - MAX_ROWS // 2, count - MAX_ROWS))
-    return range(first, min(count, first + MAX_ROWS))
+def _rows(center: int, count: int, always: Sequence[int]) -> list[int]:
+    """The rows to show: those around one, and some wherever they are."""
+    most = MAX_ROWS - len(always)
+    first = max(0, min(center - most // 2, count - most))
+    return sorted({*range(first, min(count, first + most)), *always})
+
+
+def _movement(mover: Mover | None) -> Iterator[str]:
+    if mover is not None:
+        yield f"gradient norm unusual from step {mover.step} on"
 
 
 def _cells(profiles: Sequence[Mapping[str, Any]], key: str, row: int) -> str:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from telemetry.layers import MISSING
-from telemetry.movers import LOOK_BACK, Mover, movers
+from telemetry.movers import FEWEST_TO_SHOW, LOOK_BACK, Mover, movers
 from telemetry.reading.matrix import Region
 from telemetry.reading.run_data import RunData
-
-_FEWEST = 8
-"""Fewer than an alert needs: here somebody has asked."""
 
 
 def first_movers(run: RunData, step: int) -> list[Mover] | None:
@@ -31,4 +28,4 @@ def first_movers(run: RunData, step: int) -> list[Mover] | None:
     norms = np.where(np.isnan(matrix.values), np.inf, matrix.values).astype(np.float64)
     norms[norms == MISSING] = np.nan
     names = [layer.name for layer in run.overview().layers]
-    return movers(names, matrix.steps, norms, step, fewest=_FEWEST)
+    return movers(names, matrix.steps, norms, step, fewest=FEWEST_TO_SHOW)

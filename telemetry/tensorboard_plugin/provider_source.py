@@ -30,13 +30,20 @@ def list_all_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
 
 
 def list_series(
-    list_tags: Callable[..., Any], experiment: str, plugin_name: str
+    list_tags: Callable[..., Any], experiment: str, plugin_name: str, run: str | None = None
 ) -> Mapping[str, Mapping[str, Any]]:
-    """What TensorBoard says about each tag of a plugin, by run."""
+    """What TensorBoard says about each tag of a plugin that has values, by run; of all, or one."""
     found: Mapping[str, Mapping[str, Any]] = list_tags(
-        _CONTEXT, experiment_id=experiment, plugin_name=plugin_name
+        _CONTEXT,
+        experiment_id=experiment,
+        plugin_name=plugin_name,
+        run_tag_filter=None if run is None else RunTagFilter(runs=[run]),
     )
-    return found
+    # The slow loader also lists tags whose values a resumed run has all purged, without a step.
+    return {
+        name: {tag: series for tag, series in tags.items() if series.max_step is not None}
+        for name, tags in found.items()
+    }
 
 
 def read_runs(
@@ -145,12 +152,7 @@ class ProviderSource:
 
     def _list(self, list_tags: Callable[..., Any], plugin_name: str) -> Mapping[str, Any]:
         """What TensorBoard says about each tag of a plugin."""
-        listing: Mapping[str, Mapping[str, Any]] = list_tags(
-            _CONTEXT,
-            experiment_id=self._experiment,
-            plugin_name=plugin_name,
-            run_tag_filter=RunTagFilter(runs=[self._run]),
-        )
+        listing = list_series(list_tags, self._experiment, plugin_name, self._run)
         return listing.get(self._run, {})
 
     def _read(

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from board import ReadBoard
+from disks import FreezableDisk
 from scripts import run_script, start_script
+from torch import nn
 
+from telemetry import HookLogger
 from telemetry.events import list_event_files, read_events
+from telemetry.tag_names import plain
 
 KILLED = 50
+EVERY = (1, 10, 100)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +127,89 @@ def test_after_kill_9_the_rest_of_every_file_is_readable(
         for _ in reader:
             pass  # a damaged record would raise
         assert reader.offset > 0 or reader.torn_at == 0
+
+
+CHECKPOINTED, RESUMED = 299, 309
+
+TRAINING = """
+    import os, signal, sys
+    import torch
+    from torch import nn
+    from torch.utils import tensorboard
+    import telemetry
+
+    def train(name, first, last):
+        writer, every = name.split("-")
+        log_dir = f"{sys.argv[1]}/{name}"
+        if writer == "torch":
+            log_dir = tensorboard.SummaryWriter(log_dir, purge_step=first or None)
+        elif writer == "ours":
+            log_dir = telemetry.SummaryWriter(log_dir, purge_step=first or None)
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        logger = telemetry.HookLogger(model, log_dir, every_n_steps=int(every), images=False)
+        if first:
+            logger.load_state_dict(torch.load(f"{sys.argv[1]}-{name}", weights_only=True))
+            assert logger.current_step == first
+        for _ in range(first, last):
+            optimizer.zero_grad()
+            loss = model(torch.rand(8, 3)).square().mean()
+            logger.log(loss=loss)
+            loss.backward()
+            optimizer.step()
+        return model, logger, log_dir
+"""
+
+
+def test_a_run_killed_after_its_checkpoint_lacks_no_step_when_it_is_resumed(
+    tmp_path: Path, read_board: ReadBoard
+) -> None:
+    runs, names = tmp_path / "runs", [f"{w}-{n}" for w in ("own", "ours", "torch") for n in EVERY]
+    killed = """
+    runs = {name: train(name, 0, int(sys.argv[2])) for name in sys.argv[4:]}
+    for name, (model, logger, writer) in runs.items():
+        torch.save(logger.state_dict(), f"{sys.argv[1]}-{name}")
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    arguments = runs, CHECKPOINTED, RESUMED, *names
+    with start_script(tmp_path, TRAINING + killed, *arguments) as process:
+        _, log = process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL, log
+    assert "is not written" not in log
+    resumed = """
+    for name in sys.argv[4:]:
+        model, logger, writer = train(name, int(sys.argv[2]), int(sys.argv[3]))
+        logger.close()
+        if not isinstance(writer, str):
+            writer.close()
+    """
+    run_script(tmp_path, TRAINING + resumed, *arguments)
+
+    shown = read_board(runs).scalars()
+    for name in names:
+        for tag in ("loss", "grad_norm/total"):
+            points = next(points for full, points in shown[name].items() if plain(full) == tag)
+            assert [step for step, _ in points] == list(range(RESUMED)), (name, tag)
+
+
+def test_a_checkpoint_does_not_wait_for_a_frozen_disk_for_ever(
+    freezable_disk: FreezableDisk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telemetry.run._CHECKPOINT_S", 0.5)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, freezable_disk.path / "run") as logger:
+        logger.flush()
+        with freezable_disk.frozen():
+            model(torch.rand(8, 3)).sum().backward()
+            optimizer.step()
+            began = time.monotonic()
+            assert logger.state_dict()["step"] == 1
+            assert time.monotonic() - began < 20
+        assert "up to the checkpoint at step 1 is not written within" in caplog.text
+        caplog.clear()
+        assert logger.state_dict()["step"] == 1
+    assert "is not written" not in caplog.text
 
 
 def read_steps(log_dir: Path) -> dict[str, list[int]]:

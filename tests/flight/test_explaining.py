@@ -16,8 +16,10 @@ from telemetry.records import Layout, Module, Output, Parameter, StepRecord, Ten
 from telemetry.sketch import sketch_array
 
 
-def fly(log_dir: Path, *, modules: int = 4, culprit: int = 2) -> FlightRecorder:
-    """A run in which a module in the middle gives NaN at step 30."""
+def fly(
+    log_dir: Path, *, modules: int = 4, culprit: int = 2, moved: tuple[int, ...] = ()
+) -> FlightRecorder:
+    """A run in which a module in the middle gives NaN at step 30, and others moved before."""
     names = [f"block.{i}" for i in range(modules)]
     layout = Layout(
         modules=tuple(Module(name=name, type_name="Linear") for name in names),
@@ -28,10 +30,13 @@ def fly(log_dir: Path, *, modules: int = 4, culprit: int = 2) -> FlightRecorder:
     good = TensorRecord(sketch=sketch_array(np.full(100, 0.5)))
     dead = replace(good, unit_min=np.zeros(4, np.float32), unit_max=np.eye(4, dtype=np.float32)[0])
     bad = TensorRecord(sketch=sketch_array(np.array([np.nan] * 7 + [1.0])))
-    recorder = FlightRecorder(log_dir, steps=20, seed=123)
+    recorder = FlightRecorder(log_dir, steps=40 if moved else 20, seed=123)
     for step in range(35):
         late = step >= 30
         norms = np.full(modules, np.nan if late else 2.0**-step)
+        if moved and not late:
+            norms[:] = 1 + 0.01 * (step % 3)
+            norms[list(moved)] *= 50 if step >= 27 else 1
         outputs = {
             Output(name): bad if late and i >= culprit else dead if i == 0 else good
             for i, name in enumerate(names)
@@ -115,6 +120,18 @@ def test_of_many_modules_those_around_the_culprit_are_shown(tmp_path: Path) -> N
     assert "block.46" in text
     assert "block.10 " not in text
     assert "and 70 more modules" in text
+
+
+@pytest.mark.parametrize("modules", [100, 600])
+def test_those_that_moved_first_are_shown_wherever_they_are(tmp_path: Path, modules: int) -> None:
+    fly(tmp_path, modules=modules, culprit=60, moved=(3, modules - 7)).close()
+    lines = explain(tmp_path).splitlines()
+    for name in ("block.3", f"block.{modules - 7}"):
+        [row] = [line for line in lines if line.split()[:1] == [name]]
+        assert "gradient norm unusual from step 27 on" in row
+    assert any(line.startswith("» block.60") for line in lines)
+    assert lines.count("  …") == 2
+    assert f"  and {modules - 30} more modules" in lines
 
 
 def test_a_killed_run_says_so(tmp_path: Path) -> None:
