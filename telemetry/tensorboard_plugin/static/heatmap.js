@@ -4,7 +4,7 @@ import { drawAlertMark } from "./alert_mark.js";
 import { drawStepAxis, fitText, line, prepare } from "./canvas.js";
 import { element } from "./dom.js";
 import { encode } from "./scale.js";
-import { columnAt, endOf } from "./field.js";
+import { columnAt, endOf, rowOf } from "./field.js";
 import { paint } from "./heatmap_pixels.js";
 import { palette } from "./palette.js";
 import { bracketsOf, rowOfLayer } from "./rows.js";
@@ -48,15 +48,15 @@ export class Heatmap {
   }
 
   /**
-   * @param {Object} content `field`, `values`, `scale`, `rows`, `grouping`, `alerts`,
+   * @param {Object} content `field`, `values`, `rowValues`, `scale`, `rows`, `grouping`, `alerts`,
    *   `view`, `selection`, `theme`, `width`, `height`, `gutter`
    */
   draw(content) {
     const previous = this.content;
     this.content = content;
-    const { values, scale, theme, width, height } = content;
-    if (!previous || previous.values !== values || previous.scale !== scale) {
-      this.codes = encode(scale, values);
+    const { rowValues, scale, theme, width, height } = content;
+    if (!previous || previous.rowValues !== rowValues || previous.scale !== scale) {
+      this.codes = encode(scale, rowValues);
     }
     this.colors = palette(scale.diverging, theme.missing);
     this.box = {
@@ -104,7 +104,16 @@ export class Heatmap {
     const at = view.step0 + ((x - box.x) / box.width) * (view.step1 - view.step0);
     const column = columnAt(field.steps, Math.max(at, field.steps[0] ?? 0));
     if (row < 0 || row >= rows.length || column < 0 || at >= endOf(field.steps)) return null;
-    return { row, layer: rows[row].layers[0], step: field.steps[column], column };
+    return { row, layer: this.#standsFor(row, column), step: field.steps[column], column };
+  }
+
+  /** The layer whose value a row shows. */
+  #standsFor(row, column) {
+    const { rows, field, values, rowValues } = this.content;
+    const { layers } = rows[row];
+    const shown = rowValues[column * rows.length + row];
+    const isIt = (layer) => Object.is(values[column * field.rows + rowOf(field, layer)], shown);
+    return layers.length > 1 ? (layers.find(isIt) ?? layers[0]) : layers[0];
   }
 
   /** The group whose bracket or label is under a point; null without one. */
@@ -144,7 +153,7 @@ export class Heatmap {
     of.push(view.step0, view.step1, view.row0, view.row1);
     if (!this.painted || of.some((part, i) => part !== this.painted.of[i])) {
       const image = context.createImageData(width, height);
-      paint(image, field, this.codes, this.colors, rows, view, scale.diverging);
+      paint(image, field.steps, this.codes, this.colors, rows.length, view, scale.diverging);
       this.painted = { of, image };
     }
     const [x, y] = [this.box.x, this.box.y].map((s) => Math.round(s * ratio));

@@ -1,7 +1,7 @@
 // One run: its data, the strip with loss and learning rate, the picture, and what is around it.
 
 import { element, fill } from "./dom.js";
-import { append, endOf, isThinned, measuredLayers, relativeValues } from "./field.js";
+import { append, endOf, isThinned, measuredLayers, relativeValues, valuesOfRows } from "./field.js";
 import { formatStep } from "./format.js";
 import { Heatmap, RIGHT } from "./heatmap.js";
 import { drawLayerCurves } from "./layer_curves.js";
@@ -105,6 +105,15 @@ export class Panel {
     const values = relativeValues(field, whole, mode, statistic.log);
     this.relative.set(key, { field, values });
     return values;
+  }
+
+  /** What is drawn of each row. */
+  rowValues(field, values, rows, scale) {
+    const of = [values, rows, scale.diverging, scale.log];
+    if (!this.drawn || of.some((part, i) => part !== this.drawn.of[i])) {
+      this.drawn = { of, values: valuesOfRows(field, values, rows, scale) };
+    }
+    return this.drawn.values;
   }
 
   /** Steps from the first to the end of the last column. */
