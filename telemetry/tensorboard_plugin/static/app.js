@@ -47,7 +47,6 @@ export class App {
     this.runTable = new RunTable(source);
     Object.assign(this, buildFrame(root, this));
     new ResizeObserver(() => this.draw()).observe(this.stage);
-    window.addEventListener("beforeprint", () => this.#drawNow());
   }
 
   /** Loads and draws. A failure becomes a message with a button to try again. */
@@ -88,9 +87,10 @@ export class App {
     }
   }
 
+  /** Takes over the colors, at once: a page that is printed is not drawn again. */
   setTheme(theme) {
     this.theme = theme;
-    this.draw();
+    this.#drawNow();
   }
 
   /** Takes over the state of a link, as when the browser goes back. */
