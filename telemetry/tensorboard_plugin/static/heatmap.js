@@ -1,6 +1,5 @@
 // The picture: layers × steps on a canvas, with brackets for groups, alert marks and a cursor.
 
-import { drawAlertMark } from "./alert_mark.js";
 import { drawStepAxis, fitText, line, prepare } from "./canvas.js";
 import { element } from "./dom.js";
 import { encode } from "./scale.js";
@@ -297,4 +296,31 @@ export class Heatmap {
     context.fillStyle = theme.accent;
     context.fillRect(left - 0.5, this.box.y + this.box.height, Math.max(right - left, 2), 3);
   }
+}
+
+/** A diamond for an error, a triangle for a warning, a dot for a note; its border shows anywhere. */
+function drawAlertMark(context, theme, alert, x, y) {
+  context.beginPath();
+  if (alert.severity === "note") {
+    context.arc(x, y, 4, 0, 2 * Math.PI);
+  } else if (alert.severity === "error") {
+    [
+      [0, -6],
+      [6, 0],
+      [0, 6],
+      [-6, 0],
+    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+  } else {
+    [
+      [0, -6],
+      [6, 5],
+      [-6, 5],
+    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+  }
+  context.closePath();
+  context.fillStyle = theme[alert.severity];
+  context.fill();
+  context.lineWidth = 1.5;
+  context.strokeStyle = "#ffffff";
+  context.stroke();
 }

@@ -5,7 +5,6 @@ import { append, endOf, isThinned, measuredLayers, relativeValues, valuesOfRows 
 import { formatStep } from "./format.js";
 import { Heatmap, RIGHT } from "./heatmap.js";
 import { drawLayerCurves } from "./layer_curves.js";
-import { noticeOf } from "./notice.js";
 import { drawProfile, profileWidth } from "./profile.js";
 import { groupByPath, groupByRole, makeRows, titleOf } from "./rows.js";
 import { firstNonfinite } from "./story.js";
@@ -285,4 +284,19 @@ export class Panel {
     this.notice.hidden = !text;
     if (this.notice.textContent !== text) this.notice.textContent = text;
   }
+}
+
+/** A notice about what the picture leaves out; "" if it shows everything. */
+function noticeOf(field, statistic) {
+  if (!field.steps.length) return `${statistic.title}: not measured so far.`;
+  const parts = [];
+  if (field.layerFactor > 1) parts.push(`${field.layerFactor} layers`);
+  if (field.stepFactor > 1) parts.push(`${field.stepFactor} steps`);
+  const notices = [];
+  if (parts.length) notices.push(`Thinned out: each cell is the largest of ${parts.join(" × ")}.`);
+  if (field.sampled) notices.push("Too much to read at once: some steps are left out.");
+  if (notices.length) return [...notices, field.isAll ? "" : "Zoom in to see all."].join(" ");
+  return field.values.some((value) => value >= 0 || value !== value)
+    ? ""
+    : `${statistic.title}: not measured for any layer of this run.`;
 }
