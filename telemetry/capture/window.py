@@ -131,6 +131,8 @@ class Window:
     def __post_init__(self) -> None:
         self._seen: dict[tuple[Kind, Name], int] = {}
         self._measured = 0
+        # Of the tensor that was observed last: what it was, its identity, and its measurement.
+        self._last: tuple[Kind, Name, int, int] | None = None
         self._overflow_ends: dict[torch.device, Tensor] = {}
 
     @property
@@ -179,6 +181,7 @@ class Window:
         scaled: bool = False,
         tally: Tally | None = None,
         plain: bool = False,
+        repeats: Name | None = None,
     ) -> bool:
         """Measure ``tensor`` as it is now; False if that is not possible.
 
@@ -188,20 +191,29 @@ class Window:
             scaled: Whether it still has the factor of a ``GradScaler`` on it, if there is one.
             tally: Where it goes: that of a running backward pass; None: this window's own.
             plain: By :meth:`Measurer.add_plain`, which disturbs nothing but takes fewer tensors.
+            repeats: What of this kind has the same values; if it came just before, they are not
+                read again.
         """
         if self.measurer is None:
             return True
         tally = self.tally if tally is None else tally
         key = kind, name
         seen = self._seen.get(key, 0)
+        last = self._last
         if self._measured >= MANY_OBSERVATIONS and seen >= FEW_CALLS:
             tally.counted[key] += 1
+            self._last = None
             return True
-        add = self.measurer.add_plain if plain else self.measurer.add
-        measurement = add(tensor, unit_axis=unit_axis, powers=_POWERS.get(kind, 2))
-        if measurement is None:
-            return False
+        measurement: int | None
+        if last is not None and last[:3] == (kind, repeats, id(tensor)):
+            measurement = last[3]
+        else:
+            add = self.measurer.add_plain if plain else self.measurer.add
+            measurement = add(tensor, unit_axis=unit_axis, powers=_POWERS.get(kind, 2))
+            if measurement is None:
+                return False
         self._seen[key] = seen + 1
+        self._last = kind, name, id(tensor), measurement
         self._enter(tally, Observation(kind, name, measurement, scaled))
         return True
 
