@@ -24,6 +24,9 @@ FEW_CALLS = 4
 """Bounds of one step: after so many observations only the first calls of each tensor are measured,
 the others counted."""
 
+_CHECKS = 32
+"""So many outputs, and so many of their gradients, are reduced by PyTorch, too, once in a run."""
+
 Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights", "second_moments"]
 """Named like the field of the :class:`StepRecord` that it becomes."""
 _POWERS: Mapping[Kind, int] = {"outputs": 4}
@@ -94,6 +97,7 @@ class Window:
         held: Those that an optimizer holds which stepped.
         fingerprints: Of the tensors that the model was given, see :func:`fingerprint`.
         examples: Length of the first of them, in all forward passes together.
+        checks: Of a few observations minimum, maximum and norm as PyTorch has them.
     """
 
     step: int
@@ -117,6 +121,7 @@ class Window:
     held: set[int] = field(default_factory=set)
     fingerprints: list[HostCopy] = field(default_factory=list)
     examples: int = 0
+    checks: list[tuple[Kind, Name, int, HostCopy]] = field(default_factory=list)
     updates: list[UpdateReading] = field(default_factory=list)
     parameter_norms: list[NormReading] = field(default_factory=list)
     buffer_names: Sequence[str] = ()
@@ -169,6 +174,7 @@ class Window:
             held=set(),
             fingerprints=[],
             examples=0,
+            checks=[],
         )
 
     def observe(
@@ -216,6 +222,20 @@ class Window:
         self._last = kind, name, id(tensor), measurement
         self._enter(tally, Observation(kind, name, measurement, scaled))
         return True
+
+    def check(self, kind: Kind, name: Name, tensor: Tensor) -> None:
+        """Have PyTorch reduce the tensor, too, if it is the one that was observed last.
+
+        Nothing is waited for; :meth:`CapturedStep.record` compares.
+        """
+        if self._last is None or self._last[:3] != (kind, name, id(tensor)):
+            return
+        few = sum(checked[0] == kind for checked in self.checks) < _CHECKS
+        if few and tensor.numel() and tensor.dtype in (torch.float32, torch.bfloat16):
+            extremes = torch.stack(torch.aminmax(tensor.detach())).to(torch.float64)
+            norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
+            figures = HostCopy(torch.cat([extremes, norm[None]]))
+            self.checks.append((kind, name, self._last[3], figures))
 
     def observe_parameters(
         self, kind: Kind, named: Mapping[str, Tensor], *, scaled: bool = False
