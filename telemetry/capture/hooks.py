@@ -102,14 +102,16 @@ class ForwardHook(ModuleHook):
 
     def __init__(self, watch: Watch, receiver: Receiver, name: str, module: nn.Module) -> None:
         super().__init__(watch, receiver, module)
-        self.name = name
-        self.output = Output(name)
-        self.called = name or "the model"
+        self.rename(name)
         self.ran_eagerly = False
         self.traced = False
         last = "last" if isinstance(module, _UNITS_LAST) else "unknown"
         self.units = "first" if isinstance(module, _CHANNELS_FIRST) else last
         self._number = compiled.register(self)
+
+    def rename(self, name: str) -> None:
+        """Go by this name of the module: layers before it may have been added or removed."""
+        self.name, self.output, self.called = name, Output(name), name or "the model"
 
     def _put_on(self, module: nn.Module) -> RemovableHandle:
         return module.register_forward_hook(self)

@@ -126,6 +126,7 @@ class ForwardPasses:
 
     Attributes:
         ran: Hooks that were called outside of a backward pass.
+        begun: Whether the model is known to be as when the step began.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class ForwardPasses:
     ) -> None:
         self.window = window
         self.ran: set[object] = set()
+        self.begun = False
         self._watch = watch
         self._content = watch.content
         self._failures = watch.failures

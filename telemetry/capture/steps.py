@@ -98,6 +98,10 @@ class Steps:
         if self.window.light and not full:
             self.window.step, self.window.norms, self.window.light = step, norms, False
             return
+        self._open(step, full=full, norms=norms, attaching=attaching)
+
+    def _open(self, step: int, *, full: bool, norms: bool = True, attaching: bool = False) -> None:
+        """Gather a step from here on; anew if the model has changed since it began."""
         self._reader.forget()
         self.window = Window(
             step=step,
@@ -111,8 +115,8 @@ class Steps:
             if full or attaching:
                 self.modules.install(self)
             if full:
-                self.window.left_out = self._costs.left_out(self._hand_over.layout().modules)
                 alone(self._reader.begin, self.window)
+                self.window.left_out = self._costs.left_out(self._hand_over.layout().modules)
                 with undisturbed():
                     self.passes.begin(self.window, self.modules.pictured)
         except Exception:
@@ -163,6 +167,14 @@ class Steps:
         if forward is not None and forward.window.optimizers and backward_task() == NO_TASK:
             self.end_waiting()
             forward = self.passes.of_call(hook, grad_enabled)
+        if forward is not None and forward is self.passes.forward and not forward.begun:
+            forward.begun = True
+            if self.modules.changed():
+                self.passes.end()
+                self._open(self.window.step, full=True)
+                forward = self.passes.of_call(hook, grad_enabled)
+                if forward is not None:
+                    forward.begun = True
         return forward
 
     # --- its optimizer steps: called by the hooks on optimizers -----------------------------------

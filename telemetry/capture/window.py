@@ -17,7 +17,7 @@ from telemetry.capture.updates import UpdateReading
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
 from telemetry.ranks.observer import RankNotes
-from telemetry.records import Output
+from telemetry.records import Output, Parameter
 
 MANY_OBSERVATIONS = 8192
 FEW_CALLS = 4
@@ -84,6 +84,7 @@ class Window:
         tally: Observations in their order, of backward passes those of training.
         passes: How many such passes have ended.
         light: Whether a :class:`LightReader` has read it; then the rest here stays empty.
+        parameters: What the indices of this window count.
         square: Of the norm of the gradients that optimizers were given, as far as known at once.
         no_step: Notices training that no optimizer of the model ever ends.
         optimizers: What each optimizer was given at its first step in this window.
@@ -110,6 +111,7 @@ class Window:
     tally: Tally = field(default_factory=Tally)
     passes: int = 0
     light: bool = False
+    parameters: tuple[Parameter, ...] = ()
     square: float = 0.0
     no_step: NoStepWatch = field(default_factory=NoStepWatch)
     optimizers: dict[int, OptimizerReading] = field(default_factory=dict)

@@ -401,6 +401,96 @@ def test_modules_replaced_or_added_are_watched_from_the_next_measured_step(tmp_p
     assert set(outcome.full[3].grads) == {f"{i}.{p}" for i in "023" for p in ("weight", "bias")}
 
 
+def _add(model: nn.Sequential) -> None:
+    model.insert(2, nn.Linear(6, 6))
+
+
+def _remove(model: nn.Sequential) -> None:
+    del model[3]
+    del model[2]
+
+
+def _replace(model: nn.Sequential) -> None:
+    model[4] = nn.Linear(6, 2)
+
+
+@pytest.mark.parametrize("change", [_add, _remove, _replace])
+@pytest.mark.parametrize("when", ["before", "after forward", "after backward"])
+@pytest.mark.parametrize("every_n_steps", [2, 3])  # step 2 is measured, or is not
+def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
+    change: Callable[[nn.Sequential], None], when: str, every_n_steps: int
+) -> None:
+    layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with capture_run(model, every_n_steps=every_n_steps) as captured:
+        for step in range(5):
+            optimizer.zero_grad()
+            for moment in ("before", "after forward", "after backward"):
+                if step == 2 and moment == when:
+                    change(model)
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                if moment == "before":
+                    outputs, value = {}, torch.randn(3, 4)
+                    for name, layer in model.named_children():
+                        outputs[name] = layer.weight if isinstance(layer, nn.Linear) else None
+                    loss = model(value).square().sum()
+                elif moment == "after forward":
+                    loss.backward()
+                    before = _norm([p.grad for p in model.parameters() if p.grad is not None])
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            used = _norm([p.grad for p in model.parameters() if p.grad is not None])
+            optimizer.step()
+            record = captured.records[-1]
+            assert record.step == step
+            assert record.total_grad_norm == pytest.approx(used, rel=1e-4)
+            if record.full:
+                assert {output.module_name for output in record.outputs} == set(outputs)
+                for name, weight in outputs.items():
+                    if weight is not None:
+                        assert record.outputs[Output(name)].sketch.count == 3 * len(weight)
+                clipped = record.total_grad_norm_before_clipping
+                if (step, when) != (2, "before") and step == 2:
+                    assert clipped is None  # of parameters that are gone
+                else:
+                    assert clipped == pytest.approx(before, rel=1e-4)
+
+
+def _norm(grads: list[Tensor]) -> float:
+    return float(torch.cat([grad.reshape(-1) for grad in grads] or [torch.zeros(1)]).norm())
+
+
+def test_a_line_in_the_run_says_at_which_step_layers_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "telemetry")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with HookLogger(model, tmp_path, every_n_steps=2):
+        for _ in plain(model, None):
+            pass
+        model.insert(1, nn.Linear(4, 4))
+        for _ in plain(model, None):
+            pass
+    told = "changed before step 2; added: ['2.weight', '2.bias']; of another shape: ['1.weight'"
+    assert told in caplog.text
+    [events] = tmp_path.glob("*tfevents*")
+    assert told.encode() in events.read_bytes()
+
+
+def test_frozen_weights_that_no_optimizer_holds_are_measured() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with capture_run(model, every_n_steps=2) as captured:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+    assert [len(record.weights) for record in captured.records] == [4, 0]
+    frozen = captured.records[0].weights["0.weight"].sketch
+    assert frozen.sum_squares == pytest.approx(model[0].weight.square().sum().item(), rel=1e-5)
+
+
 def test_a_replaced_module_keeps_no_hook(tmp_path: Path) -> None:
     model = mlp()
     old = model[2]
