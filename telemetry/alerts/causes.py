@@ -217,11 +217,13 @@ class OneCause(Rule):
             after = replace(after, severity="error")
         self._hidden[alert.kind] = _Hidden(alert=alert, cause=before.kind)
         cause.alert, cause.step = after, alert.step
-        known = {"severity": after.severity, "consequences": after.consequences}
         for index, item in enumerate(reported):
             if item.kind == before.kind and item.stage != "end":
                 both = _joined(item, alert) if worse and item.stage == "worse" else item
-                return [*reported[:index], replace(both, **known), *reported[index + 1 :]]
+                reported[index] = replace(
+                    both, severity=after.severity, consequences=after.consequences
+                )
+                return reported
         return [*reported, _grown_worse(after, alert)] if worse else reported
 
 

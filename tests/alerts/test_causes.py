@@ -72,14 +72,14 @@ def test_a_state_is_told_though_its_cause_is_as_severe(state: str, severity: Sev
 
 def test_dead_units_become_an_error_when_no_gradient_is_left() -> None:
     model = net()
-    head = [*model[3].parameters()]
+    _, bias, *head = model.parameters()
     optimizer = SGD(model.parameters(), 0.1)
 
     def silence(step: int) -> None:
         if step == 150:
-            model[0].bias.data[1:] = -999.0  # type: ignore[index, union-attr]
+            bias.data[1:] = -999.0
         elif step == 160:
-            model[0].bias.data[0] = -999.0  # type: ignore[index, union-attr]
+            bias.data[0] = -999.0
             for parameter in head:
                 parameter.requires_grad_(False)
 
