@@ -26,9 +26,11 @@ class Alert:
             meant so: that is shown, but neither raised nor printed; else ``warning``.
         step: Optimizer steps completed when the measurement was taken, from 0.
         module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
-        value: The measured figure that the rule judged.
+        value: The measured figure that the rule judged; of a fault that grew worse by another one
+            that follows from it, the figure of that one.
         threshold: The figure it was compared with, in the same unit.
-        message: What was seen, where, and what people usually try; at most three lines.
+        message: What was seen, where, and what people usually try; at most three lines. The default
+            rules list the consequences, too.
         consequences: Other faults that this one explains, in words; they have no alerts of their
             own.
         stage: Whether the fault begins, grows worse or has ended.

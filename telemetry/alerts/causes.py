@@ -44,8 +44,9 @@ class OneCause(Rule):
 
     If several alerts begin at the same step, the one whose rule comes first is the cause. Faults
     that begin within 200 steps of one that may explain them are its consequences: they are listed
-    in its alert and not reported themselves, unless they are still there when it is over. If a
-    consequence is an error and the cause was a warning, the cause is reported again, as worse.
+    in its alert and not reported themselves, unless they are still there when it is over. The cause
+    is reported again, as worse and with the figures of the consequence, if that is an error and the
+    cause was a warning, or if it does not pass with the cause: NaN, dead units and the like.
 
     If the learning rate has just jumped above all former ones, a fault that may come from steps
     that are too large is said to come from that, and the advice is that for learning rates.
@@ -163,7 +164,7 @@ class OneCause(Rule):
         left = [hidden.alert for hidden in self._hidden.values() if hidden.cause == alert.kind]
         for survivor in left:
             del self._hidden[survivor.kind]
-        lasting = [replace(found, step=alert.step) for found in left if found.kind in _STATES]
+        lasting = [_outlives(found, alert.step) for found in left if found.kind in _STATES]
         return [alert, *self._sort_out(lasting)]
 
     def _cause_of(self, alert: Alert) -> _Reported | None:
@@ -184,21 +185,23 @@ class OneCause(Rule):
     ) -> list[Alert]:
         before = after = cause.alert
         what = f"{alert.kind}{alert.where}"
+        lasts = alert.kind in _STATES and alert.severity != "note"
+        rises = (before.severity, alert.severity) == ("warning", "error")
+        worse = rises or (lasts and what not in before.consequences)
         if what not in before.consequences:
             after = replace(before, consequences=(*before.consequences, what))
-        worse = (before.severity, alert.severity) == ("warning", "error")
-        if worse:
+        if rises:
             after = replace(after, severity="error")
         self._hidden[alert.kind] = _Hidden(alert=alert, cause=before.kind)
         cause.alert, cause.step = after, alert.step
-        if any(_is_reported(item, before) for item in reported):
-            return [
-                replace(after, stage=item.stage, step=item.step)
-                if _is_reported(item, before)
-                else item
-                for item in reported
-            ]
-        return [*reported, replace(after, stage="worse", step=alert.step)] if worse else reported
+        for index, item in enumerate(reported):
+            if item.kind == before.kind and item.stage != "end":
+                both = _joined(item, alert) if worse and item.stage == "worse" else item
+                reported[index] = replace(
+                    both, severity=after.severity, consequences=after.consequences
+                )
+                return reported
+        return [*reported, _grown_worse(after, alert)] if worse else reported
 
 
 @dataclass(kw_only=True)
@@ -240,9 +243,35 @@ def _may_explain(reported: _Reported, alert: Alert) -> bool:
     return f"{inner}.".startswith(f"{outer}.") or not outer
 
 
-def _is_reported(item: Alert, cause: Alert) -> bool:
-    """Whether ``item`` reports at this step that ``cause`` begins or grows worse."""
-    return item.kind == cause.kind and item.stage != "end"
+def _grown_worse(cause: Alert, consequence: Alert) -> Alert:
+    """The alert that ``cause`` grew worse: what was seen is the consequence, with its figures."""
+    seen, advice = consequence.message.split("\n")[0], cause.message.split("\n")[-1]
+    since = f"It follows from the {cause.kind.replace('_', ' ')}{cause.where} of step {cause.step}."
+    return replace(
+        cause,
+        step=consequence.step,
+        value=consequence.value,
+        threshold=consequence.threshold,
+        message=f"{seen} {since}\n{advice}",
+        stage="worse",
+    )
+
+
+def _joined(worse: Alert, consequence: Alert) -> Alert:
+    """The same when at this step there is another consequence, which is told first."""
+    seen, value, limit = (
+        consequence.message.split("\n")[0],
+        consequence.value,
+        consequence.threshold,
+    )
+    return replace(worse, value=value, threshold=limit, message=f"{seen} {worse.message}")
+
+
+def _outlives(consequence: Alert, step: int) -> Alert:
+    """What was not reported, when its cause is over: with the figures and the step they are of."""
+    seen, advice = consequence.message.split("\n")
+    seen += f" That was at step {consequence.step}, and it has not ended."
+    return replace(consequence, step=step, message=f"{seen}\n{advice}")
 
 
 def _with_consequences(alert: Alert) -> Alert:

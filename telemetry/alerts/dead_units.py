@@ -120,7 +120,7 @@ class DeadUnits(Rule):
         module = record.layout.modules[record.layout.position[dead[0].module_name]]
         return Alert(
             kind=self.name,
-            severity="error" if silence.share == 1 else "warning",
+            severity="error" if silence.share == 1 or record.total_grad_norm == 0 else "warning",
             step=record.step,
             module_name=module.name,
             value=silence.share,

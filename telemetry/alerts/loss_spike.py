@@ -115,7 +115,9 @@ class LossSpike(CourseRule):
             if self._begun is None:
                 self._begun = found
                 self._rise = Rise(
-                    first=median(self._first), usual=self._past.median, peak=found.value
+                    first=median(self._first),
+                    usual=self._past.median,
+                    peak=max(self._high_losses),
                 )
             self._calm = 0
             self._past.clear()
@@ -225,17 +227,19 @@ class LossSpike(CourseRule):
     # --- what is said ----------------------------------------------------------------------------
 
     def _alert(self, reason: str, advice: str, severity: Severity = "warning") -> Alert:
-        step = self._high[0].step
-        peak, usual = max(self._high_losses), self._past.median
+        step, loss = self._high[0]
+        peak = max(self._high, key=lambda high: high.value)
+        rise = f", and to {peak.value:.4g} at step {peak.step}" if peak.value > loss else ""
         return Alert(
             kind=self.name,
             severity=severity,
             step=step,
             module_name=None,
-            value=peak,
+            value=loss,
             threshold=self._past.highest,
             message=(
-                f"The loss jumped from {usual:.4g} to {peak:.4g} at step {step}, {reason}."
+                f"The loss, usually {self._past.median:.4g}, jumped to {loss:.4g} at step {step}"
+                f"{rise}, {reason}."
                 f"{self._norms.in_words(step)}\n{advice}"
             ),
         )

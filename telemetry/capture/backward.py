@@ -68,7 +68,9 @@ class BackwardPasses:
         ranks, notes = self.watch.ranks, self._window.ranks
         if ranks is not None and not ranks.takes_output_grad(notes, output, grad):
             return
-        observe = partial(self._window.observe, "output_grads", output, scaled=True, tally=tally)
+        repeats = None if place else hook.repeats()
+        observe = partial(self._window.observe, "output_grads", output, repeats=repeats)
+        observe = partial(observe, scaled=True, tally=tally)
         if in_function_mode() or not observe(grad, plain=True):
             with undisturbed() as alone:
                 if alone:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -280,6 +281,7 @@ class CapturedStep:
         if self.measurements is None:
             return merged
         reduced = self.measurements.reduce()
+        self._tell_wrong(reduced)
         tally = self.window.tally
         parts: dict[tuple[Kind, Name], list[TensorRecord]] = {}
         for o in tally.observations[overflown:]:
@@ -290,6 +292,26 @@ class CapturedStep:
                 replace(record, calls=record.calls + counted) if counted else record
             )
         return merged
+
+    def _tell_wrong(self, reduced: Sequence[TensorRecord]) -> None:
+        """Say so if PyTorch's own figures of what compiled graphs have shown are others."""
+        wrong = []
+        for kind, name, measurement, copy in self.window.checks:
+            own, sketch = copy.wait().numpy(), reduced[measurement].sketch
+            recorded = np.array([sketch.min, sketch.max, math.sqrt(sketch.sum_squares)])
+            finite = bool(np.isfinite(own).all())
+            if finite is not (sketch.nonfinite_count == 0) or (
+                finite and not np.allclose(recorded, own, rtol=1e-3, atol=1e-30)
+            ):
+                wrong.append(f"{kind} of {name}: {recorded.tolist()} instead of {own.tolist()}")
+        if wrong:
+            self.failures.log_once(
+                f"{len(wrong)} of {len(self.window.checks)} tensors of compiled modules are "
+                "recorded with another minimum, maximum or norm than PyTorch finds, the "
+                f"first being {wrong[0]}. This is a fault of telemetry with PyTorch "
+                f"{torch.__version__}, please report it; "
+                'under torch.compiler.set_stance("force_eager") figures are right'
+            )
 
     def _unscaled(self, o: Observation, reduced: Sequence[TensorRecord]) -> TensorRecord:
         record = reduced[o.measurement]

@@ -16,6 +16,7 @@ from telemetry.capture.outputs import tensors_in
 from telemetry.capture.watch import Watch
 from telemetry.records import Output
 from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED
+from telemetry.torch_private import find
 
 # Public names of what nn.modules.conv._ConvNd and nn.modules.batchnorm._NormBase stand for.
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -24,6 +25,10 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _CHANNELS_FIRST = (*CONVOLUTIONS, *_BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
 _UNITS_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.Bilinear)
+
+_GLOBAL_HOOKS = find(
+    nn.modules.module, "_global_forward_hooks", "what nn.Sequential returns is measured twice"
+)
 
 
 class Receiver(Protocol):
@@ -97,14 +102,16 @@ class ForwardHook(ModuleHook):
 
     def __init__(self, watch: Watch, receiver: Receiver, name: str, module: nn.Module) -> None:
         super().__init__(watch, receiver, module)
-        self.name = name
-        self.output = Output(name)
-        self.called = name or "the model"
+        self.rename(name)
         self.ran_eagerly = False
         self.traced = False
         last = "last" if isinstance(module, _UNITS_LAST) else "unknown"
         self.units = "first" if isinstance(module, _CHANNELS_FIRST) else last
         self._number = compiled.register(self)
+
+    def rename(self, name: str) -> None:
+        """Go by this name of the module: layers before it may have been added or removed."""
+        self.name, self.output, self.called = name, Output(name), name or "the model"
 
     def _put_on(self, module: nn.Module) -> RemovableHandle:
         return module.register_forward_hook(self)
@@ -131,6 +138,24 @@ class ForwardHook(ModuleHook):
             compiled.observe(tensor, self._number, place)
             if tensor.requires_grad and switch.output_grads:
                 compiled.observe_gradient(tensor, self._number, place)
+
+    def repeats(self) -> Output | None:
+        """Whose output this module returns unchanged, which is then measured once.
+
+        That is known of ``nn.Sequential`` and its last module, as long as no hook but ours comes
+        between. PyTorch does not tell whether values have changed: they can be written through
+        ``.data``, and by compiled code.
+        """
+        module = self.module()
+        if type(module) is not nn.Sequential or "forward" in vars(module) or not len(module):
+            return None
+        last = module[-1]
+        ours = next(reversed(last._forward_hooks.values()), None)
+        if not isinstance(ours, ForwardHook) or ours.module() is not last:
+            return None
+        if last._backward_hooks or last._backward_pre_hooks or _GLOBAL_HOOKS != {}:
+            return None
+        return ours.output if next(iter(module._forward_hooks.values()), None) is self else None
 
     def in_graph(self, tensor: Tensor, place: int, backward: bool) -> None:
         """See :class:`telemetry.capture.compiled.Observer`."""

@@ -43,6 +43,7 @@ class WatchedModules:
         self._input_hook: InputHook | None = None
         self._forward_hooks: dict[str, ForwardHook] = {}
         self.installed = False
+        self._seen: list[int] = []
         self._graphs_before = graphs_compiled()
         self._silence_explained = False
         self._end_scripting: Callable[[], None] | None = None
@@ -59,7 +60,9 @@ class WatchedModules:
         self._input_hook = self._input_hook or InputHook(self._watch, receiver, model)
         self._input_hook.install()
         watched = cleaned(self._watch.selection.apply(model).items())
-        before, self._forward_hooks = self._forward_hooks, {}
+        before = {hook.module(): hook for hook in self._forward_hooks.values()}
+        self._forward_hooks = {}
+        self._seen = [*map(id, model.modules())]
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self._watch.failures.log_once(
@@ -67,11 +70,8 @@ class WatchedModules:
                     "logged for their outputs"
                 )
                 continue
-            hook = before.get(name)
-            if hook is None or hook.module() is not module:
-                hook = ForwardHook(self._watch, receiver, name, module)
-            else:
-                del before[name]
+            hook = before.pop(module, None) or ForwardHook(self._watch, receiver, name, module)
+            hook.rename(name)
             hook.install()
             self._forward_hooks[name] = hook
         for hook in before.values():
@@ -80,6 +80,11 @@ class WatchedModules:
         convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
         drawn = spread(convolutions, PICTURED_MODULES) if self._watch.content.images else []
         self.pictured = frozenset(drawn)
+
+    def changed(self) -> bool:
+        """Whether the model has other modules than when hooks were put on them."""
+        model = self._watch.model()
+        return model is not None and self._seen != [*map(id, model.modules())]
 
     def uninstall(self) -> None:
         """Take hooks off again, but for modules in compiled graphs, which look at the switch.

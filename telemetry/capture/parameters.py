@@ -70,13 +70,21 @@ class ParameterTable:
         self._foreign[optimizer] = count
         return False
 
+    def lacks(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has more parameters than when it was asked last, some unknown."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._foreign.get(optimizer) == count or len(self.of(optimizer)) == count:
+            return False
+        self._foreign[optimizer] = count
+        return True
+
     def all_among(self, stepped: Collection[int]) -> bool:
         """Whether every parameter that has a gradient is among those with these indices."""
         model = self._model()
         with undisturbed():
             return model is None or all(
-                index in stepped
-                for index, parameter in enumerate(model.parameters())
+                self._index_of.get(id(parameter)) in stepped
+                for parameter in model.parameters()
                 if parameter.grad is not None
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -125,6 +126,7 @@ class ForwardPasses:
 
     Attributes:
         ran: Hooks that were called outside of a backward pass.
+        begun: Whether the model is known to be as when the step began.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class ForwardPasses:
     ) -> None:
         self.window = window
         self.ran: set[object] = set()
+        self.begun = False
         self._watch = watch
         self._content = watch.content
         self._failures = watch.failures
@@ -183,8 +186,8 @@ class ForwardPasses:
         if in_function_mode() or is_being_traced(output):
             return False
         self.window.order.setdefault(hook.name)
-        axis = self._unit_axis(hook, output)
-        if not self.window.observe("outputs", hook.output, output, unit_axis=axis, plain=True):
+        observe = partial(self.window.observe, "outputs", hook.output, output, plain=True)
+        if not observe(unit_axis=self._unit_axis(hook, output), repeats=hook.repeats()):
             return False
         self._follow(hook, output, 0)
         return True
@@ -226,7 +229,8 @@ class ForwardPasses:
         ranks, notes = self._watch.ranks, self.window.ranks
         if ranks is not None and not ranks.takes_output(notes, output, returned, axis):
             return
-        if not self.window.observe("outputs", output, tensor, unit_axis=axis):
+        repeats = None if place else hook.repeats()
+        if not self.window.observe("outputs", output, tensor, unit_axis=axis, repeats=repeats):
             what = described(tensor)
             self._failures.log_once(
                 f"what {hook.called} returned is not measured: {what} cannot be", kind=what

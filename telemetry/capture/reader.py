@@ -61,10 +61,13 @@ class StepReader:
 
     def before_step(self, window: Window, optimizer: Optimizer) -> None:
         """Read what an optimizer is about to use and to change, at its first step in a window."""
-        if window.full:
-            self._table.refresh()  # parameters may have been replaced
         if id(optimizer) in window.optimizers:
             return
+        # Parameters may have been replaced. Those of a step are known by their indices.
+        look = not window.optimizers and (window.full or self._table.lacks(optimizer))
+        if look and self._table.refresh():
+            window.before_clipping.clear()
+        window.parameters = window.parameters or self._table.parameters
         scaler = calling_scaler()
         if scaler is not None:
             window.scaler = read_scaler(scaler, optimizer, window.step)
@@ -94,8 +97,9 @@ class StepReader:
 
     def step_by_hand(self, window: Window) -> None:
         """Read everything after a step that no optimizer took."""
-        if window.full:
-            self._table.refresh()
+        if window.full and self._table.refresh():
+            window.before_clipping.clear()
+        window.parameters = self._table.parameters
         self._read(window, _BY_HAND, self._table.all(), scaled=False)
         self._read_update(window, _BY_HAND)
 
@@ -130,8 +134,13 @@ class StepReader:
             self._read_buffers(window)
         if not window.full:
             return
+        all_parameters = self._table.all()
+        if self._content.weights and not window.held:  # once: what is frozen, optimizers may lack
+            held = {index for index, _ in parameters}
+            frozen = [(i, p) for i, p in all_parameters if not p.requires_grad and i not in held]
+            self._observe(window, "weights", frozen)
         window.held.update(index for index, _ in parameters)
-        for index, parameter in self._table.all():
+        for index, parameter in all_parameters:
             if parameter.requires_grad:
                 window.trainable.add(index)
                 if parameter.grad is not None:

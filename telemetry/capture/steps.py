@@ -22,6 +22,7 @@ from telemetry.capture.watch import Watch, alone
 from telemetry.capture.window import Window
 from telemetry.measure import Measurer
 from telemetry.ranks.observer import RankObserver
+from telemetry.records import Output
 from telemetry.torch_private import NO_TASK, backward_task, undisturbed
 
 
@@ -68,6 +69,7 @@ class Steps:
         self.passes = Passes(watch, self._reader)
         self.optimizers = OptimizerHooks(self, primary, safe_point)
         self.window = Window(step=first_step, measurer=None)
+        self._checked_step: int | None = None
 
     def start(self) -> None:
         """Begin to watch: the step in progress begins anew."""
@@ -96,6 +98,10 @@ class Steps:
         if self.window.light and not full:
             self.window.step, self.window.norms, self.window.light = step, norms, False
             return
+        self._open(step, full=full, norms=norms, attaching=attaching)
+
+    def _open(self, step: int, *, full: bool, norms: bool = True, attaching: bool = False) -> None:
+        """Gather a step from here on; anew if the model has changed since it began."""
         self._reader.forget()
         self.window = Window(
             step=step,
@@ -133,14 +139,18 @@ class Steps:
 
     def on_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:
         """A compiled graph shows an output of a module, or the gradient of one."""
-        if backward:
-            if self.passes.backward is not None:
-                self.passes.backward.on_output_grad(hook, place, tensor)
-            return
-        # Without gradients only the graphs of a phase show anything.
-        forward = self._passes_of(hook, grad_enabled=True)
-        if forward is not None:
-            alone(forward.on_graph_output, hook, tensor, place)
+        if not backward:
+            # Without gradients only the graphs of a phase show anything.
+            forward = self._passes_of(hook, grad_enabled=True)
+            if forward is not None:
+                alone(forward.on_graph_output, hook, tensor, place)
+        elif self.passes.backward is not None:
+            self.passes.backward.on_output_grad(hook, place, tensor)
+        # What is measured depends on the compiler, so the first time it is compared.
+        if self.window.full and self._checked_step in (None, self.window.step):
+            self._checked_step = self.window.step
+            kind = "output_grads" if backward else "outputs"
+            alone(self.window.check, kind, Output(hook.name, place), tensor)
 
     def _join_ranks(self) -> None:
         """The first call of the model or step of an optimizer: by now the ranks are known."""
@@ -156,6 +166,14 @@ class Steps:
         if forward is not None and forward.window.optimizers and backward_task() == NO_TASK:
             self.end_waiting()
             forward = self.passes.of_call(hook, grad_enabled)
+        if forward is not None and forward is self.passes.forward and not forward.begun:
+            forward.begun = True
+            if self.modules.changed():
+                self.passes.end()
+                self._open(self.window.step, full=True)
+                forward = self.passes.of_call(hook, grad_enabled)
+                if forward is not None:
+                    forward.begun = True
         return forward
 
     # --- its optimizer steps: called by the hooks on optimizers -----------------------------------

@@ -17,12 +17,15 @@ from telemetry.capture.updates import UpdateReading
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
 from telemetry.ranks.observer import RankNotes
-from telemetry.records import Output
+from telemetry.records import Output, Parameter
 
 MANY_OBSERVATIONS = 8192
 FEW_CALLS = 4
 """Bounds of one step: after so many observations only the first calls of each tensor are measured,
 the others counted."""
+
+_CHECKS = 32
+"""So many outputs, and so many of their gradients, are reduced by PyTorch, too, once in a run."""
 
 Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights", "second_moments"]
 """Named like the field of the :class:`StepRecord` that it becomes."""
@@ -80,6 +83,7 @@ class Window:
         tally: Observations in their order, of backward passes those of training.
         passes: How many such passes have ended.
         light: Whether a :class:`LightReader` has read it; then the rest here stays empty.
+        parameters: What the indices of this window count.
         square: Of the norm of the gradients that optimizers were given, as far as known at once.
         no_step: Notices training that no optimizer of the model ever ends.
         optimizers: What each optimizer was given at its first step in this window.
@@ -93,6 +97,7 @@ class Window:
         held: Those that an optimizer holds which stepped.
         fingerprints: Of the tensors that the model was given, see :func:`fingerprint`.
         examples: Length of the first of them, in all forward passes together.
+        checks: Of a few observations minimum, maximum and norm as PyTorch has them.
     """
 
     step: int
@@ -104,6 +109,7 @@ class Window:
     tally: Tally = field(default_factory=Tally)
     passes: int = 0
     light: bool = False
+    parameters: tuple[Parameter, ...] = ()
     square: float = 0.0
     no_step: NoStepWatch = field(default_factory=NoStepWatch)
     optimizers: dict[int, OptimizerReading] = field(default_factory=dict)
@@ -115,6 +121,7 @@ class Window:
     held: set[int] = field(default_factory=set)
     fingerprints: list[HostCopy] = field(default_factory=list)
     examples: int = 0
+    checks: list[tuple[Kind, Name, int, HostCopy]] = field(default_factory=list)
     updates: list[UpdateReading] = field(default_factory=list)
     parameter_norms: list[NormReading] = field(default_factory=list)
     buffer_names: Sequence[str] = ()
@@ -129,6 +136,8 @@ class Window:
     def __post_init__(self) -> None:
         self._seen: dict[tuple[Kind, Name], int] = {}
         self._measured = 0
+        # Of the tensor that was observed last: what it was, its identity, and its measurement.
+        self._last: tuple[Kind, Name, int, int] | None = None
         self._overflow_ends: dict[torch.device, Tensor] = {}
 
     @property
@@ -158,6 +167,7 @@ class Window:
             held=set(),
             fingerprints=[],
             examples=0,
+            checks=[],
         )
 
     def observe(
@@ -170,6 +180,7 @@ class Window:
         scaled: bool = False,
         tally: Tally | None = None,
         plain: bool = False,
+        repeats: Name | None = None,
     ) -> bool:
         """Measure ``tensor`` as it is now; False if that is not possible.
 
@@ -179,22 +190,45 @@ class Window:
             scaled: Whether it still has the factor of a ``GradScaler`` on it, if there is one.
             tally: Where it goes: that of a running backward pass; None: this window's own.
             plain: By :meth:`Measurer.add_plain`, which disturbs nothing but takes fewer tensors.
+            repeats: What of this kind has the same values; if it came just before, they are not
+                read again.
         """
         if self.measurer is None:
             return True
         tally = self.tally if tally is None else tally
         key = kind, name
         seen = self._seen.get(key, 0)
+        last = self._last
         if self._measured >= MANY_OBSERVATIONS and seen >= FEW_CALLS:
             tally.counted[key] += 1
+            self._last = None
             return True
-        add = self.measurer.add_plain if plain else self.measurer.add
-        measurement = add(tensor, unit_axis=unit_axis, powers=_POWERS.get(kind, 2))
-        if measurement is None:
-            return False
+        measurement: int | None
+        if last is not None and last[:3] == (kind, repeats, id(tensor)):
+            measurement = last[3]
+        else:
+            add = self.measurer.add_plain if plain else self.measurer.add
+            measurement = add(tensor, unit_axis=unit_axis, powers=_POWERS.get(kind, 2))
+            if measurement is None:
+                return False
         self._seen[key] = seen + 1
+        self._last = kind, name, id(tensor), measurement
         self._enter(tally, Observation(kind, name, measurement, scaled))
         return True
+
+    def check(self, kind: Kind, name: Name, tensor: Tensor) -> None:
+        """Have PyTorch reduce the tensor, too, if it is the one that was observed last.
+
+        Nothing is waited for; :meth:`CapturedStep.record` compares.
+        """
+        if self._last is None or self._last[:3] != (kind, name, id(tensor)):
+            return
+        few = sum(checked[0] == kind for checked in self.checks) < _CHECKS
+        if few and tensor.numel() and tensor.dtype in (torch.float32, torch.bfloat16):
+            extremes = torch.stack(torch.aminmax(tensor.detach())).to(torch.float64)
+            norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
+            figures = HostCopy(torch.cat([extremes, norm[None]]))
+            self.checks.append((kind, name, self._last[3], figures))
 
     def observe_parameters(
         self, kind: Kind, named: Mapping[str, Tensor], *, scaled: bool = False

@@ -69,5 +69,5 @@ def _print_alert(head: str, alert: Alert | None, console: Console) -> None:
     line.append(alert.severity, style=_STYLES[alert.severity])
     line.append(printable(f" {alert.kind}{stage}") + alert.where)
     console.print(line, soft_wrap=True)
-    for text in (*alert.message.splitlines(), *alert.consequences):
+    for text in alert.message.splitlines():
         console.print(Text(f"  {printable(text)}"), soft_wrap=True)

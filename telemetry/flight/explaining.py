@@ -79,8 +79,6 @@ def _alerts(flight: Mapping[str, Any]) -> Iterator[str]:
         stage = "" if alert.stage == "begin" else f", {alert.stage}"
         yield f"\n{alert.severity}: {alert.kind}{alert.where} at step {alert.step}{stage}"
         yield from (f"  {line}" for line in alert.message.splitlines())
-        if alert.consequences:
-            yield f"  It explains: {', '.join(alert.consequences)}"
 
 
 def _exception(flight: Mapping[str, Any]) -> Iterator[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,9 +15,6 @@ from telemetry.measure.native import Pending
 from telemetry.measure.tensors import values_of
 from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch
-
-_Asked = tuple[int | None, int | None, int]
-"""Version of a tensor, axis of its units, powers."""
 
 
 class Measurer:
@@ -40,14 +36,9 @@ class Measurer:
     def _begin(self) -> None:
         self._devices: dict[torch.device, DeviceTensors] = {}
         self._pending: list[Pending] = []
-        # The tensor that was added last, its version and what was asked of it, and its index.
-        self._last: tuple[Callable[[], Tensor | None], _Asked | None, int] = _no_tensor, None, -1
 
     def add(self, tensor: Tensor, *, unit_axis: int | None = None, powers: int = 4) -> int | None:
         """Measure ``tensor`` as it is now, without keeping it.
-
-        A tensor that comes again at once, unchanged as far as PyTorch knows, is not read again:
-        containers return what their last module returned.
 
         Args:
             tensor: Any shape, layout, numeric dtype and device. Complex numbers count with their
@@ -66,12 +57,7 @@ class Measurer:
             IndexError: The tensor has no axis ``unit_axis``.
         """
         index = self.add_plain(tensor, unit_axis=unit_axis, powers=powers)
-        if index is not None:
-            return index
-        index = self._add_other(tensor, unit_axis, powers)
-        if index is not None:
-            self._last = weakref.ref(tensor), (_version_of(tensor), unit_axis, powers), index
-        return index
+        return self._add_other(tensor, unit_axis, powers) if index is None else index
 
     def add_plain(
         self, tensor: Tensor, *, unit_axis: int | None = None, powers: int = 4
@@ -81,18 +67,8 @@ class Measurer:
         It calls no operation of PyTorch's, so it may be called anywhere but in torch-function
         modes.
         """
-        asked = _version_of(tensor), unit_axis, powers
-        known, known_asked, index = self._last
-        if known() is tensor and known_asked == asked and asked[0] is not None:
-            return index
         (read,) = native.measure_plain((tensor,), unit_axis, powers)
-        if read is None:
-            return None
-        with self._lock:
-            self._pending.append(read)
-            index = len(self._pending) - 1
-            self._last = weakref.ref(tensor), asked, index
-        return index
+        return None if read is None else self._append(read)
 
     def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
         """The same of many tensors without units, for less than one by one."""
@@ -156,15 +132,6 @@ class Measurements:
             finally:
                 self._pending.clear()
         return self._records
-
-
-def _no_tensor() -> None:
-    """Stands for a reference to a tensor that is gone."""
-
-
-def _version_of(tensor: Tensor) -> int | None:
-    """How often it was changed in place; None where that is not counted."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _empty() -> TensorRecord:

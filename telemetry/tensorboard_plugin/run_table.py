@@ -26,7 +26,7 @@ from telemetry.tensorboard_plugin.provider_source import (
 
 _MAX_ALERTS = 8
 """Alerts of a run that are read to find the first that is more than a note."""
-_MAX_HPARAMS = 100
+_MAX_HPARAMS = 1000
 _MAX_TEXT = 200
 
 _Loss = tuple[object, dict[str, Any]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -11,7 +13,8 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.page_format import LAYOUT_PREFIX, LOSS_PREFIX
-from telemetry.records import StepRecord
+from telemetry.plain_text import printable
+from telemetry.records import Layout, StepRecord
 from telemetry.tag_names import RUN
 from telemetry.writing import custom_scalars, rank_curves, spread, tags
 from telemetry.writing.bulk import Bulk
@@ -19,6 +22,8 @@ from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.learning_rates import LearningRates
 from telemetry.writing.page import PageWriter
 from telemetry.writing.step_times import StepTimes
+
+log = logging.getLogger("telemetry")
 
 _SETTINGS = frozenset({charts_metadata.PLUGIN_NAME, hparams_metadata.PLUGIN_NAME})
 _MARKS = [mark.encode() for mark in (LAYOUT_PREFIX, LOSS_PREFIX, *_SETTINGS)]
@@ -60,6 +65,7 @@ class Board:
         self._times = StepTimes()
         self._picture = HeatmapPicture(self._bulk) if pictures else None
         self._alert_count = 0
+        self._layout: Layout | None = None
 
     def first_values(self) -> Sequence[bytes]:
         """The values to write once, at the beginning of the run."""
@@ -75,6 +81,8 @@ class Board:
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """The values to write in an event with the record's step."""
+        if self._page.begins_layout(record):
+            yield from self._changes(record)
         yield from tags.values_of(record, self._bulk)
         if record.ranks is not None:
             yield from rank_curves.values_of(record.ranks)
@@ -112,6 +120,26 @@ class Board:
         """The values to write when the logger is closed, and the step of their event."""
         value = self._page.end_value(exception)
         return self._page.last_step, () if value is None else (value, self._alert_curve())
+
+    def _changes(self, record: StepRecord) -> Iterator[bytes]:
+        """A line that says which layers are others than at the step before, if any are."""
+        before, self._layout = self._layout, record.layout
+        if before is None:
+            return
+        old, new = ({p.name: p.shape for p in one.parameters} for one in (before, record.layout))
+        gone = [name for name in old if name not in new]
+        added = [name for name in new if name not in old]
+        # The shape of what is lazy is not known before.
+        other = [name for name in new if old.get(name) and old[name] != new[name]]
+        said = [
+            f"{what}: {printable(reprlib.repr(names))}"
+            for what, names in (("added", added), ("gone", gone), ("of another shape", other))
+            if names
+        ]
+        if said:
+            line = f"The model's parameters changed before step {record.step}; {'; '.join(said)}"
+            log.info("telemetry: %s", line)
+            yield summaries.text(f"{RUN}layers_changed", line)
 
     def _alert_curve(self) -> bytes:
         return summaries.scalar(f"{RUN}alerts/count", self._alert_count)

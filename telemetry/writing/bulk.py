@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -13,6 +14,8 @@ from telemetry.events import summaries
 from telemetry.images import encode_png
 from telemetry.sketch import Sketch
 from telemetry.writing import histograms
+
+log = logging.getLogger(__name__)
 
 Picture = tuple[str, NDArray[np.uint8]]
 """A tag, and pixels ``[height, width, 3]``."""
@@ -31,7 +34,8 @@ class Bulk:
     Pictures take at most a third: as many as fit, and the next step goes on with the others; one
     that does not fit alone is written at half its size, or less. For histograms to fit, two, three
     and up to 32 neighbouring buckets become one, which are four octaves, and magnitudes, which are
-    the same values once more, are left out. If that is not enough, tags take turns.
+    the same values once more, are left out, which is logged once. If that is not enough, tags take
+    turns.
 
     Args:
         max_bytes: Of each step; None: no limit.
@@ -43,6 +47,7 @@ class Bulk:
         self._classic = classic
         self._row_bytes = _CLASSIC_ROW_BYTES if classic else _ROW_BYTES
         self._next_picture = self._next_histogram = 0
+        self._says_left_out = True
 
     def values_of(
         self,
@@ -93,6 +98,8 @@ class Bulk:
         self, sketches: Mapping[str, Sketch], magnitudes: Mapping[str, Sketch], room: int
     ) -> Iterator[bytes]:
         merged = self._width(sketches, room)
+        if merged > 1 and magnitudes:
+            self._say_left_out()
         names = list(sketches)
         turn = self._next_histogram % max(1, len(names))
         order = iter([*names[turn:], *names[:turn]])
@@ -103,11 +110,22 @@ class Bulk:
                     return
                 self._next_histogram = turn = (turn + 1) % len(names)
                 yield value
+        if merged > 1:
+            return
         for value in histograms.log10_values_of(magnitudes, classic=self._classic):
             room -= len(value)
-            if merged > 1 or room < 0:
-                return
+            if room < 0:
+                return self._say_left_out()
             yield value
+
+    def _say_left_out(self) -> None:
+        if self._says_left_out:
+            log.warning(
+                "telemetry: histograms of gradients' magnitudes (grad_log10/...) are left out: "
+                "beside those of values, they do not fit into max_bytes_per_step=%s",
+                self._max_bytes,
+            )
+        self._says_left_out = False
 
     def _width(self, sketches: Mapping[str, Sketch], room: int) -> int:
         """How many buckets become one, so that all histograms fit; the most if they never do."""

@@ -19,8 +19,9 @@ from telemetry.sketch import Sketch
 from telemetry.tag_names import ALERTS, HISTOGRAMS, IMAGES, LAYERS, RUN, TOTAL_GRAD_NORM, numbered
 from telemetry.writing.bulk import Bulk
 
-MANY_PARAMETERS = 64
-"""Models with more have curves of some layers only: TensorBoard shows one card for each curve."""
+MANY = 64
+"""Models with more parameters or modules have curves of some layers only, whatever the statistic:
+TensorBoard shows one card for each curve."""
 SHOWN_OF_MANY = 12
 
 
@@ -81,12 +82,13 @@ def _curves_of_run(record: StepRecord) -> Iterator[tuple[str, float]]:
 
 def _curves_of_layers(record: StepRecord, group: str) -> Iterator[tuple[str, float]]:
     layout = record.layout
+    most = SHOWN_OF_MANY if max(len(layout.parameters), len(layout.modules)) > MANY else MANY
     if not record.phase:
         parameters = [layout.parameters[index] for index in layout.depth_order]
         tag_of = {p.name: _parameter_tag(layout, p) for p in parameters}
         for name, values_by_name in PARAMETER_STATISTICS.items():
             values = values_by_name(record)
-            yield from _curves(f"{group}{name}", list(tag_of), tag_of, values)
+            yield from _curves(f"{group}{name}", list(tag_of), tag_of, values, most)
     layers = table(record)
     tag_of = {m.name: _output_tag(layout, Output(m.name)) for m in layout.modules}
     columns, known = layers.values.T.tolist(), layers.known.T.tolist()
@@ -98,15 +100,19 @@ def _curves_of_layers(record: StepRecord, group: str) -> Iterator[tuple[str, flo
             for name, value, is_known in zip(tag_of, column, measured, strict=True)
             if is_known and not (statistic.zero_is_silent and value == 0)
         }
-        yield from _curves(f"{group}{statistic.name}", list(found), tag_of, found)
+        yield from _curves(f"{group}{statistic.name}", list(found), tag_of, found, most)
 
 
 def _curves(
-    statistic: str, names: Sequence[str], tag_of: Mapping[str, str], values: Mapping[str, float]
+    statistic: str,
+    names: Sequence[str],
+    tag_of: Mapping[str, str],
+    values: Mapping[str, float],
+    most: int,
 ) -> Iterator[tuple[str, float]]:
-    """A point for each name with a value; of many names, for some, with the range over all."""
-    many = len(names) > MANY_PARAMETERS
-    for name in spread(names, SHOWN_OF_MANY) if many else names:
+    """A point for each name with a value; of more than ``most``, for so many, with the range."""
+    many = len(names) > most
+    for name in spread(names, most) if many else names:
         value = values.get(name)
         if value is not None and not math.isnan(value):
             yield f"{statistic}/{tag_of[name]}", value

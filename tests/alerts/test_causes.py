@@ -13,6 +13,7 @@ from torch.optim import SGD
 from telemetry.alert import Alert, Severity, Stage
 from telemetry.alerts.causes import OneCause
 from telemetry.alerts.configuration import _RULES, rules_from
+from telemetry.alerts.dead_units import DeadUnits
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.records import Layout, StepRecord
 from telemetry.rule import as_rule
@@ -52,6 +53,40 @@ def reported(*found: Alert) -> list[tuple[int, str, str]]:
     return [(alert.step, alert.stage, alert.kind) for alert in alerts]
 
 
+@pytest.mark.parametrize("state", ["dead_units", "nonfinite"])
+@pytest.mark.parametrize("severity", ["warning", "error"])
+def test_a_state_is_told_though_its_cause_is_as_severe(state: str, severity: Severity) -> None:
+    cause = alert("loss_spike", 5, severity=severity)
+    seen = f"{state} is 7 of 9."
+    found = replace(alert(state, 77, severity=severity), value=7.0, threshold=9.0)
+    found = replace(found, message=f"{seen}\nOther advice.")
+    by_step = {5: [cause], 77: [found], 78: [replace(found, step=78)]}
+    one_cause = OneCause([as_rule(lambda record: by_step.get(record.step, []))])
+    [_, worse] = [alert for step in range(90) for alert in one_cause(record(step))]
+    assert (worse.kind, worse.step, worse.stage) == ("loss_spike", 77, "worse")
+    assert (worse.value, worse.threshold, worse.severity) == (7.0, 9.0, severity)
+    told = f"{seen} It follows from the loss spike of step 5."
+    listed = f"It leads to: {state.replace('_', ' ')}."
+    assert worse.message.split("\n") == [told, listed, "Advice."]
+
+
+def test_dead_units_become_an_error_when_no_gradient_is_left() -> None:
+    model = net()
+    _, bias, *head = model.parameters()
+    optimizer = SGD(model.parameters(), 0.1)
+
+    def silence(step: int) -> None:
+        if step == 150:
+            bias.data[1:] = -999.0
+        elif step == 160:
+            bias.data[0] = -999.0
+            for parameter in head:
+                parameter.requires_grad_(False)
+
+    found = train(DeadUnits(), 200, model=model, optimizer=optimizer, before=silence, every=1)
+    assert [(a.severity, a.stage) for a in found] == [("warning", "begin"), ("error", "worse")]
+
+
 def test_a_consequence_is_not_reported() -> None:
     assert reported(alert("loss_divergence", 5), alert("exploding_gradient", 7)) == [
         (5, "begin", "loss_divergence")
@@ -63,6 +98,7 @@ def test_a_lasting_state_is_reported_when_its_cause_is_over(state: str) -> None:
     cause, over = alert("loss_divergence", 5), alert("loss_divergence", 30, "end")
     assert reported(cause, alert(state, 7), over) == [
         (5, "begin", "loss_divergence"),
+        (7, "worse", "loss_divergence"),
         (30, "end", "loss_divergence"),
         (30, "begin", state),
     ]
@@ -125,7 +161,10 @@ def test_units_that_died_between_two_measurements_died_when_the_rate_jumped(jump
     others = {name: None for name in _RULES if name not in {"dead_units", "vanishing_gradient"}}
     [rule] = rules_from(others)
     [alert] = train(rule, 60, model=model, optimizer=optimizer, before=kill, every=100)
-    assert (alert.kind, alert.step) == ("dead_units", 36)  # measured twice, from when it was asked for
+    assert (alert.kind, alert.step) == (
+        "dead_units",
+        36,
+    )  # measured twice, from when it was asked for
     assert (", 3 steps after the learning rate had jumped to 30." in alert.message) == (jump > 1)
 
 

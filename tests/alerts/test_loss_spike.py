@@ -69,6 +69,9 @@ def test_a_small_rise_after_a_jump_of_the_rate_is_told_where_the_loss_had_fallen
             optimizer.step()
     alert, *_ = alerts_of(run.records, [LossSpike()])
     assert 207 <= alert.step <= 215
+    high = run.records[alert.step].loss
+    assert alert.value == high
+    assert f"jumped to {high:.4g} at step {alert.step}" in alert.message
     assert "10-fold to 0.03" in alert.message
 
 

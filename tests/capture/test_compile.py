@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import Outcome, Recorder, assert_left_alone
 
 from telemetry import HookLogger
+from telemetry.measure import Measurer
 from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED
 
 # The compiler warns of its own doings.
@@ -140,6 +141,30 @@ def test_inductor(tmp_path: Path) -> None:
 
     outcome = assert_left_alone(make, loop, tmp_path, every_n_steps=3)
     assert_values(outcome, whole, make)
+
+
+@needs_observable_graphs
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_tensor_that_is_recorded_as_another_one_is_told_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: bool,
+) -> None:
+    add = Measurer.add
+
+    def add_wrongly(measurer: Measurer, tensor: Tensor, **asked: Any) -> int | None:
+        return add(measurer, tensor, **asked) if tensor.min() < 0 else 0
+
+    if broken:  # a ReLU is recorded as the layer before
+        monkeypatch.setattr(Measurer, "add", add_wrongly)
+    with HookLogger(model := Net(), tmp_path, every_n_steps=2):
+        for _ in loop_with(whole, steps=4)(model, None):
+            pass
+    told = [r.getMessage() for r in caplog.records if "than PyTorch finds" in r.getMessage()]
+    assert len(told) == broken
+    if told:
+        assert "the first being outputs of blocks.0.relu" in told[0]
 
 
 @needs_observable_graphs

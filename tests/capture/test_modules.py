@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from twins import assert_left_alone, run
 
 from telemetry import HookLogger
+from telemetry.measure import Measurer
 from telemetry.records import Output
+from telemetry.testing import capture_run
 
 
 def sgd_loop(
@@ -64,6 +66,55 @@ class ChangedInPlace(nn.Module):
 
 def test_outputs_changed_in_place_are_logged_as_they_were_returned(tmp_path: Path) -> None:
     check(ChangedInPlace, plain, tmp_path)
+
+
+class Clamps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.clamp_(-0.1, 0.1)
+        return x
+
+
+def test_what_a_module_changes_without_pytorch_noticing_is_logged_as_it_was_returned(
+    tmp_path: Path,
+) -> None:
+    check(lambda: nn.Sequential(nn.Linear(4, 4), Clamps(), nn.Linear(4, 2)), plain, tmp_path)
+
+
+class Other(nn.Sequential):
+    """Not known to return what its last module does."""
+
+
+@pytest.mark.parametrize(
+    ("disturb", "read"),
+    [
+        (lambda inner: None, 1),
+        (lambda inner: inner[-1].register_forward_hook(lambda *_: None), 1),  # before ours
+        (lambda inner: inner.register_forward_hook(lambda *_: None), 2),
+        (lambda inner: inner[-1].register_full_backward_hook(lambda *_: None), 2),
+        (lambda inner: setattr(inner, "forward", lambda x: inner[1](inner[0](x))), 2),
+        (lambda inner: setattr(inner, "__class__", Other), 2),
+    ],
+)
+def test_what_a_sequential_returns_is_read_once_unless_something_comes_between(
+    monkeypatch: pytest.MonkeyPatch, disturb: Callable[[Any], object], read: int
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)), nn.Identity())
+    disturb(model[1])
+    reads = 0
+    add_plain = Measurer.add_plain
+
+    def counted(measurer: Measurer, tensor: Tensor, **asked: Any) -> int | None:
+        nonlocal reads
+        reads += asked["powers"] == 4  # an output
+        return add_plain(measurer, tensor, **asked)
+
+    monkeypatch.setattr(Measurer, "add_plain", counted)
+    with capture_run(model, modules=["1", "1.1"]) as captured:
+        for _ in sgd_loop(lambda model, x: model(x).square().mean(), steps=1)(model, None):
+            pass
+    assert reads == read
+    [record] = captured.records
+    assert {str(output) for output in record.outputs} == {"1", "1.1"}
 
 
 class Views(nn.Module):
@@ -348,6 +399,96 @@ def test_modules_replaced_or_added_are_watched_from_the_next_measured_step(tmp_p
     assert outcome.full[2].activations["2"].sketch.count == 6 * 3
     assert outcome.full[3].activations["3"].sketch.count == 6
     assert set(outcome.full[3].grads) == {f"{i}.{p}" for i in "023" for p in ("weight", "bias")}
+
+
+def _add(model: nn.Sequential) -> None:
+    model.insert(2, nn.Linear(6, 6))
+
+
+def _remove(model: nn.Sequential) -> None:
+    del model[3]
+    del model[2]
+
+
+def _replace(model: nn.Sequential) -> None:
+    model[4] = nn.Linear(6, 2)
+
+
+@pytest.mark.parametrize("change", [_add, _remove, _replace])
+@pytest.mark.parametrize("when", ["before", "after forward", "after backward"])
+@pytest.mark.parametrize("every_n_steps", [2, 3])  # step 2 is measured, or is not
+def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
+    change: Callable[[nn.Sequential], None], when: str, every_n_steps: int
+) -> None:
+    layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with capture_run(model, every_n_steps=every_n_steps) as captured:
+        for step in range(5):
+            optimizer.zero_grad()
+            for moment in ("before", "after forward", "after backward"):
+                if step == 2 and moment == when:
+                    change(model)
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                if moment == "before":
+                    outputs, value = {}, torch.randn(3, 4)
+                    for name, layer in model.named_children():
+                        outputs[name] = layer.weight if isinstance(layer, nn.Linear) else None
+                    loss = model(value).square().sum()
+                elif moment == "after forward":
+                    loss.backward()
+                    before = _norm([p.grad for p in model.parameters() if p.grad is not None])
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            used = _norm([p.grad for p in model.parameters() if p.grad is not None])
+            optimizer.step()
+            record = captured.records[-1]
+            assert record.step == step
+            assert record.total_grad_norm == pytest.approx(used, rel=1e-4)
+            if record.full:
+                assert {output.module_name for output in record.outputs} == set(outputs)
+                for name, weight in outputs.items():
+                    if weight is not None:
+                        assert record.outputs[Output(name)].sketch.count == 3 * len(weight)
+                clipped = record.total_grad_norm_before_clipping
+                if (step, when) != (2, "before") and step == 2:
+                    assert clipped is None  # of parameters that are gone
+                else:
+                    assert clipped == pytest.approx(before, rel=1e-4)
+
+
+def _norm(grads: list[Tensor]) -> float:
+    return float(torch.cat([grad.reshape(-1) for grad in grads] or [torch.zeros(1)]).norm())
+
+
+def test_a_line_in_the_run_says_at_which_step_layers_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "telemetry")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with HookLogger(model, tmp_path, every_n_steps=2):
+        for _ in plain(model, None):
+            pass
+        model.insert(1, nn.Linear(4, 4))
+        for _ in plain(model, None):
+            pass
+    told = "changed before step 2; added: ['2.weight', '2.bias']; of another shape: ['1.weight'"
+    assert told in caplog.text
+    [events] = tmp_path.glob("*tfevents*")
+    assert told.encode() in events.read_bytes()
+
+
+def test_frozen_weights_that_no_optimizer_holds_are_measured() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with capture_run(model, every_n_steps=2) as captured:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+    assert [len(record.weights) for record in captured.records] == [4, 0]
+    frozen = captured.records[0].weights["0.weight"].sketch
+    assert frozen.sum_squares == pytest.approx(model[0].weight.square().sum().item(), rel=1e-5)
 
 
 def test_a_replaced_module_keeps_no_hook(tmp_path: Path) -> None:

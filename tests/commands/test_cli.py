@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,15 @@ def test_alerts_decide_the_exit_status(
     out = capsys.readouterr().out
     assert out.startswith(f"step 5: {severity} exploding_gradient")
     assert "in growing\n  The gradient grew." in out
+
+
+def test_consequences_are_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = replace(alert_at(5, "growing"), consequences=("dead_units",))
+    told = replace(told, message="Seen.\nIt leads to: dead units.\nAdvice.")
+    write_demo(tmp_path, told)
+    assert main(["alerts", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == ["  Seen.", "  It leads to: dead units.", "  Advice."]
 
 
 def test_no_alerts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,14 @@ def exploding(step: int) -> np.ndarray:
     return np.array([0.01, 1, 10.0 ** (step / 2)], np.float32)
 
 
+def apart(step: int) -> np.ndarray:
+    """All alike; at step 9, one layer is 1,000 times smaller and another 10 times larger."""
+    return np.array([1e-3, MISSING, 10, 1] if step == 9 else [1, MISSING, 1, 1], np.float32)
+
+
 def write_runs(logdir: Path) -> None:
+    names = ["group.small", "group.act", "group.large", "head"]
+    write_run(logdir / "apart", layout_of(names), steps=range(10), norms=apart)
     write_run(
         logdir / "demo", layout_of(NAMES), steps=range(60), norms=rising, matrices=matrices,
         every=10,

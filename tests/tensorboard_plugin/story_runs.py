@@ -43,14 +43,16 @@ def write_story(logdir: Path) -> None:
             alert_at(BOOM, "blocks.2.norm", kind="nonfinite", message="It is NaN."),
         ],
     )  # fmt: skip
-    for name in ("old9", "old10"):
+    for name, norm in (("old9", 2), ("old10", 1)):
         write_run(
             logdir / name, layout_of([HOSTILE, "b"]), steps=range(30),
-            session="20260201-000000.000-a", norms=lambda _: np.ones(2, np.float32),
+            session="20260201-000000.000-a",
+            norms=lambda _, norm=norm: np.full(2, norm, np.float32),
         )  # fmt: skip
     for name, rate, session in (("boom", 0.5, "20260301-000000.000-aaaa"), ("old9", 0.01, "")):
         writer = FileWriter(logdir / name)
-        writer.write_values(hparams.values_of({"lr": rate, "depth": 3}, ["loss"]), 0)
+        betas = {f"beta{i}": rate + i for i in range(8)}
+        writer.write_values(hparams.values_of({**betas, "lr": rate, "depth": 3}, ["loss"]), 0)
         if session:
             end = summaries.tensor(end_tag(session), encode_end(RuntimeError()), PLUGIN_NAME)
             writer.write_values([end], 399)

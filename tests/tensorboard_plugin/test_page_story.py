@@ -84,6 +84,52 @@ def test_a_run_that_began_since_the_page_was_read_opens(page: TelemetryPage) -> 
     assert page.link()["run"] == "old10"
 
 
+def test_enter_opens_the_only_run_that_is_left(page: TelemetryPage) -> None:
+    page.open()
+    page.heatmap.focus()
+    page.page.keyboard.press("r")
+    page.locator(".runs[data-loaded]").wait_for()
+    page.page.keyboard.type("old")
+    page.page.keyboard.press("Enter")  # there are two
+    assert page.locator(".run-link").all_inner_texts() == ["old9", "old10"]
+    page.page.keyboard.type("10")
+    heads = page.locator(".runs th").all_inner_texts()
+    assert "Last loss" in heads
+    assert "lr" not in heads  # that run has none
+    page.page.keyboard.press("Enter")
+    page.locator(".panel[data-run=old10]").wait_for()
+
+
+def test_a_link_to_a_run_that_is_not_there_says_so(page: TelemetryPage) -> None:
+    page.open(run="gone", other="lost")
+    said = page.locator(".missing-run")
+    assert said.inner_text() == "No telemetry data of “gone” and “lost”; this is “boom”."
+    page.open(run="old9", other="gone")
+    assert said.inner_text() == "No telemetry data of “gone”; this is “old9”."
+    page.locator("button[aria-label='Run: old9']").click()
+    page.locator(".runs[data-loaded] .run-link", has_text="old10").click()
+    page.locator(".panel[data-run=old10]").wait_for()
+    assert said.is_hidden()
+
+
+def test_details_are_of_the_run_that_was_clicked(page: TelemetryPage) -> None:
+    page.open(run="old9", other="old10")
+    detail = page.locator(".detail[data-loaded=true]")
+    for panel, name, norm in ((0, "old9", "2"), (1, "old10", "1")):
+        point = page.point(0.75, 0.5, panel)
+        page.locator(".heatmap").nth(panel).click(position=point)
+        detail.filter(has_text=name).wait_for()
+        assert detail.locator("td").first.inner_text() == norm
+    link = page.link()
+    page.open(**link)
+    detail.filter(has_text="old10").wait_for()
+    page.locator(".heatmap").first.focus()
+    page.page.keyboard.press("ArrowLeft")
+    assert page.locator(".announcer").inner_text() == "old9: b, step 14: 2"
+    detail.filter(has_text="old9").wait_for()
+    assert "of" not in page.link()
+
+
 # --- the story
 
 

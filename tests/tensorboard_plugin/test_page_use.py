@@ -58,7 +58,13 @@ def test_the_keyboard_moves_through_steps_and_layers(page: TelemetryPage) -> Non
     assert (page.link()["layer"], page.link()["step"]) == (".head", "10")
     page.page.keyboard.press("n")
     assert (page.link()["layer"], page.link()["step"]) == (".blocks.0.fc", "7")
-    assert "blocks.0.fc, step 7" in page.locator(".announcer").inner_text()
+    # What is read out at each key is short.
+    said = page.locator(".announcer")
+    assert said.inner_text() == (
+        "warning at step 7: Vanishing gradient in blocks.0.fc. blocks.0.fc, step 7: 10.1"
+    )
+    page.page.keyboard.press("ArrowRight")
+    assert said.inner_text() == "blocks.0.fc, step 8: 10.1"
 
 
 def test_dragging_zooms_in_both_directions(page: TelemetryPage) -> None:
@@ -83,6 +89,36 @@ def test_groups_fold_into_one_row(page: TelemetryPage) -> None:
     assert page.link()["folded"] == "blocks"
     # Three rows: stem, blocks, head; a group has the color of its largest layer.
     wait_for(lambda: page.pixel(0.5, 0.5) == largest, "the folded picture")
+
+
+@pytest.mark.parametrize("every_layer", ["", "1"])
+def test_picture_profile_and_tooltip_show_the_same_of_a_folded_group(
+    page: TelemetryPage, every_layer: str
+) -> None:
+    page.open(run="apart", mode="own", folded="group", all=every_layer, step="9")
+    assert page.pixel(0.25, 0.95) == "#08407e"  # the end for what is too small
+    point, has_range = page.frame.evaluate(PROFILE)
+    assert point < 0.2
+    assert has_range
+    page.heatmap.click(position=page.point(0.25, 0.95))
+    assert page.link()["layer"] == ".group.small"
+
+
+PROFILE = """() => {
+  const canvas = document.querySelector("canvas.profile");
+  const { width, height } = canvas;
+  const { data } = canvas.getContext("2d").getImageData(0, 0, width, height >> 1);
+  const style = getComputedStyle(document.documentElement);
+  const placesOf = (name) => {
+    const hex = style.getPropertyValue(`--${name}`).trim();
+    const [r, g, b] = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+    const isIt = (i) => data[i] === r && data[i + 1] === g && data[i + 2] === b;
+    return Array.from({ length: data.length / 4 }, (_, i) => i).filter((i) => isIt(4 * i));
+  };
+  const places = placesOf("curve1").map((i) => (i % width) / width);
+  return [Math.min(...places), placesOf("missing").length > 20];
+}"""
+"""Of the upper half of the profile: where its line is leftmost, and whether it shows a range."""
 
 
 def test_a_link_keeps_groups_apart_whatever_they_are_called(page: TelemetryPage) -> None:
@@ -177,6 +213,15 @@ def test_every_state_has_its_message(
     page.open(ready=state)
     assert text in page.locator(".message").inner_text()
     page.screenshot(f"page-{state}")
+
+
+def test_an_empty_page_fills_when_data_has_come(page: TelemetryPage) -> None:
+    runs = "**/plugin/telemetry/runs"
+    page.page.route(runs, lambda asked: asked.fulfill(body="[]", content_type="application/json"))
+    page.open(ready="empty")
+    page.page.unroute(runs)
+    page.wait()
+    page.locator(".panel[data-steps]").wait_for()
 
 
 def test_a_failure_can_be_tried_again(page: TelemetryPage) -> None:

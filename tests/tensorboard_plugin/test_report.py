@@ -82,6 +82,27 @@ def test_the_report_opens_from_disk(report: Path, browser: Browser) -> None:
     assert errors == []
 
 
+def test_a_printed_report_has_its_picture_in_light_colors(report: Path, browser: Browser) -> None:
+    page = browser.new_page(color_scheme="dark")
+    page.goto(report.as_uri())
+    page.locator("html[data-ready=true].dark").wait_for(state="attached")
+    page.emulate_media(media="print", color_scheme="dark")
+    # In a layer of its own, the canvas does not erase the picture below where it clears itself.
+    assert float(page.locator(".overlay").evaluate("(n) => getComputedStyle(n).opacity")) < 1
+    assert page.evaluate(LABELS) > 200
+    assert page.evaluate(f"window.dispatchEvent(new Event('beforeprint')), {LABELS}") < 150
+    page.close()
+
+
+LABELS = """(() => {
+    const canvas = document.querySelector("canvas.cells");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, 100, canvas.height);
+    const isInk = (_, i) => i % 4 === 0 && data[i + 3] > 200;
+    return Math.max(...data.filter(isInk));
+})()"""
+"""How bright the brightest of the names beside the picture is, 0 to 255."""
+
+
 def check_page(page: Page) -> None:
     page.locator("html[data-ready=true]").wait_for(state="attached")
     assert "demo" in page.locator(".report-title").inner_text()

@@ -58,6 +58,17 @@ def test_first_magnitudes_go_and_buckets_are_wider_then_tags_take_turns() -> Non
     assert seen == [tag for _ in range(5) for tag in SKETCHES][: len(seen)]
 
 
+def test_that_magnitudes_are_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    plain = sum(size for tag, size in WHOLE.items() if tag in SKETCHES)
+    for bulk in (Bulk(max_bytes=plain + 2000), Bulk(max_bytes=plain // 2)):
+        caplog.clear()
+        for _ in range(3):
+            step(bulk, ())
+        [said] = caplog.messages
+        assert "grad_log10/...) are left out" in said
+        assert "max_bytes_per_step=" in said
+
+
 def test_pictures_take_turns_and_a_large_one_is_made_smaller() -> None:
     size = max(WHOLE[tag] for tag, _ in PICTURES)
     bulk = Bulk(max_bytes=int(3 * 3.5 * size))

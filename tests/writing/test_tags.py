@@ -99,6 +99,33 @@ def test_scaler_and_clipping_have_curves() -> None:
     assert curves["~run/grad_norm/clipped_fraction"] == 0.5
 
 
+def test_a_large_model_has_as_many_curves_of_each_statistic() -> None:
+    names = [f"layers.{i}" for i in range(70)]
+    with_weights = names[:20]
+    layout = Layout(
+        modules=tuple(Module(name=name, type_name="Linear") for name in names),
+        parameters=tuple(
+            Parameter(name=f"{name}.weight", module_name=name, shape=(2,)) for name in with_weights
+        ),
+    )
+    weights = {f"{name}.weight": tensor(1, 2) for name in with_weights}
+    curves = scalars(
+        record(
+            full=True,
+            layout=layout,
+            grad_norms=np.ones(20),
+            grad_present=np.ones(20, bool),
+            grad_finite=np.ones(20, bool),
+            outputs={Output(name): tensor(1, 2) for name in names},
+            weights=weights,
+        )
+    )
+    layers = [tag.split("/")[1] for tag in curves if tag.startswith("~layers/")]
+    counts = {statistic: layers.count(statistic) for statistic in layers}
+    assert {"grad_norm", "weight_norm", "weight_rms", "activation_rms"} <= set(counts)
+    assert set(counts.values()) == {12 + 3}
+
+
 def test_a_phase_has_only_activations_under_its_name() -> None:
     step = record(phase="validation", full=True, outputs={Output("out"): tensor(1.0)})
     tags = tags_of(values_of(step))

@@ -17,7 +17,7 @@ export class Actions {
     const panel = () => app.panels.find((known) => known.run === run);
     return {
       select: (layer, step) => {
-        app.focusedRun = run;
+        app.state.ofOther = run === app.state.other;
         app.chosenAlert = null;
         app.side.movers.clear();
         this.select(
@@ -37,20 +37,24 @@ export class Actions {
     };
   }
 
-  /** What the keys do. */
-  ofKeys() {
+  /** What the keys do in the picture of a run. */
+  ofKeys(run) {
     const { app } = this;
+    const here = () => {
+      app.state.ofOther = run === app.state.other;
+      return this;
+    };
     return {
-      moveStep: (count) => this.moveStep(count),
-      moveLayer: (count) => this.moveLayer(count),
+      moveStep: (count) => here().moveStep(count),
+      moveLayer: (count) => here().moveLayer(count),
       zoom: (factor) => this.zoomAtSelection(factor),
       unzoom: () => this.unzoom(),
       close: () => (app.isSideOpen ? this.close() : this.unzoom()),
       alert: (direction) => this.moveAlert(direction),
-      fold: () => this.foldSelection(),
+      fold: () => here().foldSelection(),
       search: () => app.toolbar.querySelector("input[type=search]").focus(),
       runs: () => this.chooseRun("run"),
-      movers: () => this.showMovers(),
+      movers: () => here().showMovers(),
     };
   }
 
@@ -70,7 +74,7 @@ export class Actions {
   /** Which layers left their past around the selected step first. */
   showMovers() {
     const { app } = this;
-    const panel = app.detailPanel() ?? app.panels[0];
+    const panel = this.#panel();
     app.isSideOpen = true;
     app.loadMovers(panel.run, app.state.step ?? panel.overview.lastStep);
   }
@@ -92,20 +96,21 @@ export class Actions {
     this.app.panels[0]?.heatmap.node.focus();
   }
 
-  select(layer, step) {
+  /** @param {Object|null} alert that led there */
+  select(layer, step, alert = null) {
     const { app } = this;
-    const isOther = layer !== app.state.layer;
     let { zoom } = app.state;
     if (zoom && layer !== null)
       zoom = limit(reveal(app.view(), step, this.#rowIndex(layer), app.whole()), app.whole());
     if (layer !== null) app.isSideOpen = true;
     app.change({ layer, step, zoom });
-    app.announcer.selection();
-    if (isOther && layer !== null) app.loadDetailSoon();
+    app.announcer.selection(alert);
+    const run = app.detailPanel()?.run;
+    if (run !== undefined && !app.side.detail.isOf(run, layer)) app.loadDetailSoon();
   }
 
   #panel() {
-    return this.app.detailPanel() ?? this.app.panels[0];
+    return this.app.detailPanel() ?? this.app.focusedPanel();
   }
 
   #rowIndex(name) {
@@ -152,7 +157,7 @@ export class Actions {
     const { app } = this;
     app.chosenAlert = alert;
     const panel = app.panels.find((known) => known.alerts.includes(alert)) ?? app.panels[0];
-    app.focusedRun = panel.run;
+    app.state.ofOther = panel.run === app.state.other;
     const layer = panel.overview.layers.find((known) => known.name === alert.module_name);
     app.change({ zoom: null });
     if (layer && this.#rowIndex(layer.name) < 0) {
@@ -160,7 +165,7 @@ export class Actions {
     }
     this.zoomTo(aroundStep(alert.step, app.whole(), panel.field(app.statistic).steps));
     app.isSideOpen = true;
-    this.select(layer ? layer.name : app.state.layer, alert.step);
+    this.select(layer ? layer.name : app.state.layer, alert.step, alert);
     app.side.scrollToTop();
     app.loadMovers(panel.run, alert.step);
   }

@@ -1,5 +1,6 @@
 // Says aloud, for assistive technology, what is selected and what is new.
 
+import { kindTitle } from "./alert_list.js";
 import { element } from "./dom.js";
 import { valueAt } from "./field.js";
 import { formatStep, formatValue } from "./format.js";
@@ -12,12 +13,13 @@ export class Announcer {
     this.node = element("p", { class: "announcer unseen", "aria-live": "polite" });
   }
 
-  /** The chosen alert, and the selected cell with its value. */
-  selection() {
-    const { statistic, chosenAlert, state } = this.app;
+  /** The selected cell with its value, and the alert that led there: each time all is read out. */
+  selection(alert) {
+    const { statistic, state, panels } = this.app;
     const { layer, step } = state;
-    const parts = chosenAlert ? [alertAloud(chosenAlert)] : [];
+    const parts = alert ? [alertAloud(alert)] : [];
     const panel = this.app.detailPanel();
+    if (panels.length > 1 && panel) parts.push(`${panel.run}:`);
     if (layer !== null && panel) {
       const index = panel.overview.layers.findIndex((known) => known.name === layer);
       const value = formatValue(statistic, valueAt(panel.field(statistic), index, step));
@@ -37,6 +39,7 @@ export class Announcer {
   }
 }
 
-function alertAloud({ severity, step, message }) {
-  return `${severity} at step ${formatStep(step)}: ${message}`;
+function alertAloud({ severity, step, kind, module_name: layer }) {
+  const where = layer ? ` in ${layer}` : "";
+  return `${severity} at step ${formatStep(step)}: ${kindTitle(kind)}${where}.`;
 }

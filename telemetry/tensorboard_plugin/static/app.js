@@ -43,24 +43,33 @@ export class App {
     this.tooltip = new Tooltip();
     this.announcer = new Announcer(this);
     this.side = new Side(this);
-    this.live = new Live(source.isLive ? () => this.refresh() : null);
+    this.live = new Live(source.isLive ? () => this.refresh() : null, () => this.#isEmpty());
     this.runTable = new RunTable(source);
     Object.assign(this, buildFrame(root, this));
     new ResizeObserver(() => this.draw()).observe(this.stage);
-    window.addEventListener("beforeprint", () => this.#drawNow());
   }
 
   /** Loads and draws. A failure becomes a message with a button to try again. */
   async start() {
     this.#message(loadingMessage());
     try {
-      this.runs = await this.source.runs();
-      if (!this.runs.length) return this.#message(emptyMessage());
-      this.#checkRuns();
-      await this.#load();
+      await this.#open(await this.source.runs());
     } catch (error) {
       this.fail(error);
     }
+  }
+
+  async #open(runs) {
+    this.runs = runs;
+    if (!runs.length) return this.#message(emptyMessage());
+    this.#checkRuns();
+    await this.#load().catch((error) => this.fail(error));
+  }
+
+  /** Whether there is nothing to see so far. */
+  #isEmpty() {
+    const hasData = (panel) => [...panel.fields.values()].some((field) => field.steps.length);
+    return this.runs?.length === 0 || (this.panels.length > 0 && !this.panels.some(hasData));
   }
 
   /** Reads what is new, keeps what is shown, also where that fails. */
@@ -72,8 +81,8 @@ export class App {
       const runs = await this.source.runs();
       if (this.state.run !== run) return; // chosen meanwhile, and perhaps newer than the list
       const isGone = !runs.some((known) => known.name === run);
+      if (!this.panels.length || isGone) return await this.#open(runs);
       this.runs = runs;
-      if (!this.panels.length || isGone) return await this.start();
       const alertCount = this.#alertCount();
       await Promise.all(this.panels.map((panel) => panel.refresh(this.state.statistic)));
       this.live.said = "";
@@ -88,9 +97,10 @@ export class App {
     }
   }
 
+  /** Takes over the colors, at once: a page that is printed is not drawn again. */
   setTheme(theme) {
     this.theme = theme;
-    this.draw();
+    this.#drawNow();
   }
 
   /** Takes over the state of a link, as when the browser goes back. */
@@ -106,10 +116,16 @@ export class App {
     this.draw();
   }
 
+  /** Opens the newest run in place of one that is not there, and says so. */
   #checkRuns() {
+    const { state } = this;
     const known = new Set(this.runs.map((run) => run.name));
-    if (!known.has(this.state.run)) this.state.run = this.runs[0].name;
-    if (!known.has(this.state.other) || this.state.other === this.state.run) this.state.other = "";
+    const missing = [state.run, state.other].filter((name) => name && !known.has(name));
+    if (!known.has(state.run)) state.run = this.runs[0].name;
+    if (!known.has(state.other) || state.other === state.run) state.other = "";
+    const names = missing.map((name) => `“${name}”`).join(" and ");
+    this.missing.textContent = names && `No telemetry data of ${names}; this is “${state.run}”.`;
+    this.missing.hidden = !names;
   }
 
   async #load() {
@@ -130,7 +146,7 @@ export class App {
     }
     if (request !== this.request) return; // something else has been chosen meanwhile
     for (const panel of panels)
-      if (!kept.has(panel.run)) watchKeys(panel.heatmap.node, this.actions.ofKeys());
+      if (!kept.has(panel.run)) watchKeys(panel.heatmap.node, this.actions.ofKeys(panel.run));
     this.panels = panels;
     const { statistics } = panels[0].overview;
     if (!statistics.some((known) => known.name === statistic)) {
@@ -160,6 +176,7 @@ export class App {
     this.heading.textContent = `Telemetry: ${this.state.run}`;
     document.title = this.heading.textContent;
     this.#drawNow();
+    this.live.goOn();
     document.documentElement.dataset.ready = "true";
   }
 
@@ -172,14 +189,18 @@ export class App {
       Object.assign(direct, { folded: new Set(paths), zoom: null });
     }
     if ("run" in direct) Object.assign(direct, { everything: false });
-    if ("run" in direct || "other" in direct) this.chosenAlert = null;
+    const isOtherRun = "run" in direct || "other" in direct;
+    if (isOtherRun) {
+      this.chosenAlert = null;
+      this.state.ofOther = false;
+    }
     const isNew = ["run", "other", "zoom"].some(
       (key) => key in direct && JSON.stringify(direct[key]) !== JSON.stringify(this.state[key]),
     );
     Object.assign(this.state, direct);
     this.address.write(toLink(this.state), isNew);
-    if (["run", "other", "statistic"].some((key) => key in direct)) {
-      this.#checkRuns();
+    if (isOtherRun) this.#checkRuns();
+    if (isOtherRun || "statistic" in direct) {
       this.#load().catch((error) => this.fail(error));
     } else this.draw();
   }
@@ -249,11 +270,15 @@ export class App {
     return this.panels.reduce((sum, panel) => sum + panel.alerts.length, 0);
   }
 
+  /** The run of the last click. */
+  focusedPanel() {
+    return this.panels[this.state.ofOther ? 1 : 0] ?? this.panels[0];
+  }
+
   /** The run whose details are shown: that of the last click, if it has the layer. */
   detailPanel() {
     const has = (panel) => panel.overview.layers.some((layer) => layer.name === this.state.layer);
-    const focused = this.panels.find((panel) => panel.run === this.focusedRun);
-    return focused && has(focused) ? focused : this.panels.find(has);
+    return [this.focusedPanel(), ...this.panels].find(has);
   }
 
   // --- details, tooltip, messages
@@ -288,6 +313,7 @@ export class App {
   #message(node) {
     this.picture.hidden = this.side.node.hidden = true;
     fill(this.messageArea, node);
+    this.live.goOn();
     document.documentElement.dataset.ready =
       node.dataset.state === "loading" ? "false" : node.dataset.state;
   }

@@ -20,10 +20,16 @@ export class Detail {
     this.request = 0;
   }
 
+  /** Whether it shows, or loads, a layer of a run. */
+  isOf(run, name) {
+    return this.asked?.run === run && this.asked.layer.name === name;
+  }
+
   /** Loads what belongs to a layer; what was asked for before and comes later is ignored. */
   async load(source, run, layer) {
     const request = ++this.request;
     this.data = null;
+    this.asked = { run, layer };
     const parts = await Promise.allSettled([
       source.layer(run, layer.name),
       source.histograms(run, layer.name),
@@ -32,14 +38,14 @@ export class Detail {
     if (request !== this.request) return;
     const [series, histograms, images] = parts.map((part) => part.value ?? null);
     const failed = parts.find((part) => part.status === "rejected");
-    this.data = { source, run, layer, series, histograms, images, error: failed?.reason?.message };
+    this.data = { source, run, series, histograms, images, error: failed?.reason?.message };
   }
 
-  /** @param {Object} shown `layer`, `step`, `statistic`, `statistics`, `view`, `alerts`, `theme` */
+  /** @param {Object} shown `run`, `isOneOfTwo`, `layer`, `step`, `statistic`, `statistics`, `view`, `alerts`, `theme` */
   show(shown) {
     this.shown = shown;
-    const { layer } = shown;
-    const data = this.data?.layer.name === layer.name ? this.data : null;
+    const { run, layer } = shown;
+    const data = this.isOf(run, layer.name) ? this.data : null;
     fill(
       this.node,
       this.#heading(),
@@ -57,14 +63,14 @@ export class Detail {
 
   clear() {
     this.request++;
-    this.data = null;
+    this.data = this.asked = null;
     fill(this.node);
     delete this.node.dataset.layer;
     delete this.node.dataset.loaded;
   }
 
   #heading() {
-    const { layer, step } = this.shown;
+    const { run, isOneOfTwo, layer, step } = this.shown;
     const shapes = layer.parameters
       .map((p) => `${p.name.split(".").pop()} ${p.shape.join("×") || "scalar"}`)
       .join(", ");
@@ -79,6 +85,7 @@ export class Detail {
         titleOf(layer),
         button("✕", "Close (Esc)", () => this.on.close()),
       ),
+      isOneOfTwo ? element("p", { class: "run-name" }, run) : null,
       element("p", { class: "muted" }, [layer.type, shapes].filter(Boolean).join(" · ")),
       element(
         "p",

@@ -66,6 +66,42 @@ export function valueAt(field, layer, step) {
   return row < 0 || column < 0 ? -1 : field.values[column * field.rows + row];
 }
 
+/**
+ * The values of the picture's rows, column after column. A folded group has the value that stands
+ * for all of its layers: NaN before infinity before numbers before zero; of the numbers the largest
+ * or, relative to a median, the one farthest from it.
+ * @param {Field} field
+ * @param {Float32Array} values of the field's rows, measured or relative
+ * @param {import("./rows.js").Row[]} rows
+ * @param {{diverging: boolean, log: boolean}} scale
+ * @returns {Float32Array}
+ */
+export function valuesOfRows(field, values, rows, scale) {
+  const result = new Float32Array(field.steps.length * rows.length).fill(-1);
+  rows.forEach(({ layers }, index) => {
+    const behind = new Set(layers.map((layer) => rowOf(field, layer)));
+    behind.delete(-1);
+    const [first, ...others] = behind;
+    if (first === undefined) return;
+    for (let column = 0; column < field.steps.length; column++) {
+      let value = values[column * field.rows + first];
+      for (const row of others) {
+        const other = values[column * field.rows + row];
+        if (rankOf(other, scale) > rankOf(value, scale)) value = other;
+      }
+      result[column * rows.length + index] = value;
+    }
+  });
+  return result;
+}
+
+function rankOf(value, { diverging, log }) {
+  if (value !== value) return Infinity;
+  if (value === Infinity) return Number.MAX_VALUE;
+  if (!diverging || value < 0 || (log && value === 0)) return value;
+  return 1 + Math.abs(log ? Math.log(value) : value - 1);
+}
+
 /** Where the last column ends: it is as wide as the one before. */
 export function endOf(steps) {
   const count = steps.length;

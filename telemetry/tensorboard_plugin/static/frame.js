@@ -15,6 +15,7 @@ export function buildFrame(root, { tooltip, announcer, side, runTable }) {
   const legend = element("div", { class: "legend" });
   const heading = element("h1", { class: "unseen" }, "Telemetry");
   const messageArea = element("div", { class: "message-area" });
+  const missing = element("p", { class: "missing-run", role: "status", hidden: true });
   const picture = element(
     "div",
     { class: "picture" },
@@ -27,10 +28,11 @@ export function buildFrame(root, { tooltip, announcer, side, runTable }) {
     { class: "center" },
     heading,
     messageArea,
+    missing,
     picture,
     tooltip.node,
     announcer.node,
   );
   fill(root, toolbar, element("div", { class: "body" }, main, side.node), runTable.node);
-  return { toolbar, stage, legend, heading, messageArea, picture };
+  return { toolbar, stage, legend, heading, messageArea, missing, picture };
 }

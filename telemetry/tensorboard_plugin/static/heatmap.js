@@ -1,10 +1,9 @@
 // The picture: layers × steps on a canvas, with brackets for groups, alert marks and a cursor.
 
-import { drawAlertMark } from "./alert_mark.js";
 import { drawStepAxis, fitText, line, prepare } from "./canvas.js";
 import { element } from "./dom.js";
 import { encode } from "./scale.js";
-import { columnAt, endOf } from "./field.js";
+import { columnAt, endOf, rowOf } from "./field.js";
 import { paint } from "./heatmap_pixels.js";
 import { palette } from "./palette.js";
 import { bracketsOf, rowOfLayer } from "./rows.js";
@@ -48,15 +47,15 @@ export class Heatmap {
   }
 
   /**
-   * @param {Object} content `field`, `values`, `scale`, `rows`, `grouping`, `alerts`,
+   * @param {Object} content `field`, `values`, `rowValues`, `scale`, `rows`, `grouping`, `alerts`,
    *   `view`, `selection`, `theme`, `width`, `height`, `gutter`
    */
   draw(content) {
     const previous = this.content;
     this.content = content;
-    const { values, scale, theme, width, height } = content;
-    if (!previous || previous.values !== values || previous.scale !== scale) {
-      this.codes = encode(scale, values);
+    const { rowValues, scale, theme, width, height } = content;
+    if (!previous || previous.rowValues !== rowValues || previous.scale !== scale) {
+      this.codes = encode(scale, rowValues);
     }
     this.colors = palette(scale.diverging, theme.missing);
     this.box = {
@@ -104,7 +103,16 @@ export class Heatmap {
     const at = view.step0 + ((x - box.x) / box.width) * (view.step1 - view.step0);
     const column = columnAt(field.steps, Math.max(at, field.steps[0] ?? 0));
     if (row < 0 || row >= rows.length || column < 0 || at >= endOf(field.steps)) return null;
-    return { row, layer: rows[row].layers[0], step: field.steps[column], column };
+    return { row, layer: this.#standsFor(row, column), step: field.steps[column], column };
+  }
+
+  /** The layer whose value a row shows. */
+  #standsFor(row, column) {
+    const { rows, field, values, rowValues } = this.content;
+    const { layers } = rows[row];
+    const shown = rowValues[column * rows.length + row];
+    const isIt = (layer) => Object.is(values[column * field.rows + rowOf(field, layer)], shown);
+    return layers.length > 1 ? (layers.find(isIt) ?? layers[0]) : layers[0];
   }
 
   /** The group whose bracket or label is under a point; null without one. */
@@ -144,7 +152,7 @@ export class Heatmap {
     of.push(view.step0, view.step1, view.row0, view.row1);
     if (!this.painted || of.some((part, i) => part !== this.painted.of[i])) {
       const image = context.createImageData(width, height);
-      paint(image, field, this.codes, this.colors, rows, view, scale.diverging);
+      paint(image, field.steps, this.codes, this.colors, rows.length, view, scale.diverging);
       this.painted = { of, image };
     }
     const [x, y] = [this.box.x, this.box.y].map((s) => Math.round(s * ratio));
@@ -288,4 +296,31 @@ export class Heatmap {
     context.fillStyle = theme.accent;
     context.fillRect(left - 0.5, this.box.y + this.box.height, Math.max(right - left, 2), 3);
   }
+}
+
+/** A diamond for an error, a triangle for a warning, a dot for a note; its border shows anywhere. */
+function drawAlertMark(context, theme, alert, x, y) {
+  context.beginPath();
+  if (alert.severity === "note") {
+    context.arc(x, y, 4, 0, 2 * Math.PI);
+  } else if (alert.severity === "error") {
+    [
+      [0, -6],
+      [6, 0],
+      [0, 6],
+      [-6, 0],
+    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+  } else {
+    [
+      [0, -6],
+      [6, 5],
+      [-6, 5],
+    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+  }
+  context.closePath();
+  context.fillStyle = theme[alert.severity];
+  context.fill();
+  context.lineWidth = 1.5;
+  context.strokeStyle = "#ffffff";
+  context.stroke();
 }

@@ -1,10 +1,9 @@
-// Cells -> pixels. Where several cells share a pixel, the one with the largest code wins: NaN over
-// infinity over numbers over what was not measured. On a diverging scale it is the one farthest
-// from the middle.
+// Cells -> pixels. Where several cells share a pixel, one wins as in a folded group: see
+// `valuesOfRows`.
 
 import { INFINITE_COLORS, NAN_COLORS } from "./colors.js";
 import { FIRST_CODE, INFINITE_CODE, LAST_CODE, NAN_CODE, pixelOf } from "./palette.js";
-import { columnAt, endOf, rowOf } from "./field.js";
+import { columnAt, endOf } from "./field.js";
 
 const STRIPES = {
   [NAN_CODE]: NAN_COLORS.map(pixelOf),
@@ -12,32 +11,31 @@ const STRIPES = {
 };
 
 /**
- * Fills an image with the visible part of a field.
+ * Fills an image with the visible part of the picture.
  * @param {ImageData} image
- * @param {import("./field.js").Field} field
- * @param {Uint8Array} codes of the field's values
+ * @param {Float64Array} steps first step of each column
+ * @param {Uint8Array} codes of the rows' values, column after column
  * @param {Uint32Array} colors of each code
- * @param {import("./rows.js").Row[]} rows
+ * @param {number} rowCount
  * @param {{step0: number, step1: number, row0: number, row1: number}} view
  * @param {boolean} diverging
  */
-export function paint(image, field, codes, colors, rows, view, diverging) {
+export function paint(image, steps, codes, colors, rowCount, view, diverging) {
   const { width, height } = image;
   const pixels = new Uint32Array(image.data.buffer);
   const rank = ranks(diverging);
-  const fieldRows = fieldRowsOf(rows, field, view);
-  const top = pixelTops(view, fieldRows.length, height);
-  const columns = columnRanges(field.steps, view, width);
-  const column = new Uint8Array(field.rows);
-  const shown = new Uint8Array(fieldRows.length);
+  const firstRow = Math.floor(view.row0);
+  const shown = new Uint8Array(Math.min(Math.ceil(view.row1), rowCount) - firstRow);
+  const top = pixelTops(view, shown.length, height);
+  const columns = columnRanges(steps, view, width);
   let previous = -1;
   for (let x = 0; x < width; x++) {
     const first = columns[2 * x];
     const last = columns[2 * x + 1];
     // Many pixels of one step are alike.
     if (previous < 0 || first !== columns[2 * previous] || last !== columns[2 * previous + 1]) {
-      poolColumns(codes, field.rows, first, last, rank, column);
-      poolRows(column, fieldRows, rank, shown);
+      shown.fill(0);
+      for (let c = first; c <= last; c++) poolColumn(codes, c * rowCount + firstRow, rank, shown);
     }
     previous = x;
     for (let y = 0; y < height; y++) {
@@ -58,17 +56,6 @@ function ranks(diverging) {
     rank[code] = diverging && isNumber ? 2 + Math.abs(code - middle) : code;
   }
   return rank;
-}
-
-/** For each visible row the field's rows behind it; −1 for none. */
-function fieldRowsOf(rows, field, view) {
-  const first = Math.floor(view.row0);
-  const last = Math.min(Math.ceil(view.row1), rows.length);
-  return rows.slice(first, last).map((row) => {
-    const found = new Set(row.layers.map((layer) => rowOf(field, layer)));
-    found.delete(-1);
-    return Int32Array.from(found);
-  });
 }
 
 /** For each pixel's upper edge the visible row there; one more for the last lower edge. */
@@ -96,26 +83,10 @@ function columnRanges(steps, view, width) {
   return ranges;
 }
 
-function poolColumns(codes, rowCount, first, last, rank, column) {
-  column.fill(0);
-  for (let c = first; c <= last; c++) {
-    const start = c * rowCount;
-    for (let row = 0; row < rowCount; row++) {
-      const code = codes[start + row];
-      if (rank[code] > rank[column[row]]) column[row] = code;
-    }
-  }
-}
-
-function poolRows(column, fieldRows, rank, shown) {
-  for (let i = 0; i < fieldRows.length; i++) {
-    const behind = fieldRows[i];
-    let best = 0;
-    for (let j = 0; j < behind.length; j++) {
-      const code = column[behind[j]];
-      if (rank[code] > rank[best]) best = code;
-    }
-    shown[i] = best;
+function poolColumn(codes, start, rank, shown) {
+  for (let row = 0; row < shown.length; row++) {
+    const code = codes[start + row];
+    if (rank[code] > rank[shown[row]]) shown[row] = code;
   }
 }
 

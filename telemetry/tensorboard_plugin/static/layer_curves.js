@@ -1,7 +1,6 @@
 // The chosen statistic of the rows in view over time: one curve each, colored by depth.
 
 import { drawChart, legendOf } from "./chart.js";
-import { rowOf } from "./field.js";
 import { cssColor } from "./palette.js";
 
 const MOST = 12;
@@ -21,7 +20,7 @@ export function drawLayerCurves(canvas, shown, right) {
   const [first, end] = [Math.floor(view.row0), Math.min(Math.ceil(view.row1), rows.length)];
   const places = placesOf(first, end, faultyRows(shown, first, end), chosen);
   const curves = places.map((place) => ({
-    ...curveOf(shown, rows[place]),
+    ...curveOf(shown, place),
     color: place === chosen ? theme.accent : depthColor(theme, rows.length, place),
     width: place === chosen ? 2.5 : 1, // thicker ones take ten times as long
     label: rows[place].label,
@@ -67,21 +66,15 @@ function placesOf(first, end, faulty, chosen) {
   return [...places.filter((place) => place !== chosen), chosen];
 }
 
-/** Of a folded group the curve of its largest values. */
-function curveOf({ field, values }, row) {
-  const behind = [...new Set(row.layers.map((layer) => rowOf(field, layer)))].filter((r) => r >= 0);
-  const [steps, found] = [[], []];
+function curveOf({ field, rows, rowValues }, place) {
+  const [steps, values] = [[], []];
   field.steps.forEach((step, column) => {
-    let value = -1;
-    for (const one of behind) {
-      const other = values[column * field.rows + one];
-      if (other > value || other !== other) value = other;
-    }
+    const value = rowValues[column * rows.length + place];
     if (value < 0) return;
     steps.push(step);
-    found.push(value);
+    values.push(value);
   });
-  return { steps, values: found };
+  return { steps, values };
 }
 
 /** From the scale of the picture, without the end that fades into the background. */

@@ -6,17 +6,24 @@ import { formatStep } from "./format.js";
 const EVERY_MS = 5000;
 
 export class Live {
-  /** @param {(() => Promise<void>)|null} refresh null: the data does not grow */
-  constructor(refresh) {
+  /**
+   * @param {(() => Promise<void>)|null} refresh null: the data does not grow
+   * @param {() => boolean} isEmpty whether there is no data so far, which is waited for
+   */
+  constructor(refresh, isEmpty) {
     this.refresh = refresh;
+    this.isEmpty = isEmpty;
     this.isOn = false;
     this.said = ""; // why the data could not be read again
     this.node = element("div", { class: "live" });
-    document.addEventListener("visibilitychange", () => this.#await());
+    document.addEventListener("visibilitychange", () => this.goOn());
   }
 
   /** Shows which step was read last, and the buttons. */
   draw(lastStep) {
+    const known = `${lastStep} ${this.said}`;
+    if (known === this.known) return; // a failure is said aloud once
+    this.known = known;
     const about = element(
       "span",
       { class: this.said ? "failure" : "muted", title: this.said },
@@ -45,16 +52,17 @@ export class Live {
     this.isOn = !this.isOn;
     button.setAttribute("aria-pressed", String(this.isOn));
     this.refresh();
-    this.#await();
+    this.goOn();
   }
 
-  #await() {
+  /** Reads again in a while, if it is to. */
+  goOn() {
     clearTimeout(this.timer);
-    if (!this.isOn || document.hidden) return;
+    if (!this.refresh || document.hidden || !(this.isOn || this.isEmpty())) return;
     this.timer = setTimeout(async () => {
       // Another dashboard of TensorBoard's hides the frame, not the document.
       if (window.innerWidth) await this.refresh();
-      this.#await();
+      this.goOn();
     }, EVERY_MS);
   }
 }

@@ -1,11 +1,10 @@
 // One run: its data, the strip with loss and learning rate, the picture, and what is around it.
 
 import { element, fill } from "./dom.js";
-import { append, endOf, isThinned, measuredLayers, relativeValues } from "./field.js";
+import { append, endOf, isThinned, measuredLayers, relativeValues, valuesOfRows } from "./field.js";
 import { formatStep } from "./format.js";
 import { Heatmap, RIGHT } from "./heatmap.js";
 import { drawLayerCurves } from "./layer_curves.js";
-import { noticeOf } from "./notice.js";
 import { drawProfile, profileWidth } from "./profile.js";
 import { groupByPath, groupByRole, makeRows, titleOf } from "./rows.js";
 import { firstNonfinite } from "./story.js";
@@ -105,6 +104,15 @@ export class Panel {
     const values = relativeValues(field, whole, mode, statistic.log);
     this.relative.set(key, { field, values });
     return values;
+  }
+
+  /** What is drawn of each row. */
+  rowValues(field, values, rows, scale) {
+    const of = [values, rows, scale.diverging, scale.log];
+    if (!this.drawn || of.some((part, i) => part !== this.drawn.of[i])) {
+      this.drawn = { of, values: valuesOfRows(field, values, rows, scale) };
+    }
+    return this.drawn.values;
   }
 
   /** Steps from the first to the end of the last column. */
@@ -276,4 +284,19 @@ export class Panel {
     this.notice.hidden = !text;
     if (this.notice.textContent !== text) this.notice.textContent = text;
   }
+}
+
+/** A notice about what the picture leaves out; "" if it shows everything. */
+function noticeOf(field, statistic) {
+  if (!field.steps.length) return `${statistic.title}: not measured so far.`;
+  const parts = [];
+  if (field.layerFactor > 1) parts.push(`${field.layerFactor} layers`);
+  if (field.stepFactor > 1) parts.push(`${field.stepFactor} steps`);
+  const notices = [];
+  if (parts.length) notices.push(`Thinned out: each cell is the largest of ${parts.join(" × ")}.`);
+  if (field.sampled) notices.push("Too much to read at once: some steps are left out.");
+  if (notices.length) return [...notices, field.isAll ? "" : "Zoom in to see all."].join(" ");
+  return field.values.some((value) => value >= 0 || value !== value)
+    ? ""
+    : `${statistic.title}: not measured for any layer of this run.`;
 }

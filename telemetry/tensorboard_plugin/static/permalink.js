@@ -6,6 +6,7 @@ import { decode } from "./host.js";
  * @typedef {Object} State
  * @property {string} run
  * @property {string} other a second run beside it, or ""
+ * @property {boolean} ofOther whether the selected layer is that of the run beside it
  * @property {string} statistic
  * @property {string} mode `value`, `own` or `depth`
  * @property {string} search
@@ -23,6 +24,7 @@ export function defaultState() {
   return {
     run: "",
     other: "",
+    ofOther: false,
     statistic: "grad_norm",
     mode: "value",
     order: "depth",
@@ -52,6 +54,7 @@ export function toLink(state) {
     zoom: zoom ? [zoom.step0, zoom.step1, zoom.row0, zoom.row1].map(round).join(",") : state.everything ? "all" : "",
     // The empty name is that of the model itself.
     layer: state.layer === null ? "" : `.${state.layer}`,
+    of: state.ofOther && state.other && state.layer !== null ? "other" : "",
     step: state.step === null ? "" : String(state.step),
   };
 }
@@ -65,6 +68,7 @@ export function fromLink(link) {
   if (["own", "depth"].includes(link.mode)) state.mode = link.mode;
   if (link.order === "role") state.order = "role";
   state.all = link.all === "1";
+  state.ofOther = link.of === "other";
   state.everything = link.zoom === "all";
   if (link.folded) state.folded = new Set(link.folded.split(",").map(decode));
   const numbers = (link.zoom ?? "").split(",").map(Number);

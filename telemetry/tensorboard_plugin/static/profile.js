@@ -1,7 +1,7 @@
 // A statistic over the depth at one step, row by row beside the picture, with each row's own range.
 
 import { line, prepare } from "./canvas.js";
-import { columnAt, rowOf } from "./field.js";
+import { columnAt } from "./field.js";
 import { formatStep } from "./format.js";
 import { AXIS_HEIGHT, TOP } from "./heatmap.js";
 import { placeOf, scaleTicks } from "./scale.js";
@@ -18,38 +18,35 @@ export function profileWidth(width) {
 
 /**
  * @param {HTMLCanvasElement} canvas
- * @param {Object} shown `field`, `values`, `scale`, `rows`, `view`, `theme`, `height`
+ * @param {Object} shown `field`, `rowValues`, `scale`, `rows`, `view`, `theme`, `height`
  * @param {number} width
  * @param {number} step
  */
 export function drawProfile(canvas, shown, width, step) {
-  const { field, values, scale, rows, view, theme, height } = shown;
+  const { field, rowValues, scale, rows, view, theme, height } = shown;
   const context = prepare(canvas, width, height);
   const box = { x: MARGIN, y: TOP, width: width - 2 * MARGIN, height: height - TOP - AXIS_HEIGHT };
   const column = Math.max(columnAt(field.steps, step), 0);
   drawAxis(context, theme, box, scale, field.steps.length ? field.steps[column] : null);
   if (!field.steps.length) return;
-  const ranges = rangesOf(field, values);
+  const { low, high } = rangesOf(field.steps.length, rowValues, rows.length);
   const y = (row) => box.y + ((row - view.row0) / (view.row1 - view.row0)) * box.height;
   const x = (value) => box.x + placeOf(scale, value) * box.width;
   const rowHeight = box.height / (view.row1 - view.row0);
-  const visible = rows
-    .map((row, index) => ({ index, behind: row.layers.map((layer) => rowOf(field, layer)) }))
-    .slice(Math.floor(view.row0), Math.ceil(view.row1));
+  const visible = [...rows.keys()].slice(Math.floor(view.row0), Math.ceil(view.row1));
   context.save();
   context.beginPath();
   context.rect(0, box.y - 1, width, box.height + 2);
   context.clip();
   context.fillStyle = theme.missing;
-  for (const { index, behind } of visible) {
-    const low = least(behind.map((row) => ranges.low[row]));
-    const high = largest(behind.map((row) => ranges.high[row]));
-    if (!(low <= high)) continue;
-    context.fillRect(x(low), y(index), Math.max(x(high) - x(low), 1.5), rowHeight + 0.3);
+  for (const row of visible) {
+    if (!(low[row] <= high[row])) continue;
+    const left = x(low[row]);
+    context.fillRect(left, y(row), Math.max(x(high[row]) - left, 1.5), rowHeight + 0.3);
   }
-  const points = visible.map(({ index, behind }) => ({
-    at: y(index + 0.5),
-    value: largest(behind.map((row) => (row < 0 ? -1 : values[column * field.rows + row]))),
+  const points = visible.map((row) => ({
+    at: y(row + 0.5),
+    value: rowValues[column * rows.length + row],
   }));
   drawLine(context, theme, points, x, box, rowHeight);
   context.restore();
@@ -105,16 +102,15 @@ function drawAxis(context, theme, box, scale, step) {
 }
 
 /** Each row's range over time, without its rarest values; NaN where nothing was measured. */
-function rangesOf(field, values) {
+function rangesOf(columns, values, rowCount) {
   if (known.has(values)) return known.get(values);
-  const columns = field.steps.length;
   const stride = Math.max(1, Math.ceil(columns / SAMPLES));
   const buffer = new Float32Array(Math.ceil(columns / stride));
-  const [low, high] = [new Float32Array(field.rows), new Float32Array(field.rows)];
-  for (let row = 0; row < field.rows; row++) {
+  const [low, high] = [new Float32Array(rowCount), new Float32Array(rowCount)];
+  for (let row = 0; row < rowCount; row++) {
     let count = 0;
     for (let column = 0; column < columns; column += stride) {
-      const value = values[column * field.rows + row];
+      const value = values[column * rowCount + row];
       if (value >= 0 && value < Infinity) buffer[count++] = value;
     }
     const sorted = buffer.subarray(0, count).sort();
@@ -124,13 +120,4 @@ function rangesOf(field, values) {
   const ranges = { low, high };
   known.set(values, ranges);
   return ranges;
-}
-
-function least(values) {
-  return values.reduce((a, b) => (b < a || a !== a ? b : a), NaN);
-}
-
-/** NaN before infinity before numbers, as in the picture. */
-function largest(values) {
-  return values.reduce((a, b) => (b > a || b !== b ? b : a), -1);
 }

@@ -4,7 +4,6 @@ import { kindTitle } from "./alert_list.js";
 import { element, fill } from "./dom.js";
 import { formatNumber, formatStep } from "./format.js";
 
-const MAX_HPARAMS = 8;
 const collator = new Intl.Collator("en", { numeric: true });
 
 /**
@@ -49,6 +48,7 @@ export class RunTable {
       placeholder: "name, status, alert or lr=0.1",
       "aria-label": "Filter runs",
       oninput: () => this.#draw(),
+      onkeydown: ({ key }) => key === "Enter" && this.shown.length === 1 && this.#choose(this.shown[0]),
     });
     this.count = element("span", { class: "count", role: "status" });
     this.title = element("h2", { id: "runs-title" });
@@ -103,15 +103,17 @@ export class RunTable {
       ...COLUMNS,
       ...hparamColumns(this.runs),
     ];
-    const shown = this.#sorted(columns, this.runs.filter(this.#matches()));
+    const shown = (this.shown = this.#sorted(columns, this.runs.filter(this.#matches())));
+    const isFilled = ({ show }) => !shown.length || shown.some((run) => show(run) !== "");
+    const filled = columns.filter(isFilled);
     this.count.textContent =
       shown.length === this.runs.length
         ? `${shown.length} run${shown.length === 1 ? "" : "s"}`
         : `${shown.length || "none"} of ${this.runs.length} runs`;
     fill(
       this.table,
-      element("thead", {}, element("tr", {}, ...columns.map((column) => this.#head(column)))),
-      element("tbody", {}, ...shown.map((run) => this.#row(run, columns))),
+      element("thead", {}, element("tr", {}, ...filled.map((column) => this.#head(column)))),
+      element("tbody", {}, ...shown.map((run) => this.#row(run, filled))),
     );
   }
 
@@ -197,7 +199,7 @@ function hparamColumns(runs) {
     }
   });
   const names = [...values.keys()].filter((name) => new Set(values.get(name)).size > 1);
-  return names.slice(0, MAX_HPARAMS).map((name) => ({
+  return names.map((name) => ({
     title: name,
     key: (run) => run.hparams?.[name],
     show: (run) => hparamText(run.hparams?.[name]),

@@ -26,6 +26,7 @@ export class Shown {
     this.panels = panels.map((panel) => {
       const rows = this.app.rows(panel);
       const field = panel.visibleField(statistic, view, isZoomed, rows);
+      const values = panel.values(field, statistic, state.mode);
       panel.title.hidden = panels.length === 1;
       const shown = {
         ...size,
@@ -38,7 +39,8 @@ export class Shown {
         search: state.search,
         mode: state.mode,
         grouping: panel.grouping(state.order),
-        values: panel.values(field, statistic, state.mode),
+        values,
+        rowValues: panel.rowValues(field, values, rows, scale),
         scale,
         selection: this.#selection(panel),
         cursor: state.step,

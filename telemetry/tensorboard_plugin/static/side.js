@@ -40,17 +40,21 @@ export class Side {
     const { app } = this;
     this.node.classList.toggle("open", app.isSideOpen);
     const alert = app.chosenAlert;
+    const isOneOfTwo = app.panels.length > 1;
+    const panel = app.detailPanel();
+    const focused = panel ?? app.focusedPanel();
+    const run = isOneOfTwo ? focused.run : null;
     fill(
       this.chosen,
-      alert ? element("div", { class: `alert ${alert.severity}` }, ...alertText(alert)) : null,
+      alert ? element("div", { class: `alert ${alert.severity}` }, ...alertText(alert, run)) : null,
     );
-    const panel = app.detailPanel();
-    const focused = panel ?? app.panels[0];
     this.movers.show(focused.run, focused.overview.layers);
     this.alertList.show(app.panels, alert);
     const layer = panel?.overview.layers.find((known) => known.name === app.state.layer);
     if (!layer) return this.detail.clear();
     this.detail.show({
+      run: panel.run,
+      isOneOfTwo,
       layer,
       step: app.state.step,
       statistic: app.statistic,

@@ -2,19 +2,18 @@
 
 import { INFINITE_COLORS, NAN_COLORS } from "./colors.js";
 
-/** TensorBoard's own choice if the page is inside of it, else that of the browser. */
+/** TensorBoard's own choice if the page is inside of it, else that of the browser; light on paper. */
 export function followTheme(onChange) {
   const host = hostBody();
   const preference = matchMedia("(prefers-color-scheme: dark)");
-  const print = matchMedia("print");
-  const apply = () => {
+  const apply = ({ type } = {}) => {
     const isDark = host ? host.classList.contains("dark-mode") : preference.matches;
-    document.documentElement.classList.toggle("dark", isDark && !print.matches);
+    document.documentElement.classList.toggle("dark", isDark && type !== "beforeprint");
     onChange(theme());
   };
-  if (host) new MutationObserver(apply).observe(host, { attributeFilter: ["class"] });
+  if (host) new MutationObserver(() => apply()).observe(host, { attributeFilter: ["class"] });
   preference.addEventListener("change", apply);
-  print.addEventListener("change", apply);
+  for (const event of ["beforeprint", "afterprint"]) window.addEventListener(event, apply);
   apply();
 }
 
