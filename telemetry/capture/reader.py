@@ -121,10 +121,13 @@ class StepReader:
         window.optimizers[optimizer] = OptimizerReading(
             norms=[group.sent() for group in norms], scaled=scaled
         )
+        weights = [(i, p) for i, p in parameters if p.requires_grad]
+        if window.full and not window.held:  # with the first optimizer: none may hold them
+            weights += [(i, p) for i, p in self._table.all() if not p.requires_grad]
         if self._watch.ranks is not None:
             self._watch.ranks.note_grads(window.ranks, grads)
             if window.full and self._content.weights:
-                self._watch.ranks.note_parameters(window.ranks, parameters)
+                self._watch.ranks.note_parameters(window.ranks, weights)
         window.square += sum(group.known_square or 0.0 for group in norms)
         # After the step all is NaN; only now does a broken parameter differ from a bad batch.
         look = window.full or not math.isfinite(window.square)
@@ -134,13 +137,8 @@ class StepReader:
             self._read_buffers(window)
         if not window.full:
             return
-        all_parameters = self._table.all()
-        if self._content.weights and not window.held:  # once: what is frozen, optimizers may lack
-            held = {index for index, _ in parameters}
-            frozen = [(i, p) for i, p in all_parameters if not p.requires_grad and i not in held]
-            self._observe(window, "weights", frozen)
         window.held.update(index for index, _ in parameters)
-        for index, parameter in all_parameters:
+        for index, parameter in self._table.all():
             if parameter.requires_grad:
                 window.trainable.add(index)
                 if parameter.grad is not None:
@@ -148,7 +146,7 @@ class StepReader:
         if self._content.gradients:
             self._observe(window, "grads", self._counting(grads), scaled=scaled)
         if self._content.weights:
-            self._observe(window, "weights", self._counting(parameters))
+            self._observe(window, "weights", self._counting(weights))
         if self._content.images:
             self._take_filters(window)
 
