@@ -162,7 +162,7 @@ class RankProcessor:
         """Continue from there; the rules, on the first rank."""
         logged = state.get("logged")
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
-        self._full_steps.load_state_dict(state.get("full_steps"))
+        self._full_steps.load_state_dict(state.get("full_steps"), step)
         if self._recorder is None:
             self._loss.load_state_dict(state.get("loss"))
             return []

@@ -27,7 +27,7 @@ class Rule(ABC):
     def wants_full(self) -> bool:
         """Whether a full measurement is wanted; read after each call.
 
-        It is made some steps later: see :class:`telemetry.schedule.FullSteps`.
+        It is made some steps later: see :class:`telemetry.pipeline.FullSteps`.
         """
         return False
 

@@ -107,8 +107,8 @@ def capture_run(
         assert [alert.kind for alert in run.alerts] == ["dead_units"]
 
     Args:
-        every_n_steps: Measure in full at steps 0, N, 2N, ..., and where a rule has asked for it, as
-            many steps later as in :class:`~telemetry.HookLogger`.
+        every_n_steps: Measure in full at steps 0, N, 2N, ..., and where a rule has asked for it,
+            two steps later, as in a :class:`~telemetry.HookLogger` whose rules are never late.
         rules: As in :func:`alerts_of`.
         images: Whether records hold pictures.
         model, optimizer, modules, exclude: As in :class:`~telemetry.HookLogger`.

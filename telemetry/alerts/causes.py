@@ -51,8 +51,8 @@ class OneCause(Rule):
     If the learning rate has just jumped above all former ones, a fault that may come from steps
     that are too large is said to come from that, and the advice is that for learning rates.
 
-    It also limits the full measurements that the rules ask for: three, and no more before these are
-    there; on average one in ten steps, in addition to the schedule.
+    It also limits the full measurements that the rules ask for: three steps in a row, and no more
+    before these are there; on average one in ten steps, in addition to the schedule.
 
     Args:
         rules: Causes before consequences.
@@ -64,6 +64,7 @@ class OneCause(Rule):
     _hidden: dict[str, _Hidden]
     _allowance: float
     _looks: int
+    _next_ask: int
     _rate: float
     wants_full: bool = False
 
@@ -80,7 +81,7 @@ class OneCause(Rule):
         self._reported = {}
         self._hidden = {}
         self._allowance = _BURST
-        self._looks = 0
+        self._looks = self._next_ask = 0
         self._rate = 0.0
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
@@ -90,20 +91,20 @@ class OneCause(Rule):
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         alerts = [alert for rule in self._rules for alert in rule(record)]
-        self._ask(full=record.full)
+        self._ask(record.step)
         if self._course.since_rate_jump == 0:
             self._rate = max(record.learning_rates)
         return [_with_consequences(alert) for alert in self._sort_out(alerts)]
 
-    def _ask(self, *, full: bool) -> None:
-        """Begin to ask for several measurements, or go on with that until they are there."""
+    def _ask(self, step: int) -> None:
+        """Begin to ask for several measurements, or go on with that."""
         self._allowance = min(_BURST, self._allowance + _PER_STEP)
-        if self._looks:
-            self._looks -= full
-        elif self._allowance >= 1 and any(rule.wants_full for rule in self._rules):
-            self._looks = _LOOKS
-            self._allowance -= _LOOKS
+        may_begin = self._looks == 0 and step >= self._next_ask and self._allowance >= 1
+        if may_begin and any(rule.wants_full for rule in self._rules):
+            self._looks, self._next_ask = _LOOKS, step + _PAUSE
         self.wants_full = self._looks > 0
+        self._looks -= self.wants_full
+        self._allowance -= self.wants_full
 
     def state_dict(self) -> dict[str, Any]:
         """What this and its rules remember, as numbers, strings, lists and dicts."""
@@ -299,5 +300,6 @@ _RATE_ADVICE = (
 _REACH = 200  # by eye, in steps; tried 40 and 1000
 _LOOKS = 3  # one more than dead_units and saturated_units need; tried 2 and 5
 # How much rules may cost, not what they find: at 2.4 rnn_drift is found four steps later. Tried 60.
+_PAUSE = 19  # steps: what is asked for is there by then, unless rules are late
 _BURST = 12.0
 _PER_STEP = 0.1  # as much as every_n_steps=10; tried 0.02 and 0.5

@@ -79,7 +79,10 @@ def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
         fields = {name: _restored(hints[name], item) for name, item in plain.items()}
         return cast("Any", hint)(**fields)
     filled = copy(current)
-    for name in hints:
+    known = [name for name in hints if name in plain]  # what came later begins anew
+    if hints and not known:
+        raise KeyError(next(iter(hints)))
+    for name in known:
         setattr(filled, name, _restored(hints[name], plain[name], getattr(current, name)))
     return filled
 

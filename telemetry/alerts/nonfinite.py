@@ -55,7 +55,11 @@ class Nonfinite(Rule):
 
     name = "nonfinite"
     _bad_losses: int
+    _loss_step: int
+    _seen: int
     _has_stepped: bool
+    _skipped: bool
+    _has_scaler: bool
     _was_good: bool
     _usual: set[str]
     _calm_steps: int
@@ -68,7 +72,7 @@ class Nonfinite(Rule):
         self._losses = losses
         self._bad_losses = 0
         self._loss_step = -1
-        self._seen: int | None = None
+        self._seen = -1
         self._has_stepped = False
         self._skipped = self._has_scaler = False
         self._was_good = False
@@ -101,7 +105,7 @@ class Nonfinite(Rule):
         if record.skipped:
             return ()
         # What the steps did in between of which there is no record is not known.
-        after_good = self._was_good and self._seen in (None, record.step - 1)
+        after_good = self._was_good and self._seen in (-1, record.step - 1)
         found = next(origins(record, self._usual, after_good=after_good), None)
         self._seen = record.step
         self._was_good = record.all_grads_finite

@@ -77,8 +77,9 @@ class Steps:
         self._watch.table.forget_optimizers()
         if self._budget is not None:
             self._budget.restart()
+        step = self.window.step
         begin = partial(self._begin, attaching=True)
-        self._watch.contain("to attach its hooks", begin, self.window.step)
+        self._watch.contain("to attach its hooks", begin, step, self._is_full(step))
 
     def stop(self) -> None:
         """Take every hook off; harmless when done twice."""
@@ -91,8 +92,8 @@ class Steps:
         self.passes.end()
         self.modules.remove()
 
-    def _begin(self, step: int, *, attaching: bool = False) -> None:
-        full, norms = self._is_full(step), True
+    def _begin(self, step: int, full: bool, *, attaching: bool = False) -> None:
+        norms = True
         if self._budget is not None:
             full, norms = self._budget.affords(step, full=full)
         if self.window.light and not full:
@@ -207,8 +208,9 @@ class Steps:
         window = self.window
         if not window.light or not self._light.reads(optimizer):
             return False
+        full = self._is_full(window.step + 1)
         self._watch.contain("to hand over a step", self._hand_over_light_step, window)
-        self._watch.contain("to begin a step", self._begin, window.step + 1)
+        self._watch.contain("to begin a step", self._begin, window.step + 1, full)
         return True
 
     def _hand_over_light_step(self, window: Window) -> None:
@@ -272,8 +274,11 @@ class Steps:
         """A step is over, and its last backward pass, too."""
         self.optimizers.clock.note_thread()
         window = self.window
+        # Asked first: whatever rules say of this step is about a later one than the next, so that
+        # a run that is repeated measures the same steps, as long as they answer within one.
+        full = self._is_full(window.step + 1)
         self._watch.contain("to hand over a step", self._end_step, window)
-        self._watch.contain("to begin a step", self._begin, window.step + 1)
+        self._watch.contain("to begin a step", self._begin, window.step + 1, full)
 
     def _end_step(self, window: Window) -> None:
         self.passes.end()

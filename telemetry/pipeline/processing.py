@@ -152,7 +152,7 @@ class Processor:
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
         self.loss.load_state_dict(state.get("loss"))
         self._loss_is_written = False  # the file may have lost it
-        self._full_steps.load_state_dict(state.get("full_steps"))
+        self._full_steps.load_state_dict(state.get("full_steps"), step)
         if state.get("full") is True:  # the step in progress is measured as it was
             self._full_steps.ask(step)
         return self._judge.load_state_dict(state.get("rules"))

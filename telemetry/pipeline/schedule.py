@@ -29,9 +29,9 @@ def every(n: int) -> Schedule:
 class FullSteps:
     """Which steps are measured in full: those that are due, and those that a rule asks for.
 
-    Rules judge a step on another thread, and training does not wait for them: what they ask for is
-    the first step that begins after their answer. A full step that had already begun by then
-    answers what earlier steps asked for.
+    Rules judge a step on another thread, and training does not wait for them. For each step after
+    which they want a full one, one more of those that are decided from then on is; as the next step
+    is decided before they hear of the one that ends, it is the second after that, or a later one.
 
     Args:
         due: The steps that are due in any case.
@@ -44,21 +44,22 @@ class FullSteps:
     def __init__(self, due: Schedule) -> None:
         self.announce: Callable[[int], None] | None = None
         self._due = due
-        self._asked: set[int] = set()
-        self._latest = -1  # that is measured in full
+        self._named: set[int] = set()
+        # Each has one thread that counts.
+        self._wanted = self._given = 0
+        self._resumed_at: int | None = None
 
     def __call__(self, step: int) -> bool:
         """Whether the step is measured in full; asked on the training thread, in their order."""
-        asked = {other for other in tuple(self._asked) if other <= step}
-        self._asked -= asked
-        full = self._due(step) or bool(asked)
-        if full:
-            self._latest = step
-        return full
+        named = {other for other in tuple(self._named) if other <= step}
+        self._named -= named
+        wanted = self._wanted > self._given and step != self._resumed_at
+        self._given += wanted
+        return self._due(step) or bool(named) or wanted
 
     def ask(self, step: int) -> None:
-        """Have this step measured in full, or the next one if it has begun."""
-        self._asked.add(step)
+        """Have this step measured in full, or the next one if it is decided already."""
+        self._named.add(step)
 
     def answer(self, step: int, *, wanted: bool) -> None:
         """The rules have judged this step; called on their thread.
@@ -67,18 +68,18 @@ class FullSteps:
             step: The step.
             wanted: Whether they want a full measurement after it.
         """
-        if not wanted:
-            return
-        if self.announce is not None:
+        if wanted and self.announce is not None:
             self.announce(step)
-        elif step >= self._latest:
-            self.ask(step + 1)
+        elif wanted:
+            self._wanted += 1
 
     def state_dict(self) -> dict[str, Any]:
         """What is known of later steps, in numbers and lists."""
-        return {"asked": sorted(self._asked)}
+        return {"asked": sorted(self._named), "wanted": self._wanted - self._given}
 
-    def load_state_dict(self, state: object) -> None:
-        """Go on from there, if it is such a state."""
-        self._asked = set(state.get("asked", ())) if isinstance(state, Mapping) else set()
-        self._latest = -1
+    def load_state_dict(self, state: object, step: int) -> None:
+        """Go on from there, if it is such a state, with ``step`` in progress, which was decided."""
+        state = state if isinstance(state, Mapping) else {}
+        self._named = {max(other, step + 1) for other in state.get("asked", ())}
+        self._wanted, self._given = state.get("wanted", 0), 0
+        self._resumed_at = step

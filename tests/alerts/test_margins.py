@@ -41,10 +41,10 @@ def stages(activation: nn.Module, count: Callable[[int], int]) -> list[tuple[str
     [
         (lambda step: 29 if 30 <= step < 70 else 26, []),
         (lambda step: 29 if step >= 30 else 26, [("begin", 80)]),
-        (lambda step: 31 if step >= 31 else 26, [("begin", 42)]),  # measured from when it was asked for
-        (lambda step: 31 if step % 40 < 20 else 26, [("begin", 2)]),
+        (lambda step: 31 if step >= 31 else 26, [("begin", 43)]),  # then it is asked for
+        (lambda step: 31 if step % 40 < 20 else 26, [("begin", 3)]),
         (lambda step: 31 if step < 100 else 26 if step < 150 else 20,
-         [("begin", 2), ("end", 170)]),
+         [("begin", 3), ("end", 170)]),
     ],
 )  # fmt: skip
 def test_dead_units(count: Callable[[int], int], expected: list[tuple[str, int]]) -> None:
