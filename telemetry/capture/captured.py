@@ -97,11 +97,6 @@ class CapturedStep:
         """The step's number."""
         return self.window.step
 
-    @property
-    def is_light(self) -> bool:
-        """Whether it is a step of training that was not measured in full."""
-        return not self.window.full and not self.window.phase
-
     def without_detail(self) -> CapturedStep:
         """The same step with nothing but its norms: for where memory is short."""
         return replace(self, window=self.window.without_detail(), measurements=None)

@@ -6,8 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,44 +25,48 @@ if available:
 _ABSENT = -1.0
 """Stands for the norm of a gradient that there is not."""
 
+_LOOK_STEPS = 8
+"""Whether a ``GradScaler`` calls is seen once in so many steps."""
+
 _STEP_BYTES = 512
 """What any such step takes, besides its numbers."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LightStep:
-    """What one call has read of a step.
+class LightStep(NamedTuple):
+    """What one call has read of a step. A tuple, for between two steps of training each call costs.
 
     Attributes:
         step: Its number.
         wall_time: When it ended, seconds since the epoch.
         layout: Of the model at that time.
-        rates: Learning rate of each parameter group, float64.
-        norms: Of each parameter's gradient, float64 ``[parameters]``; negative where there is none.
+        groups: How many parameter groups there are.
+        row: Their learning rates, and behind them the norm of each parameter's gradient, negative
+            where there is none; float64 ``[groups + parameters]``.
     """
 
     step: int
     wall_time: float
     layout: Layout
-    rates: NDArray[np.float64]
-    norms: NDArray[np.float64]
+    groups: int
+    row: NDArray[np.float64]
 
     @property
     def nbytes(self) -> int:
         """Memory held until :meth:`record`, about."""
-        return _STEP_BYTES + self.rates.nbytes + self.norms.nbytes
+        return _STEP_BYTES + self.row.nbytes
 
     def record(self, scalars: Mapping[str, float], loss_tag: str | None) -> StepRecord:
         """As :meth:`CapturedStep.record`; what is not finite was not read by one call."""
-        present = self.norms >= 0
+        norms = self.row[self.groups :]
+        present = norms >= 0
         return StepRecord(
             step=self.step,
             wall_time=self.wall_time,
             layout=self.layout,
-            grad_norms=np.where(present, self.norms, 0.0),
+            grad_norms=np.where(present, norms, 0.0),
             grad_present=present,
             grad_finite=np.ones(len(present), dtype=bool),
-            learning_rates=tuple(self.rates.tolist()),
+            learning_rates=tuple(self.row[: self.groups].tolist()),
             scalars=scalars,
             loss_tag=loss_tag,
         )
@@ -79,13 +82,14 @@ class LightReader:
 
     def __init__(self, table: ParameterTable) -> None:
         self._table = table
-        self._row = np.zeros(0)
-        self._groups = 0
+        self._row = np.zeros(0)  # for each step anew
+        self._address = self._groups = 0
         self._layout: Layout | None = None
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._parameters: tuple[Any, ...] = ()
         self._identities = b""
         self._refused = False
+        self._unlooked = 0
 
     def prepare(self, optimizer: Optimizer, *, again: bool) -> None:
         """Read this optimizer's steps from now on.
@@ -114,29 +118,26 @@ class LightReader:
         """Read the gradients and learning rates of a step; whether that was possible."""
         if self._parameters is not self._table.parameters:
             return False
-        # A scaler leaves the gradients as they should be, unless the optimizer is to divide by its
-        # factor.
-        if calling_scaler() is not None or getattr(optimizer, "grad_scale", None) is not None:
+        # Looking for a scaler takes as long as reading some gradients, so at some steps only: it
+        # leaves the gradients as they should be, unless the optimizer is to divide by its factor.
+        if self._unlooked == 0 and calling_scaler() is not None:
             return False
-        if in_function_mode():
+        if getattr(optimizer, "grad_scale", None) is not None or in_function_mode():
             return False
         groups = optimizer.param_groups
-        self._layout, self._groups = layout, len(groups)
-        self._row = np.full(len(groups) + len(layout.parameters), _ABSENT)
-        address = self._row.ctypes.data
-        square = _native.take_norms(groups, self._identities, torch.Tensor, TENSORS, address)
+        if layout is not self._layout or len(groups) != self._groups:
+            self._layout, self._groups = layout, len(groups)
+            self._row = np.zeros(len(groups) + len(layout.parameters))
+            self._address = self._row.ctypes.data
+        self._row.fill(_ABSENT)
+        square = _native.take_norms(groups, self._identities, torch.Tensor, TENSORS, self._address)
         if square == -1.0:
             self.stop()
             self._refused = True
+        self._unlooked = (self._unlooked + 1) % _LOOK_STEPS
         return 0 <= square < math.inf
 
     def completed(self, step: int) -> LightStep:
         """The step that was read is over."""
         assert self._layout is not None
-        return LightStep(
-            step=step,
-            wall_time=time.time(),
-            layout=self._layout,
-            rates=self._row[: self._groups],
-            norms=self._row[self._groups :],
-        )
+        return LightStep(step, time.time(), self._layout, self._groups, self._row.copy())
