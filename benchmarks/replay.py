@@ -13,7 +13,7 @@ alerts; ``--compare`` lists those that differ from such a file, field by field, 
 
 The files hold public attributes of ``StepRecord`` as plain arrays and JSON: where records are built
 in another way, :class:`Recorded` has to follow. Not kept are pictures, states of generators,
-histograms of parameters and gradients, and facts of several ranks, which no run has.
+histograms of parameters and their gradients, and facts of several ranks, which no run has.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ FULL_FACTS = ("examples", "total_grad_norm_before_clipping", "clipped_fraction")
 NORMS = ("grad_norms", "grad_present", "grad_finite")
 MARKS = ("trainable", "reached", "held")
 TENSORS = ("inputs", "outputs", "output_grads", "grads", "weights", "second_moments")
+WITH_HISTOGRAMS = 3  # the first of these
 MOMENTS = (*COUNTS, *EXTREMES, *POWER_SUMS)
 
 # --- recording -------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ class Recorder(Rule):
     def _add(self, kind: int, module: str, place: int, tensor: TensorRecord) -> None:
         add, sketch, units = self._columns, tensor.sketch, tensor.unit_min
         name = self._names.setdefault(module, len(self._names))
-        buckets = sketch.buckets if TENSORS[kind] in ("inputs", "outputs") else sketch.buckets[:0]
+        buckets = sketch.buckets if kind < WITH_HISTOGRAMS else sketch.buckets[:0]
         size = -1 if units is None else units.size
         add["tensors"].append((kind, name, place, tensor.calls, size, buckets.size))
         add["moments"].append([getattr(sketch, moment) for moment in MOMENTS])
