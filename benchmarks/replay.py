@@ -404,7 +404,8 @@ def main() -> int:
         parser.error(f"there is no recorded run {args.only} in {args.folder}")
     began, rows = time.monotonic(), list[Row]()
     with ProcessPoolExecutor(args.jobs) as pool:
-        for some in pool.map(partial(replayed, intervals=args.every), paths):
+        judge = partial(replayed, intervals=args.every)
+        for some in pool.map(judge, paths) if args.jobs > 1 else map(judge, paths):
             rows += some
     if args.times:
         for name, _, times_s in rows:
