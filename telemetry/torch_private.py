@@ -128,8 +128,10 @@ _MODES_UNKNOWN = "all active modes are left at each measurement"
 
 
 def _in_dispatch_mode() -> bool:
-    count = find(torch._C, "_len_torch_dispatch_stack", _MODES_UNKNOWN)
-    return count is None or count() > 0
+    try:
+        return bool(torch._C._len_torch_dispatch_stack())
+    except AttributeError:
+        return find(torch._C, "_len_torch_dispatch_stack", _MODES_UNKNOWN) is None
 
 
 def in_function_mode() -> bool:

@@ -106,7 +106,7 @@ class CapturedStep:
         """Host memory held until :meth:`record`, about."""
         pictures = [*self.window.feature_maps.values(), *self.window.filters.values()]
         observations = len(self.window.tally.observations)
-        norms = sum(1 for _ in self.window.indices()) * _NORM_BYTES
+        norms = len(self.window.indices()) * _NORM_BYTES
         detail = observations * _OBSERVATION_BYTES + sum(p.nbytes for p in pictures)
         copied = self.measurements.copied_bytes if self.measurements is not None else 0
         return _STEP_BYTES + norms + detail + copied

@@ -55,7 +55,7 @@ class LightStep(NamedTuple):
         """Memory held until :meth:`record`, about."""
         return _STEP_BYTES + self.row.nbytes
 
-    def record(self, scalars: Mapping[str, float], loss_tag: str | None) -> StepRecord:
+    def record(self, scalars: Mapping[str, float], loss_tag: str | None = None) -> StepRecord:
         """As :meth:`CapturedStep.record`; what is not finite was not read by one call."""
         norms = self.row[self.groups :]
         present = norms >= 0

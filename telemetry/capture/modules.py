@@ -43,7 +43,7 @@ class WatchedModules:
         self._input_hook: InputHook | None = None
         self._forward_hooks: dict[str, ForwardHook] = {}
         self.installed = False
-        self._seen: list[int] = []
+        self._seen: dict[str, int] = {}
         self._graphs_before = graphs_compiled()
         self._silence_explained = False
         self._end_scripting: Callable[[], None] | None = None
@@ -59,10 +59,19 @@ class WatchedModules:
         self._end_scripting = self._end_scripting or before_scripting(_leave)
         self._input_hook = self._input_hook or InputHook(self._watch, receiver, model)
         self._input_hook.install()
+        if self._forward_hooks and not self.changed():
+            for hook in self._forward_hooks.values():
+                hook.install()
+        else:
+            self._choose(receiver, model)
+        self.installed = True
+
+    def _choose(self, receiver: Receiver, model: nn.Module) -> None:
+        """Look which modules are watched, and which of them are pictured."""
         watched = cleaned(self._watch.selection.apply(model).items())
         before = {hook.module(): hook for hook in self._forward_hooks.values()}
         self._forward_hooks = {}
-        self._seen = [*map(id, model.modules())]
+        self._seen = _identities(model)
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self._watch.failures.log_once(
@@ -76,7 +85,6 @@ class WatchedModules:
             self._forward_hooks[name] = hook
         for hook in before.values():
             hook.remove()
-        self.installed = True
         convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
         drawn = spread(convolutions, PICTURED_MODULES) if self._watch.content.images else []
         self.pictured = frozenset(drawn)
@@ -84,7 +92,11 @@ class WatchedModules:
     def changed(self) -> bool:
         """Whether the model has other modules than when hooks were put on them."""
         model = self._watch.model()
-        return model is not None and self._seen != [*map(id, model.modules())]
+        if model is None:
+            return False
+        # What has taken the place of a module that is gone may have its identity.
+        gone = None in [hook.module() for hook in self._forward_hooks.values()]
+        return gone or self._seen != _identities(model)
 
     def uninstall(self) -> None:
         """Take hooks off again, but for modules in compiled graphs, which look at the switch.
@@ -157,3 +169,7 @@ def _leave(module: nn.Module) -> None:
                     "watched again from the next step that is measured",
                     hook.called,
                 )
+
+
+def _identities(model: nn.Module) -> dict[str, int]:
+    return {name: id(module) for name, module in model.named_modules()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 
 import numpy as np
 import torch
@@ -117,7 +118,7 @@ class ParameterTable:
         return [(i, grad) for i, grad in indexed if i is not None and grad is not None]
 
     def _any_of(self, optimizer: Optimizer) -> bool:
-        return any(id(p) in self._index_of for p in parameters_of(optimizer))
+        return not self._index_of.keys().isdisjoint(map(id, parameters_of(optimizer)))
 
 
 def _described(model: nn.Module, named: dict[str, nn.Parameter]) -> Iterator[Parameter]:
@@ -134,10 +135,9 @@ def _described(model: nn.Module, named: dict[str, nn.Parameter]) -> Iterator[Par
         )
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of an optimizer, group after group."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -116,28 +116,29 @@ class StepReader:
         scaled: bool,
     ) -> None:
         """Norms of all gradients; on full steps the gradients and parameters themselves."""
+        full = window.full
         grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
         norms = take_norms(grads)
         window.optimizers[optimizer] = OptimizerReading(
             norms=[group.sent() for group in norms], scaled=scaled
         )
         weights = [(i, p) for i, p in parameters if p.requires_grad]
-        if window.full and not window.held:  # with the first optimizer: none may hold them
+        if full and not window.held:  # with the first optimizer: none may hold them
             weights += [(i, p) for i, p in self._table.all() if not p.requires_grad]
         if self._watch.ranks is not None:
             self._watch.ranks.note_grads(window.ranks, grads)
-            if window.full and self._content.weights:
+            if full and self._content.weights:
                 self._watch.ranks.note_parameters(window.ranks, weights)
         window.square += sum(group.known_square or 0.0 for group in norms)
         # After the step all is NaN; only now does a broken parameter differ from a bad batch.
-        look = window.full or not math.isfinite(window.square)
-        if look and not (window.full and self._content.weights):
+        look = full or not math.isfinite(window.square)
+        if look and not (full and self._content.weights):
             window.parameter_norms += [group.sent() for group in take_norms(parameters)]
         if look:
             self._read_buffers(window)
-        if not window.full:
+        if not full:
             return
-        window.held.update(index for index, _ in parameters)
+        window.held.update(dict(parameters))
         for index, parameter in self._table.all():
             if parameter.requires_grad:
                 window.trainable.add(index)

@@ -244,7 +244,7 @@ class Steps:
 
     def all_stepped(self) -> bool:
         """Whether every parameter that has a gradient was stepped since the last step ended."""
-        return self._watch.table.all_among(set(self.window.indices()))
+        return self._watch.table.all_among(self.window.indices())
 
     def manual_step(self) -> None:
         """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""

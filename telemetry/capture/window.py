@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -145,11 +145,10 @@ class Window:
         """Whether tensors are measured, not only gradient norms."""
         return self.measurer is not None
 
-    def indices(self) -> Iterator[int]:
+    def indices(self) -> set[int]:
         """Of all parameters whose gradients optimizers were given."""
-        for optimizer in self.optimizers.values():
-            for reading in optimizer.norms:
-                yield from reading.indices
+        readings = [reading for given in self.optimizers.values() for reading in given.norms]
+        return {index for reading in readings for index in reading.indices}
 
     def without_detail(self) -> Window:
         """The same with nothing but the norms, as if it had not been measured in full."""
@@ -213,7 +212,8 @@ class Window:
                 return False
         self._seen[key] = seen + 1
         self._last = kind, name, id(tensor), measurement
-        self._enter(tally, Observation(kind, name, measurement, scaled))
+        self._measured += 1
+        tally.observations.append(Observation(kind, name, measurement, scaled))
         return True
 
     def check(self, kind: Kind, name: Name, tensor: Tensor) -> None:
@@ -236,17 +236,14 @@ class Window:
         """Measure parameters, or what belongs to them; the names of those that cannot be."""
         assert self.measurer is not None, "only in full steps"
         measurements = self.measurer.add_all([*named.values()], powers=_POWERS.get(kind, 2))
-        refused = []
-        for name, measurement in zip(named, measurements, strict=True):
-            if measurement is None:
-                refused.append(name)
-            else:
-                self._enter(self.tally, Observation(kind, name, measurement, scaled))
-        return refused
-
-    def _enter(self, tally: Tally, observation: Observation) -> None:
-        self._measured += 1
-        tally.observations.append(observation)
+        taken = [
+            Observation(kind, name, measurement, scaled)
+            for name, measurement in zip(named, measurements, strict=True)
+            if measurement is not None
+        ]
+        self._measured += len(taken)
+        self.tally.observations += taken
+        return [n for n, found in zip(named, measurements, strict=True) if found is None]
 
     def end_pass(self, tally: Tally, norms: Sequence[Norms]) -> None:
         """A backward pass of training is over.

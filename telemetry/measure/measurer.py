@@ -67,12 +67,17 @@ class Measurer:
         It calls no operation of PyTorch's, so it may be called anywhere but in torch-function
         modes.
         """
-        (read,) = native.measure_plain((tensor,), unit_axis, powers)
+        read = native.measure_one(tensor, unit_axis, powers)
         return None if read is None else self._append(read)
 
     def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
         """The same of many tensors without units, for less than one by one."""
-        read = native.measure_plain(tensors, None, powers)
+        read = native.measure_all(tensors, powers)
+        plain = [pending for pending in read if pending is not None]
+        if len(plain) == len(tensors):
+            with self._lock:
+                self._pending += plain
+                return [*range(len(self._pending) - len(plain), len(self._pending))]
         return [
             self._add_other(tensor, None, powers) if pending is None else self._append(pending)
             for tensor, pending in zip(tensors, read, strict=True)

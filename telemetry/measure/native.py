@@ -70,18 +70,24 @@ def measure(request: Request) -> Pending:
     return partial(_record, _native.measure(request), request)
 
 
-def measure_plain(
-    tensors: Sequence[Tensor], unit_axis: int | None, powers: int
-) -> list[Pending | None]:
-    """Read dense tensors of floats in CPU memory now, in one call; None for what is anything else.
+def measure_one(tensor: Tensor, unit_axis: int | None, powers: int) -> Pending | None:
+    """Read a dense tensor of floats in CPU memory now; None, and nothing done, for any other.
 
     No operation of PyTorch's is called; only torch-function modes see that something is asked.
     """
+    # What stands for the negative of its memory is not as that says.
+    if TENSORS is None or type(tensor) not in _TYPES or tensor.is_neg():
+        return None
+    (found,) = _native.measure_tensors([tensor], unit_axis, _TYPES, TENSORS, sample_step, powers)
+    return None if found is None else partial(_record, *found)
+
+
+def measure_all(tensors: Sequence[Tensor], powers: int) -> list[Pending | None]:
+    """The same of many tensors without units, in one call."""
     if TENSORS is None:
         return [None] * len(tensors)
-    # What stands for the negative of its memory is not as that says.
     plain = [t if type(t) in _TYPES and not t.is_neg() else None for t in tensors]
-    found = _native.measure_tensors(plain, unit_axis, _TYPES, TENSORS, sample_step, powers)
+    found = _native.measure_tensors(plain, None, _TYPES, TENSORS, sample_step, powers)
     return [None if one is None else partial(_record, *one) for one in found]
 
 

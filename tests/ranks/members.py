@@ -229,7 +229,10 @@ class Process:
 
     def answer(self) -> Any:
         assert self._connection.poll(ANSWER_S), f"rank {self.rank}: {self.log.read_text()}"
-        return self._connection.recv()
+        try:
+            return self._connection.recv()
+        except EOFError as error:
+            raise AssertionError(f"rank {self.rank}: {self.log.read_text()}") from error
 
     def do(self, command: str, *arguments: Any, **named: Any) -> Any:
         self.begin(command, *arguments, **named)

@@ -280,7 +280,7 @@ def watched(
     capture = Capture(
         model,
         selection=Selection.parse(None, None),
-        full_steps=FullSteps(every(2)),
+        is_full=FullSteps(every(2)),
         content=Content(),
         deliver=deliver,
         safe_point=lambda: None,
