@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable
 
 from telemetry.alert import Alert
-from telemetry.alerts.course import AFTER_JUMP, LARGE_STEP, NEVER, CourseRule
+from telemetry.alerts.course import AFTER_JUMP, LARGE_STEP, NEVER, CourseRule, Rise
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.rise import Rise
 from telemetry.alerts.summed_gradients import SummedGradients
 from telemetry.records import StepRecord
 
