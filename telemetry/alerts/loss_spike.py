@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import CourseRule, Rise
-from telemetry.alerts.first_movers import FEW, NormRing
 from telemetry.alerts.history import Past, median
+from telemetry.alerts.modules import FEW, NormRing
 from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
 
