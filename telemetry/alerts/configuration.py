@@ -16,6 +16,7 @@ from telemetry.alerts.dead_units import DeadUnits
 from telemetry.alerts.eval_mode import EvalMode
 from telemetry.alerts.exploding_activation import ExplodingActivation
 from telemetry.alerts.exploding_gradient import ExplodingGradient
+from telemetry.alerts.judging import Suspicion
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.alerts.loss_spike import LossSpike
 from telemetry.alerts.loss_stuck import LossStuck
@@ -24,7 +25,6 @@ from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.ranks_diverge import RanksDiverge
 from telemetry.alerts.same_batch import SameBatch
 from telemetry.alerts.saturated_units import SaturatedUnits
-from telemetry.alerts.suspicion import Suspicion
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.rule import Rule
