@@ -1,4 +1,4 @@
-"""The objects that PyTorch calls for a module: before and after it runs, and in compiled graphs."""
+"""The objects that PyTorch calls for a module, and the tensors inside whatever that returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that was measured at one training step."""
+"""Everything that was measured at one training step, and the names and order of it: the layout."""
 
 from __future__ import annotations
 
