@@ -29,7 +29,7 @@ from torch.utils import tensorboard
 from telemetry import SummaryWriter
 from telemetry.events import FileWriter, summaries
 from telemetry.sketch import sketch_array
-from telemetry.writing import histograms
+from telemetry.writing.bulk import histogram_values
 
 TAG = "grad_norm/0007.encoder.layers.2"
 BATCH = 100
@@ -63,7 +63,7 @@ def build_scalars() -> list[bytes]:
 
 
 def build_histograms() -> list[bytes]:
-    return list(histograms.values_of(SKETCHES))
+    return list(histogram_values(SKETCHES))
 
 
 class BatchesWhenDue:

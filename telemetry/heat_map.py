@@ -1,4 +1,4 @@
-"""Draws layers × steps as pixels or as SVG, where there is no browser."""
+"""Draws layers × steps as pixels or as SVG without a browser, in the colors of the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,27 @@ from xml.sax.saxutils import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry import palette
+# viridis (matplotlib, CC0), every eighth color.
+VIRIDIS = (
+    "440154470d6048186a482475472e7c4538824241863e4c8a3a548c365d8d32658e2e6d8e2b758e287d8e25848e"
+    "228c8d1f948c1e9c8920a38625ab822eb37c3aba7648c16e58c76569cd5b7fd34e93d741a8db34bddf26d5e21a"
+    "eae51afde725"
+)
+"""Finite values, from the smallest to the largest: ``rrggbb`` of 33 colors."""
+
+
+NAN_COLORS = ("#d5006d", "#ff7ac0")
+INFINITE_COLORS = ("#ff5a00", "#7a1f00")
+"""The page draws stripes of two colors, a picture without room for stripes the first."""
+
+ZERO_COLOR = "#000000"
+
+
+def _rgb(text: str) -> list[tuple[int, ...]]:
+    """Red, green and blue of each color in ``rrggbb...``, with or without a leading ``#``."""
+    digits = bytes.fromhex(text.removeprefix("#"))
+    return [tuple(digits[start : start + 3]) for start in range(0, len(digits), 3)]
+
 
 _NAME_LENGTH = 20
 _MISSING_RGB = (228, 230, 234)
@@ -177,7 +197,7 @@ def colors_of(
     matrix: NDArray[np.floating], low: float, high: float, log: bool
 ) -> NDArray[np.uint8]:
     """Colors ``[rows, columns, 3]``."""
-    stops = np.array(palette.rgb(palette.VIRIDIS))
+    stops = np.array(_rgb(VIRIDIS))
     with np.errstate(divide="ignore", invalid="ignore"):
         if log:
             place = (np.log(np.abs(matrix)) - np.log(low)) / (np.log(high) - np.log(low))
@@ -187,8 +207,8 @@ def colors_of(
     channels = [np.interp(place, np.arange(len(stops)), stops[:, k]) for k in range(3)]
     colors = np.stack(channels, axis=-1).round().astype(np.uint8)
     if log:
-        colors[matrix == 0] = palette.rgb(palette.ZERO_COLOR)[0]
+        colors[matrix == 0] = _rgb(ZERO_COLOR)[0]
     colors[matrix < 0] = _MISSING_RGB
-    colors[np.isposinf(matrix)] = palette.rgb(palette.INFINITE_COLORS[0])[0]
-    colors[np.isnan(matrix)] = palette.rgb(palette.NAN_COLORS[0])[0]
+    colors[np.isposinf(matrix)] = _rgb(INFINITE_COLORS[0])[0]
+    colors[np.isnan(matrix)] = _rgb(NAN_COLORS[0])[0]
     return colors

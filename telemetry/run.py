@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from telemetry.alert import Alert
-from telemetry.alert_response import AlertResponse
 from telemetry.arguments import Options, scalars_of
 from telemetry.capture import Capture
 from telemetry.events.background import each_within
@@ -20,7 +19,7 @@ from telemetry.failures import Failures
 from telemetry.first_rank import Role, rank_and_world_size, role_of
 from telemetry.host_copy import HostCopy
 from telemetry.loss import LossChoice
-from telemetry.membership import Membership
+from telemetry.membership import AlertResponse, Membership
 from telemetry.pipeline import (
     CLOSE_TIMEOUT_S,
     LoggedScalars,

@@ -13,8 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"_native", "moments", "directory_claim", "palette", "plain_text", "sparkline"}
-    | {"untrusted", "version"},
+    {"_native", "moments", "directory_claim", "plain_text", "sparkline", "untrusted", "version"},
     {"heat_map", "kernel", "movers", "sketch", "tag_names"},
     {"loss"},
     {"alert", "records", "failures", "host_copy", "torch_private", "first_rank"},
@@ -28,7 +27,6 @@ LAYERS = [
     {"arguments"},
     {"run_files"},
     {"membership"},
-    {"alert_response"},
     {"run"},
     {"logger", "testing"},
     {"integrations"},
@@ -48,7 +46,6 @@ TORCH_FREE = {
     "moments",
     "movers",
     "sketch",
-    "palette",
     "plain_text",
     "sparkline",
     "tag_names",

@@ -1,4 +1,4 @@
-"""Rules: what a training fault looks like in the records, one file for each.
+"""Rules: what a training fault looks like in the records.
 
 A comment beside each threshold says where it comes from. "Tried 5 and 20" means: the runs of
 ``benchmarks/faultbench.py`` (seed 1) were judged again with each of these values, and no verdict

@@ -9,24 +9,22 @@ from numbers import Real
 from typing import Any, get_args
 
 from telemetry.alert import Severity
-from telemetry.alerts.attention_collapse import AttentionCollapse
+from telemetry.alerts.attention import AttentionCollapse, LogitGrowth
 from telemetry.alerts.causes import OneCause
 from telemetry.alerts.course import Course, CourseRule
 from telemetry.alerts.dead_units import DeadUnits
 from telemetry.alerts.eval_mode import EvalMode
 from telemetry.alerts.exploding_activation import ExplodingActivation
 from telemetry.alerts.exploding_gradient import ExplodingGradient
-from telemetry.alerts.learning_rate_zero import LearningRateZero
-from telemetry.alerts.logit_growth import LogitGrowth
+from telemetry.alerts.judging import Suspicion
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.alerts.loss_spike import LossSpike
 from telemetry.alerts.loss_stuck import LossStuck
-from telemetry.alerts.no_learning import NoLearning
+from telemetry.alerts.no_learning import LearningRateZero, NoLearning
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.ranks_diverge import RanksDiverge
 from telemetry.alerts.same_batch import SameBatch
 from telemetry.alerts.saturated_units import SaturatedUnits
-from telemetry.alerts.suspicion import Suspicion
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.rule import Rule

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.forward import Forward
+from telemetry.alerts.modules import Forward
 from telemetry.layers.module_types import DROPOUTS, TWO_SIDED
 from telemetry.plain_text import called
 from telemetry.records import Output, StepRecord, TensorRecord

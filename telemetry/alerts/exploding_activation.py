@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
-from telemetry.alerts.depth import forward_growth
 from telemetry.alerts.episode import Episode
+from telemetry.alerts.growth import forward_growth
 from telemetry.plain_text import called
 from telemetry.records import Output, StepRecord
 

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterable
 
 from telemetry.alert import Alert
-from telemetry.alerts.blame import Blame
 from telemetry.alerts.course import FAR_ABOVE, CourseRule
-from telemetry.alerts.depth import Stretch, backward_growth, forward_growth, gain
 from telemetry.alerts.episode import Episode
+from telemetry.alerts.growth import Blame, Stretch, backward_growth, forward_growth, gain
 from telemetry.alerts.history import History
 from telemetry.records import StepRecord
 

@@ -9,11 +9,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from telemetry.alert import Alert, Severity
-from telemetry.alerts.course import CourseRule
-from telemetry.alerts.first_movers import FEW, NormRing
-from telemetry.alerts.history import median
-from telemetry.alerts.past import Past
-from telemetry.alerts.rise import Rise
+from telemetry.alerts.course import CourseRule, Rise
+from telemetry.alerts.history import Past, median
+from telemetry.alerts.modules import FEW, NormRing
 from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
 

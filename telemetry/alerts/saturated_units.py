@@ -11,7 +11,7 @@ import numpy as np
 from telemetry.alert import Alert
 from telemetry.alerts.course import CourseRule
 from telemetry.alerts.episode import Episode
-from telemetry.alerts.forward import Forward
+from telemetry.alerts.modules import Forward
 from telemetry.layers import table
 from telemetry.layers.module_types import (
     AFFINE,

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.alerts.course import FAR_ABOVE, CourseRule
-from telemetry.alerts.depth import Stretch
 from telemetry.alerts.episode import CALM_STEPS, Episode
-from telemetry.alerts.modules import Modules
-from telemetry.alerts.shares import Shares
+from telemetry.alerts.growth import Stretch
+from telemetry.alerts.modules import Modules, Shares
 from telemetry.plain_text import called
 from telemetry.records import StepRecord
 

@@ -1,8 +1,11 @@
-"""The objects that PyTorch calls for a module: before and after it runs, and in compiled graphs."""
+"""The objects that PyTorch calls for a module, and the tensors inside whatever that returns."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -12,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from telemetry.capture import compiled
 from telemetry.capture.inert import Inert
-from telemetry.capture.outputs import tensors_in
 from telemetry.capture.watch import Watch
 from telemetry.records import Output
 from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED
@@ -167,3 +169,53 @@ class ForwardHook(ModuleHook):
 def is_inert_copy(hook: object) -> bool:
     """Whether this is what became of a hook that was copied along with its module."""
     return isinstance(getattr(hook, "__self__", None), nullcontext)
+
+
+_DEEPEST = 8
+"""Containers inside of each other; one that holds itself would have no end."""
+
+
+def tensors_in(value: object, depth: int = 0) -> Iterator[Tensor]:
+    """Tensors in tuples, lists, mappings and dataclasses, nested in each other, in their order.
+
+    Anything else (None, numbers, foreign objects) is passed over.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif depth == _DEEPEST:
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with every tensor of :func:`tensors_in` replaced by what ``function`` makes of it.
+
+    Containers are rebuilt as what they were; a mapping that cannot be changed stays as it is.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, MutableMapping):
+        rebuilt = copy.copy(value)
+        for key, item in value.items():
+            rebuilt[key] = map_tensors(item, function)
+        return rebuilt
+    if isinstance(value, tuple | list):
+        items = [map_tensors(item, function) for item in value]
+        # Named tuples take one argument for each field; torch's own take a sequence, as others do.
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        other = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # Frozen ones are values, too.
+            item = map_tensors(getattr(value, field.name, None), function)
+            object.__setattr__(other, field.name, item)
+        return other
+    return value

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from telemetry import images
 from telemetry.capture.backward import BackwardPasses, GradHook
-from telemetry.capture.hooks import ForwardHook, ModuleHook
-from telemetry.capture.outputs import tensors_in
+from telemetry.capture.hooks import ForwardHook, ModuleHook, tensors_in
 from telemetry.capture.parameters import described, local
 from telemetry.capture.reader import StepReader
 from telemetry.capture.watch import Watch

@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 from telemetry import images
 from telemetry.capture.hooks import CONVOLUTIONS
-from telemetry.capture.norms import take_norms
+from telemetry.capture.norms import UpdateProbe, take_norms
 from telemetry.capture.parameters import described, local
 from telemetry.capture.scaler import read_scaler
-from telemetry.capture.updates import UpdateProbe
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Kind, OptimizerReading, Tally, Window
 from telemetry.host_copy import HostCopy

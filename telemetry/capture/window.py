@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from telemetry.capture.no_step import NoStepWatch
-from telemetry.capture.norms import NormReading, Norms
+from telemetry.capture.norms import NormReading, Norms, UpdateReading
 from telemetry.capture.scaler import ScalerReading
-from telemetry.capture.updates import UpdateReading
 from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
 from telemetry.ranks.observer import RankNotes

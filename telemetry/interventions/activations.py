@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from telemetry.capture.hooks import map_tensors
 from telemetry.capture.inert import Inert
-from telemetry.capture.outputs import map_tensors
 from telemetry.interventions.intervention import Intervention, check_number
 from telemetry.selection import Selectors, select_modules
 from telemetry.torch_compiler import drop_compiled_code

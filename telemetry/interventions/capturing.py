@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from telemetry.capture.hooks import tensors_in
 from telemetry.capture.inert import Inert
-from telemetry.capture.outputs import tensors_in
 from telemetry.failures import Failures
 from telemetry.interventions.intervention import Intervention, remove_all
 from telemetry.selection import Selectors, select_modules

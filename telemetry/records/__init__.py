@@ -1,8 +1,7 @@
 """Values: what was measured at one training step."""
 
-from telemetry.records.layout import Layout, Module, Parameter
 from telemetry.records.ranks import Divergence, RankFacts, Spread
-from telemetry.records.step import StepRecord, once
+from telemetry.records.step import Layout, Module, Parameter, StepRecord, once
 from telemetry.records.tensor import Output, TensorRecord
 
 __all__ = [

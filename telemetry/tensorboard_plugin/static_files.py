@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import PurePath
 
-from telemetry import palette
+from telemetry.heat_map import INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR
 
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
 """By the ending of a file's name."""
@@ -61,7 +61,12 @@ def _variable(name: str) -> str:
 
 
 def _colors() -> bytes:
-    """A module with the constants of :mod:`telemetry.palette`."""
-    constants = {name: value for name, value in vars(palette).items() if name.isupper()}
+    """A module with the colors of :mod:`telemetry.heat_map`."""
+    constants = {
+        "VIRIDIS": VIRIDIS,
+        "NAN_COLORS": NAN_COLORS,
+        "INFINITE_COLORS": INFINITE_COLORS,
+        "ZERO_COLOR": ZERO_COLOR,
+    }
     lines = [f"export const {name} = {json.dumps(value)};" for name, value in constants.items()]
     return "\n".join(lines).encode()

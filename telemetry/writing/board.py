@@ -16,12 +16,11 @@ from telemetry.page_format import LAYOUT_PREFIX, LOSS_PREFIX
 from telemetry.plain_text import printable
 from telemetry.records import Layout, StepRecord
 from telemetry.tag_names import RUN
-from telemetry.writing import custom_scalars, rank_curves, spread, tags
+from telemetry.writing import custom_scalars, tags
 from telemetry.writing.bulk import Bulk
+from telemetry.writing.curves import LearningRates, StepTimes, rank_values, spread_values
 from telemetry.writing.heatmap_picture import HeatmapPicture
-from telemetry.writing.learning_rates import LearningRates
 from telemetry.writing.page import PageWriter
-from telemetry.writing.step_times import StepTimes
 
 log = logging.getLogger("telemetry")
 
@@ -85,10 +84,10 @@ class Board:
             yield from self._changes(record)
         yield from tags.values_of(record, self._bulk)
         if record.ranks is not None:
-            yield from rank_curves.values_of(record.ranks)
+            yield from rank_values(record.ranks)
         yield from self._rates.values_of(record)
         yield from self._times.values_of(record)
-        yield from spread.values_of(record)
+        yield from spread_values(record)
         yield from self._page.values_of(record)
         if self._picture is not None:
             yield from self._picture.values_of(record)

@@ -12,7 +12,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from telemetry.events import summaries
 from telemetry.loss import LOSS_TAGS
 from telemetry.tag_names import RUN
-from telemetry.writing.spread import SPREADS
+from telemetry.writing.curves import SPREADS
 
 
 def custom_scalars_value(loss: str | None = None) -> bytes:

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from telemetry.alerts.course import Course
-from telemetry.alerts.loss_trend import LossTrend
-from telemetry.alerts.norm_trend import NormTrend
+from telemetry.alerts.course import Course, LossTrend
+from telemetry.alerts.history import NormTrend
 from telemetry.records import Layout, Module, Parameter, StepRecord
 
 LAYOUT = Layout(

@@ -7,7 +7,7 @@ from small_runs import net, train
 from torch.optim import SGD
 
 from telemetry import Alert
-from telemetry.alerts.learning_rate_zero import LearningRateZero
+from telemetry.alerts.no_learning import LearningRateZero
 
 
 def train_with(rate: Callable[[int], float], steps: int) -> list[Alert]:

@@ -1,15 +1,133 @@
-"""Which layers caused a sudden growth of the gradients."""
+"""How activations grow forward and gradients backward, and which layers are to blame for it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.depth import Growth, Stretch
 from telemetry.alerts.modules import Modules
-from telemetry.records import StepRecord, TensorRecord
+from telemetry.layers import table
+from telemetry.layers.module_types import LOOKUPS
+from telemetry.plain_text import called
+from telemetry.records import StepRecord, TensorRecord, once
+
+
+class Stretch(NamedTuple):
+    """The modules over which something grows: often one, which is the first and the last."""
+
+    first: str
+    last: str
+
+    def __str__(self) -> str:
+        if self.first == self.last:
+            return called(self.first)
+        return f"{called(self.first)} to {called(self.last)}"
+
+    @property
+    def shared(self) -> str:
+        """The same of what is divided among them."""
+        return str(self) if self.first == self.last else f"{self}, each with a part of it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """How much a pass grows from its beginning to its largest value.
+
+    Attributes:
+        names: The modules, in the order of the pass.
+        levels: log10 of what each returned; the first is what the others are compared with.
+    """
+
+    names: Sequence[str]
+    levels: Sequence[float]
+
+    @property
+    def decades(self) -> float:
+        """log10 of the ratio of the largest to the first; 0 if there are fewer than two."""
+        return max(self.levels) - self.levels[0] if len(self.levels) > 1 else 0.0
+
+    @property
+    def stretch(self) -> Stretch | None:
+        """Where it grows: the module that has half of the growth, or those that have most of it."""
+        if self.decades <= 0:
+            return None
+        levels = np.array(self.levels)
+        top = int(levels.argmax())
+        share = (levels[: top + 1] - levels[0]) / self.decades
+        steepest = int(np.diff(share).argmax()) + 1
+        if share[steepest] - share[steepest - 1] >= _MOST:
+            return Stretch(self.names[steepest], self.names[steepest])
+        begin = int(np.flatnonzero(share <= _ENDS)[-1])
+        end = begin + int(np.flatnonzero(share[begin:] >= 1 - _ENDS)[0])
+        return Stretch(self.names[begin + 1], self.names[end])
+
+
+_MOST = 0.5  # of the growth: no other module has more
+# Of the growth, at either end: of 16 residual blocks that are scaled alike (residual_x3) about 13
+# lie between.
+_ENDS = 0.1
+
+
+@once
+def forward_growth(record: StepRecord) -> Growth:
+    """Growth of the modules' outputs: from the RMS of the first to the ``spread`` of others.
+
+    So a constant is no growth, however large it is.
+    """
+    ran = record.activations
+    tensors = [
+        (module.name, ran[module.name])
+        for module in record.layout.modules
+        if module.name in ran and module.type_name not in LOOKUPS
+    ]
+    tensors = [(name, tensor) for name, tensor in tensors if 0 < tensor.sketch.rms < math.inf]
+    first = [(name, tensor.sketch.rms) for name, tensor in tensors[:1]]
+    return _growth(first + [(name, tensor.spread) for name, tensor in tensors[1:]])
+
+
+def backward_growth(record: StepRecord) -> Growth:
+    """Growth of the gradients with respect to these outputs, from the last module back."""
+    return _growth(_gradients(record)[::-1])
+
+
+def gain(record: StepRecord) -> float:
+    """How much the network amplifies the gradient that comes from the loss.
+
+    It does not change with the unit or weight of the loss or the scale of the targets.
+
+    Returns:
+        log10 of the norm of all parameter gradients over the RMS of the gradient of the last
+        module's output; NaN where that is zero or was not measured.
+    """
+    total, last = record.total_grad_norm, _gradients(record)[-1:]
+    return math.log10(total / last[0][1]) if last and 0 < total < math.inf else math.nan
+
+
+@once
+def _gradients(record: StepRecord) -> list[tuple[str, float]]:
+    """Names of layers and the RMS of the gradients of their outputs, in forward order.
+
+    Leaves out layers where it is zero or not finite, and embeddings, which have a scale of their
+    own.
+    """
+    if not record.output_grads:
+        return []  # as at most steps, which need no table then
+    layers = zip(record.layout.modules, table(record).column("activation_grad_rms"), strict=True)
+    return [
+        (module.name, rms)
+        for module, rms in layers
+        if 0 < rms < math.inf and module.type_name not in LOOKUPS
+    ]
+
+
+def _growth(values: Iterable[tuple[str, float]]) -> Growth:
+    known = [(name, math.log10(value)) for name, value in values if 0 < value < math.inf]
+    return Growth(names=[name for name, _ in known], levels=[level for _, level in known])
 
 
 class Blame:

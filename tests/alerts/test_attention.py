@@ -1,3 +1,5 @@
+"""Attention that collapses, and logits that grow."""
+
 from __future__ import annotations
 
 import math
@@ -7,7 +9,7 @@ import torch
 from small_runs import train
 from torch import Tensor, nn
 
-from telemetry.alerts.attention_collapse import AttentionCollapse, _entropy
+from telemetry.alerts.attention import AttentionCollapse, LogitGrowth, _entropy
 from telemetry.testing import capture_run
 
 
@@ -52,3 +54,31 @@ def test_the_entropy_of_a_histogram_is_that_of_the_rows(scale: float) -> None:
     [rows] = seen
     exact = torch.special.entr(rows.double()).sum(-1).mean().item() / math.log(12)
     assert _entropy(run.records[0].outputs["1", 0]) == pytest.approx(exact, abs=0.02)  # type: ignore[index]
+
+
+class Scores(nn.Module):
+    """Of each token with each other; the future is masked."""
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        scores = query @ key.mT
+        return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1) > 0, -float("inf"))
+
+
+class ScoringNet(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.query, self.key, self.scale = nn.Linear(1, 16), nn.Linear(1, 16), scale
+        self.attn = nn.ModuleDict({"scores": Scores()})
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[..., None]
+        weights = self.attn["scores"](self.scale * self.query(tokens), self.key(tokens)).softmax(-1)
+        logits: Tensor = self.head((weights @ tokens)[..., 0])
+        return logits
+
+
+@pytest.mark.parametrize(("scale", "count"), [(0.25, 0), (1e5, 1)])
+def test_very_large_scores_of_attention_are_noted(scale: float, count: int) -> None:
+    alerts = train(LogitGrowth(), 20, model=ScoringNet(scale))
+    assert [(alert.severity, alert.stage) for alert in alerts] == [("note", "begin")] * count

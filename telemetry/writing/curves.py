@@ -1,0 +1,174 @@
+"""The curves of the run as a whole, which are no statistics of layers.
+
+Learning rates, times of steps, the spread of statistics over all layers, and what only several
+ranks have: who is the slowest, and how far what they log is apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from telemetry.events import summaries
+from telemetry.layers import STATISTICS, Statistic, table
+from telemetry.records import RankFacts, StepRecord
+from telemetry.tag_names import RUN, plain
+
+
+class LearningRates:
+    """Chooses which points of the curves to write. A full step has one point of each curve.
+
+    TensorBoard joins points by straight lines. When a rate changes, the step before gets a point
+    with the old rate, so that the jump is drawn as a jump.
+    """
+
+    def __init__(self) -> None:
+        self._step, self._wall_time = -1, 0.0
+        self._rates: tuple[float, ...] = ()
+        self._drawn: dict[int, int] = {}  # step of each curve's last point
+
+    def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[bytes]]:
+        """Points for the step before, whose rates end with it. Call this before :meth:`values_of`.
+
+        Returns:
+            Step, wall time and values of an event to write first.
+        """
+        if record.step <= self._step:
+            self._rates = ()  # back to a checkpoint
+        late = [
+            _value(group, self._rates[group])
+            for group in self._changed(record)
+            if group < len(self._rates) and self._drawn[group] < self._step
+        ]
+        return self._step, self._wall_time, late
+
+    def values_of(self, record: StepRecord) -> Iterator[bytes]:
+        """The values to write in an event with the record's step."""
+        if not record.learning_rates:
+            return
+        changed = range(len(record.learning_rates)) if record.full else self._changed(record)
+        self._step, self._wall_time = record.step, record.wall_time
+        self._rates = record.learning_rates
+        for group in changed:
+            self._drawn[group] = record.step
+            yield _value(group, record.learning_rates[group])
+
+    def _changed(self, record: StepRecord) -> Sequence[int]:
+        """Groups whose rate differs from that of the step before."""
+        before, now = self._rates, record.learning_rates
+        if now == before:
+            return ()
+        return [g for g, rate in enumerate(now) if g >= len(before) or _differs(rate, before[g])]
+
+
+def _differs(rate: float, other: float) -> bool:
+    return rate != other and not (rate != rate and other != other)  # NaN equals NaN here
+
+
+def _value(group: int, rate: float) -> bytes:
+    return summaries.scalar(f"{RUN}learning_rate/{group}", rate)
+
+
+class StepTimes:
+    """Takes the time from step to step, of which each full step has a point: the mean of those
+    since the last point, measured in full or not.
+
+    What lies between two steps counts, such as waiting for data, but not where a phase ran: that is
+    not training.
+    """
+
+    def __init__(self) -> None:
+        self._begun: tuple[int, float] | None = None  # step and wall time
+        self._last = -1, 0.0
+        self._steps, self._taken_s = 0, 0.0
+
+    def pause(self) -> None:
+        """The time until the next step does not count."""
+        if self._begun is not None:
+            self._steps += self._last[0] - self._begun[0]
+            self._taken_s += self._last[1] - self._begun[1]
+            self._begun = None
+
+    def values_of(self, record: StepRecord) -> Iterator[bytes]:
+        """``~run/time/step_s`` of a full step, and ``examples_per_s`` where its batch is known."""
+        if record.phase:
+            self.pause()
+            return
+        self._take(record.step, record.wall_time)
+        if not record.full:
+            return
+        self.pause()
+        if self._steps > 0 and self._taken_s > 0:  # a clock may be set back
+            step_s = self._taken_s / self._steps
+            yield summaries.scalar(f"{RUN}time/step_s", step_s)
+            if record.examples:
+                yield summaries.scalar(f"{RUN}time/examples_per_s", record.examples / step_s)
+        self._begun = self._last
+        self._steps, self._taken_s = 0, 0.0
+
+    def _take(self, step: int, wall_time: float) -> None:
+        if step < self._last[0]:  # back to a checkpoint
+            self._begun, self._steps, self._taken_s = None, 0, 0.0
+        self._last = step, wall_time
+        if self._begun is None:
+            self._begun = self._last
+
+
+QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}
+SPREADS: Mapping[str, Statistic] = {
+    f"log10_{statistic.name}" if statistic.log else statistic.name: statistic
+    for statistic in STATISTICS
+    if statistic.as_spread
+}
+"""The statistics whose quantiles over all layers are curves, by the name in their tags.
+
+Where magnitudes matter, the curves are of log10: TensorBoard's charts have a linear axis, on which
+all small gradients look alike.
+"""
+
+
+def spread_values(record: StepRecord) -> Iterator[bytes]:
+    """``~run/depth/<name>/p05``, ``median`` and ``p95`` of a full step.
+
+    Quantiles are over the finite values of all layers; those of a logarithm, over the positive
+    ones. A statistic without any such value has no points.
+    """
+    if not record.full or record.phase or record.skipped:
+        return
+    layers = table(record)
+    for name, statistic in SPREADS.items():
+        known = filter(math.isfinite, layers.known_values(statistic.name).tolist())
+        values = sorted(value for value in known if value > 0 or not statistic.log)
+        for quantile, value in _quantiles(values, math.log10 if statistic.log else float):
+            yield summaries.scalar(f"{RUN}depth/{name}/{quantile}", value)
+
+
+def _quantiles(
+    values: Sequence[float], scale: Callable[[float], float]
+) -> Iterator[tuple[str, float]]:
+    """Like ``numpy.quantile`` of the ascending values to scale, which takes a hundred times as long
+    for a few; none of none.
+    """
+    last = len(values) - 1
+    for quantile, share in QUANTILES.items() if values else ():
+        place = share * last
+        below = int(place)
+        low, high = scale(values[below]), scale(values[min(below + 1, last)])
+        yield quantile, low + (high - low) * (place - below)
+
+
+def rank_values(facts: RankFacts) -> Iterator[bytes]:
+    """``rank_time/slowest``, in seconds from step to step, and ``rank_spread/<tag>/...``.
+
+    Nothing of a tag of which all ranks have the same number, or which one alone has logged.
+    """
+    if facts.step_s is not None:
+        yield summaries.scalar(f"{RUN}rank_time/slowest", facts.step_s.high)
+        yield summaries.scalar(f"{RUN}rank_time/slowest_rank", facts.step_s.high_rank)
+    for tag, spread in facts.scalars.items():
+        if spread.low_rank != spread.high_rank:
+            prefix = f"{RUN}rank_spread/{plain(tag)}"
+            yield summaries.scalar(f"{prefix}/min", spread.low)
+            yield summaries.scalar(f"{prefix}/min_rank", spread.low_rank)
+            yield summaries.scalar(f"{prefix}/max", spread.high)
+            yield summaries.scalar(f"{prefix}/max_rank", spread.high_rank)
