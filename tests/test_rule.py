@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from telemetry import Alert, HookLogger, Rule, StepRecord
+from telemetry.records import Layout
 from telemetry.rule import as_rule
 
 
@@ -79,3 +81,18 @@ def test_a_rule_that_could_pass_over_steps_sees_each_and_one_line_tells(
     (line,) = [message for message in caplog.messages if "no longer asked" in message]
     assert "'PassesOver'" in line
     assert "its quiet_steps, pass_over, narrow are" in line
+
+
+def test_what_such_rules_imported_and_read_warns_for_a_release() -> None:
+    with pytest.warns(DeprecationWarning, match="LightSteps is gone"):
+        from telemetry.records import LightSteps  # type: ignore[attr-defined]  # noqa: F401
+    record = StepRecord(
+        step=0,
+        wall_time=0.0,
+        layout=Layout(modules=(), parameters=()),
+        grad_norms=np.zeros(0),
+        grad_present=np.zeros(0, bool),
+        grad_finite=np.zeros(0, bool),
+    )
+    with pytest.warns(DeprecationWarning, match="left_out is gone"):
+        assert record.left_out == frozenset()

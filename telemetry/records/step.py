@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -182,6 +183,13 @@ class StepRecord:
     input: NDArray[np.uint8] | None = None
     random_states: Mapping[str, bytes] = field(default_factory=dict)
     ranks: RankFacts | None = None
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Always empty: layers no longer take turns. For one more release."""
+        message = "StepRecord.left_out is gone: a full measurement takes all layers"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return frozenset()
 
     @cached_property
     def activations(self) -> Mapping[str, TensorRecord]:
