@@ -25,7 +25,7 @@ def __getattr__(name: str) -> object:
     if name not in ("Bounds", "LightSteps"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     message = (
-        f"telemetry.records.{name} is gone: rules are asked about each step; delete the import"
+        f"telemetry.records.{name} is gone: rules are asked about each step"
     )
     warnings.warn(message, DeprecationWarning, stacklevel=2)
     return object
