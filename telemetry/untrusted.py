@@ -24,7 +24,7 @@ Check = Callable[[Any], Checked]
 
 MAX_JSON_BYTES = 32 << 20
 """Python's objects take up to twenty times the size of their text, so this stays below 1 GB. A
-layout of 20,000 modules has 2 MB, a flight file rarely more than 8 MiB."""
+layout of 20,000 modules has 2 MB, and so has a large flight file."""
 
 MAX_WHOLE = 2**53
 """Largest whole number that JavaScript holds exactly."""

@@ -26,8 +26,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from telemetry.events import summaries
 from telemetry.events.framing import frame
-from telemetry.flight.document import COLUMNS, FORMAT
-from telemetry.layers import MATRIX_STATISTICS
+from telemetry.flight.file import FORMAT
+from telemetry.layers import MATRIX_STATISTICS, STATISTICS
 from telemetry.page_format import PLUGIN_NAME, alert_tag, encode_layout, layout_tag
 
 SESSION = "20260101-000000.000-aaaa"
@@ -116,7 +116,7 @@ def alert(**changes: Any) -> bytes:
 
 def flight(**changes: Any) -> bytes:
     """The text of a small flight file, with changes; ``...`` leaves a field out."""
-    columns = {key: [1.0, "NaN"] for key in COLUMNS}
+    columns = {s.name: [1.0, "NaN"] for s in STATISTICS}
     fields = {
         "format": FORMAT,
         "complete": True,
@@ -488,7 +488,7 @@ KINDS = {
         "flight-3.json: modules",
     ),
     "flight with a short profile": Kind(
-        write_flight(flight(profiles=[{"when": "at", "step": 3} | {key: [1] for key in COLUMNS}])),
+        write_flight(flight(profiles=[{"when": "at", "step": 3, "activation_rms": [1]}])),
         "flight-3.json: profiles",
     ),
     "flight of words": Kind(

@@ -14,7 +14,7 @@ from telemetry.alert import alert_fields
 from telemetry.commands.arguments import Commands, add_command, add_form, add_runs
 from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import print_records
-from telemetry.flight import explain, flight_files, read_checked
+from telemetry.flight import explain, flight_files, read_flight
 from telemetry.layers import STATISTICS
 from telemetry.plain_text import printable
 from telemetry.reading.log_dirs import has_event_files
@@ -68,7 +68,7 @@ def _flights(paths: list[Path], runs: LogDirs) -> Iterator[dict[str, Any]]:
     for path in paths:
         for file in flight_files(path) if path.is_dir() else [path]:
             try:
-                flight = read_checked(file)
+                flight = read_flight(file)
             except (OSError, ValueError) as error:
                 runs.fail(error)
             else:

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from telemetry.flight.checking import read_checked
-from telemetry.flight.document import first_movers
-from telemetry.flight.file import flight_files
+from telemetry.flight.file import first_movers, flight_files, read_flight
 from telemetry.movers import Mover
 from telemetry.plain_text import called, printable
 from telemetry.sparkline import sparkline
@@ -61,40 +59,29 @@ def _explain_or_skip(path: Path) -> str:
 
 
 def _explain_file(path: Path) -> str:
-    flight = read_checked(path)
-    sections = [_headline(flight), *_alerts(flight), *_exception(flight), _batch(flight)]
-    return "\n".join([f"{path}", *sections, *_curves(flight), *_table(flight)]) + "\n"
+    flight = read_flight(path)
+    return "\n".join([f"{path}", *_story(flight), *_curves(flight), *_table(flight)]) + "\n"
 
 
-def _headline(flight: Mapping[str, Any]) -> str:
+def _story(flight: Mapping[str, Any]) -> Iterator[str]:
+    """Where it began, what was said of it, and the batch."""
     module = flight["first_bad_module"]
     where = "" if module is None else f"; first bad module: {called(module)}"
     complete = flight["complete"]
     missing = "" if complete else " (not complete: the run is still going on or was killed)"
-    return f"Something went wrong at step {flight['step']}{where}{missing}"
-
-
-def _alerts(flight: Mapping[str, Any]) -> Iterator[str]:
+    yield f"Something went wrong at step {flight['step']}{where}{missing}"
     for alert in flight["alerts"]:
         stage = "" if alert.stage == "begin" else f", {alert.stage}"
         yield f"\n{alert.severity}: {alert.kind}{alert.where} at step {alert.step}{stage}"
         yield from (f"  {line}" for line in alert.message.splitlines())
-
-
-def _exception(flight: Mapping[str, Any]) -> Iterator[str]:
     exception = flight["exception"]
     if exception is not None:
         yield f"\nThe training ended in {exception['type']}: {exception['message']}"
         yield from (f"  {line}" for line in exception["traceback"].splitlines())
-
-
-def _batch(flight: Mapping[str, Any]) -> str:
-    random = flight["random"]
-    seed = "" if random["seed"] is None else f"; torch was seeded with {random['seed']}"
-    state = ""
-    if random["step"] is not None:
-        state = f"; the file holds the random state at step {random['step']}"
-    return f"\nBatch {flight['batch']} of a loop with one batch per step{seed}{state}"
+    seed, step = flight["random"]["seed"], flight["random"]["step"]
+    seeded = "" if seed is None else f"; torch was seeded with {seed}"
+    state = "" if step is None else f"; the file holds the random state at step {step}"
+    yield f"\nBatch {flight['batch']} of a loop with one batch per step{seeded}{state}"
 
 
 def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
@@ -137,7 +124,7 @@ def _table(flight: Mapping[str, Any]) -> Iterator[str]:
         mark = "»" if names[row] == culprit else " "
         name = printable(names[row] or modules["type"][row])[-_NAME_WIDTH:]
         cells = "".join(f"{_cells(profiles, key, row):{width}}" for key in shown)
-        notes = ", ".join([*_movement(moved.get(names[row])), *_notes(profiles, row)])
+        notes = ", ".join(_notes(profiles, row, moved.get(names[row])))
         yield f"{mark} {name:{_NAME_WIDTH}} {cells}{notes}".rstrip()
     left_out = modules["left_out"] + len(names) - len(rows)
     if left_out:
@@ -151,24 +138,17 @@ def _rows(center: int, count: int, always: Sequence[int]) -> list[int]:
     return sorted({*range(first, min(count, first + most)), *always})
 
 
-def _movement(mover: Mover | None) -> Iterator[str]:
-    if mover is not None:
-        yield f"gradient norm unusual from step {mover.step} on"
-
-
 def _cells(profiles: Sequence[Mapping[str, Any]], key: str, row: int) -> str:
     values = [profile[key][row] for profile in profiles]
     shown = ["–" if value is None else f"{value:.2g}" for value in values]
     return " → ".join(f"{text:>{_CELL_WIDTH}}" for text in shown)
 
 
-def _notes(profiles: Sequence[Mapping[str, Any]], row: int) -> Iterator[str]:
+def _notes(profiles: Sequence[Mapping[str, Any]], row: int, moved: Mover | None) -> Iterator[str]:
     """What else is wrong with a module, each with its first value."""
-    for profile in profiles:
-        if profile["nonfinite"][row]:
-            yield f"{profile['nonfinite'][row]:.0f} values not finite"
-            break
-    for profile in profiles:
-        if (profile["dead_units"][row] or 0) >= _MANY_DEAD:
-            yield f"{profile['dead_units'][row]:.0%} of units dead"
-            break
+    if moved is not None:
+        yield f"gradient norm unusual from step {moved.step} on"
+    counts = [profile["nonfinite"][row] or 0 for profile in profiles]
+    yield from [f"{count:.0f} values not finite" for count in counts if count][:1]
+    shares = [profile["dead_units"][row] or 0 for profile in profiles]
+    yield from [f"{share:.0%} of units dead" for share in shares if share >= _MANY_DEAD][:1]

@@ -1,34 +1,240 @@
-"""Flight files: what is in them as bytes, where they are, and back."""
+"""Flight files: what is in them, where they are, and back.
+
+A flight file is one JSON object. Numbers that JSON does not have are ``"nan"``, ``"inf"`` and
+``"-inf"``, which ``float()`` reads; what was not measured is ``null``. The keys:
+
+``step``, ``batch``, ``complete``
+    The optimizer step at which the fault was noticed, from 0, which in a loop with one batch per
+    step is also the index of the batch. Whether the steps after it are in the file, too.
+``first_bad_module``
+    Where the fault began, as in ``named_modules()``; null if unknown or not in a module.
+``alerts``, ``exception``
+    The alerts around it, as in ``alerts.jsonl``; ``type``, ``message`` and ``traceback`` of what
+    ended the training, or null.
+``random``
+    ``seed`` of torch's generator when recording began, and its ``states`` (base64, by device) at
+    the start of ``step``, the last full measurement up to the fault.
+``steps``
+    A list for each fact: ``step``, ``wall_time``, ``loss``, ``grad_norm`` (over all parameters),
+    ``learning_rates`` (of each parameter group), ``loss_scale``, ``skipped``, ``full``.
+``modules``
+    ``name`` and ``type``, in forward order; of more than 256 an evenly spaced selection with the
+    first bad one and those that moved first. ``left_out`` is the number of the others.
+``grad_norms``
+    ``[steps][modules]``: norm of the gradients of each module's own parameters.
+``profiles``
+    ``before``, ``at`` and ``after`` the fault (``when``), as far as there are such steps: ``step``,
+    and a list over the modules for each of :data:`telemetry.layers.STATISTICS`; of a step that was
+    not measured in full only ``grad_norm``.
+"""
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from telemetry.flight.document import FORMAT
-from telemetry.untrusted import fields, name, read_json_file
+import numpy as np
+from numpy.typing import NDArray
 
+from telemetry import untrusted
+from telemetry.alert import Alert, alert_fields, parse_alert
+from telemetry.layers import MISSING, STATISTICS, LayerTable
+from telemetry.movers import FEWEST_TO_SHOW, Mover, movers
+from telemetry.records import Layout
+
+FORMAT = "telemetry-flight-1"
+MAX_ALERTS = 32
+MAX_MODULES = 256
+FACTS = (
+    "step", "wall_time", "loss", "grad_norm", "learning_rates", "loss_scale", "skipped", "full",
+)  # fmt: skip
+_MAX_MOVERS = 8
+_STEP_BYTES = 1000  # without its arrays
+_COLUMNS = tuple(statistic.name for statistic in STATISTICS)
 _NAME = re.compile(r"flight-([0-9]+)\.json")
 
-MAX_BYTES = 8 * 2**20
-"""A file that would be larger is written without its sketches."""
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptStep:
+    """What is kept of one step.
+
+    Attributes:
+        facts: What the file's ``steps`` say of it.
+        grad_norms: L2 norm of the gradients of each module's own parameters, float64, shape
+            ``[modules]``; NaN if one of them is, :data:`MISSING` where there was no gradient.
+        nonfinite_module: The first whose output held NaN or infinity, if that was measured.
+        table: All statistics of all layers, of a full measurement.
+        random_states: As in the record, likewise.
+    """
+
+    step: int
+    layout: Layout
+    facts: Mapping[str, Any]
+    grad_norms: NDArray[np.float64]
+    nonfinite_module: str | None = None
+    table: LayerTable | None = None
+    random_states: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate memory."""
+        nbytes = self.grad_norms.nbytes + _STEP_BYTES
+        if self.table is not None:
+            nbytes += self.table.values.nbytes + self.table.known.nbytes
+            nbytes += sum(map(len, self.random_states.values()))
+        return nbytes
+
+    def norms_of(self, names: Sequence[str]) -> list[float | None]:
+        """The gradient norms of some modules; None where there was none, or no such module yet."""
+        norms = self.grad_norms.tolist()
+        places = [self.layout.position.get(name) for name in names]
+        return [None if i is None or norms[i] == MISSING else norms[i] for i in places]
+
+    def profile(self, names: Sequence[str]) -> dict[str, list[float | None]]:
+        """The statistics that are known, each a list over some modules."""
+        table = self.table
+        if table is None:
+            return {"grad_norm": self.norms_of(names)}
+        rows = [self.layout.position.get(name) for name in names]
+        return {
+            column: [None if row is None else table.value(row, column) for row in rows]
+            for column in _COLUMNS
+        }
 
 
-def flight_path(log_dir: Path, step: int) -> Path:
-    return log_dir / f"flight-{step}.json"
+@dataclass(kw_only=True, eq=False)
+class Fault:
+    """One fault, while it is being recorded.
+
+    Attributes:
+        step: When it was noticed.
+        before: A full measurement well before it, if there is one, else the oldest step kept.
+        at: That step, or the last recorded one before it.
+        last_full: The last full measurement up to it.
+        alerts: Those of the steps that are kept, and all since.
+        exception: What ended the training: type, message and traceback.
+    """
+
+    step: int
+    before: KeptStep | None
+    at: KeptStep | None
+    last_full: KeptStep | None
+    alerts: list[Alert]
+    exception: Mapping[str, str] | None = None
+
+    @property
+    def first_bad_module(self) -> str | None:
+        """The module that the first error names; else the first one whose output is not finite."""
+        for alert in self.alerts:
+            if alert.severity == "error" and alert.stage != "end" and alert.module_name is not None:
+                return alert.module_name
+        return self.at.nonfinite_module if self.at is not None else None
 
 
-def encode_flight(contents: Mapping[str, Any]) -> bytes:
-    """The bytes of a file; without the sketches if it would be too large with them."""
-    text = _dump(contents)
-    if len(text) > MAX_BYTES:
-        profiles = [{**profile, "sketches": None} for profile in contents["profiles"]]
-        text = _dump({**contents, "profiles": profiles})
-    return text.encode("ascii")
+def encode_flight(
+    fault: Fault,
+    steps: Sequence[KeptStep],
+    latest: KeptStep | None,
+    *,
+    seed: int | None,
+    complete: bool,
+) -> bytes:
+    """The bytes of a flight file.
+
+    Args:
+        fault: What happened.
+        steps: The latest steps, oldest first.
+        latest: The last of them with its table.
+        seed: Of torch's generator.
+        complete: Whether this is the last version of the file.
+    """
+    modules = steps[-1].layout.modules if steps else ()
+    names = [module.name for module in modules]
+    norms = [step.norms_of(names) for step in steps]
+    rows = list(range(len(names)))
+    if len(rows) > MAX_MODULES:
+        moved = first_movers(names, [step.step for step in steps], norms, fault.step)
+        always = {fault.first_bad_module, *(mover.name for mover in moved)}
+        even = set(np.linspace(0, len(rows) - 1, MAX_MODULES - len(always)).round().astype(int))
+        rows = [row for row in rows if row in even or names[row] in always]
+    shown = [names[row] for row in rows]
+    at, full = fault.at, fault.last_full
+    after = latest if latest is not None and (at is None or latest.step > at.step) else None
+    states = full.random_states if full is not None else {}
+    contents = {
+        "format": FORMAT,
+        "complete": complete,
+        "step": fault.step,
+        "batch": fault.step,
+        "first_bad_module": fault.first_bad_module,
+        "alerts": [alert_fields(alert) for alert in fault.alerts[:MAX_ALERTS]],
+        "exception": fault.exception,
+        "random": {
+            "seed": seed,
+            "step": full.step if full is not None and states else None,
+            "states": {name: base64.b64encode(state).decode() for name, state in states.items()},
+        },
+        "steps": {fact: [step.facts[fact] for step in steps] for fact in FACTS},
+        "modules": {
+            "name": shown,
+            "type": [modules[row].type_name for row in rows],
+            "left_out": len(names) - len(rows),
+        },
+        "grad_norms": [[of_step[row] for row in rows] for of_step in norms],
+        "profiles": [
+            {"when": when, "step": step.step, **step.profile(shown)}
+            for when, step in {"before": fault.before, "at": at, "after": after}.items()
+            if step is not None
+        ],
+    }
+    return json.dumps(_plain(contents), allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def first_movers(
+    names: Sequence[str],
+    steps: Sequence[int],
+    norms: Sequence[Sequence[float | None]],
+    fault_step: int,
+) -> list[Mover]:
+    """The modules whose gradient norm left its past first, up to a fault, before half of all did.
+
+    Args:
+        names: The modules'.
+        steps: Ascending.
+        norms: Of each module at each step; None where unknown. NaN counts as infinite.
+        fault_step: What came later is left out: at the end of an explosion all are alike.
+    """
+    if not names:
+        return []
+    past = [
+        [math.inf if norm is not None and norm != norm else norm for norm in row]
+        for step, row in zip(steps, norms, strict=True)
+        if step <= fault_step
+    ]
+    known = np.array(past, np.float64)  # None becomes NaN
+    found = movers(names, steps[: len(past)], known, fault_step, fewest=FEWEST_TO_SHOW) or []
+    until = [mover.step for mover in found][len(names) // 2 : len(names) // 2 + 1]
+    return [mover for mover in found if [mover.step] < until or not until][:_MAX_MOVERS]
+
+
+def _plain(value: Any) -> Any:
+    """The value without numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- reading -----------------------------------------------------------------------------------
 
 
 def flight_files(run: str | os.PathLike[str]) -> list[Path]:
@@ -39,24 +245,84 @@ def flight_files(run: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents that :mod:`telemetry.flight.document` describes.
+    """The contents of a flight file, which somebody else may have made.
+
+    Returns:
+        The keys of the module's description except ``format`` and random states; of ``steps`` what
+        is printed. Each alert is an :class:`~telemetry.alert.Alert`, numbers are floats, and
+        profiles have all statistics, None where one was not measured.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is not a flight file, or of an unknown version.
+        ValueError: It is not a flight file, or of an unknown version, or a field is missing or has
+            a wrong value; the message names it.
     """
+    name = os.fspath(path)
     try:
-        contents = read_json_file(path)
-        found = fields(format=name)(contents)["format"]
+        contents = untrusted.read_json_file(path)
+        found = untrusted.fields(format=untrusted.name)(contents)["format"]
     except ValueError as error:
         raise ValueError(
-            f"{os.fspath(path)}: not a flight file: {error}; give a flight-<step>.json, "
+            f"{name}: not a flight file: {error}; give a flight-<step>.json, "
             "or the directory of a run"
         ) from None
     if found != FORMAT:
-        raise ValueError(f"{os.fspath(path)}: has the format {found[:100]!r}, not {FORMAT!r}")
-    return dict(contents)
+        raise ValueError(f"{name}: has the format {found[:100]!r}, not {FORMAT!r}")
+    try:
+        return _checked(contents)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
-def _dump(contents: Mapping[str, Any]) -> str:
-    return json.dumps(contents, allow_nan=False, separators=(",", ":"))
+_NUMBER = untrusted.optional(untrusted.number)
+_NUMBERS = untrusted.listed(_NUMBER)
+_NAMES = untrusted.listed(untrusted.name, most=MAX_MODULES)
+_PROFILE = untrusted.fields(
+    when=untrusted.name, step=untrusted.whole, **dict.fromkeys(_COLUMNS, _NUMBERS)
+)
+
+
+def _profile(content: Any) -> dict[str, Any]:
+    """A profile; statistics that it does not have are empty lists."""
+    absent: dict[str, list[float]] = {column: [] for column in _COLUMNS}
+    return _PROFILE({**absent, **content} if type(content) is dict else content)
+
+
+_FLIGHT = untrusted.fields(
+    complete=untrusted.flag,
+    step=untrusted.whole,
+    batch=untrusted.whole,
+    first_bad_module=untrusted.optional(untrusted.name),
+    alerts=untrusted.listed(parse_alert, most=MAX_ALERTS),
+    exception=untrusted.optional(
+        untrusted.fields(type=untrusted.name, message=untrusted.text, traceback=untrusted.text)
+    ),
+    random=untrusted.fields(
+        seed=untrusted.optional(untrusted.integer), step=untrusted.optional(untrusted.whole)
+    ),
+    steps=untrusted.fields(
+        step=untrusted.listed(untrusted.whole),
+        loss=_NUMBERS,
+        grad_norm=_NUMBERS,
+        learning_rates=untrusted.listed(_NUMBERS),
+    ),
+    modules=untrusted.fields(name=_NAMES, type=_NAMES, left_out=untrusted.whole),
+    grad_norms=untrusted.listed(_NUMBERS),
+    profiles=untrusted.listed(_profile, most=3),
+)
+
+
+def _checked(contents: Any) -> dict[str, Any]:
+    flight: dict[str, Any] = _FLIGHT(contents)
+    steps, modules, profiles = flight["steps"], flight["modules"], flight["profiles"]
+    names = modules["name"]
+    for profile, key in itertools.product(profiles, _COLUMNS):
+        profile[key] = profile[key] or [None] * len(names)
+    if len({len(column) for column in (*steps.values(), flight["grad_norms"])}) > 1:
+        raise ValueError("steps: the lists and grad_norms differ in length")
+    of_profiles = [profile[key] for profile in profiles for key in _COLUMNS]
+    of_modules = {"modules": [modules["type"]], "grad_norms": flight["grad_norms"]}
+    for place, columns in {**of_modules, "profiles": of_profiles}.items():
+        if any(len(column) != len(names) for column in columns):
+            raise ValueError(f"{place}: a list is not as long as the list of names")
+    return flight

@@ -5,40 +5,44 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from telemetry.alert import Alert, TelemetryAlert
 from telemetry.events.plain_files import write_whole
 from telemetry.failures import Failures
-from telemetry.flight.document import MAX_ALERTS, Flight, compose, describe
-from telemetry.flight.file import encode_flight, flight_path
-from telemetry.flight.snapshot import Snapshot, detail, snapshot
+from telemetry.flight.file import MAX_ALERTS, Fault, KeptStep, encode_flight
+from telemetry.layers import MISSING, table
 from telemetry.records import StepRecord
+from telemetry.untrusted import MAX_TEXT
 
 log = logging.getLogger("telemetry")
 
-MAX_STEP_BYTES = 4 * 2**20
-MAX_DETAIL_BYTES = 12 * 2**20
+MAX_STEP_BYTES = 4 << 20
+MAX_FULL_BYTES = 12 << 20
 MAX_FILES = 8
 
 _RECORDED = {"loss_spike"}
 """Kinds of alerts of severity ``warning`` for which a file is written, too."""
 
-_DETAILS = 16
-"""Full measurements that are kept of ``steps`` steps at most, besides the latest two."""
+_MAX_GROUPS = 16
+_FULL_STEPS = 16
+"""Full measurements that are kept of ``steps`` steps, besides the latest two."""
 
 
 class FlightRecorder:
     """Keeps the last steps; writes ``<log_dir>/flight-<step>.json`` at a fault.
 
     It keeps the gradient norms of all modules, loss and learning rates of each step, and the
-    sketches of full measurements, in at most 16 MiB (4 MiB and 12 MiB; the latest two of each are
-    always kept, and so are three of the fault that is being recorded).
-    :mod:`telemetry.flight.document` describes the file, which is at most 8 MiB large.
+    statistics of all layers of full measurements, in at most 16 MiB (4 MiB and 12 MiB; the latest
+    two of each are always kept, and so are three of the fault that is being recorded).
+    :mod:`telemetry.flight.file` describes the file.
 
     A file is written at an alert of severity ``error``, at a loss spike, and when an exception ends
     the training. It is completed with the steps that follow after a quarter of ``steps``, or at
@@ -73,11 +77,11 @@ class FlightRecorder:
         self._failures = failures or Failures()
         self._write_file = write
         self._lock = threading.Lock()
-        self._steps: deque[Snapshot] = deque()
-        self._step_bytes = 0
-        self._details: deque[Snapshot] = deque()
+        self._steps: deque[KeptStep] = deque(maxlen=steps)
+        self._full: deque[KeptStep] = deque(maxlen=_FULL_STEPS + 2)
+        self._latest: KeptStep | None = None
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
-        self._flight: Flight | None = None
+        self._fault: Fault | None = None
         self._files: set[Path] = set()
 
     # --- what happens --------------------------------------------------------------------------
@@ -85,11 +89,13 @@ class FlightRecorder:
     def on_step(self, record: StepRecord) -> None:
         """A step was recorded."""
         with self._contained():
-            step = snapshot(record)
-            self._keep(step)
+            light = step = _kept(record)
+            self._steps.append(light)
+            _shrink(self._steps, MAX_STEP_BYTES)
             if record.full:
-                step = replace(step, detail=detail(record))
-                self._keep_detail(step)
+                step = replace(light, table=table(record), random_states=record.random_states)
+                self._keep_full(step)
+            self._latest = step
             self._follow_fault(step)
 
     def on_alert(self, alert: Alert) -> None:
@@ -98,8 +104,8 @@ class FlightRecorder:
             is_warned = alert.severity == "warning" and alert.kind in _RECORDED
             is_recorded = (alert.severity == "error" or is_warned) and alert.stage != "end"
             self._alerts.append(alert)
-            if self._flight is not None:
-                self._flight.alerts.append(alert)
+            if self._fault is not None:
+                self._fault.alerts.append(alert)
             elif is_recorded:
                 self._begin(alert.step)
             if is_recorded:
@@ -113,10 +119,10 @@ class FlightRecorder:
         """
         if isinstance(exception, Exception) and not isinstance(exception, TelemetryAlert):
             with self._contained():
-                if self._flight is None:
+                if self._fault is None:
                     self._begin(step)
-                assert self._flight is not None
-                self._flight.exception = describe(exception)
+                assert self._fault is not None
+                self._fault.exception = _described(exception)
                 self._write(complete=False)
 
     def close(self) -> None:
@@ -127,7 +133,7 @@ class FlightRecorder:
     @property
     def nbytes(self) -> int:
         """Approximate memory."""
-        return sum(s.nbytes for s in (*self._steps, *self._details))
+        return sum(step.nbytes for step in (*self._steps, *self._full))
 
     # --- under the lock ------------------------------------------------------------------------
 
@@ -141,78 +147,107 @@ class FlightRecorder:
         except Exception:
             self._failures.report("to keep the last steps")
 
-    def _keep(self, step: Snapshot) -> None:
-        if len(self._steps) == self._count:
-            self._step_bytes -= self._steps.popleft().nbytes
-        self._steps.append(step)
-        # A running count: to sum over all at every step would be most of the work.
-        self._step_bytes = _shrink(self._steps, self._step_bytes + step.nbytes, MAX_STEP_BYTES)
-
-    def _follow_fault(self, step: Snapshot) -> None:
-        """Add a step to the flight that was begun, if any."""
-        flight = self._flight
-        if flight is None:
-            return
-        if flight.at is None or flight.at.step < step.step <= flight.step:
-            flight.at = step  # the alert came with the loss, before its step was recorded
-            flight.last_full = step if step.full else flight.last_full
-        if step.step >= flight.step + max(1, self._count // 4):
-            self._complete()
-
-    def _keep_detail(self, step: Snapshot) -> None:
-        kept = self._details
+    def _keep_full(self, step: KeptStep) -> None:
+        kept = self._full
         # The latest one is replaced unless it is far from the one before it.
-        if len(kept) >= 2 and kept[-1].step - kept[-2].step < self._count / _DETAILS:
+        if len(kept) >= 2 and kept[-1].step - kept[-2].step < self._count / _FULL_STEPS:
             kept.pop()
         kept.append(step)
-        _shrink(kept, sum(step.nbytes for step in kept), MAX_DETAIL_BYTES)
-        while len(kept) > 2 and kept[1].step <= step.step - self._count:
-            kept.popleft()
+        _shrink(kept, MAX_FULL_BYTES)
+
+    def _follow_fault(self, step: KeptStep) -> None:
+        """Add a step to the fault that was begun, if any."""
+        fault = self._fault
+        if fault is None:
+            return
+        if fault.at is None or fault.at.step < step.step <= fault.step:
+            fault.at = step  # the alert came with the loss, before its step was recorded
+            fault.last_full = step if step.table is not None else fault.last_full
+        if step.step >= fault.step + max(1, self._count // 4):
+            self._complete()
 
     def _begin(self, step: int) -> None:
+        at = self._latest
+        last_full = self._full[-1] if self._full else None
+        earlier = [s for s in self._full if s.step <= step - self._count // 4][-1:]
+        before = next(iter(earlier or [*self._full, *self._steps]), None)
+        if before is not None and at is not None and before.step >= at.step:
+            before = None
         oldest = self._steps[0].step if self._steps else step
-        at = last_full = self._details[-1] if self._details else None
-        if self._steps and (at is None or at.step < self._steps[-1].step):
-            at = self._steps[-1]
-        earlier = [s for s in self._details if s.step <= step - self._count // 4]
-        earlier = earlier[-1:] or [s for s in (*self._details, *self._steps) if s is not at]
-        before = earlier[0] if earlier and at is not None and earlier[0].step < at.step else None
         alerts = [alert for alert in self._alerts if alert.step >= oldest]
-        self._flight = Flight(step=step, before=before, at=at, last_full=last_full, alerts=alerts)
+        self._fault = Fault(step=step, before=before, at=at, last_full=last_full, alerts=alerts)
 
     def _complete(self) -> None:
-        if self._flight is not None:
+        if self._fault is not None:
             try:
                 self._write(complete=True)
             finally:
-                self._flight = None
+                self._fault = None
 
     def _write(self, *, complete: bool) -> None:
-        assert self._flight is not None
+        assert self._fault is not None
         if "://" in self._log_dir:
             message = f"flight files are not written to {self._log_dir}"
             self._failures.log_once(message, level=logging.INFO)
             return
-        path = flight_path(Path(self._log_dir), self._flight.step)
+        path = Path(self._log_dir, f"flight-{self._fault.step}.json")
         if path not in self._files and len(self._files) >= MAX_FILES:
             return
-        steps = list(self._steps)
-        latest = self._details[-1] if self._details else None
-        if latest is not None and steps and latest.step == steps[-1].step:
-            steps[-1] = latest
-        contents = compose(self._flight, steps, seed=self._seed, complete=complete)
-        self._write_file(path, encode_flight(contents))
+        steps, fault, latest = list(self._steps), self._fault, self._latest
+        text = encode_flight(fault, steps, latest, seed=self._seed, complete=complete)
+        self._write_file(path, text)
         if path not in self._files:
             self._files.add(path)
             log.warning(
                 "telemetry: the steps before the fault at step %d are in %s",
-                self._flight.step,
+                self._fault.step,
                 path,
             )
 
 
-def _shrink(kept: deque[Snapshot], nbytes: int, max_bytes: int) -> int:
-    """Drop the oldest, except the latest two, until the rest fits; returns its bytes."""
-    while len(kept) > 2 and nbytes > max_bytes:
-        nbytes -= kept.popleft().nbytes
-    return nbytes
+def _kept(record: StepRecord) -> KeptStep:
+    """What is kept of a step, without that which only a full measurement has."""
+    layout = record.layout
+    has_grad = np.bincount(layout.owners, record.grad_present, minlength=len(layout.modules)) > 0
+    # A mask holds -inf.
+    bad = (
+        output.module_name
+        for output, tensor in record.outputs.items()
+        if tensor.sketch.nan_count or tensor.sketch.positive_inf_count
+    )
+    return KeptStep(
+        step=record.step,
+        layout=layout,
+        facts={
+            "step": record.step,
+            "wall_time": round(record.wall_time, 3),
+            "loss": record.loss,
+            "grad_norm": record.total_grad_norm,
+            "learning_rates": record.learning_rates[:_MAX_GROUPS],
+            "loss_scale": record.loss_scale,
+            "skipped": record.skipped,
+            "full": record.full,
+        },
+        grad_norms=np.where(has_grad, record.module_grad_norms, MISSING),
+        nonfinite_module=next(bad, None),
+    )
+
+
+def _described(exception: BaseException) -> dict[str, str]:
+    """An exception as text; the object itself would keep the frames of the training loop alive."""
+    lines = traceback.format_exception(type(exception), exception, exception.__traceback__)
+    return {
+        "type": type(exception).__qualname__,
+        "message": str(exception)[:MAX_TEXT],
+        "traceback": "".join(lines)[-MAX_TEXT:],
+    }
+
+
+def _shrink(kept: deque[KeptStep], most_bytes: int) -> None:
+    """Drop the oldest, except the latest two, until the rest fits; all are as large as the newest.
+
+    To add up all of them at every step would be most of the work.
+    """
+    most = max(2, most_bytes // kept[-1].nbytes)
+    while len(kept) > most:
+        kept.popleft()
