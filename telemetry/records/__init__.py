@@ -24,8 +24,6 @@ def __getattr__(name: str) -> object:
     """Names that only rules had a use for when they passed over steps: for one more release."""
     if name not in ("Bounds", "LightSteps"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    message = (
-        f"telemetry.records.{name} is gone: rules are asked about each step"
-    )
+    message = f"telemetry.records.{name} is gone: rules are asked about each step"
     warnings.warn(message, DeprecationWarning, stacklevel=2)
     return object

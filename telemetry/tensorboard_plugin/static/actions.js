@@ -2,8 +2,7 @@
 
 import { columnAt } from "./field.js";
 import { innermostOpen, rowOfLayer } from "./rows.js";
-import { aroundStep } from "./story.js";
-import { limit, panView, reveal, scaleView } from "./view.js";
+import { aroundStep, limit, panView, reveal, scaleView } from "./view.js";
 
 export class Actions {
   /** @param {import("./app.js").App} app */

@@ -1,26 +1,28 @@
 // The page: holds its state, loads data and draws.
 
 import { Actions } from "./actions.js";
-import { Announcer } from "./announcer.js";
+import { Announcer, Tooltip } from "./words.js";
 import { fill } from "./dom.js";
-import { buildFrame } from "./frame.js";
-import { watchKeys } from "./keyboard.js";
-import { drawLegend } from "./legend.js";
+import {
+  buildFrame,
+  emptyMessage,
+  failureMessage,
+  loadingMessage,
+  newerFormatMessage,
+} from "./frame.js";
+import { hoverAgain, watchKeys } from "./input.js";
+import { drawLegend } from "./scale.js";
 import { Live } from "./live.js";
 import { Panel } from "./panel.js";
 import { fromLink, toLink } from "./permalink.js";
-import { hoverAgain } from "./pointer.js";
 import { groupsAtDepth } from "./rows.js";
 import { RunTable } from "./run_table.js";
 import { Shown } from "./shown.js";
 import { Side } from "./side.js";
 import { NewerFormatError } from "./source.js";
-import { emptyMessage, failureMessage, loadingMessage, newerFormatMessage } from "./states.js";
-import { openingView } from "./story.js";
-import { theme as readTheme } from "./theme.js";
+import { limit, openingView, wholeView } from "./view.js";
+import { theme as readTheme } from "./host.js";
 import { drawToolbar } from "./toolbar.js";
-import { Tooltip } from "./tooltip.js";
-import { limit, wholeView } from "./view.js";
 
 const DETAIL_DELAY_MS = 120;
 

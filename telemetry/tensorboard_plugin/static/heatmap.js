@@ -2,12 +2,11 @@
 
 import { drawStepAxis, fitText, line, prepare } from "./canvas.js";
 import { element } from "./dom.js";
-import { encode } from "./scale.js";
+import { encode, palette } from "./scale.js";
 import { columnAt, endOf, rowOf } from "./field.js";
 import { paint } from "./heatmap_pixels.js";
-import { palette } from "./palette.js";
 import { bracketsOf, rowOfLayer } from "./rows.js";
-import { watchPointer } from "./pointer.js";
+import { watchPointer } from "./input.js";
 
 export const AXIS_HEIGHT = 24;
 export const TOP = 18;

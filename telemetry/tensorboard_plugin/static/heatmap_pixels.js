@@ -2,7 +2,7 @@
 // `valuesOfRows`.
 
 import { INFINITE_COLORS, NAN_COLORS } from "./colors.js";
-import { FIRST_CODE, INFINITE_CODE, LAST_CODE, NAN_CODE, pixelOf } from "./palette.js";
+import { FIRST_CODE, INFINITE_CODE, LAST_CODE, NAN_CODE, pixelOf } from "./scale.js";
 import { columnAt, endOf } from "./field.js";
 
 const STRIPES = {

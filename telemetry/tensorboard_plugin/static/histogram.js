@@ -3,7 +3,7 @@
 import { drawStepAxis, line, prepare } from "./canvas.js";
 import { columnAt, endOf } from "./field.js";
 import { formatNumber } from "./format.js";
-import { cssColor } from "./palette.js";
+import { cssColor } from "./scale.js";
 
 const LEFT = 58;
 const BARS = 84;

@@ -2,9 +2,8 @@
 
 import { App } from "./app.js";
 import { element } from "./dom.js";
-import { onNavigation, onReload, readLink, showTab, writeLink } from "./host.js";
+import { followTheme, onNavigation, onReload, readLink, showTab, writeLink } from "./host.js";
 import { ServerSource } from "./source.js";
-import { followTheme } from "./theme.js";
 
 /** Called by TensorBoard once the module is loaded. */
 export async function render() {

@@ -4,12 +4,10 @@ import { element, fill } from "./dom.js";
 import { append, endOf, isThinned, measuredLayers, relativeValues, valuesOfRows } from "./field.js";
 import { formatStep } from "./format.js";
 import { Heatmap, RIGHT } from "./heatmap.js";
-import { drawLayerCurves } from "./layer_curves.js";
+import { drawLayerCurves, drawStrip, STRIP_HEIGHT } from "./curves.js";
 import { drawProfile, profileWidth } from "./profile.js";
 import { groupByPath, groupByRole, makeRows, titleOf } from "./rows.js";
-import { firstNonfinite } from "./story.js";
-import { drawStrip, STRIP_HEIGHT } from "./strip.js";
-import { ZoomedPart } from "./zoomed_part.js";
+import { firstNonfinite } from "./view.js";
 
 export class Panel {
   /**
@@ -299,4 +297,61 @@ function noticeOf(field, statistic) {
   return field.values.some((value) => value >= 0 || value !== value)
     ? ""
     : `${statistic.title}: not measured for any layer of this run.`;
+}
+
+const DELAY_MS = 200;
+
+export class ZoomedPart {
+  /**
+   * @param {Object} source where data comes from
+   * @param {string} run
+   * @param {Object} on `changed()` when data has come, `failed(error)`
+   */
+  constructor(source, run, on) {
+    this.source = source;
+    this.run = run;
+    this.on = on;
+    this.forget();
+  }
+
+  /** What there is no longer counts. */
+  forget() {
+    this.key = null;
+    this.loaded = null;
+  }
+
+  /** The part in a view, in full; null as long as it has not come. */
+  field(statistic, view, rows) {
+    const wanted = partOf(view, rows, statistic);
+    if (this.key !== wanted.key) this.#load(statistic, wanted);
+    return this.loaded;
+  }
+
+  #load(statistic, { key, query }) {
+    this.key = key;
+    this.loaded = null;
+    clearTimeout(this.timer);
+    this.timer = setTimeout(async () => {
+      try {
+        const field = await this.source.matrix(this.run, statistic, query);
+        if (this.key === key) this.loaded = field;
+        this.on.changed();
+      } catch (error) {
+        this.on.failed(error);
+      }
+    }, DELAY_MS);
+  }
+}
+
+/** Layers and steps behind a view. */
+function partOf(view, rows, statistic) {
+  const shown = rows.slice(Math.floor(view.row0), Math.ceil(view.row1)).flatMap((r) => r.layers);
+  const query = {
+    first_step: Math.max(0, Math.floor(view.step0)),
+    last_step: Math.max(0, Math.ceil(view.step1)),
+    first_layer: shown.reduce((a, b) => Math.min(a, b), Infinity),
+    last_layer: shown.reduce((a, b) => Math.max(a, b), 0),
+  };
+  if (!Number.isFinite(query.first_layer)) query.first_layer = 0;
+  return { query, key: `${statistic} ${Object.values(query).join(" ")}` };
 }

@@ -1,14 +1,69 @@
-// From values to places on the color scale, and back for the legend.
+// From values to places on the color scale, to colors, and what the colors mean in words.
 
+import { INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR } from "./colors.js";
 import { formatNumber } from "./format.js";
-import {
-  FIRST_CODE,
-  INFINITE_CODE,
-  LAST_CODE,
-  MISSING_CODE,
-  NAN_CODE,
-  ZERO_CODE,
-} from "./palette.js";
+import { element, fill } from "./dom.js";
+import { prepare } from "./canvas.js";
+
+/** Codes of a cell, in the order in which they win where several cells share a pixel. */
+export const MISSING_CODE = 0;
+export const ZERO_CODE = 1;
+export const FIRST_CODE = 2;
+export const LAST_CODE = 253;
+export const INFINITE_CODE = 254;
+export const NAN_CODE = 255;
+
+const SEQUENTIAL = parseStops(VIRIDIS);
+// From blue over gray to orange, nearly even in OKLab, dark at both ends alike.
+const DIVERGING = parseStops("08407e2166ac4393c392c5deddddddfdb863e08214b358067f3b08");
+
+/**
+ * Color of each code, as the pixels of `ImageData` hold it.
+ * @param {boolean} diverging
+ * @param {string} missing color of what was not measured
+ */
+export function palette(diverging, missing) {
+  const colors = new Uint32Array(256);
+  const stops = diverging ? DIVERGING : SEQUENTIAL;
+  for (let code = FIRST_CODE; code <= LAST_CODE; code++) {
+    colors[code] = pixel(mix(stops, (code - FIRST_CODE) / (LAST_CODE - FIRST_CODE)));
+  }
+  colors[MISSING_CODE] = pixel(parseColor(missing));
+  colors[ZERO_CODE] = pixel(parseColor(ZERO_COLOR));
+  colors[INFINITE_CODE] = pixel(parseColor(INFINITE_COLORS[0]));
+  colors[NAN_CODE] = pixel(parseColor(NAN_COLORS[0]));
+  return colors;
+}
+
+/** A CSS color for a place between 0 and 1 on the scale. */
+export function cssColor(diverging, place) {
+  const [red, green, blue] = mix(diverging ? DIVERGING : SEQUENTIAL, place);
+  return `rgb(${red} ${green} ${blue})`;
+}
+
+/** `#rrggbb` as a pixel of `ImageData`. */
+export function pixelOf(color) {
+  return pixel(parseColor(color));
+}
+
+function parseStops(text) {
+  return text.match(/.{6}/g).map((stop) => parseColor(`#${stop}`));
+}
+
+function parseColor(text) {
+  return [1, 3, 5].map((start) => parseInt(text.slice(start, start + 2), 16));
+}
+
+function mix(stops, place) {
+  const scaled = Math.min(Math.max(place, 0), 1) * (stops.length - 1);
+  const index = Math.min(Math.floor(scaled), stops.length - 2);
+  const share = scaled - index;
+  return stops[index].map((low, i) => Math.round(low + (stops[index + 1][i] - low) * share));
+}
+
+function pixel([red, green, blue]) {
+  return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+}
 
 const SAMPLE = 200_000;
 const MAX_DECADES = 12;
@@ -54,7 +109,7 @@ export function placeOf(scale, value) {
   return Math.min(Math.max(place, 0), 1);
 }
 
-/** The code of each value; see `palette.js`. */
+/** The code of each value; see `MISSING_CODE`. */
 export function encode(scale, values) {
   const codes = new Uint8Array(values.length);
   const factor = scale.log ? 1 / Math.log(scale.high / scale.low) : 1 / (scale.high - scale.low);
@@ -157,4 +212,60 @@ function nextPrime(number) {
     for (let i = 2; i * i <= candidate && prime; i++) prime = candidate % i !== 0;
     if (prime) return candidate;
   }
+}
+
+const WIDTH = 320;
+
+/** @param {HTMLElement} node */
+export function drawLegend(node, scale, statistic, mode, theme) {
+  const canvas = element("canvas", { role: "img", "aria-label": "color scale" });
+  drawScale(canvas, scale, theme);
+  fill(
+    node,
+    element("span", { class: "legend-title" }, legendTitle(statistic, mode)),
+    canvas,
+    scale.log ? swatch([ZERO_COLOR], "0") : null,
+    swatch(INFINITE_COLORS, "infinite"),
+    swatch(NAN_COLORS, "NaN"),
+    swatch([theme.missing], "not measured"),
+  );
+}
+
+/** The color scale with its ticks. */
+export function drawScale(canvas, scale, theme) {
+  const context = prepare(canvas, WIDTH + 40, 30);
+  for (let x = 0; x < WIDTH; x++) {
+    context.fillStyle = cssColor(scale.diverging, x / (WIDTH - 1));
+    context.fillRect(20 + x, 0, 1.5, 12);
+  }
+  context.font = theme.smallFont;
+  context.fillStyle = theme.muted;
+  context.textAlign = "center";
+  context.textBaseline = "top";
+  for (const { place, text } of scaleTicks(scale)) {
+    context.fillRect(20 + place * WIDTH - 0.5, 12, 1, 3);
+    context.fillText(text, 20 + place * WIDTH, 16);
+  }
+}
+
+/** What the colors show, in words. */
+export function legendTitle(statistic, mode) {
+  const relation = {
+    own: ", relative to the layer's own median",
+    depth: ", relative to the median over all layers",
+  };
+  return statistic.title + (relation[mode] ?? "");
+}
+
+function swatch(colors, text) {
+  const background =
+    colors.length > 1
+      ? `repeating-linear-gradient(45deg, ${colors[0]} 0 5px, ${colors[1]} 5px 7px)`
+      : colors[0];
+  return element(
+    "span",
+    { class: "swatch" },
+    element("i", { style: `background:${background}` }),
+    text,
+  );
 }

@@ -1,4 +1,4 @@
-// Asks the server for data. `embedded_source.js` answers the same questions from within a page.
+// Asks the server for data. `report_page.js` answers the same questions from within a page.
 
 /** Data that this version of the page cannot show. */
 export class NewerFormatError extends Error {}
