@@ -101,14 +101,21 @@ def test_what_a_sequential_returns_is_read_once_unless_something_comes_between(
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)), nn.Identity())
     disturb(model[1])
     reads = 0
-    add_plain = Measurer.add_plain
+    add_plain, add_other = Measurer.add_plain, Measurer._add_other
 
-    def counted(measurer: Measurer, tensor: Tensor, **asked: Any) -> int | None:
+    def plain(measurer: Measurer, tensor: Tensor, **asked: Any) -> int | None:
         nonlocal reads
-        reads += asked["powers"] == 4  # an output
-        return add_plain(measurer, tensor, **asked)
+        index = add_plain(measurer, tensor, **asked)
+        reads += asked["powers"] == 4 and index is not None  # an output
+        return index
 
-    monkeypatch.setattr(Measurer, "add_plain", counted)
+    def other(measurer: Measurer, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
+        nonlocal reads
+        reads += powers == 4
+        return add_other(measurer, tensor, unit_axis, powers)
+
+    monkeypatch.setattr(Measurer, "add_plain", plain)
+    monkeypatch.setattr(Measurer, "_add_other", other)
     with capture_run(model, modules=["1", "1.1"]) as captured:
         for _ in sgd_loop(lambda model, x: model(x).square().mean(), steps=1)(model, None):
             pass
