@@ -33,7 +33,7 @@ class DeadUnits(Rule):
     The rule alerts when nearly all units of a layer are silent in ``batches`` full measurements in
     a row, with enough samples to distinguish rarely active units from dead ones. If only a share
     ``fraction`` is, it takes 50 steps: the layers before go on to change, and units near the limit
-    come back. It is over when a third is active again.
+    come back. It is an error when all are, and over when a third is active again.
 
     Args:
         fraction: Share of the units of one module's output.
@@ -80,6 +80,8 @@ class DeadUnits(Rule):
         ]
         if not dead and self._lasts(record):
             return ()
+        if self._episode.is_on:  # it grows worse with the first layer that has no unit left
+            dead.sort(key=lambda output: self._silence[output].whole < self._batches)
         # If nothing gets a gradient, the loss does not depend on the model.
         gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
         wanted = record.total_grad_norm > 0 or any(gradients)
@@ -103,7 +105,8 @@ class DeadUnits(Rule):
         if _share(silent) < self._fraction:
             return False
         samples = tensor.sketch.finite_count / silent.size
-        now = _Silence(silent=silent, batches=1, samples=samples, since=step)
+        whole = int(silent.all())
+        now = _Silence(silent=silent, batches=1, samples=samples, since=step, whole=whole)
         if before is not None and before.silent.shape == silent.shape:
             both = before.joined(now)
             now = both if both.share >= self._fraction else now
@@ -115,19 +118,22 @@ class DeadUnits(Rule):
 
     def _alert(self, record: StepRecord, dead: list[Output]) -> Alert:
         silence = self._silence[dead[0]]
+        size, is_whole = silence.silent.size, silence.whole >= self._batches
+        count = size if is_whole else int(silence.silent.sum())
+        batches = silence.whole if is_whole else silence.batches
         first, *others = (called(str(output)) for output in dead[:4])
         also = f" The same holds for units of {', '.join(others)}." if others else ""
         module = record.layout.modules[record.layout.position[dead[0].module_name]]
         return Alert(
             kind=self.name,
-            severity="error" if silence.share == 1 or record.total_grad_norm == 0 else "warning",
+            severity="error" if is_whole or record.total_grad_norm == 0 else "warning",
             step=record.step,
             module_name=module.name,
-            value=silence.share,
+            value=count / size,
             threshold=self._fraction,
             message=(
-                f"{int(silence.silent.sum())} of {silence.silent.size} units of {first} are zero "
-                f"for every input of {silence.batches} batches and cannot learn.{also}\n"
+                f"{count} of {size} units of {first} are zero for every input of {batches} "
+                f"batches and cannot learn.{also}\n"
                 f"{_DROPPED if module.type_name in DROPOUTS else _ADVICE}"
             ),
         )
@@ -150,12 +156,18 @@ _CALM_LOOKS = 3  # by eye: one more than begin it
 
 @dataclass(frozen=True, kw_only=True)
 class _Silence:
-    """Units of one output that were silent in all of some batches, bool ``[units]``."""
+    """Units of one output that were silent in all of some batches, bool ``[units]``.
+
+    Attributes:
+        whole: For how many batches, up to the latest, every unit has been: those that were active
+            in the first ones may have died since.
+    """
 
     silent: NDArray[np.bool_]
     batches: int
     samples: float
     since: int
+    whole: int = 0
 
     @property
     def is_nearly_complete(self) -> bool:
@@ -174,6 +186,7 @@ class _Silence:
             batches=self.batches + other.batches,
             samples=self.samples + other.samples,
             since=min(self.since, other.since),
+            whole=self.whole + other.whole if other.whole else 0,
         )
 
 

@@ -70,7 +70,8 @@ def test_a_state_is_told_though_its_cause_is_as_severe(state: str, severity: Sev
     assert worse.message.split("\n") == [told, listed, "Advice."]
 
 
-def test_dead_units_become_an_error_when_no_gradient_is_left() -> None:
+@pytest.mark.parametrize("gradient_is_left", [False, True])
+def test_dead_units_become_an_error_in_the_end(gradient_is_left: bool) -> None:
     model = net()
     _, bias, *head = model.parameters()
     optimizer = SGD(model.parameters(), 0.1)
@@ -81,10 +82,12 @@ def test_dead_units_become_an_error_when_no_gradient_is_left() -> None:
         elif step == 160:
             bias.data[0] = -999.0
             for parameter in head:
-                parameter.requires_grad_(False)
+                parameter.requires_grad_(gradient_is_left)
 
     found = train(DeadUnits(), 200, model=model, optimizer=optimizer, before=silence, every=1)
     assert [(a.severity, a.stage) for a in found] == [("warning", "begin"), ("error", "worse")]
+    seen = "32 of 32 units of 0 are zero for every input of 2 batches"
+    assert (seen in found[-1].message) == gradient_is_left  # else at once, whatever units are left
 
 
 def test_a_consequence_is_not_reported() -> None:

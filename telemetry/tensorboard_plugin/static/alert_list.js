@@ -110,9 +110,6 @@ export function alertText(alert, run = null) {
     run ? element("span", { class: "muted" }, run) : null,
     alert.module_name ? element("span", { class: "alert-layer" }, alert.module_name) : null,
     element("span", { class: "alert-message" }, alert.message),
-    alert.consequences?.length
-      ? element("span", { class: "muted" }, `Follows from it: ${alert.consequences.join(", ")}`)
-      : null,
   ].filter((part) => part !== null);
 }
 
