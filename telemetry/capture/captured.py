@@ -101,6 +101,12 @@ class CapturedStep:
         """The same step with nothing but its norms: for where memory is short."""
         return replace(self, window=self.window.without_detail(), measurements=None)
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether it holds more than norms, or one that is not finite."""
+        window = self.window
+        return window.full or bool(window.phase) or not math.isfinite(window.square)
+
     @cached_property
     def nbytes(self) -> int:
         """Host memory held until :meth:`record`, about."""

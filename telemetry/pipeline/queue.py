@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -19,6 +20,10 @@ MAX_DETAIL_BYTES = 64 * 2**20
 MAX_BYTES = 2 * MAX_DETAIL_BYTES
 """While more bytes wait than the former, full measurements are reduced to their norms; while more
 than the latter, steps are dropped."""
+
+GATHER_S = 0.2
+"""So long the thread waits for further steps once there is one: between two steps of training our
+code leaves the core's cache, and one step alone takes twice as long."""
 
 CLOSE_TIMEOUT_S = 60.0
 
@@ -65,6 +70,8 @@ class Pipeline:
     step. Only while another 64 MiB wait, steps are dropped. Both are counted and logged. What the
     user logged is never dropped. A forked child ignores everything.
 
+    Steps with finite norms alone, and what the user logged, wait for others: a fifth of a second.
+
     Args:
         processor: Judges and writes each step.
         failures: Where failures are reported.
@@ -82,6 +89,7 @@ class Pipeline:
             CapturedStep | LightStep | LoggedScalars | ReadyValues | Act | None
         ]
         self._items = SimpleQueue()
+        self._bell: SimpleQueue[None] = SimpleQueue()  # holds something when nothing is to wait
         # Each count has one thread that writes it; a common one would need a lock.
         self._steps_taken = self._bytes_taken = 0
         self._steps_done = self._bytes_done = 0
@@ -109,6 +117,8 @@ class Pipeline:
         self._steps_taken += 1
         self._bytes_taken += step.nbytes
         self._items.put(step)
+        if isinstance(step, CapturedStep) and step.is_urgent:
+            self._bell.put(None)
 
     def submit_logged(self, item: LoggedScalars | ReadyValues) -> None:
         """Queue what the user logged."""
@@ -140,7 +150,7 @@ class Pipeline:
             finally:
                 done.set()
 
-        self._items.put(finish)
+        self._put_now(finish)
         if not done.wait(timeout_s):
             self._late = done
             log.warning("telemetry: the steps so far are not judged within %.3g s", timeout_s)
@@ -166,7 +176,7 @@ class Pipeline:
         if os.getpid() != self._pid:
             return
         was_closed, self._closed = self._closed, True
-        self._items.put(None)
+        self._put_now(None)
         self._thread.join(timeout_s)
         self.processor.abandoned = True
         if not was_closed:
@@ -177,7 +187,7 @@ class Pipeline:
         if self._closed or os.getpid() != self._pid or self.on_own_thread():
             return act()
         results: SimpleQueue[Result] = SimpleQueue()
-        self._items.put(lambda: results.put(act()))
+        self._put_now(lambda: results.put(act()))
         try:
             return results.get(timeout=CLOSE_TIMEOUT_S)
         except Empty:
@@ -187,6 +197,10 @@ class Pipeline:
     def on_own_thread(self) -> bool:
         """Whether the caller is the background thread: a rule or a callback."""
         return threading.current_thread() is self._thread
+
+    def _put_now(self, item: Act | None) -> None:
+        self._items.put(item)
+        self._bell.put(None)
 
     # --- on the background thread ---------------------------------------------------------------
 
@@ -198,11 +212,16 @@ class Pipeline:
             except Empty:
                 self.processor.write_pending()
                 continue
-            if item is None:
-                self.processor.end()
-                return
-            with self._failures.contained("to record a step"):
-                self._process(item)
+            with suppress(Empty):
+                self._bell.get(timeout=GATHER_S)
+            with suppress(Empty):
+                while not self.processor.abandoned:
+                    if item is None:
+                        self.processor.end()
+                        return
+                    with self._failures.contained("to record a step"):
+                        self._process(item)
+                    item = self._items.get_nowait()
 
     def _process(self, item: CapturedStep | LightStep | LoggedScalars | ReadyValues | Act) -> None:
         if isinstance(item, CapturedStep | LightStep):
