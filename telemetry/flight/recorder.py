@@ -208,7 +208,9 @@ class FlightRecorder:
 def _kept(record: StepRecord) -> KeptStep:
     """What is kept of a step, without that which only a full measurement has."""
     layout = record.layout
-    has_grad = np.bincount(layout.owners, record.grad_present, minlength=len(layout.modules)) > 0
+    with_grad = layout.owners[record.grad_present]
+    norms = np.full(len(layout.modules), MISSING)
+    norms[with_grad] = record.module_grad_norms[with_grad]
     # A mask holds -inf.
     bad = (
         output.module_name
@@ -228,7 +230,7 @@ def _kept(record: StepRecord) -> KeptStep:
             "skipped": record.skipped,
             "full": record.full,
         },
-        grad_norms=np.where(has_grad, record.module_grad_norms, MISSING),
+        grad_norms=norms,
         nonfinite_module=next(bad, None),
     )
 

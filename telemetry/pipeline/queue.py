@@ -21,9 +21,10 @@ MAX_BYTES = 2 * MAX_DETAIL_BYTES
 """While more bytes wait than the former, full measurements are reduced to their norms; while more
 than the latter, steps are dropped."""
 
+STEPS_AT_ONCE = 8
 GATHER_S = 0.2
-"""So long the thread waits for further steps once there is one: between two steps of training our
-code leaves the core's cache, and one step alone takes twice as long."""
+"""Once there is a step, the thread waits so long for others, or until there are so many: between
+two steps of training our code leaves the core's cache, and one alone takes twice as long."""
 
 CLOSE_TIMEOUT_S = 60.0
 
@@ -70,7 +71,8 @@ class Pipeline:
     step. Only while another 64 MiB wait, steps are dropped. Both are counted and logged. What the
     user logged is never dropped. A forked child ignores everything.
 
-    Steps with finite norms alone, and what the user logged, wait for others: a fifth of a second.
+    Steps with finite norms alone, and what the user logged, wait for seven others, a fifth of a
+    second at most.
 
     Args:
         processor: Judges and writes each step.
@@ -117,7 +119,8 @@ class Pipeline:
         self._steps_taken += 1
         self._bytes_taken += step.nbytes
         self._items.put(step)
-        if isinstance(step, CapturedStep) and step.is_urgent:
+        several = self._steps_taken - self._steps_done >= STEPS_AT_ONCE
+        if several or (isinstance(step, CapturedStep) and step.is_urgent):
             self._bell.put(None)
 
     def submit_logged(self, item: LoggedScalars | ReadyValues) -> None:

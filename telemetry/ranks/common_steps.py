@@ -49,13 +49,12 @@ class CommonSteps:
             after: The step after which rules want one.
 
         Returns:
-            None: one has been announced that comes later than ``after``.
+            None: one has been announced that comes later than ``after``, or how long a step takes
+            is not known yet.
         """
-        if after <= self._announced[-1]:
+        if after <= self._announced[-1] or self._step_s <= 0:
             return None
-        ahead = _LEAD_STEPS
-        if self._step_s > 0:
-            ahead = max(ahead, math.ceil(_LEAD_S / self._step_s))
+        ahead = max(_LEAD_STEPS, math.ceil(_LEAD_S / self._step_s))
         self._announced.append(self._current_step() + ahead)
         return self._announced[-1]
 

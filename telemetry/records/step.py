@@ -231,7 +231,7 @@ class StepRecord:
         norms: NDArray[np.float64] = self.module_grad_norms[self.layout.owning]
         return norms
 
-    @property
+    @cached_property
     def loss(self) -> float | None:
         """The loss among the scalars, if it was logged for this step."""
         return loss_of(self.scalars, self.loss_tag)
