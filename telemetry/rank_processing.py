@@ -17,7 +17,7 @@ from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.host_copy import HostCopy
 from telemetry.loss import LossChoice
-from telemetry.pipeline import FullSteps, LoggedScalars, Processor, ReadyValues
+from telemetry.pipeline import FullSteps, Item, LoggedScalars, Processor, ReadyValues
 from telemetry.pipeline.queue import MAX_BYTES
 from telemetry.ranks.channel import CLOSE_S, Channel
 from telemetry.ranks.common_steps import CommonSteps
@@ -102,7 +102,7 @@ class RankProcessor:
 
     # --- on the background thread: see Processor ------------------------------------------------
 
-    def process(self, item: CapturedStep | LightStep | LoggedScalars | ReadyValues) -> None:
+    def process(self, item: Item) -> None:
         """Send a step, keep what was logged for it, or write values."""
         self._record_merged()
         if isinstance(item, LoggedScalars):
@@ -162,7 +162,7 @@ class RankProcessor:
         """Continue from there; the rules, on the first rank."""
         logged = state.get("logged")
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
-        self._full_steps.load_state_dict(state.get("full_steps"), step)
+        self._full_steps.load_state_dict(state, step)
         if self._recorder is None:
             self._loss.load_state_dict(state.get("loss"))
             return []

@@ -1,12 +1,13 @@
 """From the training thread to rules and files: the queue, and what is done with each step."""
 
-from telemetry.pipeline.processing import LoggedScalars, Processor, ReadyValues
+from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyValues
 from telemetry.pipeline.queue import CLOSE_TIMEOUT_S, Pipeline
 from telemetry.pipeline.schedule import FullSteps, Schedule, every
 
 __all__ = [
     "CLOSE_TIMEOUT_S",
     "FullSteps",
+    "Item",
     "LoggedScalars",
     "Pipeline",
     "Processor",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from telemetry.alert import Alert
 from telemetry.alerts.judging import Judge
@@ -52,6 +52,10 @@ class ReadyValues:
     wall_time: float
     values: Sequence[bytes]
     of_loss: Callable[[str], bytes] | None = None
+
+
+Item: TypeAlias = CapturedStep | LightStep | LoggedScalars | ReadyValues
+"""What the training thread hands over."""
 
 
 class Observer(Protocol):
@@ -104,7 +108,7 @@ class Processor:
         self._full_steps = full_steps
         self._scalars: dict[int, dict[str, float]] = {}
 
-    def process(self, item: CapturedStep | LightStep | LoggedScalars | ReadyValues) -> None:
+    def process(self, item: Item) -> None:
         """Judge and write what the training thread handed over."""
         if isinstance(item, ReadyValues):
             self._write(item.values, item.step, item.wall_time)
@@ -152,9 +156,7 @@ class Processor:
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
         self.loss.load_state_dict(state.get("loss"))
         self._loss_is_written = False  # the file may have lost it
-        self._full_steps.load_state_dict(state.get("full_steps"), step)
-        if state.get("full") is True:  # the step in progress is measured as it was
-            self._full_steps.ask(step)
+        self._full_steps.load_state_dict(state, step)
         return self._judge.load_state_dict(state.get("rules"))
 
     def _write(

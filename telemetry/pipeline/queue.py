@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from telemetry.capture import CapturedStep, LightStep
 from telemetry.failures import Failures
-from telemetry.pipeline.processing import LoggedScalars, ReadyValues
+from telemetry.pipeline.processing import Item, LoggedScalars, ReadyValues
 
 log = logging.getLogger("telemetry")
 
@@ -41,7 +41,7 @@ class StepProcessor(Protocol):
 
     abandoned: bool
 
-    def process(self, item: CapturedStep | LightStep | LoggedScalars | ReadyValues) -> None:
+    def process(self, item: Item) -> None:
         """Process what the training thread handed over."""
 
     def pending_s(self) -> float | None:
@@ -87,10 +87,7 @@ class Pipeline:
         self._failures = failures
         # None ends the thread. Unlike with a Queue, put() may run while the same thread is inside
         # of put(): the garbage collector may close a logger anywhere.
-        self._items: SimpleQueue[
-            CapturedStep | LightStep | LoggedScalars | ReadyValues | Act | None
-        ]
-        self._items = SimpleQueue()
+        self._items: SimpleQueue[Item | Act | None] = SimpleQueue()
         self._bell: SimpleQueue[None] = SimpleQueue()  # holds something when nothing is to wait
         # Each count has one thread that writes it; a common one would need a lock.
         self._steps_taken = self._bytes_taken = 0
@@ -225,8 +222,11 @@ class Pipeline:
                     with self._failures.contained("to record a step"):
                         self._process(item)
                     item = self._items.get_nowait()
+            with suppress(Empty):  # what rang for these has nothing to say of later ones
+                while True:
+                    self._bell.get_nowait()
 
-    def _process(self, item: CapturedStep | LightStep | LoggedScalars | ReadyValues | Act) -> None:
+    def _process(self, item: Item | Act) -> None:
         if isinstance(item, CapturedStep | LightStep):
             try:
                 self.processor.process(item)

@@ -77,9 +77,17 @@ class FullSteps:
         """What is known of later steps, in numbers and lists."""
         return {"asked": sorted(self._named), "wanted": self._wanted - self._given}
 
-    def load_state_dict(self, state: object, step: int) -> None:
-        """Go on from there, if it is such a state, with ``step`` in progress, which was decided."""
+    def load_state_dict(self, run: Mapping[str, Any], step: int) -> None:
+        """Go on from there, with ``step`` in progress, which is measured as it was.
+
+        Args:
+            run: The state of the run, of which this is ``full_steps``, if it is there.
+            step: Its number.
+        """
+        state = run.get("full_steps")
         state = state if isinstance(state, Mapping) else {}
         self._named = {max(other, step + 1) for other in state.get("asked", ())}
+        if run.get("full") is True:
+            self._named.add(step)
         self._wanted, self._given = state.get("wanted", 0), 0
         self._resumed_at = step
