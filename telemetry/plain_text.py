@@ -5,6 +5,10 @@ A module may be called ``"fc\\nERROR all is lost"``.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 
 def printable(text: str) -> str:
     r"""``text`` with escapes such as ``\n``, ``\x1b`` or ``\ud800`` for unprintable characters."""
@@ -33,6 +37,15 @@ def type_of(value: object) -> str:
 def steps_in_words(count: int) -> str:
     """``one step``, or ``12 steps``."""
     return "one step" if count == 1 else f"{count} steps"
+
+
+def json_plain(value: Any) -> Any:
+    """``value`` with NaN and infinities, which JSON lacks, as texts that ``float`` reads."""
+    if isinstance(value, Mapping):
+        return {key: json_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_text(what: str, text: object) -> None:

@@ -17,7 +17,7 @@ log = logging.getLogger("telemetry")
 NORMS_SHARE = 0.75
 """Share of the budget for gradient norms; the rest remains for full measurements."""
 
-STEPS_AT_ONCE = 32
+DECISION_STEPS = 32
 """After so many steps with norms it is decided anew at how many they are taken."""
 
 
@@ -61,7 +61,7 @@ class Budget:
         self._norms_every = 1
         self._last_full: int | None = None
         self._full_s: deque[float] = deque(maxlen=5)  # of the last full measurements
-        self._bare_steps_s: deque[float] = deque(maxlen=STEPS_AT_ONCE)
+        self._bare_steps_s: deque[float] = deque(maxlen=DECISION_STEPS)
         self._norms_s: list[float] = []
         self._told: set[str] = set()
         self._thread, self._nesting = threading.get_ident(), 0
@@ -128,7 +128,7 @@ class Budget:
             return
         self._bare_steps_s.append(bare_s)
         self._norms_s += [own_s] * norms
-        if len(self._norms_s) == STEPS_AT_ONCE:
+        if len(self._norms_s) == DECISION_STEPS:
             share = median(self._norms_s) / max(self._usual_step_s(), 1e-9)
             self._norms_every = max(ceil(share / (NORMS_SHARE * self._share)), 1)
             self._norms_s.clear()

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.plain_text import printable
+from telemetry.plain_text import json_plain, printable
 
 _GAP = "  "
 _NARROWEST = 24  # cells of the first column, unless it needs less
@@ -91,7 +91,7 @@ def print_records(form: str, columns: Sequence[str], records: Iterable[Mapping[s
         return
     before = "["
     for record in records:
-        text = json.dumps({column: _plain(record[column]) for column in columns})
+        text = json.dumps({column: json_plain(record[column]) for column in columns})
         print(f"{before}\n{text}", end="")
         before = ","
     print("\n]" if before == "," else "[]")
@@ -124,11 +124,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "; ".join(map(_cell, value))
     return "" if value is None else printable(str(value))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -93,8 +93,8 @@ class BackgroundWriter(Generic[Item]):
             waiting = len(self._pending) + len(self._writing) if self._closed else 0
             return self._refused_count + waiting
 
-    def put(self, *items: Item, droppable: bool, flush: bool) -> None:
-        """Adds items to the queue, or drops those for which it is full. Never waits for the disk.
+    def put(self, item: Item, *, droppable: bool, flush: bool) -> None:
+        """Adds an item to the queue, or drops it if that is full. Never waits for the disk.
 
         Raises:
             OSError: The writer is closed.
@@ -103,11 +103,10 @@ class BackgroundWriter(Generic[Item]):
             if self._closing:
                 raise OSError(f"{self._name}: the writer is closed")
             limit = self._droppable_limit if droppable else self._hard_limit
-            for item in items:
-                size = len(item) + _ITEM_OVERHEAD_BYTES
-                if self._pending_bytes and self._pending_bytes + size > limit:
-                    self._count_drop(droppable)
-                    continue
+            size = len(item) + _ITEM_OVERHEAD_BYTES
+            if self._pending_bytes and self._pending_bytes + size > limit:
+                self._count_drop(droppable)
+            else:
                 self._pending.append(item)
                 self._pending_bytes += size
             if flush:

@@ -48,6 +48,7 @@ from telemetry import untrusted
 from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.layers import MISSING, STATISTICS, LayerTable
 from telemetry.movers import FEWEST_TO_SHOW, Mover, movers
+from telemetry.plain_text import json_plain
 from telemetry.records import Layout
 
 FORMAT = "telemetry-flight-1"
@@ -195,7 +196,7 @@ def encode_flight(
             if step is not None
         ],
     }
-    return json.dumps(_plain(contents), allow_nan=False, separators=(",", ":")).encode("ascii")
+    return json.dumps(json_plain(contents), allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def first_movers(
@@ -223,15 +224,6 @@ def first_movers(
     found = movers(names, steps[: len(past)], known, fault_step, fewest=FEWEST_TO_SHOW) or []
     until = [mover.step for mover in found][len(names) // 2 : len(names) // 2 + 1]
     return [mover for mover in found if [mover.step] < until or not until][:_MAX_MOVERS]
-
-
-def _plain(value: Any) -> Any:
-    """The value without numbers that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- reading -----------------------------------------------------------------------------------

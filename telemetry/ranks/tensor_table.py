@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -117,25 +117,6 @@ class TensorTable:
             counts=counts_,
             units=Units.merge_all([table.units for table in tables], kept),
             rms=Spreads.merge_all([table.rms for table in tables], places, len(rows)),
-        )
-
-    def without(self, drop: Callable[[Row], bool]) -> TensorTable:
-        """The same without some rows."""
-        keep = np.array([not drop(row) for row in self.rows], np.bool_)
-        if keep.all():
-            return self
-        places = np.where(keep, np.cumsum(keep) - 1, -1)
-        some = np.repeat(keep, self.bucket_sizes)
-        return TensorTable(
-            rows=tuple(row for row, kept in zip(self.rows, keep, strict=True) if kept),
-            copies=self.copies[keep],
-            calls=self.calls[keep],
-            figures=self.figures[keep],
-            bucket_sizes=self.bucket_sizes[keep],
-            buckets=self.buckets[some],
-            counts=self.counts[some],
-            units=Units.merge_all([self.units], [places]),
-            rms=self.rms.at(keep),
         )
 
     @cached_property

@@ -14,7 +14,7 @@ from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.page_format import LAYOUT_PREFIX, LOSS_PREFIX
 from telemetry.plain_text import printable
-from telemetry.records import Layout, StepRecord
+from telemetry.records import StepRecord
 from telemetry.tag_names import RUN
 from telemetry.writing import custom_scalars, tags
 from telemetry.writing.bulk import Bulk
@@ -64,7 +64,6 @@ class Board:
         self._times = StepTimes()
         self._picture = HeatmapPicture(self._bulk) if pictures else None
         self._alert_count = 0
-        self._layout: Layout | None = None
 
     def first_values(self) -> Sequence[bytes]:
         """The values to write once, at the beginning of the run."""
@@ -122,7 +121,7 @@ class Board:
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
         """A line that says which layers are others than at the step before, if any are."""
-        before, self._layout = self._layout, record.layout
+        before = self._page.layout
         if before is None:
             return
         old, new = ({p.name: p.shape for p in one.parameters} for one in (before, record.layout))

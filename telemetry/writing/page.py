@@ -42,12 +42,15 @@ class PageWriter:
 
     Args:
         session_id: Id of this data; by default a new one that sorts behind older ones.
+
+    Attributes:
+        layout: Of the latest record; None before the first.
     """
 
     def __init__(self, session_id: str | None = None) -> None:
         self._first_session = self._session = session_id or new_session_id()
         self._restarts = 0
-        self._layout: Layout | None = None
+        self.layout: Layout | None = None
         self._columns = MATRIX_STATISTICS
         self._layout_number = -1
         self._written: dict[ChunkKind, int] = {}
@@ -70,7 +73,7 @@ class PageWriter:
 
     def begins_layout(self, record: StepRecord) -> bool:
         """Whether the record's event will hold a layout, which all later values need."""
-        return not record.phase and record.layout is not self._layout
+        return not record.phase and record.layout is not self.layout
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """The values to write in an event with the record's step; none for a phase.
@@ -80,7 +83,7 @@ class PageWriter:
         if record.phase:
             return
         restarted = self._last_step is not None and record.step <= self._last_step
-        if restarted or record.layout is not self._layout:
+        if restarted or record.layout is not self.layout:
             yield from self._pending(record.step, in_new_tag=restarted)
             if restarted:
                 self._restart()
@@ -105,7 +108,7 @@ class PageWriter:
 
     def loss_value(self, tag: str) -> bytes | None:
         """Which scalar is the loss, to write in any event; None while nothing was recorded."""
-        if self._layout is None:
+        if self.layout is None:
             return None
         return summaries.tensor(loss_tag(self._session, tag), b"", PLUGIN_NAME)
 
@@ -116,7 +119,7 @@ class PageWriter:
         Args:
             exception: What the training ended in, if it did.
         """
-        if self._layout is None:
+        if self.layout is None:
             return None
         return summaries.tensor(end_tag(self._session), encode_end(exception), PLUGIN_NAME)
 
@@ -134,7 +137,7 @@ class PageWriter:
         self._layout_number = -1
 
     def _begin_layout(self, layout: Layout) -> bytes:
-        self._layout = layout
+        self.layout = layout
         self._layout_number += 1
         self._written = {"m": 0, "n": 0}
         content = encode_layout(layout, self._columns)
