@@ -50,6 +50,16 @@ class Program:
         )
         self.compiles = compiles
 
+    def steps(self, *optimizers: Optimizer) -> Iterator[int]:
+        """The usual loop; its body leaves gradients."""
+        for index in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            yield index
+            for optimizer in optimizers:
+                optimizer.step()
+            self.step_ended()
+
     def compiled(self, function: Any) -> Any:
         return torch.compile(function, backend="aot_eager") if self.compiles else function
 
@@ -84,11 +94,8 @@ def loss_of(model: Callable[..., Tensor]) -> Tensor:
 @program(net)
 def plain_loop(p: Program) -> None:
     optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for _ in p.steps(optimizer):
         loss_of(p.model).backward()
-        optimizer.step()
-        p.step_ended()
 
 
 @program(net)
@@ -107,11 +114,8 @@ def clipped_with_schedule(p: Program) -> None:
 @program(net)
 def fused_optimizer(p: Program) -> None:
     optimizer = torch.optim.Adam(p.model.parameters(), 0.01, fused=True)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for _ in p.steps(optimizer):
         loss_of(p.model).backward()
-        optimizer.step()
-        p.step_ended()
 
 
 @program(net)
@@ -128,13 +132,10 @@ def accumulated_gradients(p: Program) -> None:
 @program(net)
 def two_losses_of_one_graph(p: Program) -> None:
     optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for _ in p.steps(optimizer):
         out = p.model(batch())
         out.square().mean().backward(retain_graph=True)
         out.abs().mean().backward()
-        optimizer.step()
-        p.step_ended()
 
 
 @program(net)
@@ -205,15 +206,12 @@ def gradients_by_autograd_grad(p: Program) -> None:
 @program(net)
 def gradient_penalty(p: Program) -> None:
     optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for _ in p.steps(optimizer):
         x = batch().requires_grad_()
         out = p.model(x).mean()
         with p.aside():
             (slope,) = torch.autograd.grad(out, x, create_graph=True)
         (out + slope.square().sum()).backward()
-        optimizer.step()
-        p.step_ended()
 
 
 # --- several optimizers ---------------------------------------------------------------------------
@@ -228,14 +226,8 @@ def halves(model: nn.Module, *, momentum_first: bool) -> list[Optimizer]:
 
 
 def step_both(p: Program, *, momentum_first: bool) -> None:
-    optimizers = halves(p.model, momentum_first=momentum_first)
-    for _ in range(STEPS):
+    for _ in p.steps(*halves(p.model, momentum_first=momentum_first)):
         loss_of(p.model).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        p.step_ended()
 
 
 @program(net)
@@ -400,26 +392,20 @@ def checkpointed(p: Program) -> None:
 @program(lambda: Blocks(reentrant=True))
 def checkpointed_with_reentry(p: Program) -> None:
     optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for _ in p.steps(optimizer):
         p.model(batch().requires_grad_()).square().mean().backward()
-        optimizer.step()
-        p.step_ended()
 
 
 @program(Blocks)
 def layers_dropped_at_random(p: Program) -> None:
     model: Any = p.model
     optimizer = SGD(p.model.parameters(), 0.1)
-    for index in range(STEPS):
-        optimizer.zero_grad()
+    for index in p.steps(optimizer):
         x = batch()
         for number, block in enumerate(model.blocks):
             if (index + number) % 3:
                 x = x + block(x)
         model.head(x).square().mean().backward()
-        optimizer.step()
-        p.step_ended()
 
 
 @program(net)
@@ -480,11 +466,8 @@ def two_views_net() -> nn.Sequential:
 @program(two_views_net)
 def two_views(p: Program) -> None:
     optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for _ in p.steps(optimizer):
         (p.model(batch()) - p.model(batch())).square().mean().backward()
-        optimizer.step()
-        p.step_ended()
 
 
 @program(two_views_net)
@@ -530,13 +513,10 @@ class Recurrent(nn.Module):
 def truncated_backpropagation(p: Program) -> None:
     optimizer = SGD(p.model.parameters(), 0.1)
     state = None
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for _ in p.steps(optimizer):
         out, state = p.model(torch.randn(2, 3, 4), state)
         out.square().mean().backward()
         state = tuple(part.detach() for part in state)
-        optimizer.step()
-        p.step_ended()
 
 
 @program(net)
@@ -616,24 +596,18 @@ def sparse_embedding(p: Program) -> None:
 @program(net)
 def autocast_to_bfloat16(p: Program) -> None:
     optimizer = AdamW(p.model.parameters(), 0.01)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for _ in p.steps(optimizer):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = p.model(batch()).float().square().mean()
         loss.backward()
-        optimizer.step()
-        p.step_ended()
 
 
 @program(net)
 def double_precision(p: Program) -> None:
     p.model.double()
     optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for _ in p.steps(optimizer):
         p.model(batch().double()).square().mean().backward()
-        optimizer.step()
-        p.step_ended()
 
 
 @program(net)
@@ -656,11 +630,8 @@ def compiled_pieces(p: Program) -> None:
 def compiled_step_function(p: Program) -> None:
     optimizer = SGD(p.model.parameters(), 0.1)
     forward = p.compiled(lambda x: p.model(x).square().mean())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for _ in p.steps(optimizer):
         forward(batch()).backward()
-        optimizer.step()
-        p.step_ended()
 
 
 # --- the hooks of anyone --------------------------------------------------------------------------
