@@ -238,7 +238,7 @@ def hook_counts(model: nn.Module) -> int:
 def of_ours() -> set[int]:
     """Objects of ours that live, by identity."""
     gc.collect()
-    ours = ("telemetry.capture", "telemetry.logger")
+    ours = ("telemetry.capture", "telemetry.run")
     return {id(o) for o in gc.get_objects() if str(type(o).__module__).startswith(ours)}
 
 

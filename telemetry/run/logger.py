@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,25 +13,27 @@ from torch.optim import Optimizer
 from torch.utils import tensorboard
 
 from telemetry.alert import Alert
-from telemetry.arguments import (
-    Alerts,
-    HistogramForm,
-    OnAlert,
-    Options,
-    bulk_of,
-    check_loss,
-    check_optimizer,
-    check_phase,
-    check_rules,
-    log_dir_of,
-)
 from telemetry.capture import Budget, Content
 from telemetry.events.background import each_within
 from telemetry.first_rank import Ranks
-from telemetry.no_run import NoRun, is_disabled
 from telemetry.pipeline import CLOSE_TIMEOUT_S, FullSteps, every
-from telemetry.resuming import FirstStep
-from telemetry.run import Run
+from telemetry.run.arguments import (
+    Alerts,
+    FirstStep,
+    HistogramForm,
+    OnAlert,
+    bulk_of,
+    check_choice,
+    check_first_step,
+    check_loss,
+    check_on_alert,
+    check_parts,
+    check_phase,
+    is_off,
+    log_dir_of,
+    rules_of,
+)
+from telemetry.run.run import Run
 from telemetry.selection import Selection, Selectors
 from telemetry.writing.hparams import Hyperparameter
 
@@ -128,18 +130,27 @@ class HookLogger:
         loss: str | None = None,
         enabled: bool = True,
     ) -> None:
-        self._run: Run | NoRun
-        if is_disabled(enabled):
-            self._run = NoRun(log_dir_of(writer, written=False), first_step)
+        self._run: Run | None = None
+        self._state: dict[str, Any] = {}
+        if is_off(enabled):
+            self._off = log_dir_of(writer, written=False), first_step
             return
         budget: Budget | None = None
         if max_overhead is not None:
             budget = Budget(max_overhead=max_overhead, every_n_steps=every_n_steps)
-        options = Options(
+        selection = Selection.parse(modules, exclude)
+        check_on_alert(on_alert)
+        check_first_step(first_step)
+        check_choice("ranks", ranks, "merged", "each", "first")
+        check_loss(loss)
+        self._run = Run(
+            model,
+            writer,
+            self.close,
             full_steps=FullSteps(every(every_n_steps)),
             budget=budget,
-            optimizer=check_optimizer(optimizer),
-            selection=Selection.parse(modules, exclude),
+            optimizer=check_parts(model, selection, optimizer),
+            selection=selection,
             content=Content(
                 activations=activations,
                 activation_gradients=activation_gradients,
@@ -148,17 +159,17 @@ class HookLogger:
                 images=images,
             ),
             bulk=bulk_of(max_bytes_per_step, histograms),
-            rules=check_rules(alerts),
+            rules=rules_of(alerts),
             on_alert=on_alert,
             first_step=first_step,
             ranks=ranks,
-            loss=check_loss(loss),
+            loss=loss,
         )
-        self._run = Run(model, writer, options, self.close)
         self._run.start()
 
     def __repr__(self) -> str:
-        state = "attached" if self._run.capture.attached else "removed"
+        attached = self._run is not None and self._run.capture.attached
+        state = "attached" if attached else "removed"
         return f"<HookLogger {state} step={self.current_step} log_dir={self.log_dir!r}>"
 
     def __enter__(self) -> HookLogger:
@@ -166,26 +177,31 @@ class HookLogger:
         return self
 
     def __exit__(self, kind: object, exception: BaseException | None, traceback: object) -> None:
+        if self._run is None:
+            return
         if exception is not None:
             each_within(CLOSE_TIMEOUT_S, partial(self._run.note_exception, exception), self.close)
             return
         self.close()
-        self._run.training_ended()
+        self._run.stop_if_asked(None)
 
     @property
     def log_dir(self) -> str:
         """The log directory or URL."""
-        return self._run.log_dir
+        return self._off[0] if self._run is None else self._run.log_dir
 
     @property
     def current_step(self) -> int:
         """Number of the step in progress: ``first_step`` and the optimizer steps since."""
-        return self._run.capture.step
+        if self._run is not None:
+            return self._run.capture.step
+        step = self._state.get("step", self._off[1])
+        return step if isinstance(step, int) else 0
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """The alerts so far, oldest first; waits until the rules have seen all steps so far."""
-        return self._run.alerts
+        return () if self._run is None else self._run.alerts
 
     @property
     def should_stop(self) -> bool:
@@ -193,7 +209,7 @@ class HookLogger:
 
         Ranks that train together all see it at the end of the same optimizer step.
         """
-        return self._run.should_stop
+        return self._run is not None and self._run.should_stop
 
     def log(
         self,
@@ -218,7 +234,8 @@ class HookLogger:
             ValueError: A tensor has more than one element, or a tag cannot be encoded in UTF-8. All
                 others are written.
         """
-        self._run.log(scalars, more, named)
+        if self._run is not None:
+            self._run.log(scalars, more, named)
 
     def hparams(
         self, values: Mapping[str, Hyperparameter], *, metrics: Iterable[str] | None = None
@@ -232,7 +249,8 @@ class HookLogger:
         Raises:
             TypeError: A value has another type.
         """
-        self._run.hparams(values, metrics)
+        if self._run is not None:
+            self._run.hparams(values, metrics)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the activations of a phase that is not training, under separate tags.
@@ -253,6 +271,8 @@ class HookLogger:
             TypeError: ``name`` is no string.
             ValueError: ``name`` is empty or cannot be encoded in UTF-8.
         """
+        if self._run is None:
+            return nullcontext()
         return self._run.capture.phase(check_phase(name))
 
     def step(self) -> None:
@@ -260,11 +280,13 @@ class HookLogger:
 
         Call it after the update and before gradients are cleared.
         """
-        self._run.step()
+        if self._run is not None:
+            self._run.step()
 
     def flush(self) -> None:
         """Wait until the rules have seen all steps so far and all is written; at most a minute."""
-        self._run.flush()
+        if self._run is not None:
+            self._run.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """The current step and the state of the alerts, for a checkpoint; call it between steps.
@@ -276,7 +298,7 @@ class HookLogger:
         Returns:
             Numbers, strings, lists and dicts, for ``torch.save``, ``json`` and any checkpoint.
         """
-        return self._run.state_dict()
+        return self._state if self._run is None else self._run.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what :meth:`state_dict` returned, in this process or another one.
@@ -290,11 +312,15 @@ class HookLogger:
             TypeError: ``state`` is not a dict.
             ValueError: The logger is closed.
         """
-        self._run.load_state_dict(state)
+        if self._run is None:
+            self._state = dict(state)
+        else:
+            self._run.load_state_dict(state)
 
     def remove(self) -> None:
         """Remove all hooks; :meth:`attach` puts them back and continues the count."""
-        self._run.capture.detach()
+        if self._run is not None:
+            self._run.capture.detach()
 
     def attach(self) -> None:
         """Put the hooks back after :meth:`remove`. Harmless when repeated.
@@ -302,7 +328,8 @@ class HookLogger:
         Raises:
             ValueError: The logger is closed.
         """
-        self._run.attach()
+        if self._run is not None:
+            self._run.attach()
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Remove all hooks, write what is waiting, log what was lost. Harmless when repeated.
@@ -312,4 +339,5 @@ class HookLogger:
         Args:
             timeout_s: Limit in seconds. What is not written by then is counted and logged.
         """
-        self._run.close(timeout_s)
+        if self._run is not None:
+            self._run.close(timeout_s)
