@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from telemetry.interventions import prune_activations as prune_activations
     from telemetry.interventions import scale_gradients as scale_gradients
     from telemetry.interventions import zero_gradients as zero_gradients
-    from telemetry.kernel import native as native
+    from telemetry.measure.native import native as native
     from telemetry.reading.run import Run as Run
     from telemetry.reading.run import read as read
     from telemetry.records import Layout as Layout
@@ -47,7 +47,7 @@ _HOMES = {
     "TelemetryAlert": "telemetry.alert",
     "TensorRecord": "telemetry.records",
     "clip_gradients": "telemetry.interventions",
-    "native": "telemetry.kernel",
+    "native": "telemetry.measure.native",
     "prune_activations": "telemetry.interventions",
     "read": "telemetry.reading.run",
     "scale_gradients": "telemetry.interventions",

@@ -15,7 +15,6 @@ from telemetry.capture import CapturedStep, LightStep
 from telemetry.capture.rank_part import PartMaker
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
-from telemetry.host_copy import HostCopy
 from telemetry.loss import LossChoice
 from telemetry.pipeline import FullSteps, Item, LoggedScalars, Processor, ReadyValues
 from telemetry.pipeline.queue import MAX_BYTES
@@ -27,6 +26,7 @@ from telemetry.ranks.part import Merged, News
 from telemetry.ranks.rank_part import RankPart, merge
 from telemetry.ranks.whole import Whole
 from telemetry.records import StepRecord
+from telemetry.torch_private.host_copy import HostCopy
 
 _OWN_KEPT = 8
 """Full measurements of the first rank that are kept until they come back merged."""

@@ -173,8 +173,8 @@ def cleaned(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     return {short: full[name] for short, name in chosen.items()}
 
 
-def spread(items: Sequence[T], most: int) -> list[T]:
-    """At most ``most`` items, evenly spread and in order, including the first and the last."""
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """At most ``most`` items, evenly spaced and in order, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

@@ -14,11 +14,11 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
     {"_native", "moments", "plain_text", "sparkline", "untrusted", "version"},
-    {"heat_map", "kernel", "movers", "sketch", "tag_names"},
+    {"heat_map", "movers", "sketch", "tag_names"},
     {"loss"},
-    {"alert", "records", "failures", "host_copy", "torch_private", "first_rank"},
-    {"layers", "rule", "selection", "measure", "images", "events"}
-    | {"torch_compiler", "torch_ranks"},
+    {"alert", "records", "failures", "torch_private", "first_rank"},
+    {"measure", "rule", "selection"},
+    {"layers", "images", "events"},
     {"page_format", "ranks"},
     {"capture", "alerts", "flight", "writing", "reading"},
     {"interventions"},
@@ -37,7 +37,6 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 TORCH_FREE = {
     "_native",
     "heat_map",
-    "kernel",
     "loss",
     "moments",
     "movers",

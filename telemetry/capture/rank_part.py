@@ -236,8 +236,8 @@ def _addends(record: StepRecord, notes: RankNotes) -> dict[int, NDArray[np.float
 def _sums(notes: RankNotes) -> list[tuple[int, int, int]]:
     return [
         (index, notes.parameters[index].shard, total)
-        for sums in notes.bit_sums
-        for index, total in sums.read()
+        for indices, totals in notes.bit_sums
+        for index, total in zip(indices, totals.wait().tolist(), strict=True)
     ]
 
 

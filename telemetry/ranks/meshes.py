@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from telemetry.ranks.share import Reduction, Share, flat_index
-from telemetry.torch_ranks import (
+from telemetry.torch_private.ranks import (
     active_ddp,
     calling_stage,
     flat_shard_group,
@@ -61,7 +61,7 @@ class Placed:
         copy: Which of several equal tensors this is.
         copies: How many there are.
         shards: Axis, counted from the end (-1 is the last), this rank's place along it and the
-            number of places, for each axis that is spread over ranks.
+            number of places, for each axis that is split over ranks.
         reduction, reduced: See :class:`Share`.
     """
 
@@ -103,20 +103,20 @@ def placed(tensor: Any) -> Placed:
     return placed_by(tensor.device_mesh, tensor.placements, tensor.dim())
 
 
-class _Spread(NamedTuple):
-    """A mesh, how a tensor is spread over it, and its number of axes."""
+class _Sharding(NamedTuple):
+    """A mesh, how a tensor is split over it, and its number of axes."""
 
     mesh: Any
     placements: tuple[Any, ...]
     dims: int
 
 
-def _spread(tensor: Any) -> _Spread | None:
+def _sharding(tensor: Any) -> _Sharding | None:
     """That of a ``DTensor``, or of a parameter that was one; None for any other tensor."""
     if is_dtensor(tensor):
-        return _Spread(tensor.device_mesh, tensor.placements, tensor.dim())
+        return _Sharding(tensor.device_mesh, tensor.placements, tensor.dim())
     spec = localized_spec(tensor)
-    return None if spec is None else _Spread(spec.mesh, spec.placements, len(spec.shape))
+    return None if spec is None else _Sharding(spec.mesh, spec.placements, len(spec.shape))
 
 
 def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Placed:
@@ -201,8 +201,8 @@ class Standing:
         of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
         found: dict[str, tuple[int, int]] = {}
-        spreads = filter(None, map(_spread, model.parameters()))
-        self._meshes |= {id(spread.mesh): spread.mesh for spread in spreads}
+        shardings = filter(None, map(_sharding, model.parameters()))
+        self._meshes |= {id(sharding.mesh): sharding.mesh for sharding in shardings}
         for mesh in self._meshes.values():
             names = mesh.mesh_dim_names
             if names is None:
@@ -233,18 +233,18 @@ class Standing:
             tensor: It.
             index: Of the parameter; copies take turns in being measured.
         """
-        spread = _spread(tensor)
-        if spread is None:
+        sharding = _sharding(tensor)
+        if sharding is None:
             if id(tensor) in self._ignored and self.replicas is not None:
                 self._plain[index] = Share(copy=self.replicas.first * self.size)
             return self.of_plain(index)
-        share = self._shares.get((index, spread))
+        share = self._shares.get((index, sharding))
         if share is None:
-            first = int(min(spread.mesh.mesh.flatten().tolist()))
-            share = placed_by(*spread).share(first=first * self.size, turn=index)
-            if spread.mesh.size() < self.size:  # ranks outside of it may have copies of their own
+            first = int(min(sharding.mesh.mesh.flatten().tolist()))
+            share = placed_by(*sharding).share(first=first * self.size, turn=index)
+            if sharding.mesh.size() < self.size:  # ranks outside of it may have copies of their own
                 share = replace(share, copies=0)
-            self._shares[index, spread] = share
+            self._shares[index, sharding] = share
         if not is_dtensor(tensor):
             self._plain[index] = share  # its gradient is plain, too, and does not know
         return share

@@ -120,7 +120,7 @@ def ranges_of(ranks: Iterable[int]) -> str:
 
 
 def named(ranks: Collection[int]) -> str:
-    """Likewise, for a message: ``rank 7``, ``ranks 0-3``."""
+    """Ranks in a message: ``rank 7``, ``ranks 0-3``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges_of(ranks)}"
 
 

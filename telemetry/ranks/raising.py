@@ -50,7 +50,7 @@ class Agreement:
         return self._holding and not self._over and self._is_reached(step)
 
     def training_ended(self) -> bool:
-        """Called instead when no step follows; likewise."""
+        """Called instead when no step follows."""
         return self._holding and not self._over and self._is_reached(None)
 
     def hold(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Extremes of units and channels, which may be spread over ranks."""
+"""Extremes of units and channels, which may be split over ranks."""
 
 from __future__ import annotations
 

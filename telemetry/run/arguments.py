@@ -17,10 +17,10 @@ from torch.utils import tensorboard
 from telemetry.alert import Alert
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
-from telemetry.host_copy import HostCopy
 from telemetry.plain_text import check_text, type_of
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model
+from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing.bulk import Bulk
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | None] | None

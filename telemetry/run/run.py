@@ -17,7 +17,6 @@ from telemetry.capture import Budget, Capture, Content
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.first_rank import Ranks, rank_and_world_size, role_of
-from telemetry.host_copy import HostCopy
 from telemetry.loss import LossChoice
 from telemetry.pipeline import (
     CLOSE_TIMEOUT_S,
@@ -35,6 +34,7 @@ from telemetry.run.files import RunFiles
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection
 from telemetry.tag_names import RUN
+from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing import hparams, links
 from telemetry.writing.board import Board
 from telemetry.writing.bulk import Bulk

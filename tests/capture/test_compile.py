@@ -20,7 +20,7 @@ from twins import Outcome, Recorder, assert_left_alone
 
 from telemetry import HookLogger
 from telemetry.measure import Measurer
-from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED
+from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
 
 # The compiler warns of its own doings.
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
