@@ -6,7 +6,7 @@ import itertools
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,13 +43,7 @@ class RankProcessor:
     Channels of several loggers are told apart by the order in which each process makes its loggers.
 
     Args:
-        rank: This one; the first is 0.
-        size: How many train together.
         recorder: Judges and writes merged steps; None on all ranks but the first.
-        full_steps: Is told which steps the first rank has announced.
-        current_step: Says which step is in progress.
-        failures: Where failures are reported.
-        loss: Which of what is logged is the loss.
 
     Attributes:
         observer: Tells the capture what this rank is to measure.
@@ -103,7 +97,6 @@ class RankProcessor:
     # --- on the background thread: see Processor ------------------------------------------------
 
     def process(self, item: Item) -> None:
-        """Send a step, keep what was logged for it, or write values."""
         self._record_merged()
         if isinstance(item, LoggedScalars):
             self._loss.see(item.step, item.values)
@@ -117,7 +110,6 @@ class RankProcessor:
             self._recorder.process(item)
 
     def _record_merged(self) -> None:
-        """Record the steps that came back merged."""
         while self._merged:
             merged = self._merged.popleft()
             with self._failures.contained("to record a step of several ranks"):
@@ -130,11 +122,17 @@ class RankProcessor:
         if recorder is None:
             return
         recorder.abandoned = self.abandoned
-        for item in self._items_of(merged):
-            if isinstance(item, LoggedScalars):
-                recorder.process(item)
-            else:
-                recorder.record(item)
+        part = decode(merged.payload)
+        means = {name: figure.mean for name, figure in part.scalars.items()}
+        if means and not part.phase:
+            self._loss.see(part.step, means)
+            recorder.log(LoggedScalars(step=part.step, wall_time=part.wall_time, values=means))
+        own = self._own.pop((part.step, part.phase), None)
+        record = self._whole.record(part, own) if part.stages else None
+        if record is not None:
+            self._steps.see(part, record)
+            record = replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag)
+            recorder.record(_with_own(record, own))
 
     def pending_s(self) -> float | None:
         if self._recorder is None:
@@ -197,20 +195,6 @@ class RankProcessor:
                 self._sent.add(_place(part))
         self._channel.send(part.step, encode(part), phase=part.phase)
 
-    def _items_of(self, merged: Merged) -> Iterator[LoggedScalars | StepRecord]:
-        """What was logged for a step, and its record."""
-        part = decode(merged.payload)
-        means = {name: figure.mean for name, figure in part.scalars.items()}
-        if means and not part.phase:
-            self._loss.see(part.step, means)
-            yield LoggedScalars(step=part.step, wall_time=part.wall_time, values=means)
-        own = self._own.pop((part.step, part.phase), None)
-        record = self._whole.record(part, own) if part.stages else None
-        if record is not None:
-            self._steps.see(part, record)
-            record = replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag)
-            yield _with_own(record, own)
-
     def take(self, merged: Merged) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""
         if self._bytes_taken - self._bytes_done <= MAX_BYTES:
@@ -250,9 +234,7 @@ class RankProcessor:
 
     def to_raise(self, step: int | None) -> Alert | None:
         """The alert to raise now that this step has ended; None as a step: no other will."""
-        agreement = self._channel.agreement
-        due = agreement.training_ended() if step is None else agreement.step_ended(step)
-        return self._alert if due else None
+        return self._alert if self._channel.agreement.step_ended(step) else None
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all that was sent has come back merged; only on the first rank."""

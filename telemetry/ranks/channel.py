@@ -51,19 +51,12 @@ class Channel:
     The ranks meet as soon as there is a default process group. Until then the first rank has only
     its own measurements, and what the others send waits. A forked child ignores everything.
 
+    On its thread, ``merge`` makes one payload of several, in any order and grouping; ``deliver`` is
+    called on the first rank with each step, in order; and ``heard`` on all ranks with each version
+    of the news. The training thread asks ``agreement`` at the end of each step whether to raise.
+
     Args:
         name: The same for the loggers of one run on all ranks, and no other logger's.
-        rank: Of this process; 0 is the first.
-        world_size: How many ranks there are.
-        merge: Makes one payload of several, in any order and grouping; on the channel's thread.
-        deliver: Called on the first rank with each step, in order, on the channel's thread.
-        heard: Called on all ranks with each version of the news, on the channel's thread.
-        failures: Where failures are reported.
-        first_step: The number of the first step.
-        patience_s: As :data:`PATIENCE_S`.
-
-    Attributes:
-        agreement: Asked by the training thread at the end of each step whether to raise.
     """
 
     def __init__(
@@ -116,13 +109,7 @@ class Channel:
     # --- from any thread -------------------------------------------------------------------------
 
     def send(self, step: int, payload: bytes, *, phase: str = "") -> None:
-        """Hand over what this rank measured at a step, or in a block of steps up to this one.
-
-        Args:
-            step: Its number. The phases of a step come before the step itself.
-            payload: What was measured.
-            phase: Name of a part of the run that is not training.
-        """
+        """Hand over what this rank measured; the phases of a step come before the step itself."""
         self._give(lambda: self._send(step, payload, phase))
 
     def announce(self, change: Callable[[News], News]) -> None:
@@ -296,7 +283,7 @@ class Channel:
 
 
 class Places:
-    """Numbers what one rank sends: ranks that train together give a step the same number."""
+    """The order of what a rank sends: each step has a place, the same on all ranks."""
 
     def __init__(self) -> None:
         self._lap, self._last = 0, (-1, "")

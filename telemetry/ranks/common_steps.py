@@ -20,16 +20,7 @@ _LEAD_S = 2.0
 
 
 class CommonSteps:
-    """What one rank knows of the steps of all.
-
-    Args:
-        ask: Has a step measured in full, as the first rank has announced.
-        current_step: Says which step is in progress.
-        failures: Where failures are reported.
-
-    Attributes:
-        first_step: Number of this rank's first step.
-    """
+    """What one rank knows of the steps of all; ``ask`` has one measured in full."""
 
     def __init__(
         self, ask: Callable[[int], None], *, current_step: Callable[[], int], failures: Failures
@@ -43,14 +34,9 @@ class CommonSteps:
         self._step_s = 0.0
 
     def next_full(self, after: int) -> int | None:
-        """The step that all are to measure in full, on the first rank.
+        """The step that all are to measure in full, for rules want one after this step.
 
-        Args:
-            after: The step after which rules want one.
-
-        Returns:
-            None: one has been announced that comes later than ``after``, or how long a step takes
-            is not known yet.
+        None: one that comes later has been announced, or how long a step takes is not known yet.
         """
         if after <= self._announced[-1] or self._step_s <= 0:
             return None
@@ -59,12 +45,7 @@ class CommonSteps:
         return self._announced[-1]
 
     def see(self, part: RankPart, record: StepRecord) -> None:
-        """Note how long steps take; report ranks that measure other steps in full than the rest.
-
-        Args:
-            part: What ranks measured at a step.
-            record: The same as a record.
-        """
+        """Note how long steps take; report ranks that measure other steps in full than the rest."""
         if not record.phase:
             step, wall_time = self._last
             self._last = record.step, record.wall_time

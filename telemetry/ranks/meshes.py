@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from telemetry.ranks.share import Reduction, Share, flat_index
+from telemetry.ranks.share import Reduction, Share
 from telemetry.torch_private.ranks import (
     active_ddp,
     calling_stage,
@@ -22,17 +22,8 @@ from telemetry.torch_private.ranks import (
 )
 
 _OF_DATA = (
-    "dp",
-    "ddp",
-    "fsdp",
-    "hsdp",
-    "data",
-    "batch",
-    "replicate",
-    "shard",
-    "cp",
-    "ep",
-    "expert",
+    *("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"),
+    *("cp", "ep", "expert"),
 )
 """Beginnings of the names of mesh dimensions along which ranks are given different data: parts of
 the batch, of the sequences (context parallel), or tokens for their experts."""
@@ -40,17 +31,11 @@ the batch, of the sequences (context parallel), or tokens for their experts."""
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Ranks that hold equal parameters.
-
-    Attributes:
-        index: Of this rank among them.
-        count: How many they are.
-        first: Number of the copy that the first of them has.
-    """
+    """Ranks that hold equal parameters, and which of them this one is."""
 
     index: int
     count: int
-    first: int
+    first: int  # number of the copy that the first of them has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +64,16 @@ class Placed:
             turn: The copy whose turn it is to count, modulo the number of copies.
             axis: That of units, counted from the end.
         """
-        along = [(place, places) for at, place, places in self.shards if at == axis]
-        places, sizes = [place for place, _ in along], [size for _, size in along]
-        every = flat_index([p for _, p, _ in self.shards], [n for _, _, n in self.shards])
-        pieces = 1
-        for size in sizes:
-            pieces *= size
+        piece, pieces = _flat((place, places) for at, place, places in self.shards if at == axis)
+        shard, _ = _flat((place, places) for _, place, places in self.shards)
         later = (self.copy - turn) % self.copies
         return Share(
             copy=first + later,
             copies=self.copies,
             counts=later == 0,
-            piece=flat_index(places, sizes),
+            piece=piece,
             pieces=pieces,
-            shard=every,
+            shard=shard,
             reduction=self.reduction,
             reduced=self.reduced,
         )
@@ -134,13 +115,18 @@ def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Placed:
             reduced *= size
         elif size > 1:
             shards.append((placement.dim - dims, coordinate, size))
-    count = 1
-    for _, size in copies:
-        count *= size
-    index = flat_index([c for c, _ in copies], [size for _, size in copies])
+    copy, count = _flat(copies)
     return Placed(
-        copy=index, copies=count, shards=tuple(shards), reduction=reduction, reduced=reduced
+        copy=copy, copies=count, shards=tuple(shards), reduction=reduction, reduced=reduced
     )
+
+
+def _flat(axes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """The place in a grid of places and sizes, the last axis running fastest; and its size."""
+    index, count = 0, 1
+    for place, size in axes:
+        index, count = index * size + place, count * size
+    return index, count
 
 
 def _reduction(placement: Any, before: Reduction) -> Reduction:
@@ -155,7 +141,6 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local_values(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor."""
     local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return local
 
@@ -196,8 +181,8 @@ class Standing:
         """
         if isinstance(model, DistributedDataParallel):
             self._take_replicas(model)
-        if self.flat_shards_of is None:
-            self.flat_shards_of = _first_of_flat_shards(model)
+        if self.flat_shards_of is None and (group := flat_shard_group(model)) is not None:
+            self.flat_shards_of = min(distributed.get_process_group_ranks(group))
         of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
         found: dict[str, tuple[int, int]] = {}
@@ -211,11 +196,8 @@ class Standing:
             for name, coordinate, size in zip(names, coordinates, mesh.shape, strict=False):
                 if name not in data_names and not name.startswith(_OF_DATA):
                     found[name] = (coordinate, size)
-        count = 1
-        for _, size in found.values():
-            count *= size
-        index = flat_index([c for c, _ in found.values()], [size for _, size in found.values()])
-        self.same_data = Placed(copy=index, copies=count)
+        copy, copies = _flat(found.values())
+        self.same_data = Placed(copy=copy, copies=copies)
 
     def look_at_call(self) -> None:
         """Find out, while a module of the model is called, what calls it: DDP, or a pipeline."""
@@ -227,12 +209,7 @@ class Standing:
             self.stage, self.is_in_pipeline = stage.number, True
 
     def of_parameter(self, tensor: Any, index: int) -> Share:
-        """Which part of a parameter, its gradient or its state this rank holds.
-
-        Args:
-            tensor: It.
-            index: Of the parameter; copies take turns in being measured.
-        """
+        """Which part of a parameter, its gradient or its state this rank holds."""
         sharding = _sharding(tensor)
         if sharding is None:
             if id(tensor) in self._ignored and self.replicas is not None:
@@ -271,19 +248,9 @@ class Standing:
         return self._copies[1]
 
     def _take_replicas(self, wrapper: DistributedDataParallel) -> None:
-        from torch import distributed
-
         self._ignored = ignored_by(wrapper)
         group = wrapper.process_group
         ranks = sorted(distributed.get_process_group_ranks(group))
         self.replicas = Replicas(
             index=distributed.get_rank(group), count=len(ranks), first=ranks[0]
         )
-
-
-def _first_of_flat_shards(model: nn.Module) -> int | None:
-    """The lowest rank of the process group over which FSDP1 shards a model; None without it."""
-    from torch import distributed
-
-    group = flat_shard_group(model)
-    return None if group is None else min(distributed.get_process_group_ranks(group))

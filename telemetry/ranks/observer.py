@@ -56,10 +56,6 @@ class RankObserver:
     """Finds out, on the training thread, how tensors relate to the whole ones.
 
     It calls no collective and waits for no device: it reads what tensors and modules say.
-
-    Args:
-        rank: This one.
-        size: How many train together.
     """
 
     def __init__(self, *, rank: int, size: int) -> None:
@@ -171,10 +167,7 @@ class Lineage:
     def of(self, name: Hashable, tensor: Tensor, alike: Placed) -> Placed:
         """How a module's output lies in the whole.
 
-        Args:
-            name: Which output.
-            tensor: It, as returned.
-            alike: This rank's place among those that are given the same data.
+        ``alike``: this rank's place among those that are given the same data.
         """
         if is_dtensor(tensor):
             found = placed(tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,11 +41,3 @@ class Share:
 
 WHOLE = Share()
 """All of it, or a part that adds up with those of all other ranks."""
-
-
-def flat_index(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
-    """The place in a grid of these sizes, the last axis running fastest; 0 without axes."""
-    index = 0
-    for coordinate, size in zip(coordinates, sizes, strict=True):
-        index = index * size + coordinate
-    return index

@@ -34,12 +34,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 30.0
 class Outbox:
     """What is yet to be sent, and what was sent and nobody has taken so far; used by two threads.
 
-    Args:
-        max_bytes: How much waits before the oldest records are left out. Notices never are.
-
-    Attributes:
-        greeting: What everybody new is sent first: who is here.
-        dropped: How many records were left out.
+    If more than ``max_bytes`` wait, the oldest records are left out and counted; notices never are.
+    Everybody new is sent ``greeting`` first: who is here.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -52,7 +48,6 @@ class Outbox:
         self.dropped = 0
 
     def put(self, data: bytes, *, droppable: bool) -> None:
-        """Add a part, at the end."""
         with self._lock:
             self._waiting.append((data, droppable))
             self._bytes += len(data)
@@ -89,7 +84,6 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything has been taken."""
         return not self._waiting
 
     def _drop_one(self) -> bool:
@@ -105,19 +99,7 @@ class Outbox:
 
 
 class _Sender(threading.Thread):
-    """Sends what is in the outbox to one other rank, until told to stop. Its calls may hang.
-
-    Args:
-        outbox: What to send.
-        find: Says where to; None if that is not known so far.
-        pause_s: How long to wait before anything else.
-
-    Attributes:
-        news: What the other side has posted; None before it has answered.
-        dismissed: Whether the other side has said that it leaves.
-        answers: How often the other side has answered.
-        found: Whether it is known where to send.
-    """
+    """Sends what is in the outbox to one other rank, until told to stop. Its calls may hang."""
 
     def __init__(self, outbox: Outbox, find: Callable[[], Address | None], pause_s: float) -> None:
         super().__init__(name="telemetry-send", daemon=True)
@@ -128,10 +110,10 @@ class _Sender(threading.Thread):
         self._wake = threading.Event()
         self._abandoned = False
         self._peer: Peer | None = None
-        self.news: bytes | None = None
-        self.dismissed = False
+        self.news: bytes | None = None  # what the other side has posted
+        self.dismissed = False  # whether it has said that it leaves
         self.answers = 0
-        self.found = False
+        self.found = False  # whether it is known where to send
         self.start()
 
     def run(self) -> None:
@@ -215,14 +197,7 @@ class Uplink:
     turns to the first rank of all and repeats what may be lost. Nobody replaces that one: if it is
     stopped, it is waited for; if it is gone, it is looked for again; if it leaves, that is the end.
 
-    Args:
-        search: Looks for this rank's place in the tree.
-        greeting: What everybody new is sent first.
-        patience_s: How long to wait for an answer of a rank that is not the first.
-
-    Attributes:
-        outbox: What waits to be sent.
-        ended: Whether the first rank has left.
+    ``patience_s``: how long to wait for an answer of a rank that is not the first.
     """
 
     def __init__(self, search: Search, greeting: bytes, patience_s: float) -> None:
@@ -238,7 +213,7 @@ class Uplink:
         self._abandoned: list[_Sender] = []
         self._answers = 0
         self._answered_at = 0.0
-        self.ended = False
+        self.ended = False  # the first rank has left
 
     def put(self, data: bytes, *, droppable: bool) -> None:
         """Send a part, or keep it until it can be sent; of too many records the oldest go."""
@@ -247,11 +222,7 @@ class Uplink:
             self._sender.hurry()
 
     def look(self, now: float) -> bytes:
-        """Go elsewhere if need be; returns the latest news, empty if there are none.
-
-        Args:
-            now: Time of a clock that stands while this process is stopped.
-        """
+        """Go elsewhere if need be; returns the latest news, empty if there are none."""
         sender = self._sender
         if sender.answers != self._answers or not sender.found:
             self._answers, self._answered_at = sender.answers, now

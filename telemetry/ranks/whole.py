@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.ranks.rank_part import RankPart
-from telemetry.ranks.spreads import Spreads
 from telemetry.ranks.stage_part import StagePart
-from telemetry.ranks.tensor_table import Row
+from telemetry.ranks.tensor_table import Row, Spreads
 from telemetry.records import (
     Divergence,
     Layout,
@@ -271,9 +270,6 @@ class JoinedLayouts:
 
     If stages have names of parameters in common, all names are preceded by ``stage0.`` and so
     forth. An ``Identity`` that stands for a module of another stage is left out.
-
-    Args:
-        layouts: With the numbers of their stages, in that order.
     """
 
     def __init__(self, layouts: Sequence[tuple[int, Layout]]) -> None:
@@ -314,7 +310,6 @@ class JoinedLayouts:
         return (stage, module_name) in self._placeholders
 
     def names(self, stages: Iterable[StagePart], field: str) -> frozenset[str]:
-        """Those that a field of the stages holds."""
         return frozenset(self.name(s.stage, name) for s in stages for name in getattr(s, field))
 
 

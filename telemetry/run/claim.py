@@ -24,11 +24,6 @@ class DirectoryClaim:
     they share a writer. The claim is a lock on the directory itself: it leaves no file, and the
     system releases it however the process ends. Windows, remote directories and some network drives
     have no such locks; there, other processes are not noticed.
-
-    Args:
-        model: The model that the logger watches.
-        log_dir: The directory that it writes to.
-        close: Closes the logger.
     """
 
     def __init__(self, model: object, log_dir: str, close: Callable[[], None]) -> None:

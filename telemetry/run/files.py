@@ -35,20 +35,13 @@ class RunFiles:
     """Opens the files of one logger, and claims their directory.
 
     Args:
-        model: The model in training; held weakly.
-        writer: The user's ``SummaryWriter``, which stays open, or a log directory or URL.
-        first_step: As in :class:`telemetry.HookLogger`.
-        role: What this process does, as far as that is known.
-        role_is_final: Whether it is known; if not, values wait until :meth:`open_for`.
+        role: What this process does; unless it is final, values wait until :meth:`open_for`.
         close: Closes the logger, when another one takes its place.
         before_flush: Called before somebody else flushes or closes the user's writer.
-        failures: Where failures are reported.
 
     Attributes:
         session_id: Of this part of the run, another one for each logger.
         first_step: Its number, as the files of a resumed run say.
-        writer: Takes values for the event file.
-        flight: Keeps the last steps, and writes them when something goes wrong.
 
     Raises:
         OSError: The directory cannot be written.
@@ -108,7 +101,6 @@ class RunFiles:
 
     @property
     def log_dir(self) -> str:
-        """The log directory or URL."""
         return self.writer.get_logdir()
 
     @property

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from multiprocessing.util import Finalize
+from threading import RLock, Thread
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
-from telemetry.alert import Alert
-from telemetry.capture import Budget, Content
+from telemetry.alert import Alert, TelemetryAlert
+from telemetry.capture import Budget, Capture, Content
 from telemetry.events.background import each_within
-from telemetry.first_rank import Ranks
-from telemetry.pipeline import CLOSE_TIMEOUT_S, FullSteps, every
+from telemetry.failures import Failures
+from telemetry.first_rank import Ranks, rank_and_world_size, role_of
+from telemetry.loss import LossChoice
+from telemetry.pipeline import (
+    CLOSE_TIMEOUT_S,
+    FullSteps,
+    LoggedScalars,
+    Pipeline,
+    Processor,
+    ReadyValues,
+    every,
+)
+from telemetry.rank_processing import RankProcessor
+from telemetry.ranks.observer import RankObserver
 from telemetry.run.arguments import (
     Alerts,
     FirstStep,
@@ -32,10 +48,23 @@ from telemetry.run.arguments import (
     is_off,
     log_dir_of,
     rules_of,
+    scalars_of,
 )
-from telemetry.run.run import Run
+from telemetry.run.files import RunFiles
+from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection, Selectors
+from telemetry.tag_names import RUN
+from telemetry.torch_private.host_copy import HostCopy
+from telemetry.writing import hparams, links
+from telemetry.writing.board import Board
 from telemetry.writing.hparams import Hyperparameter
+
+log = logging.getLogger("telemetry")
+
+_HAND_ON_S = 30.0
+"""The longest time for which a flush of the writer makes its caller wait for us."""
+_CHECKPOINT_S = 10.0
+"""The longest time for which a checkpoint waits for the disk."""
 
 
 class HookLogger:
@@ -130,46 +159,95 @@ class HookLogger:
         loss: str | None = None,
         enabled: bool = True,
     ) -> None:
-        self._run: Run | None = None
-        self._state: dict[str, Any] = {}
-        if is_off(enabled):
-            self._off = log_dir_of(writer, written=False), first_step
+        self._off = is_off(enabled)
+        self._state: dict[str, Any] = {}  # of a logger that is off
+        if self._off:
+            self._log_dir = log_dir_of(writer, written=False)
+            self._first_step = first_step if isinstance(first_step, int) else 0
             return
         budget: Budget | None = None
         if max_overhead is not None:
             budget = Budget(max_overhead=max_overhead, every_n_steps=every_n_steps)
+            budget.entered = self._log_costs
         selection = Selection.parse(modules, exclude)
+        optimizer = check_parts(model, selection, optimizer)
+        content = Content(
+            activations=activations,
+            activation_gradients=activation_gradients,
+            gradients=gradients,
+            weights=weights,
+            images=images,
+        )
         check_on_alert(on_alert)
         check_first_step(first_step)
         check_choice("ranks", ranks, "merged", "each", "first")
         check_loss(loss)
-        self._run = Run(
+        bulk, rules = bulk_of(max_bytes_per_step, histograms), rules_of(alerts)
+        self._full_steps = FullSteps(every(every_n_steps))
+        role_is_final = rank_and_world_size() is not None
+        self._role = role_of(ranks)
+        self._ranks: RankProcessor | None = None  # None: nothing is exchanged with other ranks
+        self._on_alert = on_alert
+        self._alerts: list[Alert] = []
+        self._pending: Alert | None = None  # the first that is to stop training
+        self._should_stop = False
+        self._ending = RLock()  # a signal handler may close on the thread that closes
+        self._ended = False
+        self._exception: BaseException | None = None
+        self._failures = Failures()
+        self._files = RunFiles(
             model,
             writer,
-            self.close,
-            full_steps=FullSteps(every(every_n_steps)),
-            budget=budget,
-            optimizer=check_parts(model, selection, optimizer),
-            selection=selection,
-            content=Content(
-                activations=activations,
-                activation_gradients=activation_gradients,
-                gradients=gradients,
-                weights=weights,
-                images=images,
-            ),
-            bulk=bulk_of(max_bytes_per_step, histograms),
-            rules=rules_of(alerts),
-            on_alert=on_alert,
-            first_step=first_step,
-            ranks=ranks,
-            loss=loss,
+            first_step,
+            role=self._role,
+            role_is_final=role_is_final,
+            close=self.close,
+            before_flush=self._hand_on,
+            failures=self._failures,
         )
-        self._run.start()
+        resumed = self._files.first_step > 0
+        self._later_steps = LaterSteps(self.log_dir, self._failures, expected=resumed)
+        session_id = self._files.session_id
+        self._board = Board(pictures=images, session_id=session_id, bulk=bulk, loss=loss)
+        self._processor = Processor(
+            board=self._board,
+            sink=self._files.writer,
+            rules=rules,
+            observers=(self._files.flight, self._later_steps),
+            on_alert=self._note_alert,
+            full_steps=self._full_steps,
+            failures=self._failures,
+            loss=LossChoice(loss),
+        )
+        self._pipeline = Pipeline(self._processor, self._failures)
+        self._capture = Capture(
+            model,
+            selection=selection,
+            is_full=self._full_steps,
+            content=content,
+            deliver=self._pipeline.submit,
+            safe_point=self._step_ended,
+            primary=optimizer,
+            failures=self._failures,
+            first_step=self._files.first_step,
+            budget=budget,
+            find_ranks=self._find_ranks,
+        )
+        if role_is_final:
+            self._join_ranks()
+            if self._ranks is not None:
+                self._ranks.observer.standing.look_at(model)
+        # Closes when the model is garbage-collected and when the process exits; until then it keeps
+        # the logger. Unlike atexit, also in a process of multiprocessing; before the writer's, of
+        # priority 0.
+        self._finalizer = Finalize(model, self.close, exitpriority=10)
+        self.attach()
+        self._write(self._board.first_values())
+        if self._role.writes:
+            links.log_once(self.log_dir)
 
     def __repr__(self) -> str:
-        attached = self._run is not None and self._run.capture.attached
-        state = "attached" if attached else "removed"
+        state = "removed" if self._off or not self._capture.attached else "attached"
         return f"<HookLogger {state} step={self.current_step} log_dir={self.log_dir!r}>"
 
     def __enter__(self) -> HookLogger:
@@ -177,31 +255,33 @@ class HookLogger:
         return self
 
     def __exit__(self, kind: object, exception: BaseException | None, traceback: object) -> None:
-        if self._run is None:
+        if self._off:
             return
         if exception is not None:
-            each_within(CLOSE_TIMEOUT_S, partial(self._run.note_exception, exception), self.close)
+            each_within(CLOSE_TIMEOUT_S, partial(self._note_exception, exception), self.close)
             return
         self.close()
-        self._run.stop_if_asked(None)
+        self._stop_if_asked(None)
 
     @property
     def log_dir(self) -> str:
         """The log directory or URL."""
-        return self._off[0] if self._run is None else self._run.log_dir
+        return self._log_dir if self._off else self._files.log_dir
 
     @property
     def current_step(self) -> int:
         """Number of the step in progress: ``first_step`` and the optimizer steps since."""
-        if self._run is not None:
-            return self._run.capture.step
-        step = self._state.get("step", self._off[1])
-        return step if isinstance(step, int) else 0
+        if self._off:
+            return self._state.get("step", self._first_step)  # type: ignore[no-any-return]
+        return self._capture.step
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
         """The alerts so far, oldest first; waits until the rules have seen all steps so far."""
-        return () if self._run is None else self._run.alerts
+        if self._off:
+            return ()
+        self._await_steps()
+        return tuple(self._alerts)
 
     @property
     def should_stop(self) -> bool:
@@ -209,7 +289,7 @@ class HookLogger:
 
         Ranks that train together all see it at the end of the same optimizer step.
         """
-        return self._run is not None and self._run.should_stop
+        return not self._off and self._should_stop
 
     def log(
         self,
@@ -234,8 +314,18 @@ class HookLogger:
             ValueError: A tensor has more than one element, or a tag cannot be encoded in UTF-8. All
                 others are written.
         """
-        if self._run is not None:
-            self._run.log(scalars, more, named)
+        if self._off:
+            return
+        if self._closed:
+            message = "HookLogger.log() after close() writes nothing; call it earlier"
+            self._failures.log_once(message)
+            return
+        values, refused = scalars_of(scalars, more, named)
+        self._log(values, self.current_step)
+        if refused:
+            raise refused[0]
+        if self._ranks is None:
+            self._stop_if_asked(None)
 
     def hparams(
         self, values: Mapping[str, Hyperparameter], *, metrics: Iterable[str] | None = None
@@ -249,8 +339,13 @@ class HookLogger:
         Raises:
             TypeError: A value has another type.
         """
-        if self._run is not None:
-            self._run.hparams(values, metrics)
+        if self._off:
+            return
+        if metrics is not None:
+            self._write(hparams.values_of(values, metrics))
+            return
+        session, known = hparams.session_value(values), dict(values)
+        self._write([session], lambda loss: hparams.experiment_value(known, [loss]))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the activations of a phase that is not training, under separate tags.
@@ -271,22 +366,24 @@ class HookLogger:
             TypeError: ``name`` is no string.
             ValueError: ``name`` is empty or cannot be encoded in UTF-8.
         """
-        if self._run is None:
-            return nullcontext()
-        return self._run.capture.phase(check_phase(name))
+        return nullcontext() if self._off else self._capture.phase(check_phase(name))
 
     def step(self) -> None:
         """End a step in a loop that has no ``torch.optim.Optimizer``.
 
         Call it after the update and before gradients are cleared.
         """
-        if self._run is not None:
-            self._run.step()
+        if self._off:
+            return
+        if self._capture.attached:
+            self._capture.manual_step()
+        self._step_ended()
 
     def flush(self) -> None:
         """Wait until the rules have seen all steps so far and all is written; at most a minute."""
-        if self._run is not None:
-            self._run.flush()
+        if not self._off:
+            self._decide()
+            each_within(CLOSE_TIMEOUT_S, self._await_steps, self._files.flush)
 
     def state_dict(self) -> dict[str, Any]:
         """The current step and the state of the alerts, for a checkpoint; call it between steps.
@@ -298,7 +395,19 @@ class HookLogger:
         Returns:
             Numbers, strings, lists and dicts, for ``torch.save``, ``json`` and any checkpoint.
         """
-        return self._state if self._run is None else self._run.state_dict()
+        if self._off:
+            return self._state
+        capture = self._capture.state_dict()
+        self._await_steps()
+        rules = self._pipeline.state_dict(capture["step"])
+        if not self._files.flush(_CHECKPOINT_S):  # a kill must not take what the state counts
+            log.warning(
+                "telemetry: what was recorded up to the checkpoint at step %d is not written "
+                "within %.0f s; if the process is killed now, a run resumed from it lacks that",
+                capture["step"],
+                _CHECKPOINT_S,
+            )
+        return {"format": STATE_FORMAT, **capture, **rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what :meth:`state_dict` returned, in this process or another one.
@@ -312,15 +421,28 @@ class HookLogger:
             TypeError: ``state`` is not a dict.
             ValueError: The logger is closed.
         """
-        if self._run is None:
+        if self._off:
             self._state = dict(state)
-        else:
-            self._run.load_state_dict(state)
+            return
+        usable, misfits = checked_state(state)
+        if self._closed:
+            raise ValueError("HookLogger.load_state_dict(): the logger is closed; make a new one")
+        self._later_steps.expect_them()
+        attached = self._capture.attached
+        self._capture.detach()
+        self._await_steps()
+        self._capture.load_state_dict(usable)
+        self._files.purge(self._capture.step)
+        misfits += self._pipeline.load_state_dict(usable, self._capture.step)
+        if attached:
+            self._capture.attach()
+        if misfits:
+            log.warning("telemetry: load_state_dict() left out %s", "; ".join(misfits))
 
     def remove(self) -> None:
         """Remove all hooks; :meth:`attach` puts them back and continues the count."""
-        if self._run is not None:
-            self._run.capture.detach()
+        if not self._off:
+            self._capture.detach()
 
     def attach(self) -> None:
         """Put the hooks back after :meth:`remove`. Harmless when repeated.
@@ -328,8 +450,14 @@ class HookLogger:
         Raises:
             ValueError: The logger is closed.
         """
-        if self._run is not None:
-            self._run.attach()
+        if self._off:
+            return
+        if self._closed:
+            gone = "the model is gone; keep it in a variable of yours"
+            why = gone if self._capture.model_is_gone else "the logger is closed; make a new one"
+            raise ValueError(f"HookLogger.attach(): {why}")
+        if self._role.measures:  # else others do for this process
+            self._capture.attach()
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Remove all hooks, write what is waiting, log what was lost. Harmless when repeated.
@@ -339,5 +467,153 @@ class HookLogger:
         Args:
             timeout_s: Limit in seconds. What is not written by then is counted and logged.
         """
-        if self._run is not None:
-            self._run.close(timeout_s)
+        if self._off:
+            return
+        self._finalizer.cancel()
+        if self._pipeline.on_own_thread():  # on_alert closes; the rules see the rest afterwards
+            Thread(target=self._end, args=(timeout_s,), name="telemetry-close").start()
+        else:
+            self._end(timeout_s)
+
+    @property
+    def _closed(self) -> bool:
+        return not self._finalizer.still_active()
+
+    # --- what is logged ------------------------------------------------------------------------
+
+    def _log(self, values: Mapping[str, float | HostCopy], step: int) -> None:
+        self._pipeline.submit_logged(LoggedScalars(step=step, wall_time=time.time(), values=values))
+
+    def _log_costs(self, curves: Mapping[str, float], step: int) -> None:
+        self._log({RUN + name: value for name, value in curves.items()}, step)
+
+    def _write(
+        self, values: Sequence[bytes], of_loss: Callable[[str], bytes] | None = None
+    ) -> None:
+        """Write values as they are, at the current step, and one when the loss's tag is known."""
+        self._pipeline.submit_logged(
+            ReadyValues(
+                step=self._capture.step, wall_time=time.time(), values=values, of_loss=of_loss
+            )
+        )
+
+    def _hand_on(self) -> None:
+        """Write what waits before someone else flushes or closes the writer."""
+        if not self._pipeline.is_late:
+            self._pipeline.flush(_HAND_ON_S)
+        if self._files.is_about_to_close:
+            self._write_end()
+
+    # --- ranks that train together -------------------------------------------------------------
+
+    def _find_ranks(self) -> RankObserver | None:
+        """Join the others, if that was not possible before; nothing has been measured so far."""
+        if self._ranks is None and self._role.size == 1:
+            self._role = role_of(self._role.ranks)
+            self._join_ranks()
+        return None if self._ranks is None else self._ranks.observer
+
+    def _join_ranks(self) -> None:
+        """Do what the role says, which is final."""
+        self._files.open_for(self._role)
+        if self._role.merges:
+            self._ranks = self._pipeline.processor = RankProcessor(
+                rank=self._role.rank,
+                size=self._role.size,
+                recorder=self._processor if self._role.writes else None,
+                full_steps=self._full_steps,
+                current_step=lambda: self._capture.step,
+                failures=self._failures,
+                loss=self._processor.loss,
+            )
+        elif not self._role.measures:
+            self._pipeline.ignore_all()
+
+    def _decide(self) -> None:
+        """If nobody has told so far who writes, this process does."""
+        if self._files.is_undecided:
+            with self._failures.contained("to open its files"):
+                self._find_ranks()
+
+    def _await_steps(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait until the rules have seen all steps so far, those of all ranks included."""
+        waits: list[Callable[[float], None]] = [self._pipeline.flush]
+        if self._ranks is not None and not self._pipeline.on_own_thread():
+            waits += [self._ranks.wait, self._pipeline.flush]
+        each_within(timeout_s, *waits)
+
+    # --- alerts --------------------------------------------------------------------------------
+
+    def _note_alert(self, alert: Alert, wall_time: float) -> None:
+        """On the background thread."""
+        self._alerts.append(alert)
+        if self._role.writes:
+            self._files.write_alert(alert, wall_time)
+        if callable(self._on_alert):
+            self._on_alert(alert)
+            return
+        stops = self._on_alert is not None and alert.stage != "end" and alert.severity != "note"
+        if stops and self._pending is None:
+            self._pending = alert
+            if self._ranks is not None:
+                self._ranks.raise_together(alert)
+
+    def _step_ended(self) -> None:
+        """The step before the one in progress has ended."""
+        self._stop_if_asked(self._capture.step - 1)
+
+    def _stop_if_asked(self, step: int | None) -> None:
+        """Stop training if an alert asks for it; ranks all do so at the end of the same step.
+
+        Args:
+            step: The one that has ended; None: no other will.
+        """
+        alert = self._pending
+        if self._ranks is not None:
+            alert = self._ranks.to_raise(step)
+        elif alert is not None and self._pipeline.on_own_thread():
+            return
+        if alert is not None:
+            self._pending = None
+            if self._on_alert == "raise":
+                raise TelemetryAlert(alert)
+            self._should_stop = True
+
+    # --- its end -------------------------------------------------------------------------------
+
+    def _note_exception(self, exception: BaseException, timeout_s: float) -> None:
+        """The training ends in an exception; its flight file is written."""
+        self._exception = exception
+        if self._role.writes:
+            self._pipeline.flush(timeout_s)
+            self._files.flight.on_exception(exception, self._capture.step)
+        self._capture.detach()  # the exception is reason enough for a run without steps
+
+    def _end(self, timeout_s: float) -> None:
+        """End the run, or wait until another thread has done so."""
+        if not self._ending.acquire(timeout=timeout_s):
+            return
+        try:
+            if not self._ended:
+                self._capture.end()
+                self._decide()
+                each_within(
+                    timeout_s,
+                    self._end_exchange,
+                    self._pipeline.close,
+                    lambda left_s: self._write_end(),
+                    self._files.close,
+                )
+                self._exception = None  # its frames hold the model
+                self._ended = True
+        finally:
+            self._ending.release()
+
+    def _end_exchange(self, timeout_s: float) -> None:
+        """Send what other ranks lack, and have what they sent."""
+        if self._ranks is not None and self._role.measures:
+            self._pipeline.in_turn(self._ranks.send_rest)
+            self._ranks.close(timeout_s / 2)
+
+    def _write_end(self) -> None:
+        self._files.write_end(*self._board.end_values(self._exception))

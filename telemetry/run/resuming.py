@@ -36,13 +36,7 @@ def resolved(first_step: FirstStep, log_dir: str) -> int:
 
 
 class LaterSteps:
-    """Warns once if a run counts steps again that its directory already holds.
-
-    Args:
-        log_dir: Where the run writes; it holds earlier steps only. Not read if it is remote.
-        failures: Logs the warning and failures.
-        expected: Do not warn: the run was resumed.
-    """
+    """Warns once if a run counts steps again that its local directory already holds."""
 
     def __init__(self, log_dir: str, failures: Failures, *, expected: bool) -> None:
         self._log_dir = log_dir

@@ -157,7 +157,7 @@ def test_outputs_that_the_user_keeps_do_not_keep_the_logger(tmp_path: Path) -> N
     logger = HookLogger(model, tmp_path)
     output = model(batch())
     logger.close()
-    hooks = weakref.ref(logger._run.capture)
+    hooks = weakref.ref(logger._capture)
     del logger
     gc.collect()
     assert hooks() is None
