@@ -104,7 +104,7 @@ def measure_one(tensor: Tensor, unit_axis: int | None, powers: int) -> Pending |
 
 
 def measure_all(tensors: Sequence[Tensor], powers: int) -> list[Pending | None]:
-    """The same of many tensors without units, in one call."""
+    """Read many tensors without units in one call; see :func:`measure_one`."""
     if TENSORS is None:
         return [None] * len(tensors)
     plain = [t if type(t) in _TYPES and not t.is_neg() else None for t in tensors]

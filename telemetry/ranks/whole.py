@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,7 +100,7 @@ def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
     norms, present, finite = np.zeros(count), np.zeros(count, bool), np.ones(count, bool)
     before, lowest = np.full(count, np.nan), np.full(count, np.iinfo(np.int64).max)
     ratios: dict[str, float] = {}
-    for stage, at in _of_stages(part, joined):
+    for stage, at in zip(part.stages, joined.places, strict=True):
         new = stage.present & (~present[at] | (stage.copies < lowest[at]))
         places = at[new]
         norms[places], present[places] = _whole_norms(stage)[new], True
@@ -156,12 +156,6 @@ def _resized(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     return Layout(modules=layout.modules, parameters=tuple(parameters))
 
 
-def _of_stages(
-    part: RankPart, joined: JoinedLayouts
-) -> Iterator[tuple[StagePart, NDArray[np.intp]]]:
-    yield from zip(part.stages, joined.places, strict=True)
-
-
 def _in_order(layout: Layout, names: frozenset[str]) -> tuple[str, ...]:
     return tuple(p.name for p in layout.parameters if p.name in names)
 
@@ -184,7 +178,7 @@ def _tensors(part: RankPart, joined: JoinedLayouts) -> dict[str, Any]:
             continue
         found.setdefault(row.kind, {})[_name_of(row, joined)] = record
     names = [p.name for p in joined.layout.parameters]
-    for stage, at in _of_stages(part, joined):
+    for stage, at in zip(part.stages, joined.places, strict=True):
         for index, values in stage.addends.items() if part.full else ():
             name = joined.layout.parameters[at[index]].name
             found.setdefault("grads", {})[name] = TensorRecord(sketch=sketch_array(values))
@@ -227,7 +221,7 @@ def _facts(part: RankPart, joined: JoinedLayouts) -> RankFacts:
                 other=other,
                 declared=shard >= 0,
             )
-            for stage, at in _of_stages(part, joined)
+            for stage, at in zip(part.stages, joined.places, strict=True)
             for index, rank, other, shard in stage.checks.differing()
         ),
         nonfinite=part.nonfinite,

@@ -35,7 +35,8 @@ class RunFiles:
     """Opens the files of one logger, and claims their directory.
 
     Args:
-        role: What this process does; unless it is final, values wait until :meth:`open_for`.
+        role: What this process does; if it may be another one, values wait until
+            :meth:`open_for`.
         close: Closes the logger, when another one takes its place.
         before_flush: Called before somebody else flushes or closes the user's writer.
 
@@ -54,7 +55,6 @@ class RunFiles:
         first_step: FirstStep,
         *,
         role: Role,
-        role_is_final: bool,
         close: Callable[[], None],
         before_flush: Callable[[], None],
         failures: Failures,
@@ -68,7 +68,7 @@ class RunFiles:
         self._failures = failures
         self._claim = DirectoryClaim(model, self._log_dir, close)
         self.first_step = resolved(first_step, self._log_dir)
-        self._late = None if role_is_final or not may_be_any_rank() else LateWriter(self._log_dir)
+        self._late = LateWriter(self._log_dir) if may_be_any_rank() else None
         self.writer: FileWriter | GivenWriter | NoWriter = self._late or self._open(role)
         self._plain = PlainFiles(self.log_dir)
         self._alerts = AlertFile(self.log_dir, session=self.session_id, files=self._plain)

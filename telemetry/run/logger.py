@@ -200,7 +200,6 @@ class HookLogger:
             writer,
             first_step,
             role=self._role,
-            role_is_final=role_is_final,
             close=self.close,
             before_flush=self._hand_on,
             failures=self._failures,
