@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from telemetry.interventions import prune_activations as prune_activations
     from telemetry.interventions import scale_gradients as scale_gradients
     from telemetry.interventions import zero_gradients as zero_gradients
-    from telemetry.kernel import native as native
-    from telemetry.logger import HookLogger as HookLogger
+    from telemetry.measure.native import native as native
     from telemetry.reading.run import Run as Run
     from telemetry.reading.run import read as read
     from telemetry.records import Layout as Layout
@@ -30,11 +29,12 @@ if TYPE_CHECKING:
     from telemetry.records import StepRecord as StepRecord
     from telemetry.records import TensorRecord as TensorRecord
     from telemetry.rule import Rule as Rule
+    from telemetry.run.logger import HookLogger as HookLogger
     from telemetry.sketch import Sketch as Sketch
 
 _HOMES = {
     "Alert": "telemetry.alert",
-    "HookLogger": "telemetry.logger",
+    "HookLogger": "telemetry.run.logger",
     "Layout": "telemetry.records",
     "Module": "telemetry.records",
     "Output": "telemetry.records",
@@ -47,7 +47,7 @@ _HOMES = {
     "TelemetryAlert": "telemetry.alert",
     "TensorRecord": "telemetry.records",
     "clip_gradients": "telemetry.interventions",
-    "native": "telemetry.kernel",
+    "native": "telemetry.measure.native",
     "prune_activations": "telemetry.interventions",
     "read": "telemetry.reading.run",
     "scale_gradients": "telemetry.interventions",

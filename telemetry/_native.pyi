@@ -1,4 +1,4 @@
-"""The C extension; :mod:`telemetry.kernel` says whether there is one.
+"""The C extension; :mod:`telemetry.measure.native` says whether there is one.
 
 Tensors are given by address and number of elements, and must be contiguous and stay as they are
 during the call. ``dtype`` is that of their elements: one of ``?bBhHiIqQefd`` as in :mod:`array` and

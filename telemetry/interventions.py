@@ -39,7 +39,6 @@ from telemetry.capture.hooks import map_tensors, tensors_in
 from telemetry.capture.inert import Inert
 from telemetry.failures import Failures
 from telemetry.selection import Selectors, select_modules, select_parameters
-from telemetry.torch_compiler import drop_compiled_code, graph_break
 from telemetry.torch_private import (
     NO_TASK,
     backward_task,
@@ -47,12 +46,9 @@ from telemetry.torch_private import (
     scaler_state,
     undisturbed,
 )
+from telemetry.torch_private.compiler import drop_compiled_code, graph_break
 
 Self = TypeVar("Self", bound="Intervention")
-F = TypeVar("F", bound=Callable[..., Any])
-_uncompiled: Callable[[F], F] = graph_break(
-    "capture() of telemetry needs graph breaks; compile without fullgraph=True"
-)
 
 
 class Intervention:
@@ -120,14 +116,25 @@ def clip_gradients(
     caller = "clip_gradients"
     if (max_norm is None) == (max_value is None):
         raise ValueError(f"{caller}(): needs either max_norm=... or max_value=...")
-    name, limit = ("max_value", max_value) if max_norm is None else ("max_norm", max_norm)
-    bound = _check_number(caller, name, limit)
-    if not bound > 0:
-        raise ValueError(f"{caller}({name}={bound}): must be positive")
+    name, given = ("max_value", max_value) if max_norm is None else ("max_norm", max_norm)
+    limit = _check_number(caller, name, given)
+    if not limit > 0:
+        raise ValueError(f"{caller}({name}={limit}): must be positive")
     if not isinstance(scaler, GradScaler | None):
         raise TypeError(f"{caller}(scaler=...): must be a torch.amp.GradScaler")
-    clip = _bound_values if max_norm is None else _bound_norm
-    return _on_gradients(model, select, partial(_clip, clip, bound, scaler), caller)
+    bounded = _bounded_values if max_norm is None else _bounded_norm
+
+    def clip(grad: Tensor) -> Tensor:
+        if grad.is_sparse:
+            grad = grad.coalesce()
+            sparse = grad.indices(), clip(grad.values()), grad.shape
+            return torch.sparse_coo_tensor(*sparse, is_coalesced=True, check_invariants=False)
+        state = None if scaler is None else scaler_state(scaler)
+        if state is None:
+            return bounded(grad, limit)
+        return bounded(grad, state[0].to(grad.device, non_blocking=True).reshape(()) * limit)
+
+    return _on_gradients(model, select, clip, caller)
 
 
 def zero_gradients(model: nn.Module, select: Selectors) -> Intervention:
@@ -163,22 +170,7 @@ def _on_gradients(
     return Intervention([parameter.register_hook(change) for parameter in trained])
 
 
-def _clip(
-    bound: Callable[[Tensor, Any], Tensor], limit: float, scaler: GradScaler | None, grad: Tensor
-) -> Tensor:
-    if grad.is_sparse:
-        grad = grad.coalesce()
-        values = _clip(bound, limit, scaler, grad.values())
-        return torch.sparse_coo_tensor(
-            grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False
-        )
-    state = None if scaler is None else scaler_state(scaler)
-    if state is None:
-        return bound(grad, limit)
-    return bound(grad, state[0].to(grad.device, non_blocking=True).reshape(()) * limit)
-
-
-def _bound_norm(grad: Tensor, limit: float | Tensor) -> Tensor:
+def _bounded_norm(grad: Tensor, limit: float | Tensor) -> Tensor:
     values = grad.detach()
     # Squares of exploding gradients overflow float32; only Apple's devices have nothing wider.
     wide = torch.float32 if values.device.type == "mps" else torch.float64
@@ -189,7 +181,7 @@ def _bound_norm(grad: Tensor, limit: float | Tensor) -> Tensor:
     return (grad.to(exact) * factor).to(grad.dtype)
 
 
-def _bound_values(grad: Tensor, limit: float | Tensor) -> Tensor:
+def _bounded_values(grad: Tensor, limit: float | Tensor) -> Tensor:
     too_large = (grad.abs() > limit) & grad.isfinite()
     return torch.where(too_large, grad.sgn() * limit, grad).to(grad.dtype)
 
@@ -234,6 +226,12 @@ class _Hook(Inert):
         return self._function(*given)
 
 
+class _UncompiledHook(_Hook):
+    __call__ = graph_break(
+        "capture() of telemetry needs graph breaks; compile without fullgraph=True"
+    )(_Hook.__call__)
+
+
 # --- capturing -----------------------------------------------------------------------------------
 
 
@@ -256,18 +254,15 @@ class Captured:
     def grad_outputs(self) -> tuple[Tensor | None, ...]:
         """The gradients with respect to :attr:`outputs` so far; None for outputs without one.
 
-        Several backward passes through the same call add up, as in ``Tensor.grad``.
-
-        Raises:
-            RuntimeError: The call was checkpointed with ``use_reentrant=True``, which runs it again
-                and gives the gradients to that call.
+        Several backward passes through the same call add up, as in ``Tensor.grad``. A call that was
+        checkpointed with ``use_reentrant=True`` has none: PyTorch gives them to a second call.
         """
-        if len(self._grads) < len(self.outputs):
-            raise RuntimeError(
-                "capture(): this call was checkpointed with use_reentrant=True, its gradients are "
-                "not known; use checkpoint(..., use_reentrant=False)"
-            )
         return tuple(self._grads)
+
+    def _add(self, index: int, failures: Failures, grad: Tensor) -> None:
+        with failures.contained("to capture a gradient"), undisturbed():
+            earlier = self._grads[index]
+            self._grads[index] = grad.detach().clone() if earlier is None else earlier + grad
 
 
 def capture(model: nn.Module, select: Selectors | None = None, *, calls: int = 1) -> Capturing:
@@ -359,7 +354,7 @@ class _Calls:
         ]
 
     def _before(self, args: Any, kwargs: Any) -> None:
-        if backward_task() != NO_TASK:
+        if backward_task() != NO_TASK:  # checkpointing repeats a call
             return
         # A stack for each thread: a module may call itself.
         running = vars(self._running).setdefault("inputs", [])
@@ -368,42 +363,24 @@ class _Calls:
             running[-1] = _copies((args, kwargs))
 
     def _after(self, args: Any, kwargs: Any, output: Any) -> None:
-        with self._failures.contained(f"to capture the outputs of {self._name}"):
-            if backward_task() == NO_TASK:
-                self._keep(self._running.inputs.pop(), output)
-            elif any(tensor.requires_grad for tensor in tensors_in(output)):
-                self._repeated()
-
-    def _repeated(self) -> None:
-        """Checkpointing repeats a call. If it first ran without gradients, they are not known."""
-        if not any(call._handles for call in self.kept):
-            for call in self.kept:
-                call._grads.clear()
-
-    def _keep(self, inputs: tuple[Tensor, ...], output: Any) -> None:
-        found = list(tensors_in(output))
-        if output is None or any(map(is_being_traced, found)):
+        if backward_task() != NO_TASK:
             return
-        grads: list[Tensor | None] = [None] * len(found)
-        call = Captured(inputs=inputs, outputs=_copies(found), _grads=grads)
+        with self._failures.contained(f"to capture the outputs of {self._name}"):
+            inputs = self._running.inputs.pop()
+            found = list(tensors_in(output))
+            if output is not None and not any(map(is_being_traced, found)):
+                self._keep(inputs, found)
+
+    def _keep(self, inputs: tuple[Tensor, ...], found: list[Tensor]) -> None:
+        call = Captured(inputs=inputs, outputs=_copies(found), _grads=[None] * len(found))
         for index, tensor in enumerate(found):
             # Without a grad_fn it is a leaf, whose gradient sums over all its uses.
             if tensor.requires_grad and tensor.grad_fn is not None:
-                add = partial(_add, grads, index, self._failures)
+                add = partial(call._add, index, self._failures)
                 call._handles.append(tensor.register_hook(add))
         if len(self.kept) == self._most:
             _remove(self.kept.popleft()._handles)
         self.kept.append(call)
-
-
-class _UncompiledHook(_Hook):
-    __call__ = _uncompiled(_Hook.__call__)
-
-
-def _add(grads: list[Tensor | None], index: int, failures: Failures, grad: Tensor) -> None:
-    with failures.contained("to capture a gradient"), undisturbed():
-        earlier = grads[index]
-        grads[index] = grad.detach().clone() if earlier is None else earlier + grad
 
 
 def _copies(value: Any) -> tuple[Tensor, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,21 +16,27 @@ from telemetry.capture import CapturedStep, LightStep
 from telemetry.capture.rank_part import PartMaker
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
-from telemetry.host_copy import HostCopy
 from telemetry.loss import LossChoice
 from telemetry.pipeline import FullSteps, Item, LoggedScalars, Processor, ReadyValues
 from telemetry.pipeline.queue import MAX_BYTES
 from telemetry.ranks.channel import CLOSE_S, Channel
-from telemetry.ranks.common_steps import CommonSteps
 from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.observer import RankObserver
-from telemetry.ranks.part import Merged, News
+from telemetry.ranks.part import Merged, News, named
 from telemetry.ranks.rank_part import RankPart, merge
 from telemetry.ranks.whole import Whole
 from telemetry.records import StepRecord
+from telemetry.torch_private.host_copy import HostCopy
 
 _OWN_KEPT = 8
 """Full measurements of the first rank that are kept until they come back merged."""
+
+_ANNOUNCED_KEPT = 8
+"""Steps that were announced, of which ranks that heard of them too late have nothing in full."""
+
+_LEAD_STEPS = 16
+_LEAD_S = 2.0
+"""A step that rules ask for is announced so much before, for all ranks to hear of it."""
 
 _LOOK_S = 0.05
 """How often the first rank looks for steps that came back merged."""
@@ -43,13 +50,7 @@ class RankProcessor:
     Channels of several loggers are told apart by the order in which each process makes its loggers.
 
     Args:
-        rank: This one; the first is 0.
-        size: How many train together.
         recorder: Judges and writes merged steps; None on all ranks but the first.
-        full_steps: Is told which steps the first rank has announced.
-        current_step: Says which step is in progress.
-        failures: Where failures are reported.
-        loss: Which of what is logged is the loss.
 
     Attributes:
         observer: Tells the capture what this rank is to measure.
@@ -75,7 +76,11 @@ class RankProcessor:
         self._merged: deque[Merged] = deque()
         self._bytes_taken = self._bytes_done = 0
         self._full_steps = full_steps
-        self._steps = CommonSteps(full_steps.ask, current_step=current_step, failures=failures)
+        self._current_step = current_step
+        self._first_step = current_step()
+        self._announced: deque[int] = deque([-1], maxlen=_ANNOUNCED_KEPT)
+        self._last: tuple[int, float] = (-1, 0.0)  # step and time of the latest record
+        self._step_s = 0.0
         self._failures = failures
         self._loss = loss
         self._scalars: dict[int, dict[str, float]] = {}
@@ -94,16 +99,14 @@ class RankProcessor:
             deliver=self.take,
             heard=self._hear,
             failures=failures,
-            first_step=self._steps.first_step,
+            first_step=self._first_step,
         )
         if recorder is not None:
-            first_step = self._steps.first_step
-            self._channel.announce(lambda news: replace(news, first_step=first_step))
+            self._channel.announce(lambda news: replace(news, first_step=self._first_step))
 
     # --- on the background thread: see Processor ------------------------------------------------
 
     def process(self, item: Item) -> None:
-        """Send a step, keep what was logged for it, or write values."""
         self._record_merged()
         if isinstance(item, LoggedScalars):
             self._loss.see(item.step, item.values)
@@ -117,7 +120,6 @@ class RankProcessor:
             self._recorder.process(item)
 
     def _record_merged(self) -> None:
-        """Record the steps that came back merged."""
         while self._merged:
             merged = self._merged.popleft()
             with self._failures.contained("to record a step of several ranks"):
@@ -130,11 +132,17 @@ class RankProcessor:
         if recorder is None:
             return
         recorder.abandoned = self.abandoned
-        for item in self._items_of(merged):
-            if isinstance(item, LoggedScalars):
-                recorder.process(item)
-            else:
-                recorder.record(item)
+        part = decode(merged.payload)
+        means = {name: figure.mean for name, figure in part.scalars.items()}
+        if means and not part.phase:
+            self._loss.see(part.step, means)
+            recorder.log(LoggedScalars(step=part.step, wall_time=part.wall_time, values=means))
+        own = self._own.pop((part.step, part.phase), None)
+        record = self._whole.record(part, own) if part.stages else None
+        if record is not None:
+            self._see(part, record)
+            record = replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag)
+            recorder.record(_with_own(record, own))
 
     def pending_s(self) -> float | None:
         if self._recorder is None:
@@ -197,20 +205,6 @@ class RankProcessor:
                 self._sent.add(_place(part))
         self._channel.send(part.step, encode(part), phase=part.phase)
 
-    def _items_of(self, merged: Merged) -> Iterator[LoggedScalars | StepRecord]:
-        """What was logged for a step, and its record."""
-        part = decode(merged.payload)
-        means = {name: figure.mean for name, figure in part.scalars.items()}
-        if means and not part.phase:
-            self._loss.see(part.step, means)
-            yield LoggedScalars(step=part.step, wall_time=part.wall_time, values=means)
-        own = self._own.pop((part.step, part.phase), None)
-        record = self._whole.record(part, own) if part.stages else None
-        if record is not None:
-            self._steps.see(part, record)
-            record = replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag)
-            yield _with_own(record, own)
-
     def take(self, merged: Merged) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""
         if self._bytes_taken - self._bytes_done <= MAX_BYTES:
@@ -233,12 +227,43 @@ class RankProcessor:
     # --- news for all ranks ----------------------------------------------------------------------
 
     def _announce(self, step: int) -> None:
-        """Rules that have judged a step want a full one; the next is the same on all ranks."""
-        if (at := self._steps.next_full(step)) is not None:
-            self._channel.announce(lambda news: replace(news, full_steps=(at,)))
+        """Rules that have judged a step want a full one; the next is the same on all ranks.
+
+        Nothing is done if one that comes later has been announced, or while nobody knows how long a
+        step takes.
+        """
+        if step <= self._announced[-1] or self._step_s <= 0:
+            return
+        at = self._current_step() + max(_LEAD_STEPS, math.ceil(_LEAD_S / self._step_s))
+        self._announced.append(at)
+        self._channel.announce(lambda news: replace(news, full_steps=(at,)))
+
+    def _see(self, part: RankPart, record: StepRecord) -> None:
+        """Note how long steps take; report ranks that measure other steps in full than the rest."""
+        if not record.phase:
+            step, wall_time = self._last
+            self._last = record.step, record.wall_time
+            self._step_s = max(0.0, record.wall_time - wall_time) / max(1, record.step - step)
+        others = part.ranks - part.measured
+        if part.full and others and part.step not in self._announced:
+            self._failures.log_once(
+                f"step {part.step} was measured in full by {named(part.measured)} and not by "
+                f"{named(others)}; use the same every_n_steps on all ranks, without max_overhead",
+                kind="intervals",
+            )
 
     def _hear(self, news: News) -> None:
-        self._steps.hear(news)
+        """Do as the first rank announces; report if it counts otherwise than this one."""
+        if news.first_step not in (None, self._first_step):
+            self._failures.log_once(
+                f"this rank counts its steps from {self._first_step} and the first rank from "
+                f"{news.first_step}, so their records do not meet; give all ranks the same "
+                'first_step (with "auto", each has to see the directory of the run)',
+                kind="first step",
+            )
+        for step in news.full_steps:
+            if step > self._current_step():  # else this rank is too late
+                self._full_steps.ask(step)
         if news.message and self._alert is None:
             self._alert = parse_alert(json.loads(news.message))
 
@@ -250,9 +275,7 @@ class RankProcessor:
 
     def to_raise(self, step: int | None) -> Alert | None:
         """The alert to raise now that this step has ended; None as a step: no other will."""
-        agreement = self._channel.agreement
-        due = agreement.training_ended() if step is None else agreement.step_ended(step)
-        return self._alert if due else None
+        return self._alert if self._channel.agreement.step_ended(step) else None
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all that was sent has come back merged; only on the first rank."""

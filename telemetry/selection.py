@@ -48,7 +48,7 @@ class Selection:
             modules: A glob over the names in ``named_modules()`` (case-sensitive, ``*`` matches
                 dots, parts that wrappers add may be left out), a module class, a
                 ``predicate(name, module) -> bool``, or several of these.
-            exclude: Likewise.
+            exclude: What is left out, in the same form.
 
         Raises:
             TypeError: An argument has the wrong type.
@@ -64,7 +64,13 @@ class Selection:
         A module with several names appears once, under the first. The model itself has the name "".
         Wrappers are never watched, the modules that they wrap are.
         """
-        return self._filter(_candidates(model))
+        wanted = (_is_leaf,) if self.modules is None else self.modules
+        return {
+            name: module
+            for name, module in _candidates(model).items()
+            if any(says(name, module) for says in wanted)
+            and not any(says(name, module) for says in self.exclude)
+        }
 
     def check(self, model: nn.Module) -> None:
         """Check that the selection fits this model.
@@ -75,20 +81,11 @@ class Selection:
         candidates = _candidates(model)
         _check_globs("HookLogger(modules", self.modules or (), candidates)
         _check_globs("HookLogger(exclude", self.exclude, candidates)
-        if (self.modules is not None or self.exclude) and not self._filter(candidates):
-            at_fault = "exclude" if replace(self, exclude=())._filter(candidates) else "modules"
+        if (self.modules is not None or self.exclude) and not self.apply(model):
+            at_fault = "exclude" if replace(self, exclude=()).apply(model) else "modules"
             raise ValueError(
                 f"HookLogger({at_fault}=...): leaves none of the {_count(candidates)} to watch"
             )
-
-    def _filter(self, candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        wanted = (_is_leaf,) if self.modules is None else self.modules
-        return {
-            name: module
-            for name, module in candidates.items()
-            if any(says(name, module) for says in wanted)
-            and not any(says(name, module) for says in self.exclude)
-        }
 
 
 def select_modules(
@@ -105,12 +102,11 @@ def select_modules(
         ValueError: A glob matches no module, or nothing is selected.
     """
     check_model(model, caller)
-    candidates = _candidates(model)
     wanted = None if select is None else _parse(f"{caller}(select", select)
-    _check_globs(f"{caller}(select", wanted or (), candidates)
-    selected = Selection(modules=wanted)._filter(candidates)
+    _check_globs(f"{caller}(select", wanted or (), _candidates(model))
+    selected = Selection(modules=wanted).apply(model)
     if not selected:
-        raise ValueError(f"{caller}(select=...): selects none of the {_count(candidates)}")
+        raise ValueError(f"{caller}(select=...): selects none of the {_count(_candidates(model))}")
     return cleaned(selected.items())
 
 
@@ -173,8 +169,8 @@ def cleaned(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     return {short: full[name] for short, name in chosen.items()}
 
 
-def spread(items: Sequence[T], most: int) -> list[T]:
-    """At most ``most`` items, evenly spread and in order, including the first and the last."""
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """At most ``most`` items, evenly spaced and in order, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

@@ -42,7 +42,7 @@ class CapturedRun:
         self._logged: dict[int, dict[str, float]] = {}
         self._loss = LossChoice()
         self._capture: Capture | None = None
-        self._full_steps: FullSteps | None = None
+        self._full_steps = FullSteps(every(1))
 
     def log(
         self, scalars: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor
@@ -65,8 +65,7 @@ class CapturedRun:
     def _add(self, record: StepRecord) -> None:
         self.records.append(record)
         self.alerts += self._judge.judge(record)
-        if self._full_steps is not None:
-            self._full_steps.answer(record.step, wanted=self._judge.wants_full)
+        self._full_steps.answer(record.step, wanted=self._judge.wants_full)
 
 
 def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = None) -> list[Alert]:
@@ -136,5 +135,4 @@ class _RaisingFailures(Failures):
     """Lets through what a logger would report."""
 
     def report(self, doing: str) -> None:
-        """Raise the exception being handled."""
         raise

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from telemetry.measure import native
-from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED
+from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
 
 
 def require(name: str) -> Any:

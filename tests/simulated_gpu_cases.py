@@ -16,12 +16,13 @@ from device_loops import LOOPS, guarded, mlp, plain, skip_no_steps
 from torch import Tensor, nn
 from twins import assert_left_alone, run
 
-from telemetry import HookLogger, host_copy
+from telemetry import HookLogger
 from telemetry.capture import parameters
-from telemetry.host_copy import HostCopy, send
 from telemetry.interventions import clip_gradients, prune_activations, scale_gradients
 from telemetry.measure import Measurer, tensors
 from telemetry.records import StepRecord, TensorRecord
+from telemetry.torch_private import host_copy
+from telemetry.torch_private.host_copy import HostCopy, send
 
 CLOSE = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 

@@ -13,22 +13,18 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 
 # Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
 LAYERS = [
-    {"_native", "moments", "directory_claim", "plain_text", "sparkline", "untrusted", "version"},
-    {"heat_map", "kernel", "movers", "sketch", "tag_names"},
+    {"_native", "moments", "plain_text", "sparkline", "untrusted", "version"},
+    {"heat_map", "movers", "sketch", "tag_names"},
     {"loss"},
-    {"alert", "records", "failures", "host_copy", "torch_private", "first_rank"},
-    {"layers", "rule", "selection", "measure", "images", "events"}
-    | {"torch_compiler", "torch_ranks"},
+    {"alert", "records", "failures", "torch_private", "first_rank"},
+    {"measure", "rule", "selection"},
+    {"layers", "images", "events"},
     {"page_format", "ranks"},
     {"capture", "alerts", "flight", "writing", "reading"},
-    {"resuming", "interventions", "no_run"},
+    {"interventions"},
     {"pipeline"},
     {"rank_processing"},
-    {"arguments"},
-    {"run_files"},
-    {"membership"},
-    {"run"},
-    {"logger", "testing"},
+    {"run", "testing"},
     {"integrations"},
     {"tensorboard_plugin"},
     {"commands"},
@@ -41,7 +37,6 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 TORCH_FREE = {
     "_native",
     "heat_map",
-    "kernel",
     "loss",
     "moments",
     "movers",
@@ -152,13 +147,13 @@ def test_modules_import_only_from_lower_layers() -> None:
 @pytest.mark.parametrize(
     ("path", "code", "fault"),
     [
-        ("measure.py", "from telemetry.logger import HookLogger", "not in a lower layer"),
+        ("measure.py", "from telemetry.testing import HookLogger", "not in a lower layer"),
         ("measure.py", "from telemetry import HookLogger", "not in a lower layer"),
         ("measure.py", "from telemetry import selection", "not in a lower layer"),
         ("measure.py", "from . import selection", "not in a lower layer"),
-        ("measure.py", "def f():\n    import telemetry.logger", "not in a lower layer"),
-        ("measure.py", "if TYPE_CHECKING:\n    from .logger import X", "not in a lower layer"),
-        ("capture/__init__.py", "from ..logger import HookLogger", "not in a lower layer"),
+        ("measure.py", "def f():\n    import telemetry.testing", "not in a lower layer"),
+        ("measure.py", "if TYPE_CHECKING:\n    from .testing import X", "not in a lower layer"),
+        ("capture/__init__.py", "from ..testing import HookLogger", "not in a lower layer"),
         ("capture/__init__.py", "from ..selektion import x", "does not exist"),
         ("sketch.py", "import torch.nn as nn", "must do without torch"),
         ("reading/files.py", "def f():\n    from torch import Tensor", "must do without torch"),
@@ -172,7 +167,7 @@ def test_modules_import_only_from_lower_layers() -> None:
 )
 def test_each_rule_is_checked(tmp_path: Path, path: str, code: str, fault: str | None) -> None:
     package = tmp_path / "telemetry"
-    for name in ["__init__", "logger", "selection", "sketch", "capture/__init__"]:
+    for name in ["__init__", "testing", "selection", "sketch", "capture/__init__"]:
         write(package / f"{name}.py", "")
     for name in ["capture/hooks", "events/__init__", "events/hooks", "events/summary_writer"]:
         write(package / f"{name}.py", "")

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from twins import Loop, assert_left_alone, run
 
 from telemetry import HookLogger
-from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
+from telemetry.torch_private.host_copy import HostCopy
 
 pytestmark = pytest.mark.gpu
 

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from require import needs_tensor_reader
 from torch import Tensor
 
-from telemetry import kernel
 from telemetry.measure import host, native
 from telemetry.measure.sampling import FULL_ELEMENTS, block_sample, sample_step
 from telemetry.measure.tensors import values_of
@@ -35,17 +34,17 @@ from telemetry.sketch import bucket_indices, sketch_array
 
 ROOT = Path(__file__).parents[1]
 
-if kernel.available:
+if native.available:
     from telemetry import _native
 
 
 def needs_extension(test: Callable[..., None]) -> Any:
     """Run a test with the extension's code for each set of instructions that this processor has."""
-    skip = pytest.mark.skipif(not kernel.available, reason=kernel.native)
+    skip = pytest.mark.skipif(not native.available, reason=native.native)
     return skip(pytest.mark.usefixtures("instructions")(test))
 
 
-@pytest.fixture(scope="module", params=_native.instructions() if kernel.available else [None])
+@pytest.fixture(scope="module", params=_native.instructions() if native.available else [None])
 def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     _native.use_instructions(request.param)
     yield
@@ -68,13 +67,13 @@ def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
 # --- instructions --------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not kernel.available, reason=kernel.native)
+@pytest.mark.skipif(not native.available, reason=native.native)
 def test_the_fastest_instructions_that_the_processor_has_are_used() -> None:
     cpus = Path("/proc/cpuinfo")
     flags = set(cpus.read_text().split()) if cpus.exists() else set()
     wanted = {"avx2": "AVX2", "avx512f": "AVX-512"}
     assert _native.instructions() == ["baseline", *(wanted[f] for f in wanted if f in flags)]
-    assert kernel.native.endswith(f"({_native.instructions()[-1]})")
+    assert native.native.endswith(f"({_native.instructions()[-1]})")
     with pytest.raises(ValueError, match="has no instructions 'AVX3'"):
         _native.use_instructions("AVX3")
 
@@ -420,7 +419,7 @@ def test_a_build_without_a_compiler_fails_where_the_extension_is_required(
 # --- without it ----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not kernel.available, reason=kernel.native)
+@pytest.mark.skipif(not native.available, reason=native.native)
 def test_numpy_measures_the_same_without_the_extension() -> None:
     tests = ["tests/test_measure.py", "tests/events/test_torch_values.py", f"{__file__}::{NUMPY}"]
     done = subprocess.run(
@@ -437,6 +436,6 @@ def test_numpy_measures_the_same_without_the_extension() -> None:
 NUMPY = "test_without_the_extension_it_reads_nothing"
 
 
-@pytest.mark.skipif(kernel.available, reason="of NumPy")
+@pytest.mark.skipif(native.available, reason="of NumPy")
 def test_without_the_extension_it_reads_nothing() -> None:
     assert native.DTYPES == {}

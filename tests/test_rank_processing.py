@@ -16,9 +16,8 @@ from telemetry.loss import LossChoice
 from telemetry.pipeline import FullSteps, Pipeline, Processor, every
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.encoding import encode
-from telemetry.ranks.figures import Figure, merge_figures
 from telemetry.ranks.part import Merged
-from telemetry.ranks.rank_part import Common, RankPart
+from telemetry.ranks.rank_part import Common, Figure, RankPart, merge_figures
 from telemetry.ranks.stage_part import StagePart
 from telemetry.ranks.tensor_table import TensorTable
 from telemetry.records import Layout, Module, Parameter, StepRecord

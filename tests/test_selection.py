@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils.parametrizations import weight_norm
 
-from telemetry.selection import Selection, Selector, clean_name, cleaned, spread
+from telemetry.selection import Selection, Selector, clean_name, cleaned, evenly
 
 
 class Net(nn.Module):
@@ -251,7 +251,7 @@ def test_a_clean_name_stands_for_what_is_wrapped() -> None:
     [(0, 3, []), (3, 3, [0, 1, 2]), (5, 3, [0, 2, 4]), (100, 4, [0, 33, 66, 99]), (4, 2, [0, 3])],
 )
 def test_a_spread_keeps_the_ends_and_even_steps(count: int, most: int, kept: list[int]) -> None:
-    assert spread(range(count), most) == kept
+    assert evenly(range(count), most) == kept
 
 
 def calls_to_select(count: int) -> int:

@@ -17,9 +17,9 @@ from telemetry import images
 from telemetry.capture.scaler import SkippedSteps
 from telemetry.capture.window import Kind, Name, Observation, Window
 from telemetry.failures import Failures
-from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurements
 from telemetry.records import Layout, StepRecord, TensorRecord
+from telemetry.torch_private.host_copy import HostCopy
 
 _STEP_BYTES = 2560
 """What any step takes, its objects together."""

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from telemetry.torch_compiler import keep_in_graph
+from telemetry.torch_private.compiler import keep_in_graph
 
 _SCHEMA = "observe(Tensor x, Tensor number, int index, bool backward) -> ()"
 

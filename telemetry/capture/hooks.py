@@ -17,8 +17,8 @@ from telemetry.capture import compiled
 from telemetry.capture.inert import Inert
 from telemetry.capture.watch import Watch
 from telemetry.records import Output
-from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED
 from telemetry.torch_private import find
+from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
 
 # Public names of what nn.modules.conv._ConvNd and nn.modules.batchnorm._NormBase stand for.
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

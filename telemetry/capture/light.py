@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from telemetry.capture.parameters import ParameterTable
-from telemetry.kernel import available
-from telemetry.measure.native import TENSORS
+from telemetry.measure.native import TENSORS, available
 from telemetry.records import Layout, StepRecord
 from telemetry.torch_private import calling_scaler, in_function_mode
 

@@ -20,8 +20,8 @@ from telemetry.capture.no_step import NEVER_RAN
 from telemetry.capture.silence import explain_silence
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
-from telemetry.selection import cleaned, spread
-from telemetry.torch_compiler import before_scripting, graphs_compiled
+from telemetry.selection import cleaned, evenly
+from telemetry.torch_private.compiler import before_scripting, graphs_compiled
 
 log = logging.getLogger("telemetry")
 
@@ -86,7 +86,7 @@ class WatchedModules:
         for hook in before.values():
             hook.remove()
         convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
-        drawn = spread(convolutions, PICTURED_MODULES) if self._watch.content.images else []
+        drawn = evenly(convolutions, PICTURED_MODULES) if self._watch.content.images else []
         self.pictured = frozenset(drawn)
 
     def changed(self) -> bool:

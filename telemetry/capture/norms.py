@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from telemetry.capture.parameters import plain
-from telemetry.host_copy import HostCopy
 from telemetry.measure import block_sample, compare_sample, copy_sample, native
 from telemetry.torch_private import norms_of
+from telemetry.torch_private.host_copy import HostCopy
 
 _CPU = torch.device("cpu")
 

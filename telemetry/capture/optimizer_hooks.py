@@ -14,8 +14,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from telemetry.torch_compiler import not_compiled
 from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task
+from telemetry.torch_private.compiler import not_compiled
 
 log = logging.getLogger("telemetry")
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from telemetry.records import Parameter
 from telemetry.selection import clean_name, cleaned
 from telemetry.torch_private import undisturbed
-from telemetry.torch_ranks import localized_spec
+from telemetry.torch_private.ranks import localized_spec
 
 
 class ParameterTable:

@@ -17,12 +17,12 @@ from telemetry.capture.parameters import described, local
 from telemetry.capture.reader import StepReader
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Window
-from telemetry.host_copy import HostCopy
 from telemetry.measure import fingerprint
 from telemetry.records import Output
-from telemetry.torch_compiler import backward_is_compiled
 from telemetry.torch_private import NO_TASK, backward_task, in_function_mode, is_being_traced
-from telemetry.torch_ranks import calling_stage
+from telemetry.torch_private.compiler import backward_is_compiled
+from telemetry.torch_private.host_copy import HostCopy
+from telemetry.torch_private.ranks import calling_stage
 
 _FINGERPRINTS = 64
 """Tensors of one step that have a fingerprint; the step may have very many micro-batches."""

@@ -13,13 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.capture.captured import CapturedStep
-from telemetry.ranks.checks import Checks
-from telemetry.ranks.figures import Figure
 from telemetry.ranks.meshes import Standing
 from telemetry.ranks.observer import RankNotes
-from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
+from telemetry.ranks.rank_part import Common, Figure, Nonfinite, RankPart
 from telemetry.ranks.share import WHOLE, Share
-from telemetry.ranks.stage_part import StagePart
+from telemetry.ranks.stage_part import Checks, StagePart
 from telemetry.ranks.tensor_table import EMPTY, Row, TensorTable
 from telemetry.records import Layout, StepRecord, TensorRecord
 
@@ -236,8 +234,8 @@ def _addends(record: StepRecord, notes: RankNotes) -> dict[int, NDArray[np.float
 def _sums(notes: RankNotes) -> list[tuple[int, int, int]]:
     return [
         (index, notes.parameters[index].shard, total)
-        for sums in notes.bit_sums
-        for index, total in sums.read()
+        for indices, totals in notes.bit_sums
+        for index, total in zip(indices, totals.wait().tolist(), strict=True)
     ]
 
 

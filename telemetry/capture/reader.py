@@ -18,9 +18,9 @@ from telemetry.capture.parameters import described, local
 from telemetry.capture.scaler import read_scaler
 from telemetry.capture.watch import Watch
 from telemetry.capture.window import Kind, OptimizerReading, Tally, Window
-from telemetry.host_copy import HostCopy
 from telemetry.selection import cleaned
 from telemetry.torch_private import calling_scaler
+from telemetry.torch_private.host_copy import HostCopy
 
 Indexed = Sequence[tuple[int, Tensor]]
 """Parameters or gradients, each with its index among the model's parameters."""

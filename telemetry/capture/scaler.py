@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from telemetry.host_copy import HostCopy
 from telemetry.torch_private import initial_scale, scaler_state
+from telemetry.torch_private.host_copy import HostCopy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

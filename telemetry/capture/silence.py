@@ -12,7 +12,7 @@ from torch import nn
 from telemetry.capture.hooks import ForwardHook
 from telemetry.capture.window import Window
 from telemetry.selection import clean_name
-from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED, graphs_compiled, is_compiled
+from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED, graphs_compiled, is_compiled
 
 _NAMED_AT_MOST = 8
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from telemetry.capture.no_step import NoStepWatch
 from telemetry.capture.norms import NormReading, Norms, UpdateReading
 from telemetry.capture.scaler import ScalerReading
-from telemetry.host_copy import HostCopy
 from telemetry.measure import Measurer
 from telemetry.ranks.observer import RankNotes
 from telemetry.records import Output, Parameter
+from telemetry.torch_private.host_copy import HostCopy
 
 MANY_OBSERVATIONS = 8192
 FEW_CALLS = 4

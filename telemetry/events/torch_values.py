@@ -17,7 +17,7 @@ from torch.utils.tensorboard import summary
 from torch.utils.tensorboard._convert_np import make_np
 
 from telemetry.events import summaries
-from telemetry.kernel import available
+from telemetry.measure.native import available
 
 if available:
     from telemetry import _native

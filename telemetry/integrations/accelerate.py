@@ -10,7 +10,7 @@ from accelerate.tracking import GeneralTracker
 from torch import Tensor, nn
 
 from telemetry.integrations.trainer_logger import TrainerLogger, Writer
-from telemetry.logger import HookLogger
+from telemetry.run.logger import HookLogger
 
 
 class TelemetryTracker(TrainerLogger, GeneralTracker):

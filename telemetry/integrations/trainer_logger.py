@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import tensorboard
 
 from telemetry.failures import Failures
-from telemetry.logger import HookLogger
+from telemetry.run.logger import HookLogger
 
 Writer = tensorboard.SummaryWriter | str | os.PathLike[str]
 

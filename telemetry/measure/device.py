@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telemetry.host_copy import HostCopy, current_stream, send
 from telemetry.measure.sampling import CODES, histogram_of_codes
 from telemetry.measure.tensors import Values, pieces, unit_shape, working
 from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
 from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch
+from telemetry.torch_private.host_copy import HostCopy, current_stream, send
 
 # Bounds the temporary memory, about 40 bytes for each element of a piece.
 PIECE_ELEMENTS = 1 << 22

@@ -62,7 +62,7 @@ class Measurer:
     def add_plain(
         self, tensor: Tensor, *, unit_axis: int | None = None, powers: int = 4
     ) -> int | None:
-        """The same of a dense tensor of floats in CPU memory; None, and nothing done, for others.
+        """Measure a dense tensor of floats in CPU memory; None, and nothing done, for others.
 
         It calls no operation of PyTorch's, so it may be called anywhere but in torch-function
         modes.
@@ -71,7 +71,7 @@ class Measurer:
         return None if read is None else self._append(read)
 
     def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
-        """The same of many tensors without units, for less than one by one."""
+        """Measure many tensors without units, for less than one by one."""
         read = native.measure_all(tensors, powers)
         plain = [pending for pending in read if pending is not None]
         if len(plain) == len(tensors):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,15 +15,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from telemetry.kernel import available
 from telemetry.measure.sampling import sample_step
 from telemetry.measure.tensors import in_memory_order
 from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records import TensorRecord
 from telemetry.sketch import Sketch
 
-if available:
-    from telemetry import _native
+log = logging.getLogger("telemetry")
+
+available = False
+"""Whether ``telemetry._native`` is installed and not switched off by ``TELEMETRY_NATIVE=0``."""
+
+native = "NumPy, because TELEMETRY_NATIVE is 0"
+"""What measures tensors in CPU memory, in words."""
+
+if os.environ.get("TELEMETRY_NATIVE") != "0":
+    try:
+        from telemetry import _native
+    except ImportError as error:
+        native = f"NumPy, because the C extension cannot be loaded: {error}"
+        log.info(
+            "telemetry: the C extension cannot be loaded (%s), so measuring tensors in CPU memory "
+            "takes 5 to 80 times as long. Reinstall telemetry with a C compiler, or set "
+            "TELEMETRY_NATIVE=0 to silence this message",
+            error,
+        )
+    else:
+        available = True
+        native = f"C extension {_native.__file__} ({_native.instructions()[-1]})"
 
 _LETTERS = {
     "bool": "?",
@@ -83,7 +104,7 @@ def measure_one(tensor: Tensor, unit_axis: int | None, powers: int) -> Pending |
 
 
 def measure_all(tensors: Sequence[Tensor], powers: int) -> list[Pending | None]:
-    """The same of many tensors without units, in one call."""
+    """Read many tensors without units in one call; see :func:`measure_one`."""
     if TENSORS is None:
         return [None] * len(tensors)
     plain = [t if type(t) in _TYPES and not t.is_neg() else None for t in tensors]

@@ -110,7 +110,6 @@ def _power_sums(x, sums, threads: tl.constexpr, vector: tl.constexpr):  # type: 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _extremes(x, low, high, threads: tl.constexpr, vector: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each thread's extremes, likewise."""
     x = tl.reshape(x, (x.shape[0] // (threads * vector), threads, vector))
     finite = _is_finite(x)
     low = tl.minimum(low, tl.min(tl.min(tl.where(finite, x, float("inf")), 2), 0))

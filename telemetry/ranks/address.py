@@ -54,11 +54,7 @@ def this_machine() -> str:
 
 
 def open_server() -> TCPStore:
-    """A store with a server on a free port; its thread is the library's own, without the GIL.
-
-    Raises:
-        RuntimeError: There is no port.
-    """
+    """A store with a server on a free port; its thread is the library's own, without the GIL."""
     return TCPStore(
         "localhost", 0, is_master=True, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False
     )
@@ -67,10 +63,8 @@ def open_server() -> TCPStore:
 def address_of(server: TCPStore, meeting_host: str | None) -> Address:
     """Where others reach a server of this process.
 
-    Args:
-        server: The server.
-        meeting_host: The host through which all ranks met, such as ``MASTER_ADDR``; None if there
-            is none. Towards it the system knows which of this machine's addresses to use.
+    Towards the host through which all ranks met, such as ``MASTER_ADDR``, the system knows which of
+    this machine's addresses to use.
     """
     hosts = []
     if meeting_host:
@@ -87,11 +81,7 @@ def address_of(server: TCPStore, meeting_host: str | None) -> Address:
 
 
 def reach(address: Address) -> Peer:
-    """Finds under which of its addresses a server answers.
-
-    Raises:
-        OSError: Under none.
-    """
+    """Finds under which of its addresses a server answers; OSError: under none."""
     on_this_machine = address.machine == this_machine()
     reason: OSError | None = None
     for host in ("localhost",) if on_this_machine else address.hosts:

@@ -13,6 +13,7 @@ background threads, each time for a bounded time and with bounded memory.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import threading
@@ -22,14 +23,14 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from telemetry.failures import Failures
-from telemetry.ranks.attendance import Attendance
 from telemetry.ranks.gathering import Gathering, Merge, RunningClock
 from telemetry.ranks.inbox import Inbox
 from telemetry.ranks.meeting import Meeting, Search, most_levels
-from telemetry.ranks.part import Kind, Merged, News, Part
-from telemetry.ranks.places import Places, step_of
+from telemetry.ranks.part import Kind, Merged, News, Part, named
 from telemetry.ranks.raising import Agreement, Vote
 from telemetry.ranks.uplink import LAST_S, Uplink
+
+log = logging.getLogger("telemetry")
 
 PATIENCE_S = 5.0
 """How long a step waits for late ranks at the lowest level; further up a multiple, so that a level
@@ -40,6 +41,9 @@ BUSY_S, IDLE_S = 0.02, 0.2
 """How often a rank looks for what has arrived: while a step waits for others, and otherwise."""
 _LEAVE_S = 2.0
 
+_LAP = 2**44
+"""Twice the steps that a run may have."""
+
 
 class Channel:
     """Connects one logger with those of the other ranks. It has threads of its own.
@@ -47,19 +51,12 @@ class Channel:
     The ranks meet as soon as there is a default process group. Until then the first rank has only
     its own measurements, and what the others send waits. A forked child ignores everything.
 
+    On its thread, ``merge`` makes one payload of several, in any order and grouping; ``deliver`` is
+    called on the first rank with each step, in order; and ``heard`` on all ranks with each version
+    of the news. The training thread asks ``agreement`` at the end of each step whether to raise.
+
     Args:
         name: The same for the loggers of one run on all ranks, and no other logger's.
-        rank: Of this process; 0 is the first.
-        world_size: How many ranks there are.
-        merge: Makes one payload of several, in any order and grouping; on the channel's thread.
-        deliver: Called on the first rank with each step, in order, on the channel's thread.
-        heard: Called on all ranks with each version of the news, on the channel's thread.
-        failures: Where failures are reported.
-        first_step: The number of the first step.
-        patience_s: As :data:`PATIENCE_S`.
-
-    Attributes:
-        agreement: Asked by the training thread at the end of each step whether to raise.
     """
 
     def __init__(
@@ -112,13 +109,7 @@ class Channel:
     # --- from any thread -------------------------------------------------------------------------
 
     def send(self, step: int, payload: bytes, *, phase: str = "") -> None:
-        """Hand over what this rank measured at a step, or in a block of steps up to this one.
-
-        Args:
-            step: Its number. The phases of a step come before the step itself.
-            payload: What was measured.
-            phase: Name of a part of the run that is not training.
-        """
+        """Hand over what this rank measured; the phases of a step come before the step itself."""
         self._give(lambda: self._send(step, payload, phase))
 
     def announce(self, change: Callable[[News], News]) -> None:
@@ -206,7 +197,7 @@ class Channel:
                 self._uplink.put(part.to_bytes(), droppable=True)
                 continue
             with self._failures.contained("to record what the ranks measured"):
-                step = step_of(part.place)
+                step = part.place % _LAP // 2
                 if not part.phase:
                     self._attendance.check(step, part.ranks, gathering)
                 self._deliver(
@@ -289,3 +280,60 @@ class Channel:
     @property
     def _has_time(self) -> bool:
         return time.monotonic() < self._close_at
+
+
+class Places:
+    """The order of what a rank sends: each step has a place, the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._lap, self._last = 0, (-1, "")
+
+    def next(self, step: int, phase: str) -> int:
+        """The place of a step, or of a phase before it; never lower than the one before.
+
+        A run that goes back to an earlier step, or repeats a phase, begins another lap.
+        """
+        place = 2 * step + (not phase)
+        self._lap += place < self._last[0] or (place, phase) == self._last
+        self._last = place, phase
+        return self._lap * _LAP + place
+
+
+class Attendance:
+    """Tells which ranks the records lack: once when they go, and once when they return."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._missed: set[int] = set()
+        self._back: set[int] = set()
+        self._elsewhere: set[int] = set()
+
+    def check(self, step: int, ranks: frozenset[int], gathering: Gathering) -> None:
+        """Log what is new at a step of which these ranks are there."""
+        absent, silent = gathering.never_joined - ranks, gathering.silent - ranks
+        self._tell_missed(step, ranks, absent, "made no HookLogger for this run so far")
+        self._tell_missed(step, ranks, silent, "sent nothing in time and may hang or have died")
+        back = (self._missed & ranks) - self._back
+        if back:
+            self._back |= back
+            log.warning(
+                "telemetry: from step %d on, the records hold what %s measured", step, named(back)
+            )
+        others = gathering.members - ranks - self._elsewhere
+        if others:
+            self._elsewhere |= others
+            log.warning(
+                "telemetry: step %d was measured by %s, and not by %s; use the same every_n_steps "
+                "on all ranks", step, named(ranks), named(others),
+            )  # fmt: skip
+
+    def _tell_missed(
+        self, step: int, ranks: frozenset[int], missed: frozenset[int], reason: str
+    ) -> None:
+        new = missed - self._missed
+        if new:
+            self._missed |= new
+            log.warning(
+                "telemetry: from step %d on, the records hold %d of %d ranks: %s %s",
+                step, len(ranks), self._world_size, named(new), reason,
+            )  # fmt: skip

@@ -17,12 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.ranks.checks import Checks
-from telemetry.ranks.figures import Figure
-from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
-from telemetry.ranks.spreads import Spreads
-from telemetry.ranks.stage_part import StagePart
-from telemetry.ranks.tensor_table import EMPTY, FIGURES, Row, TensorTable
+from telemetry.ranks.rank_part import Common, Figure, Nonfinite, RankPart
+from telemetry.ranks.stage_part import Checks, StagePart
+from telemetry.ranks.tensor_table import EMPTY, FIGURES, Row, Spreads, TensorTable
 from telemetry.ranks.units import Units
 from telemetry.records import Layout, Module, Parameter, Spread
 
@@ -48,8 +45,7 @@ def decode(data: bytes) -> RankPart:
     """The part that :func:`encode` made these bytes of.
 
     Raises:
-        ValueError: They are those of another version of this package, damaged, or of a part that
-            takes more than :data:`MAX_BYTES`.
+        ValueError: They are of another version of this package, damaged, or too many.
     """
     if not data.startswith(FORMAT):
         ours, theirs = FORMAT.decode().strip(), data[: len(FORMAT)].split(b"\n")[0]
@@ -69,8 +65,6 @@ def decode(data: bytes) -> RankPart:
 
 
 class _Columns:
-    """Writes arrays one behind the other."""
-
     def __init__(self) -> None:
         self.written: list[bytes] = []
         self._size = 0

@@ -38,8 +38,6 @@ class RunningClock:
 
 @dataclass(kw_only=True, eq=False)
 class _Open:
-    """A step of which parts are here, and others perhaps to come."""
-
     since: float
     parts: list[Part] = field(default_factory=list)
 
@@ -58,8 +56,6 @@ class Gathering:
     had arrived another way, the larger one stays.
 
     Args:
-        world_size: How many ranks there are.
-        merge: Makes one payload of several.
         patience_s: How long a step waits for a rank of which nothing comes.
         start_s: How long nothing is complete unless it holds all ranks of the world, because
             others may not have joined yet.
@@ -119,7 +115,6 @@ class Gathering:
         return len(self._open)
 
     def add(self, part: Part, now: float) -> None:
-        """Take a part of a step, or the notice that ranks have joined or left."""
         index = np.fromiter(part.ranks, np.int64, len(part.ranks))
         self._heard[index] = now
         self._left[index] = part.kind == Kind.LEFT

@@ -26,11 +26,7 @@ _WHOLE, _PIECES = b"=", b"#"
 
 
 class Inbox:
-    """The receiving side: opens a server and reads what arrives. Its calls take microseconds.
-
-    Attributes:
-        store: The server.
-    """
+    """The receiving side: opens a server and reads what arrives. Its calls take microseconds."""
 
     def __init__(self) -> None:
         self.store: TCPStore = open_server()
@@ -50,7 +46,6 @@ class Inbox:
         return [data for child in range(count) for data in self._collect_from(child)]
 
     def post(self, news: bytes) -> None:
-        """Tell the ranks below."""
         self._news = news
         _set(self.store, "news", _STAYS + news)
 
@@ -84,13 +79,7 @@ class Inbox:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What the other side says at an exchange.
-
-    Attributes:
-        taken: How many parts it has taken so far.
-        leaves: Whether it is about to leave.
-        news: What it has posted.
-    """
+    """What the other side says: how many parts it has taken so far, and what it has posted."""
 
     taken: int
     leaves: bool
@@ -115,7 +104,6 @@ def exchange(store: Store, child: int, first: int, parts: Sequence[bytes]) -> Re
 
 
 def leave(store: Store) -> None:
-    """Give the connection up."""
     store.add("gone", 1)
 
 

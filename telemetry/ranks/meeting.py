@@ -40,25 +40,15 @@ _LAST_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A rank's place in the tree.
-
-    Attributes:
-        first: Where the first rank is reached.
-        parent: Where to send; the same if the first rank is the next one.
-        keys: What this rank has published, to be deleted at the end.
-    """
+    """A rank's place in the tree: where the first rank is reached, and the one to send to."""
 
     first: Address
     parent: Address
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # what this rank has published, to be deleted at the end
 
 
 def default_store() -> Store:
-    """The store of the default process group.
-
-    Raises:
-        ValueError: There is no process group, or its backend has no store.
-    """
+    """The store of the default process group; ValueError: there is none."""
     store: Store | None = distributed.distributed_c10d._get_default_store()
     if store is None:
         raise ValueError("the default process group has no store")
@@ -66,12 +56,7 @@ def default_store() -> Store:
 
 
 class Meeting(threading.Thread):
-    """Publishes the first rank's address, as soon as there is a process group.
-
-    Args:
-        name: The same on all ranks.
-        inbox: The first rank's.
-    """
+    """Publishes the address of the first rank's inbox, as soon as there is a process group."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         super().__init__(name="telemetry-meeting", daemon=True)
@@ -90,7 +75,6 @@ class Meeting(threading.Thread):
             self._publish(default_store())
 
     def close(self) -> None:
-        """Delete what was published."""
         self._closing.set()
         self.join(_LAST_S)
         delete_keys(self._keys)
@@ -109,11 +93,8 @@ class Meeting(threading.Thread):
 class Search:
     """Looks for a rank's place in the tree, a step further with each call.
 
-    Args:
-        name: Of the meeting.
-        rank: Of this process.
-        open_inbox: Called if this rank leads its machine, with its level in the tree: 0 is that of
-            the first rank.
+    If this rank leads its machine, ``open_inbox`` is called with its level in the tree: 0 is that
+    of the first rank.
     """
 
     def __init__(self, name: str, rank: int, open_inbox: Callable[[int], Inbox]) -> None:
@@ -128,7 +109,6 @@ class Search:
 
     @property
     def first(self) -> Address | None:
-        """Where the first rank is reached, as soon as that is known."""
         return self._first
 
     def forget(self) -> None:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from telemetry.ranks.share import Reduction, Share, flat_index
-from telemetry.torch_ranks import (
+from telemetry.ranks.share import Reduction, Share
+from telemetry.torch_private.ranks import (
     active_ddp,
     calling_stage,
     flat_shard_group,
@@ -22,17 +22,8 @@ from telemetry.torch_ranks import (
 )
 
 _OF_DATA = (
-    "dp",
-    "ddp",
-    "fsdp",
-    "hsdp",
-    "data",
-    "batch",
-    "replicate",
-    "shard",
-    "cp",
-    "ep",
-    "expert",
+    *("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"),
+    *("cp", "ep", "expert"),
 )
 """Beginnings of the names of mesh dimensions along which ranks are given different data: parts of
 the batch, of the sequences (context parallel), or tokens for their experts."""
@@ -40,17 +31,11 @@ the batch, of the sequences (context parallel), or tokens for their experts."""
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Ranks that hold equal parameters.
-
-    Attributes:
-        index: Of this rank among them.
-        count: How many they are.
-        first: Number of the copy that the first of them has.
-    """
+    """Ranks that hold equal parameters, and which of them this one is."""
 
     index: int
     count: int
-    first: int
+    first: int  # number of the copy that the first of them has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +46,7 @@ class Placed:
         copy: Which of several equal tensors this is.
         copies: How many there are.
         shards: Axis, counted from the end (-1 is the last), this rank's place along it and the
-            number of places, for each axis that is spread over ranks.
+            number of places, for each axis that is split over ranks.
         reduction, reduced: See :class:`Share`.
     """
 
@@ -79,20 +64,16 @@ class Placed:
             turn: The copy whose turn it is to count, modulo the number of copies.
             axis: That of units, counted from the end.
         """
-        along = [(place, places) for at, place, places in self.shards if at == axis]
-        places, sizes = [place for place, _ in along], [size for _, size in along]
-        every = flat_index([p for _, p, _ in self.shards], [n for _, _, n in self.shards])
-        pieces = 1
-        for size in sizes:
-            pieces *= size
+        piece, pieces = _flat((place, places) for at, place, places in self.shards if at == axis)
+        shard, _ = _flat((place, places) for _, place, places in self.shards)
         later = (self.copy - turn) % self.copies
         return Share(
             copy=first + later,
             copies=self.copies,
             counts=later == 0,
-            piece=flat_index(places, sizes),
+            piece=piece,
             pieces=pieces,
-            shard=every,
+            shard=shard,
             reduction=self.reduction,
             reduced=self.reduced,
         )
@@ -103,20 +84,20 @@ def placed(tensor: Any) -> Placed:
     return placed_by(tensor.device_mesh, tensor.placements, tensor.dim())
 
 
-class _Spread(NamedTuple):
-    """A mesh, how a tensor is spread over it, and its number of axes."""
+class _Sharding(NamedTuple):
+    """A mesh, how a tensor is split over it, and its number of axes."""
 
     mesh: Any
     placements: tuple[Any, ...]
     dims: int
 
 
-def _spread(tensor: Any) -> _Spread | None:
+def _sharding(tensor: Any) -> _Sharding | None:
     """That of a ``DTensor``, or of a parameter that was one; None for any other tensor."""
     if is_dtensor(tensor):
-        return _Spread(tensor.device_mesh, tensor.placements, tensor.dim())
+        return _Sharding(tensor.device_mesh, tensor.placements, tensor.dim())
     spec = localized_spec(tensor)
-    return None if spec is None else _Spread(spec.mesh, spec.placements, len(spec.shape))
+    return None if spec is None else _Sharding(spec.mesh, spec.placements, len(spec.shape))
 
 
 def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Placed:
@@ -134,13 +115,18 @@ def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Placed:
             reduced *= size
         elif size > 1:
             shards.append((placement.dim - dims, coordinate, size))
-    count = 1
-    for _, size in copies:
-        count *= size
-    index = flat_index([c for c, _ in copies], [size for _, size in copies])
+    copy, count = _flat(copies)
     return Placed(
-        copy=index, copies=count, shards=tuple(shards), reduction=reduction, reduced=reduced
+        copy=copy, copies=count, shards=tuple(shards), reduction=reduction, reduced=reduced
     )
+
+
+def _flat(axes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """The place in a grid of places and sizes, the last axis running fastest; and its size."""
+    index, count = 0, 1
+    for place, size in axes:
+        index, count = index * size + place, count * size
+    return index, count
 
 
 def _reduction(placement: Any, before: Reduction) -> Reduction:
@@ -155,7 +141,6 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local_values(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor."""
     local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return local
 
@@ -196,13 +181,13 @@ class Standing:
         """
         if isinstance(model, DistributedDataParallel):
             self._take_replicas(model)
-        if self.flat_shards_of is None:
-            self.flat_shards_of = _first_of_flat_shards(model)
+        if self.flat_shards_of is None and (group := flat_shard_group(model)) is not None:
+            self.flat_shards_of = min(distributed.get_process_group_ranks(group))
         of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
         found: dict[str, tuple[int, int]] = {}
-        spreads = filter(None, map(_spread, model.parameters()))
-        self._meshes |= {id(spread.mesh): spread.mesh for spread in spreads}
+        shardings = filter(None, map(_sharding, model.parameters()))
+        self._meshes |= {id(sharding.mesh): sharding.mesh for sharding in shardings}
         for mesh in self._meshes.values():
             names = mesh.mesh_dim_names
             if names is None:
@@ -211,11 +196,8 @@ class Standing:
             for name, coordinate, size in zip(names, coordinates, mesh.shape, strict=False):
                 if name not in data_names and not name.startswith(_OF_DATA):
                     found[name] = (coordinate, size)
-        count = 1
-        for _, size in found.values():
-            count *= size
-        index = flat_index([c for c, _ in found.values()], [size for _, size in found.values()])
-        self.same_data = Placed(copy=index, copies=count)
+        copy, copies = _flat(found.values())
+        self.same_data = Placed(copy=copy, copies=copies)
 
     def look_at_call(self) -> None:
         """Find out, while a module of the model is called, what calls it: DDP, or a pipeline."""
@@ -227,24 +209,19 @@ class Standing:
             self.stage, self.is_in_pipeline = stage.number, True
 
     def of_parameter(self, tensor: Any, index: int) -> Share:
-        """Which part of a parameter, its gradient or its state this rank holds.
-
-        Args:
-            tensor: It.
-            index: Of the parameter; copies take turns in being measured.
-        """
-        spread = _spread(tensor)
-        if spread is None:
+        """Which part of a parameter, its gradient or its state this rank holds."""
+        sharding = _sharding(tensor)
+        if sharding is None:
             if id(tensor) in self._ignored and self.replicas is not None:
                 self._plain[index] = Share(copy=self.replicas.first * self.size)
             return self.of_plain(index)
-        share = self._shares.get((index, spread))
+        share = self._shares.get((index, sharding))
         if share is None:
-            first = int(min(spread.mesh.mesh.flatten().tolist()))
-            share = placed_by(*spread).share(first=first * self.size, turn=index)
-            if spread.mesh.size() < self.size:  # ranks outside of it may have copies of their own
+            first = int(min(sharding.mesh.mesh.flatten().tolist()))
+            share = placed_by(*sharding).share(first=first * self.size, turn=index)
+            if sharding.mesh.size() < self.size:  # ranks outside of it may have copies of their own
                 share = replace(share, copies=0)
-            self._shares[index, spread] = share
+            self._shares[index, sharding] = share
         if not is_dtensor(tensor):
             self._plain[index] = share  # its gradient is plain, too, and does not know
         return share
@@ -271,19 +248,9 @@ class Standing:
         return self._copies[1]
 
     def _take_replicas(self, wrapper: DistributedDataParallel) -> None:
-        from torch import distributed
-
         self._ignored = ignored_by(wrapper)
         group = wrapper.process_group
         ranks = sorted(distributed.get_process_group_ranks(group))
         self.replicas = Replicas(
             index=distributed.get_rank(group), count=len(ranks), first=ranks[0]
         )
-
-
-def _first_of_flat_shards(model: nn.Module) -> int | None:
-    """The lowest rank of the process group over which FSDP1 shards a model; None without it."""
-    from torch import distributed
-
-    group = flat_shard_group(model)
-    return None if group is None else min(distributed.get_process_group_ranks(group))

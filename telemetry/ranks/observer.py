@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from telemetry.host_copy import HostCopy
-from telemetry.ranks.bit_sums import BitSums, bit_sums
-from telemetry.ranks.lineage import Lineage
-from telemetry.ranks.meshes import Standing, is_dtensor, local_values, placed
+from telemetry.ranks.meshes import Placed, Standing, is_dtensor, local_values, placed, placed_by
 from telemetry.ranks.share import Share
 from telemetry.records import Output
+from telemetry.torch_private.host_copy import HostCopy
+from telemetry.torch_private.ranks import made_local
 
 MOST_ADDED = 65_536
 """Elements of a gradient whose addends travel, to be added where they meet; of larger ones the norm
 is not known."""
+
+_NOTE = "telemetry.ranks"
+_MOST_NODES = 4096
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Indexed = Sequence[tuple[int, Tensor]]
 
@@ -31,7 +37,9 @@ class RankNotes:
         grads: Share of each gradient that is a ``DTensor``, by the index of the parameter.
         parameters: Share of each parameter; empty if they were not measured.
         addends: Gradients of which every rank holds an addend.
-        bit_sums: Of parameters that other ranks hold, too.
+        bit_sums: Of parameters that other ranks hold, too, for each device: their indices and the
+            sums of their elements' bits read as whole numbers, modulo 2**64, int64 ``[k]``. They do
+            not depend on the order of addition, so they are equal on different hardware, too.
         not_known: Tensors of which every rank holds an addend, and which are too large to be added.
     """
 
@@ -40,7 +48,7 @@ class RankNotes:
     grads: dict[int, Share] = field(default_factory=dict)
     parameters: dict[int, Share] = field(default_factory=dict)
     addends: dict[int, HostCopy] = field(default_factory=dict)
-    bit_sums: list[BitSums] = field(default_factory=list)
+    bit_sums: list[tuple[tuple[int, ...], HostCopy]] = field(default_factory=list)
     not_known: set[str] = field(default_factory=set)
 
 
@@ -48,10 +56,6 @@ class RankObserver:
     """Finds out, on the training thread, how tensors relate to the whole ones.
 
     It calls no collective and waits for no device: it reads what tensors and modules say.
-
-    Args:
-        rank: This one.
-        size: How many train together.
     """
 
     def __init__(self, *, rank: int, size: int) -> None:
@@ -109,7 +113,7 @@ class RankObserver:
             notes.parameters[index] = self.standing.of_parameter(parameter, index)
         held = [(i, p) for i, p in parameters if notes.parameters[i].copies != 1]
         local = [(i, local_values(p)) for i, p in held]
-        notes.bit_sums += bit_sums((i, v.detach()) for i, v in local if _has_bits(v))
+        notes.bit_sums += _bit_sums((i, v.detach()) for i, v in local if _has_bits(v))
 
     def counting(self, tensors: Indexed) -> Indexed:
         """Those of the parameters, or of what belongs to them, that this rank is to measure."""
@@ -134,3 +138,71 @@ def _turn(name: Hashable) -> int:
 
 def _has_bits(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.numel() > 0 and tensor.dtype.itemsize <= 8
+
+
+def _bit_sums(tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[tuple[int, ...], HostCopy]]:
+    groups: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for index, tensor in tensors:
+        bits = tensor.view(_WHOLE_NUMBERS[tensor.element_size()])
+        groups.setdefault(tensor.device, []).append((index, bits.sum(dtype=torch.int64)))
+    return [
+        (tuple(index for index, _ in pairs), HostCopy(torch.stack([total for _, total in pairs])))
+        for pairs in groups.values()
+    ]
+
+
+class Lineage:
+    """Knows how a module's output lies in the whole by what it was computed from.
+
+    The styles of ``parallelize_module`` compute with a ``DTensor`` and return its local tensor. The
+    autograd graph remembers where that happened. What is computed from such tensors and others,
+    without communication, is a part of the whole like them if one of them is; and is the same on
+    all ranks that are given the same data if all of them are.
+    """
+
+    def __init__(self) -> None:
+        # Passes without gradients have no graph; modules do there what they do in training.
+        self._known: dict[Hashable, Placed] = {}
+
+    def of(self, name: Hashable, tensor: Tensor, alike: Placed) -> Placed:
+        """How a module's output lies in the whole.
+
+        ``alike``: this rank's place among those that are given the same data.
+        """
+        if is_dtensor(tensor):
+            found = placed(tensor)
+        elif tensor.grad_fn is not None:
+            found = _together(_origins(tensor.grad_fn), alike)
+            node: Any = tensor.grad_fn
+            node.metadata[_NOTE] = found
+        else:
+            return self._known.get(name, alike)
+        self._known[name] = found
+        return found
+
+
+def _together(origins: Iterator[Placed], alike: Placed) -> Placed:
+    """The first of the origins that is only a part; else one that is the same on several ranks."""
+    for origin in origins:
+        if origin.shards or origin.reduction:
+            return origin
+        if origin.copies > alike.copies:
+            alike = origin
+    return alike
+
+
+def _origins(node: Any) -> Iterator[Placed]:
+    """How the nearest known tensors behind a node lie in the whole, from near to far."""
+    waiting, seen = deque([node]), {node}
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.popleft()
+        known = node.metadata.get(_NOTE)
+        if known is None and (spec := made_local(node)) is not None:
+            known = placed_by(spec.mesh, spec.placements, len(spec.shape))
+        if known is not None:
+            yield known
+            continue
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                waiting.append(before)

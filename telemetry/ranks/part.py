@@ -13,8 +13,6 @@ _HEADER = struct.Struct("<BqII")
 
 
 class Kind(IntEnum):
-    """What a part is."""
-
     RECORD = 0
     JOINED = 1
     LEFT = 2
@@ -46,11 +44,7 @@ class Part:
 
     @staticmethod
     def from_bytes(data: bytes) -> Part:
-        """The inverse of :meth:`to_bytes`.
-
-        Raises:
-            ValueError: It is something else.
-        """
+        """The inverse of :meth:`to_bytes`; ValueError: it is something else."""
         try:
             kind, place, ranks, phase = _HEADER.unpack_from(data)
         except struct.error as error:
@@ -68,14 +62,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What ranks measured at one step.
-
-    Attributes:
-        step: Its number.
-        phase: Name of a part of the run that is not training; empty for a step of training.
-        ranks: Whose measurements these are.
-        payload: The measurements, merged.
-    """
+    """What ranks measured at one step, or in a phase before it; empty for a step of training."""
 
     step: int
     phase: str
@@ -120,7 +107,7 @@ def ranges_of(ranks: Iterable[int]) -> str:
 
 
 def named(ranks: Collection[int]) -> str:
-    """Likewise, for a message: ``rank 7``, ``ranks 0-3``."""
+    """Ranks in a message: ``rank 7``, ``ranks 0-3``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges_of(ranks)}"
 
 

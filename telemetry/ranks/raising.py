@@ -40,18 +40,13 @@ class Agreement:
         self._decided = threading.Event()
         self._over = False
 
-    def step_ended(self, step: int) -> bool:
-        """Called by the training thread at the end of each step; may wait while all agree.
+    def step_ended(self, step: int | None) -> bool:
+        """Whether to raise now, after this step; the training thread may wait while all agree.
 
-        Returns:
-            Whether to raise now. True once.
+        None: training has ended, no other step will.
         """
-        self._ended = step
+        self._ended = self._ended if step is None else step
         return self._holding and not self._over and self._is_reached(step)
-
-    def training_ended(self) -> bool:
-        """Called instead when no step follows; likewise."""
-        return self._holding and not self._over and self._is_reached(None)
 
     def hold(self) -> int | None:
         """Make the training thread stop at the end of its step; returns that step, once."""
@@ -81,11 +76,7 @@ class Agreement:
 
 
 class Vote:
-    """The first rank's part: collects the answers and chooses the step.
-
-    Attributes:
-        decided: The step; None before it is chosen.
-    """
+    """The first rank's part: collects the answers and chooses the step."""
 
     def __init__(self, now: float) -> None:
         self._began = now

@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from telemetry.ranks.figures import Figure, merge_figures
 from telemetry.ranks.stage_part import StagePart, merge_stages
 from telemetry.ranks.tensor_table import TensorTable
+from telemetry.records import Spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What several ranks have of one number.
+
+    Attributes:
+        total: Sum over the ranks that have it.
+        count: How many these are.
+        spread: The smallest and the largest; None while nobody has a number other than NaN.
+    """
+
+    total: float
+    count: int
+    spread: Spread | None
+
+    @staticmethod
+    def of(rank: int, value: float) -> Figure:
+        known = not math.isnan(value)
+        spread = Spread(low=value, low_rank=rank, high=value, high_rank=rank) if known else None
+        return Figure(total=value, count=1, spread=spread)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+
+def merge_figures(parts: Iterable[Mapping[str, Figure]]) -> dict[str, Figure]:
+    """Each number over all ranks."""
+    merged: dict[str, Figure] = {}
+    for part in parts:
+        for name, figure in part.items():
+            known = merged.get(name)
+            merged[name] = figure if known is None else _merge_two(known, figure)
+    return merged
+
+
+def _merge_two(one: Figure, other: Figure) -> Figure:
+    spreads = [figure.spread for figure in (one, other) if figure.spread is not None]
+    spread = None
+    if spreads:
+        low, low_rank = min((s.low, s.low_rank) for s in spreads)
+        high, high_rank = min((-s.high, s.high_rank) for s in spreads)
+        spread = Spread(low=low, low_rank=low_rank, high=-high, high_rank=high_rank)
+    return Figure(total=one.total + other.total, count=one.count + other.count, spread=spread)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +75,7 @@ class Common:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Nonfinite:
-    """Where one rank holds NaN or infinity that was not there before it ran.
-
-    Attributes:
-        rank: Which.
-        where: In words.
-    """
+    """Where one rank holds NaN or infinity that was not there before it ran, in words."""
 
     rank: int
     where: str
@@ -81,7 +122,6 @@ class RankPart:
 
     @property
     def full(self) -> bool:
-        """Whether a rank measured the step in full."""
         return bool(self.measured)
 
 

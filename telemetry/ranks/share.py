@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +12,7 @@ Reduction = Literal["", "sum", "mean", "unknown"]
 class Share:
     """Which part of a whole tensor one rank holds.
 
-    A tensor exists in one or more copies, and each copy is spread over one or more ranks. What the
+    A tensor exists in one or more copies, and each copy is split over one or more ranks. What the
     ranks of one copy measured adds up: shards of a parameter, parts of a batch. Of several copies
     the one with the lowest number counts, and all others are left out.
 
@@ -21,7 +20,7 @@ class Share:
         copy: Number of the copy, not negative.
         copies: How many there are; 0 if that is not known.
         counts: Whether no rank that this one knows of has a lower copy; else it need not measure.
-        piece: If units or channels are spread over ranks, which of the pieces this is, from 0.
+        piece: If units or channels are split over ranks, which of the pieces this is, from 0.
         pieces: How many there are; 1 if each rank has all units.
         shard: Which part of its copy this is, for telling whether two copies are equal; -1 if
             nothing says that other ranks' are copies of it.
@@ -42,11 +41,3 @@ class Share:
 
 WHOLE = Share()
 """All of it, or a part that adds up with those of all other ranks."""
-
-
-def flat_index(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
-    """The place in a grid of these sizes, the last axis running fastest; 0 without axes."""
-    index = 0
-    for coordinate, size in zip(coordinates, sizes, strict=True):
-        index = index * size + coordinate
-    return index

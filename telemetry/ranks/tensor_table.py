@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
 from telemetry.ranks.share import Share
-from telemetry.ranks.spreads import Spreads
 from telemetry.ranks.units import Units
 from telemetry.records import TensorRecord
 from telemetry.sketch import LAST_BUCKET, Sketch
@@ -25,6 +24,63 @@ _CODES = 4096
 """More than there are buckets; a bucket of a row is one number in the order of both."""
 
 _ROWS_AT_ONCE = 64  # their histograms without gaps take 2 MB and stay in the cache
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spreads:
+    """Of several figures that each rank has, the smallest and the largest over all ranks.
+
+    NaN where no rank has a number, and then the rank is -1. Of several ranks with the same number,
+    the lowest.
+
+    Attributes:
+        low: Smallest, float64 ``[k]``.
+        low_rank: Whose that is, int32 ``[k]``.
+        high: Largest, float64 ``[k]``.
+        high_rank: Whose that is, int32 ``[k]``.
+    """
+
+    low: NDArray[np.float64]
+    low_rank: NDArray[np.int32]
+    high: NDArray[np.float64]
+    high_rank: NDArray[np.int32]
+
+    @staticmethod
+    def of(rank: int, figures: Sequence[float]) -> Spreads:
+        values = np.array(figures, np.float64)
+        ranks = np.where(np.isnan(values), -1, rank).astype(np.int32)
+        return Spreads(low=values, low_rank=ranks, high=values, high_rank=ranks)
+
+    @staticmethod
+    def merge_all(
+        parts: Sequence[Spreads], places: Sequence[NDArray[np.int64]], count: int
+    ) -> Spreads:
+        """Those over all ranks; each part's figures go to ``places`` among ``count``."""
+        low, low_rank = _merge_lowest([(p.low, p.low_rank) for p in parts], places, count)
+        negative, high_rank = _merge_lowest([(-p.high, p.high_rank) for p in parts], places, count)
+        return Spreads(low=low, low_rank=low_rank, high=-negative, high_rank=high_rank)
+
+    def at(self, some: NDArray[np.bool_]) -> Spreads:
+        return Spreads(
+            low=self.low[some],
+            low_rank=self.low_rank[some],
+            high=self.high[some],
+            high_rank=self.high_rank[some],
+        )
+
+
+def _merge_lowest(
+    parts: Sequence[tuple[NDArray[np.float64], NDArray[np.int32]]],
+    places: Sequence[NDArray[np.int64]],
+    count: int,
+) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    best, owner = np.full(count, np.nan), np.full(count, -1, np.int32)
+    for (values, ranks), at in zip(parts, places, strict=True):
+        have, have_rank = best[at], owner[at]
+        unknown = np.isnan(have) & ~np.isnan(values)
+        lower = unknown | (values < have) | ((values == have) & (ranks < have_rank))
+        best[at], owner[at] = np.where(lower, values, have), np.where(lower, ranks, have_rank)
+    return best, owner
 
 
 class Row(NamedTuple):
@@ -47,7 +103,7 @@ class TensorTable:
         figures: Counts, sums and extremes, float64 ``[rows, FIGURES]``.
         bucket_sizes: How many buckets each row has, int64 ``[rows]``.
         buckets: As in :class:`Sketch`, row after row, int16.
-        counts: Likewise, float64.
+        counts: As in :class:`Sketch`, row after row, float64.
         units: Extremes of units.
         rms: Of each rank's root mean square, the smallest and the largest.
     """
@@ -64,7 +120,6 @@ class TensorTable:
 
     @staticmethod
     def of(rank: int, tensors: Mapping[Row, tuple[Share, TensorRecord]]) -> TensorTable:
-        """What one rank measured."""
         shares = [share for share, _ in tensors.values()]
         records = [record for _, record in tensors.values()]
         sketches = [record.sketch for record in records]
@@ -121,7 +176,6 @@ class TensorTable:
 
     @cached_property
     def index(self) -> Mapping[Row, int]:
-        """Number of each row."""
         return {row: index for index, row in enumerate(self.rows)}
 
     def records(self) -> dict[Row, TensorRecord]:

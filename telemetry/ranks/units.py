@@ -1,4 +1,4 @@
-"""Extremes of units and channels, which may be spread over ranks."""
+"""Extremes of units and channels, which may be split over ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ _ROUND, _MASK = np.uint32(1 << 19), np.uint32(0xFFF00000)
 
 
 class _Piece(NamedTuple):
-    """One piece of one row's units: which, of how many, and how many units it has."""
-
     row: int
     piece: int
     pieces: int
@@ -36,7 +34,7 @@ class Units:
     Attributes:
         pieces: Row, number of the piece, number of pieces and number of units, int64 ``[k, 4]``.
         low: Smallest values, float32, piece after piece.
-        high: Largest values, likewise.
+        high: Largest values, float32, piece after piece.
     """
 
     pieces: NDArray[np.int64]

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 
 from torch import distributed
 
 from telemetry.ranks.address import Address, Peer, open_client, reach, sever
 from telemetry.ranks.inbox import exchange, join, leave
 from telemetry.ranks.meeting import Search, default_store, delete_keys
-from telemetry.ranks.outbox import Outbox
+
+MAX_BYTES = 64 * 2**20
+MAX_SENT = 64
+MAX_SENT_BYTES = 8 * 2**20
+"""How many parts, and how large ones, may wait on the other side, which holds them in memory. One
+may, however large it is."""
 
 LAST_S = 4.0
 """How long the threads have at the end; a store that is being opened takes the longest."""
@@ -24,20 +31,75 @@ _SEARCH_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 30.0
 
 
-class _Sender(threading.Thread):
-    """Sends what is in the outbox to one other rank, until told to stop. Its calls may hang.
+class Outbox:
+    """What is yet to be sent, and what was sent and nobody has taken so far; used by two threads.
 
-    Args:
-        outbox: What to send.
-        find: Says where to; None if that is not known so far.
-        pause_s: How long to wait before anything else.
-
-    Attributes:
-        news: What the other side has posted; None before it has answered.
-        dismissed: Whether the other side has said that it leaves.
-        answers: How often the other side has answered.
-        found: Whether it is known where to send.
+    If more than ``max_bytes`` wait, the oldest records are left out and counted; notices never are.
+    Everybody new is sent ``greeting`` first: who is here.
     """
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[bytes, bool]] = deque()
+        self._bytes = 0
+        self._taken = self._sent = 0  # Of this connection; _taken is the number of the oldest.
+        self.greeting = b""
+        self.dropped = 0
+
+    def put(self, data: bytes, *, droppable: bool) -> None:
+        with self._lock:
+            self._waiting.append((data, droppable))
+            self._bytes += len(data)
+            while self._bytes > self._max_bytes and self._drop_one():
+                pass
+
+    def connect(self) -> None:
+        """Begin with somebody new, who gets all that nobody has taken."""
+        with self._lock:
+            self._taken = self._sent = 0
+            self._waiting.appendleft((self.greeting, False))
+            self._bytes += len(self.greeting)
+
+    def to_send(self) -> tuple[int, list[bytes]]:
+        """What may be sent now, and the number of the first of it on this connection."""
+        with self._lock:
+            first, size = self._sent, 0
+            parts: list[bytes] = []
+            for index, (data, _) in enumerate(islice(self._waiting, MAX_SENT)):
+                size += len(data)
+                if size > MAX_SENT_BYTES and index > 0:
+                    break
+                if index >= first - self._taken:
+                    parts.append(data)
+            self._sent += len(parts)
+            return first, parts
+
+    def take(self, count: int) -> None:
+        """The other side has taken so many parts of this connection."""
+        with self._lock:
+            for _ in range(count - self._taken):
+                self._bytes -= len(self._waiting.popleft()[0])
+            self._taken = count
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._waiting
+
+    def _drop_one(self) -> bool:
+        """Leave out the oldest record that has not been sent; returns whether there was one."""
+        for index in range(self._sent - self._taken, len(self._waiting) - 1):
+            data, droppable = self._waiting[index]
+            if droppable:
+                del self._waiting[index]
+                self._bytes -= len(data)
+                self.dropped += 1
+                return True
+        return False
+
+
+class _Sender(threading.Thread):
+    """Sends what is in the outbox to one other rank, until told to stop. Its calls may hang."""
 
     def __init__(self, outbox: Outbox, find: Callable[[], Address | None], pause_s: float) -> None:
         super().__init__(name="telemetry-send", daemon=True)
@@ -48,10 +110,10 @@ class _Sender(threading.Thread):
         self._wake = threading.Event()
         self._abandoned = False
         self._peer: Peer | None = None
-        self.news: bytes | None = None
-        self.dismissed = False
+        self.news: bytes | None = None  # what the other side has posted
+        self.dismissed = False  # whether it has said that it leaves
         self.answers = 0
-        self.found = False
+        self.found = False  # whether it is known where to send
         self.start()
 
     def run(self) -> None:
@@ -135,14 +197,7 @@ class Uplink:
     turns to the first rank of all and repeats what may be lost. Nobody replaces that one: if it is
     stopped, it is waited for; if it is gone, it is looked for again; if it leaves, that is the end.
 
-    Args:
-        search: Looks for this rank's place in the tree.
-        greeting: What everybody new is sent first.
-        patience_s: How long to wait for an answer of a rank that is not the first.
-
-    Attributes:
-        outbox: What waits to be sent.
-        ended: Whether the first rank has left.
+    ``patience_s``: how long to wait for an answer of a rank that is not the first.
     """
 
     def __init__(self, search: Search, greeting: bytes, patience_s: float) -> None:
@@ -158,7 +213,7 @@ class Uplink:
         self._abandoned: list[_Sender] = []
         self._answers = 0
         self._answered_at = 0.0
-        self.ended = False
+        self.ended = False  # the first rank has left
 
     def put(self, data: bytes, *, droppable: bool) -> None:
         """Send a part, or keep it until it can be sent; of too many records the oldest go."""
@@ -167,11 +222,7 @@ class Uplink:
             self._sender.hurry()
 
     def look(self, now: float) -> bytes:
-        """Go elsewhere if need be; returns the latest news, empty if there are none.
-
-        Args:
-            now: Time of a clock that stands while this process is stopped.
-        """
+        """Go elsewhere if need be; returns the latest news, empty if there are none."""
         sender = self._sender
         if sender.answers != self._answers or not sender.found:
             self._answers, self._answered_at = sender.answers, now

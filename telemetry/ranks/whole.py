@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.ranks.joined_layouts import JoinedLayouts
 from telemetry.ranks.rank_part import RankPart
-from telemetry.ranks.spreads import Spreads
 from telemetry.ranks.stage_part import StagePart
-from telemetry.ranks.tensor_table import Row
+from telemetry.ranks.tensor_table import Row, Spreads
 from telemetry.records import (
     Divergence,
     Layout,
+    Module,
     Output,
+    Parameter,
     RankFacts,
     Spread,
     StepRecord,
@@ -27,6 +27,8 @@ from telemetry.sketch import sketch_array
 
 _OF_OUTPUTS = ("outputs", "output_grads")
 _OF_PARAMETERS = ("grads", "weights", "second_moments")
+
+_PLACEHOLDER = "Identity"
 
 _CLIPPED = 1 - 1e-3
 """Clipping scales by at most 1, so a ratio of norms below this is no rounding."""
@@ -98,7 +100,7 @@ def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
     norms, present, finite = np.zeros(count), np.zeros(count, bool), np.ones(count, bool)
     before, lowest = np.full(count, np.nan), np.full(count, np.iinfo(np.int64).max)
     ratios: dict[str, float] = {}
-    for stage, at in _of_stages(part, joined):
+    for stage, at in zip(part.stages, joined.places, strict=True):
         new = stage.present & (~present[at] | (stage.copies < lowest[at]))
         places = at[new]
         norms[places], present[places] = _whole_norms(stage)[new], True
@@ -154,12 +156,6 @@ def _resized(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     return Layout(modules=layout.modules, parameters=tuple(parameters))
 
 
-def _of_stages(
-    part: RankPart, joined: JoinedLayouts
-) -> Iterator[tuple[StagePart, NDArray[np.intp]]]:
-    yield from zip(part.stages, joined.places, strict=True)
-
-
 def _in_order(layout: Layout, names: frozenset[str]) -> tuple[str, ...]:
     return tuple(p.name for p in layout.parameters if p.name in names)
 
@@ -182,7 +178,7 @@ def _tensors(part: RankPart, joined: JoinedLayouts) -> dict[str, Any]:
             continue
         found.setdefault(row.kind, {})[_name_of(row, joined)] = record
     names = [p.name for p in joined.layout.parameters]
-    for stage, at in _of_stages(part, joined):
+    for stage, at in zip(part.stages, joined.places, strict=True):
         for index, values in stage.addends.items() if part.full else ():
             name = joined.layout.parameters[at[index]].name
             found.setdefault("grads", {})[name] = TensorRecord(sketch=sketch_array(values))
@@ -225,7 +221,7 @@ def _facts(part: RankPart, joined: JoinedLayouts) -> RankFacts:
                 other=other,
                 declared=shard >= 0,
             )
-            for stage, at in _of_stages(part, joined)
+            for stage, at in zip(part.stages, joined.places, strict=True)
             for index, rank, other, shard in stage.checks.differing()
         ),
         nonfinite=part.nonfinite,
@@ -261,3 +257,59 @@ def _named(facts: RankFacts) -> set[int]:
     if facts.first_nonfinite is not None:
         named.add(facts.first_nonfinite[0])
     return named
+
+
+class JoinedLayouts:
+    """The layouts of all stages as one, and where each stage's names went.
+
+    If stages have names of parameters in common, all names are preceded by ``stage0.`` and so
+    forth. An ``Identity`` that stands for a module of another stage is left out.
+    """
+
+    def __init__(self, layouts: Sequence[tuple[int, Layout]]) -> None:
+        self._prefixed = _share_names(layouts)
+        modules: dict[str, Module] = {}
+        parameters: dict[str, Parameter] = {}
+        for stage, layout in layouts:
+            for module in layout.modules:
+                name = self.name(stage, module.name)
+                if name not in modules or modules[name].type_name == _PLACEHOLDER:
+                    modules[name] = replace(module, name=name)
+            for parameter in layout.parameters:
+                name = self.name(stage, parameter.name)
+                owner = self.name(stage, parameter.module_name)
+                parameters.setdefault(name, replace(parameter, name=name, module_name=owner))
+        self.layout = Layout(modules=tuple(modules.values()), parameters=tuple(parameters.values()))
+        self._placeholders = {
+            (stage, module.name)
+            for stage, layout in layouts
+            for module in layout.modules
+            if module.type_name == _PLACEHOLDER
+            and modules[self.name(stage, module.name)].type_name != _PLACEHOLDER
+        }
+        place = {name: index for index, name in enumerate(parameters)}
+        self.places: list[NDArray[np.intp]] = [
+            np.array([place[self.name(stage, p.name)] for p in layout.parameters], np.intp)
+            for stage, layout in layouts
+        ]
+
+    def name(self, stage: int, name: str) -> str:
+        """A module's or parameter's name in all stages together."""
+        if not self._prefixed:
+            return name
+        return f"stage{stage}.{name}" if name else f"stage{stage}"
+
+    def is_placeholder(self, stage: int, module_name: str) -> bool:
+        """Whether a module of a stage stands for one of another stage."""
+        return (stage, module_name) in self._placeholders
+
+    def names(self, stages: Iterable[StagePart], field: str) -> frozenset[str]:
+        return frozenset(self.name(s.stage, name) for s in stages for name in getattr(s, field))
+
+
+def _share_names(layouts: Sequence[tuple[int, Layout]]) -> bool:
+    """Whether two stages have parameters of the same name."""
+    names: dict[int, set[str]] = {}
+    for stage, layout in layouts:
+        names.setdefault(stage, set()).update(p.name for p in layout.parameters)
+    return len(set().union(*names.values())) < sum(map(len, names.values()))

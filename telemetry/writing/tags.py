@@ -14,7 +14,7 @@ from telemetry.events import summaries
 from telemetry.layers import PARAMETER_STATISTICS, table
 from telemetry.plain_text import printable
 from telemetry.records import Layout, Output, Parameter, StepRecord
-from telemetry.selection import spread
+from telemetry.selection import evenly
 from telemetry.sketch import Sketch
 from telemetry.tag_names import ALERTS, HISTOGRAMS, IMAGES, LAYERS, RUN, TOTAL_GRAD_NORM, numbered
 from telemetry.writing.bulk import Bulk
@@ -112,7 +112,7 @@ def _curves(
 ) -> Iterator[tuple[str, float]]:
     """A point for each name with a value; of more than ``most``, for so many, with the range."""
     many = len(names) > most
-    for name in spread(names, most) if many else names:
+    for name in evenly(names, most) if many else names:
         value = values.get(name)
         if value is not None and not math.isnan(value):
             yield f"{statistic}/{tag_of[name]}", value

@@ -20,7 +20,7 @@ from twins import Outcome, Recorder, assert_left_alone
 
 from telemetry import HookLogger
 from telemetry.measure import Measurer
-from telemetry.torch_compiler import GRAPHS_CAN_BE_OBSERVED
+from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
 
 # The compiler warns of its own doings.
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -411,7 +411,7 @@ def test_after_close_the_compiled_model_runs_on_and_nothing_is_held(tmp_path: Pa
     logger = HookLogger(model, tmp_path, every_n_steps=2)
     for _ in range(3):
         train()
-    hooks = weakref.ref(logger._run.capture)
+    hooks = weakref.ref(logger._capture)
     logger.close()
     del logger
     assert not any(module._forward_hooks for module in model.modules())

@@ -157,7 +157,7 @@ def test_outputs_that_the_user_keeps_do_not_keep_the_logger(tmp_path: Path) -> N
     logger = HookLogger(model, tmp_path)
     output = model(batch())
     logger.close()
-    hooks = weakref.ref(logger._run.capture)
+    hooks = weakref.ref(logger._capture)
     del logger
     gc.collect()
     assert hooks() is None
@@ -238,7 +238,7 @@ def hook_counts(model: nn.Module) -> int:
 def of_ours() -> set[int]:
     """Objects of ours that live, by identity."""
     gc.collect()
-    ours = ("telemetry.capture", "telemetry.logger")
+    ours = ("telemetry.capture", "telemetry.run")
     return {id(o) for o in gc.get_objects() if str(type(o).__module__).startswith(ours)}
 
 

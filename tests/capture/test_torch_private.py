@@ -21,7 +21,8 @@ from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint
 from twins import assert_left_alone
 
-from telemetry import HookLogger, torch_compiler, torch_private
+from telemetry import HookLogger, torch_private
+from telemetry.torch_private import compiler
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +187,7 @@ def test_without_effects_operators_are_not_kept_in_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     monkeypatch.delattr(effects, name)
-    assert not torch_compiler.keep_in_graph(torch.ops.telemetry.observe.default)
+    assert not compiler.keep_in_graph(torch.ops.telemetry.observe.default)
     [message] = told(caplog, name)
     assert "show no activations" in message
 
@@ -213,7 +214,7 @@ def test_without_effects_a_compiled_model_trains_on(tmp_path: Path) -> None:
         timeout=120,
         capture_output=True,
         text=True,
-        cwd=Path(torch_private.__file__).parents[1],
+        cwd=Path(torch_private.__file__).parents[2],
     )
     assert done.stderr.count("has no _register_effectful_op") == 1
 
@@ -221,9 +222,9 @@ def test_without_effects_a_compiled_model_trains_on(tmp_path: Path) -> None:
 def test_without_reset_code_caches_nothing_is_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch_compiler, "graphs_compiled", lambda: 1)
+    monkeypatch.setattr(compiler, "graphs_compiled", lambda: 1)
     monkeypatch.delattr(torch._dynamo, "reset_code_caches")
-    torch_compiler.drop_compiled_code()
+    compiler.drop_compiled_code()
     assert len(told(caplog, "reset_code_caches")) == 1
 
 
@@ -238,8 +239,8 @@ def test_each_missing_name_is_told_once(
 
 def test_the_protocol_of_scripting_is_left_alone_where_it_is_in_use() -> None:
     called: list[nn.Module] = []
-    first = torch_compiler.before_scripting(called.append)
-    second = torch_compiler.before_scripting(called.append)
+    first = compiler.before_scripting(called.append)
+    second = compiler.before_scripting(called.append)
     first()
     nn.Linear(1, 1).__prepare_scriptable__()
     assert len(called) == 1

@@ -195,7 +195,7 @@ def test_a_run_killed_after_its_checkpoint_lacks_no_step_when_it_is_resumed(
 def test_a_checkpoint_does_not_wait_for_a_frozen_disk_for_ever(
     freezable_disk: FreezableDisk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("telemetry.run._CHECKPOINT_S", 0.5)
+    monkeypatch.setattr("telemetry.run.logger._CHECKPOINT_S", 0.5)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with HookLogger(model, freezable_disk.path / "run") as logger:

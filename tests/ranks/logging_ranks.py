@@ -210,7 +210,7 @@ def expects(rank: int, size: int, other: int) -> None:
     """Wait until the first rank waits for what another measured."""
     logger = loners[-1].logger
     assert logger is not None
-    channel = logger._run._membership.ranks._channel  # type: ignore[union-attr]
+    channel = logger._ranks._channel  # type: ignore[union-attr]
     while other not in channel._gathering.members:  # type: ignore[union-attr]
         time.sleep(0.01)
 

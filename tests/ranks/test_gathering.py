@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.ranks.attendance import Attendance
+from telemetry.ranks.channel import Attendance
 from telemetry.ranks.gathering import Gathering
 from telemetry.ranks.part import Kind, News, Part, ranges_of, ranks_of
 

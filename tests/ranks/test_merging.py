@@ -14,12 +14,10 @@ from hypothesis.extra.numpy import arrays
 from moments_close import assert_moments_close
 from numpy.typing import NDArray
 
-from telemetry.ranks.checks import Checks
 from telemetry.ranks.encoding import FORMAT, decode, encode
-from telemetry.ranks.figures import Figure, merge_figures
-from telemetry.ranks.rank_part import Common, RankPart, merge
+from telemetry.ranks.rank_part import Common, Figure, RankPart, merge, merge_figures
 from telemetry.ranks.share import Share
-from telemetry.ranks.stage_part import StagePart
+from telemetry.ranks.stage_part import Checks, StagePart
 from telemetry.ranks.tensor_table import Row, TensorTable
 from telemetry.ranks.whole import Whole
 from telemetry.records import Layout, Module, Parameter, TensorRecord

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telemetry.ranks.outbox import MAX_SENT, MAX_SENT_BYTES, Outbox
+from telemetry.ranks.uplink import MAX_SENT, MAX_SENT_BYTES, Outbox
 
 
 def test_what_is_not_taken_is_sent_again_to_somebody_new() -> None:

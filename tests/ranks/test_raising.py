@@ -78,9 +78,9 @@ def test_training_goes_on_if_the_first_rank_goes(
 
 def test_what_is_decided_for_a_step_that_never_comes_is_raised_at_the_end() -> None:
     agreement = Agreement()
-    assert not agreement.training_ended()
+    assert not agreement.step_ended(None)
     assert not agreement.step_ended(3)
     agreement.hold()
     agreement.decide(4)
-    assert agreement.training_ended()
-    assert not agreement.training_ended()
+    assert agreement.step_ended(None)
+    assert not agreement.step_ended(None)

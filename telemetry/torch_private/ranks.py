@@ -1,4 +1,4 @@
-"""Private names of ``torch.distributed``'s wrappers; see ``torch_private.py``."""
+"""Private names of ``torch.distributed``'s wrappers."""
 
 from __future__ import annotations
 

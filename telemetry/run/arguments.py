@@ -1,31 +1,30 @@
-"""The arguments of :class:`telemetry.HookLogger` and its methods, checked."""
+"""The arguments of :class:`telemetry.HookLogger` and its methods, checked.
+
+What is wrong raises TypeError or ValueError, which names the argument and what it must be.
+"""
 
 from __future__ import annotations
 
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
 from telemetry.alert import Alert
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
-from telemetry.capture import Budget, Content
-from telemetry.first_rank import Ranks
-from telemetry.host_copy import HostCopy
-from telemetry.pipeline import FullSteps
 from telemetry.plain_text import check_text, type_of
-from telemetry.resuming import FirstStep, check_first_step
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model
+from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing.bulk import Bulk
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | None] | None
+FirstStep: TypeAlias = int | Literal["auto"]
 HistogramForm: TypeAlias = Literal["tensor", "classic"]
 OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise", "stop"] | None
 
@@ -33,86 +32,26 @@ _OF_OTHERS = {"step", "global_step", "walltime", "commit"}
 """What ``wandb.log`` and ``SummaryWriter.add_scalar`` take beside the scalars."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Options:
-    """What a logger is asked to do, in a form that is checked.
+def is_off(enabled: object) -> bool:
+    """Whether a logger is turned off, by its argument or by the environment."""
+    if not isinstance(enabled, bool):
+        raise TypeError(f"HookLogger(enabled={enabled!r}): must be True or False")
+    return not enabled or os.environ.get("TELEMETRY_DISABLED", "0") not in ("", "0")
 
-    Attributes:
-        full_steps: Which steps are measured in full.
-        budget: What measuring may cost; None: no limit.
-        optimizer, on_alert, first_step, ranks, loss: As in :class:`telemetry.HookLogger`.
-        selection: Which modules are watched.
-        content: What a full measurement holds.
-        bulk: Writes its histograms and pictures.
-        rules: Judge each step.
 
-    Raises:
-        TypeError, ValueError: ``on_alert``, ``first_step`` or ``ranks`` is invalid.
+def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer | None:
+    """Check that the model can be trained, and that the other two fit it.
+
+    Returns:
+        The optimizer that runs the hooks, if one is given.
     """
-
-    full_steps: FullSteps
-    budget: Budget | None
-    optimizer: Optimizer | None
-    selection: Selection
-    content: Content
-    bulk: Bulk
-    rules: Sequence[Rule]
-    on_alert: OnAlert
-    first_step: FirstStep
-    ranks: Ranks
-    loss: str | None
-
-    def __post_init__(self) -> None:
-        if self.on_alert not in (None, "raise", "stop") and not callable(self.on_alert):
-            raise TypeError(
-                f'HookLogger(on_alert={self.on_alert!r}): must be a callable, "raise" or "stop"'
-            )
-        check_first_step(self.first_step)
-        if self.ranks not in get_args(Ranks):
-            raise ValueError(
-                f'HookLogger(ranks={self.ranks!r}): must be "merged", "each" or "first"'
-            )
-
-    def check(self, model: nn.Module) -> None:
-        """Check that this is a model with parameters, and that the options fit it.
-
-        Raises:
-            TypeError, ValueError: It is not, or they do not.
-        """
-        check_model(model, "HookLogger")
-        if next(model.parameters(), None) is None:
-            raise ValueError(
-                f"HookLogger(model={type(model).__name__}): has no parameters, so it cannot be "
-                "trained"
-            )
-        self.selection.check(model)
-        if self.optimizer is not None:
-            ours = {id(parameter) for parameter in model.parameters()}
-            if not any(id(p) in ours for g in self.optimizer.param_groups for p in g["params"]):
-                raise ValueError("HookLogger(optimizer=...): holds none of the model's parameters")
-
-
-def bulk_of(max_bytes_per_step: object, histograms: object) -> Bulk:
-    """What writes histograms and pictures as these two arguments say.
-
-    Raises:
-        TypeError, ValueError: One of them is invalid.
-    """
-    limit = max_bytes_per_step
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
-        raise TypeError(f"HookLogger(max_bytes_per_step={limit!r}): must be an int or None")
-    if limit is not None and limit < 1:
+    check_model(model, "HookLogger")
+    ours = {id(parameter) for parameter in model.parameters()}
+    if not ours:
         raise ValueError(
-            f"HookLogger(max_bytes_per_step={limit}): must be at least 1; leave out histograms and "
-            "pictures by activations=False, gradients=False, weights=False and images=False"
+            f"HookLogger(model={type(model).__name__}): has no parameters, so it cannot be trained"
         )
-    if histograms not in get_args(HistogramForm):
-        raise ValueError(f'HookLogger(histograms={histograms!r}): must be "tensor" or "classic"')
-    return Bulk(max_bytes=limit, classic=histograms == "classic")
-
-
-def check_optimizer(optimizer: Any) -> Optimizer | None:
-    """The optimizer that runs the hooks, if one is given."""
+    selection.check(model)
     if optimizer is None:
         return None
     # Lightning and Accelerate wrap optimizers; only the wrapped one runs hooks.
@@ -122,21 +61,61 @@ def check_optimizer(optimizer: Any) -> Optimizer | None:
             f"HookLogger(optimizer=...): must be a torch.optim.Optimizer, not "
             f"{type_of(optimizer)}; call logger.step() in a loop that has none"
         )
+    if not any(id(p) in ours for group in inner.param_groups for p in group["params"]):
+        raise ValueError("HookLogger(optimizer=...): holds none of the model's parameters")
     return inner
 
 
-def check_loss(loss: object) -> str | None:
-    """The tag of the loss, if the user has named it."""
-    if loss is not None:
-        if not isinstance(loss, str):
-            raise TypeError(
-                f"HookLogger(loss={reprlib.repr(loss)}): must be the tag of a logged scalar, such "
-                "as 'train/ce', or None"
-            )
-        check_text(f"HookLogger(loss={loss!r}): it", loss)
-        if not loss:
-            raise ValueError("HookLogger(loss=''): must be the tag of a logged scalar, or None")
-    return loss
+def bulk_of(max_bytes_per_step: object, histograms: str) -> Bulk:
+    """What writes histograms and pictures as these two arguments say."""
+    limit = max_bytes_per_step
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
+        raise TypeError(f"HookLogger(max_bytes_per_step={limit!r}): must be an int or None")
+    if limit is not None and limit < 1:
+        raise ValueError(
+            f"HookLogger(max_bytes_per_step={limit}): must be at least 1; leave out histograms and "
+            "pictures by activations=False, gradients=False, weights=False and images=False"
+        )
+    check_choice("histograms", histograms, "tensor", "classic")
+    return Bulk(max_bytes=limit, classic=histograms == "classic")
+
+
+def check_choice(name: str, value: object, *choices: str) -> None:
+    """Check that an argument is one of these words."""
+    if value not in choices:
+        *others, last = (f'"{choice}"' for choice in choices)
+        words = f"{', '.join(others)} or {last}"
+        raise ValueError(f"HookLogger({name}={value!r}): must be {words}")
+
+
+def check_first_step(first_step: object) -> None:
+    if first_step == "auto":
+        return
+    if not isinstance(first_step, int) or isinstance(first_step, bool):
+        raise TypeError(f'HookLogger(first_step={first_step!r}): must be an int or "auto"')
+    if first_step < 0:
+        raise ValueError(f"HookLogger(first_step={first_step}): must not be negative")
+    if first_step >= 2**63:
+        raise ValueError(f"HookLogger(first_step={first_step}): must be below 2**63")
+
+
+def check_loss(loss: object) -> None:
+    """Check the tag of the loss, if the user has named it."""
+    if loss is None:
+        return
+    if not isinstance(loss, str):
+        raise TypeError(
+            f"HookLogger(loss={reprlib.repr(loss)}): must be the tag of a logged scalar, such "
+            "as 'train/ce', or None"
+        )
+    check_text(f"HookLogger(loss={loss!r}): it", loss)
+    if not loss:
+        raise ValueError("HookLogger(loss=''): must be the tag of a logged scalar, or None")
+
+
+def check_on_alert(on_alert: object) -> None:
+    if on_alert not in (None, "raise", "stop") and not callable(on_alert):
+        raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable, "raise" or "stop"')
 
 
 def check_phase(name: str) -> str:
@@ -147,7 +126,7 @@ def check_phase(name: str) -> str:
     return name
 
 
-def check_rules(alerts: Any) -> Sequence[Rule]:
+def rules_of(alerts: Any) -> Sequence[Rule]:
     """The rules given as ``alerts``."""
     if alerts is None or isinstance(alerts, Mapping):
         return rules_from(alerts or {})

@@ -24,19 +24,14 @@ class DirectoryClaim:
     they share a writer. The claim is a lock on the directory itself: it leaves no file, and the
     system releases it however the process ends. Windows, remote directories and some network drives
     have no such locks; there, other processes are not noticed.
-
-    Args:
-        model: The model that the logger watches.
-        log_dir: The directory that it writes to.
-        close: Closes the logger.
     """
 
     def __init__(self, model: object, log_dir: str, close: Callable[[], None]) -> None:
         self._model = weakref.ref(model)
         self._directory = log_dir if "://" in log_dir else os.path.realpath(log_dir)
         self._close = weakref.WeakMethod(close)
-        self._writer: weakref.ref[object] | None = None
-        self._lock: _Lock | None = None
+        self._writer: weakref.ref[object] = weakref.ref(self)
+        self._unlock: Callable[[], object] = lambda: None
         for other in list(_CLAIMS):
             if other._model() is model and other._directory == self._directory:
                 log.warning(
@@ -49,11 +44,10 @@ class DirectoryClaim:
 
     def hold(self, writer: object) -> None:
         """Begin to write with ``writer``; the directory must exist."""
-        shared = [other._lock for other in _CLAIMS if other._writer and other._writer() is writer]
+        is_shared = any(other._writer() is writer for other in _CLAIMS)
         self._writer = weakref.ref(writer)
-        self._lock = shared[0] if shared else _Lock(self._directory)
         _CLAIMS.add(self)
-        if not shared and self._lock is not None and self._lock.is_contested:
+        if self._is_contested() and not is_shared:
             log.warning(
                 "telemetry: another HookLogger, in this process or another one, also writes to %s, "
                 "and their steps will mix. Give each run its own directory. Ranks that train one "
@@ -63,31 +57,25 @@ class DirectoryClaim:
                 self._directory,
             )
 
-    def release(self) -> None:
-        """End the claim. Harmless when repeated."""
-        self._lock = self._writer = None
-        _CLAIMS.discard(self)
-
-
-class _Lock:
-    """A shared lock on a directory, held until this object is garbage-collected.
-
-    Attributes:
-        is_contested: Whether others held the lock when it was taken.
-    """
-
-    def __init__(self, directory: str) -> None:
-        self.is_contested = False
+    def _is_contested(self) -> bool:
+        """Lock the directory, shared; whether others had done so before."""
         if fcntl is None:
-            return
+            return False
+        contested = False
         with suppress(OSError):
-            descriptor = os.open(directory, os.O_RDONLY)
-            weakref.finalize(self, os.close, descriptor)
+            descriptor = os.open(self._directory, os.O_RDONLY)
+            self._unlock = weakref.finalize(self, os.close, descriptor)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                self.is_contested = True
+                contested = True
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return contested
+
+    def release(self) -> None:
+        """End the claim. Harmless when repeated."""
+        self._unlock()
+        _CLAIMS.discard(self)
 
 
 def _leave_to_parent() -> None:

@@ -11,8 +11,6 @@ from torch import nn
 from torch.utils import tensorboard
 
 from telemetry.alert import Alert
-from telemetry.arguments import Options, log_dir_of
-from telemetry.directory_claim import DirectoryClaim
 from telemetry.events.background import each_within
 from telemetry.events.file_writer import FileWriter
 from telemetry.events.given_writer import GivenWriter
@@ -23,7 +21,9 @@ from telemetry.failures import Failures
 from telemetry.first_rank import Role, may_be_any_rank
 from telemetry.flight import FlightRecorder
 from telemetry.page_format import new_session_id
-from telemetry.resuming import resolved
+from telemetry.run.arguments import FirstStep, log_dir_of
+from telemetry.run.claim import DirectoryClaim
+from telemetry.run.resuming import resolved
 from telemetry.writing.alert_file import AlertFile
 
 _FLUSH_S = 0.75
@@ -35,20 +35,14 @@ class RunFiles:
     """Opens the files of one logger, and claims their directory.
 
     Args:
-        model: The model in training; held weakly.
-        writer: The user's ``SummaryWriter``, which stays open, or a log directory or URL.
-        options: What to do.
-        role: What this process does, as far as that is known.
-        role_is_final: Whether it is known; if not, values wait until :meth:`open_for`.
+        role: What this process does; if it may be another one, values wait until
+            :meth:`open_for`.
         close: Closes the logger, when another one takes its place.
         before_flush: Called before somebody else flushes or closes the user's writer.
-        failures: Where failures are reported.
 
     Attributes:
         session_id: Of this part of the run, another one for each logger.
-        first_step: Number of the first step, as the files of a resumed run say.
-        writer: Takes values for the event file.
-        flight: Keeps the last steps, and writes them when something goes wrong.
+        first_step: Its number, as the files of a resumed run say.
 
     Raises:
         OSError: The directory cannot be written.
@@ -58,26 +52,23 @@ class RunFiles:
         self,
         model: nn.Module,
         writer: object,
-        options: Options,
+        first_step: FirstStep,
         *,
         role: Role,
-        role_is_final: bool,
         close: Callable[[], None],
         before_flush: Callable[[], None],
         failures: Failures,
     ) -> None:
+        self._given = writer if isinstance(writer, tensorboard.SummaryWriter) else None
         log_dir = log_dir_of(writer, written=role.writes)
-        if not isinstance(writer, tensorboard.SummaryWriter):
-            log_dir = role.directory(log_dir)
+        self._log_dir = log_dir if self._given is not None else role.directory(log_dir)
         self.session_id = new_session_id()
         self._process_id = os.getpid()
-        self._given = writer
-        self._log_dir = log_dir
         self._before_flush = before_flush
         self._failures = failures
-        self._claim = DirectoryClaim(model, log_dir, close)
-        self.first_step = resolved(options.first_step, log_dir)
-        self._late = None if role_is_final or not may_be_any_rank() else LateWriter(log_dir)
+        self._claim = DirectoryClaim(model, self._log_dir, close)
+        self.first_step = resolved(first_step, self._log_dir)
+        self._late = LateWriter(self._log_dir) if may_be_any_rank() else None
         self.writer: FileWriter | GivenWriter | NoWriter = self._late or self._open(role)
         self._plain = PlainFiles(self.log_dir)
         self._alerts = AlertFile(self.log_dir, session=self.session_id, files=self._plain)
@@ -91,7 +82,7 @@ class RunFiles:
     def _open(self, role: Role) -> FileWriter | GivenWriter | NoWriter:
         if not role.writes:
             return NoWriter(self._log_dir)
-        if isinstance(self._given, tensorboard.SummaryWriter):
+        if self._given is not None:
             self._claim.hold(self._given)
             given = GivenWriter(self._given)
             given.call_before_flush(self._before_flush)
@@ -110,7 +101,6 @@ class RunFiles:
 
     @property
     def log_dir(self) -> str:
-        """The log directory or URL."""
         return self.writer.get_logdir()
 
     @property
@@ -163,10 +153,6 @@ class RunFiles:
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, and give the directory up."""
-        each_within(
-            timeout_s,
-            lambda left_s: self.flight.close(),
-            self._plain.close,
-            self.writer.close,
-        )
+        self.flight.close()
+        each_within(timeout_s, self._plain.close, self.writer.close)
         self._claim.release()

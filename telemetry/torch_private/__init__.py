@@ -1,7 +1,9 @@
-"""PyTorch's private functions that capture relies on; those of compilers: ``torch_compiler.py``.
+"""What relies on more than PyTorch's public names; here, what eager training needs.
 
-Any of them may be missing in another release of PyTorch. The functions here then do without it, and
-log once what is lost: a new release costs detail and never a run.
+:mod:`compiler` has that of ``torch.compile``, :mod:`ranks` that of ``torch.distributed``, and
+:mod:`host_copy` copies tensors without making the training thread wait. Any private name may be
+missing in another release of PyTorch. The functions here then do without it, and log once what is
+lost: a new release costs detail and never a run.
 """
 
 from __future__ import annotations
@@ -48,16 +50,10 @@ def find(owner: object, name: str, loss: str) -> Any:
 
 
 def backward_task() -> int:
-    """Number of the backward pass that this thread is in; :data:`NO_TASK` outside of one.
-
-    Without the private name always :data:`NO_TASK`.
-    """
-    try:  # not by find(), for each hook asks
-        return int(torch._C._current_graph_task_id())
-    except AttributeError:
-        loss = "probes by autograd.grad and recomputation by checkpointing count as training"
-        find(torch._C, "_current_graph_task_id", loss)
-        return NO_TASK
+    """Number of the backward pass that this thread is in; :data:`NO_TASK` outside of one."""
+    loss = "probes by autograd.grad and recomputation by checkpointing count as training"
+    task = find(torch._C, "_current_graph_task_id", loss)
+    return NO_TASK if task is None else int(task())
 
 
 def at_end_of_backward(callback: Callable[[], object], *, deferred: int = 0) -> bool:
@@ -124,32 +120,26 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
             self._stack.close()
 
 
-_MODES_UNKNOWN = "all active modes are left at each measurement"
-
-
 def _in_dispatch_mode() -> bool:
-    try:
-        return bool(torch._C._len_torch_dispatch_stack())
-    except AttributeError:
-        return find(torch._C, "_len_torch_dispatch_stack", _MODES_UNKNOWN) is None
+    return _modes("_len_torch_dispatch_stack") > 0
 
 
 def in_function_mode() -> bool:
     """Whether a mode of the caller's sees what PyTorch's Python functions are called with."""
-    try:
-        return bool(torch._C._len_torch_function_stack())
-    except AttributeError:
-        return find(torch._C, "_len_torch_function_stack", _MODES_UNKNOWN) is None
+    return _modes("_len_torch_function_stack") > 0
+
+
+def _modes(name: str) -> int:
+    count = find(torch._C, name, "all active modes are left at each measurement")
+    return 1 if count is None else int(count())
 
 
 def _leave_dispatch_modes() -> Callable[[], contextlib.AbstractContextManager[object]] | None:
-    leave: Callable[[], contextlib.AbstractContextManager[object]] | None = find(
-        _python_dispatch,
-        "_disable_current_modes",
+    loss = (
         "modules are not measured where a torch-dispatch mode is active, as it is in selective "
-        "checkpointing",
+        "checkpointing"
     )
-    return leave
+    return find(_python_dispatch, "_disable_current_modes", loss)  # type: ignore[no-any-return]
 
 
 def _without_modes() -> contextlib.ExitStack:
@@ -190,13 +180,9 @@ def is_being_traced(tensor: Tensor) -> bool:
 
 
 def _in_transform() -> bool:
-    """Whether a transform of ``torch.func`` is running."""
-    try:
-        return torch._C._functorch.maybe_current_level() is not None
-    except AttributeError:
-        loss = "tensors inside of torch.func transforms are not recognized"
-        find(getattr(torch._C, "_functorch", None), "maybe_current_level", loss)
-        return False
+    loss = "tensors inside of torch.func transforms are not recognized"
+    level = find(getattr(torch._C, "_functorch", None), "maybe_current_level", loss)
+    return level is not None and level() is not None
 
 
 # --- GradScaler ----------------------------------------------------------------------------------

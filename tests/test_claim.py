@@ -95,12 +95,12 @@ def test_a_reload_of_the_code_does_not_forget_the_old_one(tmp_path: Path) -> Non
         """
         import importlib, sys
         from torch import nn
-        import telemetry.directory_claim, telemetry.logger
+        import telemetry.run.claim, telemetry.run.logger
         model = nn.Linear(3, 2)
-        old = telemetry.logger.HookLogger(model, sys.argv[1])
-        importlib.reload(telemetry.directory_claim)
-        importlib.reload(telemetry.logger)
-        new = telemetry.logger.HookLogger(model, sys.argv[1])
+        old = telemetry.run.logger.HookLogger(model, sys.argv[1])
+        importlib.reload(telemetry.run.claim)
+        importlib.reload(telemetry.run.logger)
+        new = telemetry.run.logger.HookLogger(model, sys.argv[1])
         print(old)
         """,
         tmp_path / "run",
@@ -233,7 +233,7 @@ def test_without_locks_nothing_is_noticed(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("telemetry.directory_claim.fcntl", None)
+    monkeypatch.setattr("telemetry.run.claim.fcntl", None)
     other = nn.Linear(3, 2)
     with HookLogger(model, tmp_path), HookLogger(other, tmp_path):
         pass

@@ -1,4 +1,4 @@
-"""Private functions of ``torch.compile`` and ``torch.jit``; see ``torch_private.py``."""
+"""Private functions of ``torch.compile`` and ``torch.jit``."""
 
 from __future__ import annotations
 

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 from telemetry.failures import Failures
 from telemetry.plain_text import type_of
 from telemetry.reading.last_step import EventFile, event_files, last_step
 from telemetry.records import StepRecord
+from telemetry.run.arguments import FirstStep
 
 STATE_FORMAT = 1
-FirstStep = int | Literal["auto"]
 _FEW_FILES = 8
 _FEW_BYTES = 1 << 20
-
-
-def check_first_step(first_step: object) -> None:
-    """Check the argument ``first_step``.
-
-    Raises:
-        TypeError, ValueError: It is neither ``"auto"`` nor an int from 0.
-    """
-    if first_step == "auto":
-        return
-    if not isinstance(first_step, int) or isinstance(first_step, bool):
-        raise TypeError(f'HookLogger(first_step={first_step!r}): must be an int or "auto"')
-    if first_step < 0:
-        raise ValueError(f"HookLogger(first_step={first_step}): must not be negative")
-    if first_step >= 2**63:
-        raise ValueError(f"HookLogger(first_step={first_step}): must be below 2**63")
 
 
 def resolved(first_step: FirstStep, log_dir: str) -> int:
@@ -52,15 +36,9 @@ def resolved(first_step: FirstStep, log_dir: str) -> int:
 
 
 class LaterSteps:
-    """Warns once if a run counts steps again that its directory already holds.
+    """Warns once if a run counts steps again that its local directory already holds."""
 
-    Args:
-        log_dir: Where the run writes; it holds earlier steps only. Not read if it is remote.
-        failures: Logs the warning and failures.
-        expected: Do not warn: the run was resumed.
-    """
-
-    def __init__(self, log_dir: str, failures: Failures, *, expected: bool = False) -> None:
+    def __init__(self, log_dir: str, failures: Failures, *, expected: bool) -> None:
         self._log_dir = log_dir
         self._failures = failures
         self._earlier: tuple[EventFile, ...] = ()
@@ -68,25 +46,24 @@ class LaterSteps:
             with failures.contained("to look for earlier steps"):
                 self._earlier = tuple(islice(event_files(log_dir), _FEW_FILES))
 
-    def on_step(self, record: StepRecord) -> None:
-        """Compare the first step with those that are there."""
-        earlier, self._earlier = self._earlier, ()
-        if earlier:
-            with self._failures.contained("to look for earlier steps"):
-                self._compare(last_step(earlier, max_bytes=_FEW_BYTES), record.step)
-
     def expect_them(self) -> None:
         """Do not warn: the run was resumed."""
         self._earlier = ()
 
-    def _compare(self, last: int | None, step: int) -> None:
-        if last is not None and last > step:
-            self._failures.log_once(
-                f"{self._log_dir} already holds steps up to {last}, and this run counts from "
-                f"{step} again. To resume that run: HookLogger(first_step={last + 1}) or "
-                'first_step="auto", or load_state_dict() with the state of a checkpoint. '
-                "A new run should have another directory"
-            )
+    def on_step(self, record: StepRecord) -> None:
+        """Compare the first step with those that are there."""
+        earlier, self._earlier = self._earlier, ()
+        if not earlier:
+            return
+        with self._failures.contained("to look for earlier steps"):
+            last = last_step(earlier, max_bytes=_FEW_BYTES)
+            if last is not None and last > record.step:
+                self._failures.log_once(
+                    f"{self._log_dir} already holds steps up to {last}, and this run counts from "
+                    f"{record.step} again. To resume that run: HookLogger(first_step={last + 1}) "
+                    'or first_step="auto", or load_state_dict() with the state of a checkpoint. '
+                    "A new run should have another directory"
+                )
 
 
 def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -1,0 +1,1 @@
+"""One run of a logger: what the user asks for, and the parts that do it."""
