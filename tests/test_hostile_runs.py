@@ -19,11 +19,11 @@ from hostile_runs import KINDS, SCRIPT, STEPS, Kind, write_good_run
 
 from telemetry.commands.cli import main
 from telemetry.commands.report import write_report
+from telemetry.commands.summary import summarize
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
 from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
-from telemetry.reading.run_summary import summarize
 
 MOST_S = 30  # a loaded machine takes several times as long as a quiet one
 COMMANDS = ["summary", "alerts", "explain", "report"]
@@ -68,11 +68,11 @@ def test_the_good_part_is_read_and_the_rest_is_one_line(name: str) -> None:
         assert [layer.name for layer in overview.layers] == list(kind.layers)
         assert 7 in [alert.step for alert in overview.alerts]
         for statistic in PAGE_STATISTICS:
-            summarize(run, statistic)
+            list(summarize(run, statistic))
         assert run.matrix("grad_norm").steps.tolist() == list(range(STEPS))
         assert run.matrix("weight_norm").steps.tolist() == list(range(STEPS))
         for layer in overview.layers:
-            payloads.layer_series(run.layer_series(layer.name))
+            payloads.layer_series(*run.layer_series(layer.name))
             payloads.histograms(run.source, layer)
             for item in payloads.images(run.source, layer):
                 for step in item["steps"]:

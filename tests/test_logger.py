@@ -656,7 +656,7 @@ def test_lines_of_alerts_bear_the_session_of_the_page_and_the_time_of_the_step(
             run_through(train(model, steps=3))
     lines = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
     assert [line["wall_time"] for line in lines] == [r.wall_time for r in records if r.step == 1]
-    tags = FileSource(tmp_path).tensor_tags(PLUGIN_NAME)
+    tags = FileSource(tmp_path).tags(PLUGIN_NAME)
     sessions = sorted(parse_layout_tag(tag)[0] for tag in tags if tag.startswith(LAYOUT_PREFIX))
     assert [line["session"] for line in lines] == sessions
     assert len(set(sessions)) == 2
@@ -688,9 +688,9 @@ def test_a_run_says_how_it_ended(tmp_path: Path, exception: Exception | None) ->
         if exception:
             raise exception
     source = FileSource(tmp_path)
-    [tag] = [tag for tag in source.tensor_tags(PLUGIN_NAME) if tag.startswith(END_PREFIX)]
-    [point] = source.read_tensors(PLUGIN_NAME, [tag])[tag]
-    assert decode_end(bytes(point.value)) == (exception and "KeyError")
+    [tag] = [tag for tag in source.tags(PLUGIN_NAME) if tag.startswith(END_PREFIX)]
+    [(_, text)] = source.read(PLUGIN_NAME, [tag])[tag]
+    assert decode_end(text) == (exception and "KeyError")
 
 
 def test_an_exception_in_the_body_leaves_a_flight_file(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_resumed_run_keeps_its_choice(tmp_path: Path) -> None:
     )
     assert {record.loss for record in recorder.records} == {1.0}
     source = open_run(tmp_path).source
-    assert chosen_loss(source.tensor_tags(PLUGIN_NAME)) == "train/loss"
+    assert chosen_loss(source.tags(PLUGIN_NAME)) == "train/loss"
     assert curves(tmp_path) == ["train/loss"]
 
 

@@ -6,16 +6,21 @@ import argparse
 import io
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias
 
-from telemetry.commands.alerts import add_alerts
-from telemetry.commands.diff import add_diff
-from telemetry.commands.explain import add_explain
-from telemetry.commands.export import add_export
+from rich.console import Console
+
+from telemetry.commands.alerts import FAIL_ON, alerts
+from telemetry.commands.diff import diff
+from telemetry.commands.explain import explain_faults
+from telemetry.commands.export import export
 from telemetry.commands.output import new_console, reason, tell_problems
-from telemetry.commands.report import add_report
-from telemetry.commands.summary import add_summary
+from telemetry.commands.report import report
+from telemetry.commands.summary import summary
+from telemetry.layers import PAGE_STATISTICS
 from telemetry.version import __version__
 
 _EPILOG = """\
@@ -27,6 +32,9 @@ exit status:
 completion in bash and zsh, after pip install argcomplete:
   eval "$(register-python-argcomplete telemetry)"
 """
+_STATISTICS = tuple(statistic.name for statistic in PAGE_STATISTICS)
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,9 +71,106 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"telemetry {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_summary, add_alerts, add_explain, add_diff, add_report, add_export):
-        add(commands)
+
+    of_summary = _command(commands, summary, "summary", "print a table of all layers",
+                          "runs/mnist --statistic dead_units")  # fmt: skip
+    _add_runs(of_summary)
+    of_summary.add_argument(
+        "--statistic", choices=_STATISTICS, default=_STATISTICS[0], metavar="NAME",
+        help=f"what to show of each layer (default: %(default)s): {', '.join(_STATISTICS)}",
+    )  # fmt: skip
+    _add_form(of_summary)
+
+    of_alerts = _command(commands, alerts, "alerts",
+                         "print the alerts of runs; exit with 1 if there are any but notes",
+                         "runs/ --fail-on error")  # fmt: skip
+    _add_runs(of_alerts)
+    of_alerts.add_argument(
+        "--fail-on", choices=FAIL_ON, default="warning",
+        help="how severe an alert must be to exit with 1 (default: %(default)s); notes never are",
+    )  # fmt: skip
+    _add_form(of_alerts)
+
+    of_explain = _command(commands, explain_faults, "explain",
+                          "print what was recorded around faults",
+                          "runs/mnist", "runs/mnist/flight-120.json")  # fmt: skip
+    _add_runs(of_explain, ", or a flight-<step>.json from it")
+    _add_form(of_explain)
+
+    of_diff = _command(commands, diff, "diff",
+                       "print the first step and layer where two runs part; exit with 1 if they do",
+                       "runs/before runs/after --tolerance 1e-3")  # fmt: skip
+    _add_run(of_diff, "first")
+    _add_run(of_diff, "second")
+    of_diff.add_argument(
+        "--tolerance", type=float, default=0.0, metavar="SHARE",
+        help="two numbers are the same up to this share of the larger one (default: %(default)s)",
+    )  # fmt: skip
+    _add_form(of_diff)
+
+    of_report = _command(commands, report, "report",
+                         "write one HTML file with the page and the data of a run",
+                         "runs/mnist -o report.html")  # fmt: skip
+    _add_run(of_report, "run")
+    of_report.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", default="report.html",
+        help="the file to write (default: %(default)s)",
+    )  # fmt: skip
+
+    of_export = _command(
+        commands, export, "export",
+        "write all numbers of the page as CSV, a row per layer and step, or its picture",
+        "runs/mnist -o mnist.csv --statistic grad_norm", "runs/mnist -o mnist.svg",
+    )  # fmt: skip
+    _add_runs(of_export)
+    of_export.add_argument(
+        "-o", "--output", type=Path, metavar="FILE",
+        help="the file to write (default: stdout); .png and .svg are pictures of one run",
+    )  # fmt: skip
+    of_export.add_argument(
+        "--statistic", action="append", choices=_STATISTICS, metavar="NAME",
+        help="a column, or what the picture shows; may be repeated (default: all, or grad_norm): "
+        + ", ".join(_STATISTICS),
+    )  # fmt: skip
     return parser
+
+
+def _command(
+    commands: Commands,
+    run: Callable[[argparse.Namespace, Console], int],
+    name: str,
+    does: str,
+    *examples: str,
+) -> argparse.ArgumentParser:
+    """A parser for a command; ``does`` is without a capital letter or a full stop."""
+    lines = "\n  ".join(f"telemetry {name} {example}" for example in examples)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=does,
+        description=f"{does[0].upper()}{does[1:]}.",
+        epilog=f"example:\n  {lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_run(parser: argparse.ArgumentParser, name: str) -> None:
+    what = "directory of a run, or of a single one somewhere below"
+    parser.add_argument(name, type=Path, metavar="RUN", help=what)
+
+
+def _add_runs(parser: argparse.ArgumentParser, or_file: str = "") -> None:
+    what = f"directory of a run, or of many at any depth, such as runs/{or_file}"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=what)
+
+
+def _add_form(parser: argparse.ArgumentParser) -> None:
+    forms = parser.add_mutually_exclusive_group()
+    for form, what in (("json", "a list of objects"), ("csv", "a table with a heading")):
+        forms.add_argument(
+            f"--{form}", dest="form", action="store_const", const=form, help=f"print {what}"
+        )
 
 
 if __name__ == "__main__":

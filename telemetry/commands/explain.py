@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from telemetry.alert import alert_fields
-from telemetry.commands.arguments import Commands, add_command, add_form, add_runs
 from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import print_records
 from telemetry.flight import explain, flight_files, read_flight
@@ -27,28 +25,15 @@ _STATISTICS = tuple(statistic.name for statistic in STATISTICS)
 _ROW = ("file", "fault_step", "when", "step", "module_name", "type_name", *_STATISTICS)
 
 
-def add_explain(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "explain",
-        _explain,
-        does="print what was recorded around faults",
-        example="telemetry explain runs/mnist\n  telemetry explain runs/mnist/flight-120.json",
-    )
-    add_runs(parser, or_file=", or a flight-<step>.json from it")
-    add_form(parser)
-
-
-def _explain(args: argparse.Namespace, console: Console) -> int:
+def explain_faults(args: argparse.Namespace, console: Console) -> int:
     files = [path for path in args.runs if path.exists() and not path.is_dir()]
     others = [path for path in args.runs if path not in files]
     runs = LogDirs(others, lambda path: has_event_files(path) or bool(flight_files(path)))
     ours = (path for path in runs.found if flight_files(path) or runs.open(path) is not None)
     paths = [*files, *ours]
     if args.form == "csv":
-        print_records(
-            "csv", _ROW, (row for flight in _flights(paths, runs) for row in _rows(flight))
-        )
+        rows = (row for flight in _flights(paths, runs) for row in _rows(flight))
+        print_records("csv", _ROW, rows)
     elif args.form == "json":
         print_records("json", _RECORD, _flights(paths, runs))
     else:
@@ -59,7 +44,7 @@ def _explain(args: argparse.Namespace, console: Console) -> int:
                 runs.fail(error)
                 continue
             for line in lines:
-                console.print(Text(printable(line)), soft_wrap=True)
+                console.print(printable(line))
     return runs.status
 
 

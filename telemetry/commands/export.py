@@ -4,78 +4,65 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from PIL import Image
 from rich.console import Console
 
-from telemetry.commands.arguments import STATISTICS, Commands, add_command, add_runs
 from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import write_csv
 from telemetry.heat_map import heat_map
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.plain_text import printable
-from telemetry.reading.cells import cells
 from telemetry.reading.matrix import thin
+from telemetry.reading.run_data import RunData, windows
 
 _MOST_ROWS, _MOST_COLUMNS = 512, 1024
 _NOT_WRITTEN = (".pdf", ".jpg", ".jpeg", ".webp", ".gif", ".html", ".json", ".parquet", ".gz")
 """Endings that ask for what would not be in the file."""
 
 
-def add_export(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "export",
-        _export,
-        does="write all numbers of the page as CSV, a row per layer and step, or its picture",
-        example="telemetry export runs/mnist -o mnist.csv --statistic grad_norm\n"
-        "  telemetry export runs/mnist -o mnist.svg",
-    )
-    add_runs(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the file to write (default: stdout); .png and .svg are pictures of one run",
-    )
-    parser.add_argument(
-        "--statistic",
-        action="append",
-        choices=STATISTICS,
-        metavar="NAME",
-        help="a column, or what the picture shows; may be repeated (default: all, or grad_norm): "
-        + ", ".join(STATISTICS),
-    )
-
-
-def _export(args: argparse.Namespace, console: Console) -> int:
+def export(args: argparse.Namespace, console: Console) -> int:
     ending = args.output.suffix.lower() if args.output is not None else ""
     if ending in (".png", ".svg"):
         return _export_picture(args)
     if ending in _NOT_WRITTEN:
         raise ValueError(f"-o {args.output}: pictures are .png or .svg, numbers .csv")
     runs = LogDirs(args.runs)
-    statistics = args.statistic or STATISTICS
+    statistics = args.statistic or [statistic.name for statistic in PAGE_STATISTICS]
     columns = ("run", "step", "module_name", "type_name", *statistics)
-
-    def rows() -> Iterator[list[str]]:
-        for log_dir, run in runs.opened():
-            name = printable(str(log_dir))
-            for step, module_name, type_name, *numbers in cells(run, statistics):
-                yield [name, step, printable(module_name), printable(type_name), *numbers]
-
+    rows = (
+        [printable(str(log_dir)), *row]
+        for log_dir, run in runs.opened()
+        for row in cells(run, statistics)
+    )
     if not runs.found:
         return runs.status
     if args.output is None:
-        write_csv(sys.stdout, columns, rows())
+        write_csv(sys.stdout, columns, rows)
     else:
         with open(args.output, "w", encoding="utf-8", newline="") as file:
-            write_csv(file, columns, rows())
+            write_csv(file, columns, rows)
     return runs.status
+
+
+def cells(run: RunData, statistics: Sequence[str]) -> Iterator[list[str]]:
+    """Step, layer, class and one text per statistic, by step and then in forward order.
+
+    A number has as many digits as float32 needs; where it was not measured, the text is empty. Rows
+    without any number are left out.
+    """
+    layers = run.overview().layers
+    names = [[printable(layer.name), printable(layer.type_name)] for layer in layers]
+    nothing = np.full(len(layers), MISSING, np.float32)
+    for [matrices] in windows([run], statistics):
+        rows_of = [dict(zip(m.steps.tolist(), m.values, strict=True)) for m in matrices]
+        for step in sorted(set().union(*rows_of)):
+            values = np.stack([rows.get(step, nothing) for rows in rows_of], axis=1)
+            texts = np.where(values == MISSING, "", values.astype(str))
+            for place in np.flatnonzero((values != MISSING).any(axis=1)):
+                yield [str(step), *names[place], *texts[place].tolist()]
 
 
 def _export_picture(args: argparse.Namespace) -> int:

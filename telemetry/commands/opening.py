@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from telemetry.commands.output import reason, tell_problems
-from telemetry.reading import log_dirs
 from telemetry.reading.log_dirs import NoTelemetryError, find_log_dirs, has_event_files, open_run
 from telemetry.reading.run_data import RunData
 
@@ -31,7 +30,7 @@ class LogDirs:
         self._given = paths
         for path in paths:
             try:
-                below = list(find_log_dirs(path, is_log_dir=is_log_dir, skipped=_skipped))
+                below = list(find_log_dirs(path, is_log_dir=is_log_dir, skipped=tell_skipped))
             except OSError as error:
                 self.fail(error)
                 continue
@@ -39,33 +38,26 @@ class LogDirs:
                 self.fail(FileNotFoundError(f"no event files in {path}"))
             self.found += [log_dir for log_dir in below if log_dir not in self.found]
 
-    @property
-    def several(self) -> bool:
-        return len(self.found) > 1
-
     def opened(self) -> Iterator[tuple[Path, RunData]]:
         """Each run with its directory; directories that others wrote are skipped."""
-        count = 0
+        opened = False
         for log_dir in self.found:
             run = self.open(log_dir)
             if run is not None:
-                count += 1
+                opened = True
                 yield log_dir, run
                 tell_problems(run.source.problems)
-        if not count:
-            self.status = 2
+        self.status = self.status if opened else 2
 
     def open(self, log_dir: Path) -> RunData | None:
         """The run in a directory that was found; None if it cannot be read, or others wrote it."""
         try:
             return open_run(log_dir)
-        except NoTelemetryError as error:
-            if log_dir in self._given:
-                self.fail(error)
-            else:
-                tell_problems([f"skipped {error}"])
         except (OSError, ValueError) as error:
-            self.fail(error)
+            if isinstance(error, NoTelemetryError) and log_dir not in self._given:
+                tell_skipped(error)
+            else:
+                self.fail(error)
         return None
 
     def fail(self, error: OSError | ValueError) -> None:
@@ -73,10 +65,5 @@ class LogDirs:
         self.status = 2
 
 
-def _skipped(error: OSError) -> None:
+def tell_skipped(error: OSError | ValueError) -> None:
     tell_problems([f"skipped {reason(error)}"])
-
-
-def only_log_dir(path: Path) -> Path:
-    """As :func:`telemetry.reading.log_dirs.only_log_dir`; what cannot be read is told on stderr."""
-    return log_dirs.only_log_dir(path, _skipped)

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -43,25 +43,25 @@ class Column:
 
 
 def new_console() -> Console:
-    """Prints to a terminal in its width, to a file or a pipe in any width."""
-    console = Console(highlight=False, emoji=False)
-    return console if console.is_terminal else Console(highlight=False, emoji=False, width=1 << 20)
+    """Prints texts as they are: to a terminal in its width, to a file or a pipe in any width."""
+    console = partial(Console, highlight=False, emoji=False, markup=False, soft_wrap=True)
+    return found if (found := console()).is_terminal else console(width=1 << 20)
 
 
 def print_table(
-    console: Console, title: str, names: Sequence[Text], others: Sequence[Column]
+    console: Console, title: str, names: Sequence[str], others: Sequence[Column]
 ) -> None:
     """Prints a column of names, and as many of the others as fit beside it.
 
     Names are never cut: where there is no room, they continue on the next line.
     """
-    widest = max(cell_len(title), *(name.cell_len for name in names))
+    widest = max(map(cell_len, [title, *names]))
     shown = list(others)
     while shown and min(widest, _NARROWEST) + _width(shown) > console.width:
         shown.remove(min(shown, key=lambda column: column.weight))
     width = max(1, min(widest, console.width - _width(shown)))
     heads = [Text(column.title) for column in shown]
-    for row, name in enumerate([Text(title), *names]):
+    for row, name in enumerate(map(Text, [title, *names])):
         cells = heads if row == 0 else [column.cells[row - 1].copy() for column in shown]
         for column, cell in zip(shown, cells, strict=True):
             cell.align("right" if column.is_number else "left", column.width)
@@ -70,7 +70,7 @@ def print_table(
         first.pad_right(width - first.cell_len)
         for line in (Text(_GAP).join([first, *cells]), *further):
             line.rstrip()
-            console.print(line, style=None if row else "bold", soft_wrap=True)
+            console.print(line, style=None if row else "bold")
 
 
 def _width(columns: Sequence[Column]) -> int:

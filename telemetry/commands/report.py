@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
-from telemetry.commands.arguments import Commands, add_command, add_run
-from telemetry.commands.opening import only_log_dir
+from telemetry.commands.opening import tell_skipped
 from telemetry.commands.output import tell_problems
 from telemetry.flight import explain, flight_files
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.plain_text import printable
 from telemetry.reading import payloads
 from telemetry.reading.builtin_tags import histogram_tags
-from telemetry.reading.log_dirs import open_run
+from telemetry.reading.log_dirs import only_log_dir, open_run
 from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
@@ -60,29 +58,10 @@ script-src data:; style-src 'unsafe-inline'">
 """
 
 
-def add_report(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "report",
-        _report,
-        does="write one HTML file with the page and the data of a run",
-        example="telemetry report runs/mnist -o report.html",
-    )
-    add_run(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        default="report.html",
-        help="the file to write (default: %(default)s)",
-    )
-
-
-def _report(args: argparse.Namespace, console: Console) -> int:
-    tell_problems(write_report(only_log_dir(args.run), args.output))
+def report(args: argparse.Namespace, console: Console) -> int:
+    tell_problems(write_report(only_log_dir(args.run, tell_skipped), args.output))
     size = args.output.stat().st_size
-    console.print(Text(printable(f"{args.output} ({size / 1e6:.1f} MB)")), soft_wrap=True)
+    console.print(printable(f"{args.output} ({size / 1e6:.1f} MB)"))
     return 0
 
 
@@ -181,7 +160,7 @@ def _layers_in_detail(overview: Overview) -> list[Layer]:
 
 
 def _histograms(run: RunData, layers: Iterable[Layer]) -> Iterator[tuple[str, str]]:
-    tags = run.source.tensor_tags("histograms")
+    tags = run.source.tags("histograms")
     for layer in layers:
         if histogram_tags(layer, tags):
             yield layer.name, _packed(payloads.histograms(run.source, layer))

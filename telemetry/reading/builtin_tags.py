@@ -63,8 +63,8 @@ def loss_of(tags: Collection[str], chosen: str | None) -> str | None:
 
 def scalar_curves(source: RunSource) -> list[tuple[str, str]]:
     """Pairs of ``loss`` or ``learning rate`` and a tag: one loss, some learning rates."""
-    known = sorted(source.scalar_tags())
-    loss = loss_of(known, chosen_loss(source.tensor_tags(PLUGIN_NAME)))
+    known = sorted(source.tags("scalars"))
+    loss = loss_of(known, chosen_loss(source.tags(PLUGIN_NAME)))
     rates = [tag for tag in known if _RATE.fullmatch(plain(tag))]
     return [("loss", tag) for tag in (loss,) if tag is not None] + [
         ("learning rate", tag) for tag in rates[:_MAX_RATES]

@@ -4,65 +4,55 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading.matrix import in_order
+from telemetry.reading.numbers import Numbers
 from telemetry.reading.sessions import Segment
 
 EVERY_STEP = tuple(statistic.name for statistic in PAGE_STATISTICS if statistic.every_step)
 """Statistics that are computed from the parameters' gradient norms, ``n`` tags."""
 
-Series = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Steps and values, shape ``[k]`` each."""
-
-ByOwner = tuple[Any, NDArray[np.intp], NDArray[np.intp]]
-"""As in :class:`~telemetry.reading.sessions.Segment`."""
-
-_ONE: ByOwner = (slice(None), np.zeros(1, np.intp), np.zeros(1, np.intp))
-"""All parameters are of one module."""
-
-Part = tuple[Segment, NDArray[np.int64], NDArray[np.float32]]
-"""What a tag holds: its segment, its steps ``[k]``, and for each of them the numbers of an ``m``
-tag, ``[k, modules, statistics]``, or of an ``n`` tag, ``[k, parameters]``."""
+Curves: TypeAlias = dict[str, Numbers]
+"""Steps and values, shape ``[k]`` each, by the name of what has them."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerSeries:
-    """Everything about one layer over time, without curves that have no value.
+def layer_series(
+    name: str,
+    full: Iterable[tuple[Segment, Numbers]],
+    norms: Iterable[tuple[Segment, Numbers]],
+) -> tuple[Curves, Curves]:
+    """All statistics of the layer with this name, and the gradient norm of each of its parameters.
 
-    Attributes:
-        statistics: By the statistic's name.
-        parameters: The gradient norm of each parameter, by the parameter's name.
+    Curves that have no value are left out.
+
+    Args:
+        name: The layer's.
+        full: The content of all ``m`` tags.
+        norms: That of all ``n`` tags.
     """
-
-    statistics: dict[str, Series]
-    parameters: dict[str, Series]
-
-
-def layer_series(name: str, full: Iterable[Part], norms: Iterable[Part]) -> LayerSeries:
-    """All curves of the layer with this name, from all ``m`` tags and all ``n`` tags."""
-    statistics: dict[str, list[Series]] = defaultdict(list)
-    parameters: dict[str, list[Series]] = defaultdict(list)
-    for segment, steps, values in full:
+    statistics: dict[str, list[Numbers]] = defaultdict(list)
+    parameters: dict[str, list[Numbers]] = defaultdict(list)
+    for segment, (steps, values) in full:
         place = segment.layout.position.get(name)
         if place is not None:
             for column, statistic in enumerate(segment.statistic_names):
                 statistics[statistic].append((steps, values[:, place, column]))
-    for segment, steps, values in norms:
+    for segment, (steps, values) in norms:
         place = segment.layout.position.get(name)
         if place is not None:
-            own = np.flatnonzero(segment.owners == place)
+            own = segment.layout.owned[place]
             for statistic in EVERY_STEP:
-                of_one = _from_norms(values[:, own], segment.sizes[own], _ONE, 1, statistic)
+                one = np.zeros(len(own), np.intp)
+                of_one = _from_norms(values[:, own], segment.sizes[own], one, 1, statistic)
                 statistics[statistic].append((steps, of_one[:, 0]))
             for index in own:
                 parameters[segment.layout.parameters[index].name].append((steps, values[:, index]))
-    return LayerSeries(statistics=_joined(statistics), parameters=_joined(parameters))
+    return _joined(statistics), _joined(parameters)
 
 
 def of_modules(
@@ -77,42 +67,45 @@ def of_modules(
         name: The statistic's name.
     """
     if name in EVERY_STEP:
-        count = len(segment.layout.modules)
-        return _from_norms(values, segment.sizes, segment.by_owner, count, name)
+        layout = segment.layout
+        return _from_norms(values, segment.sizes, layout.owners, len(layout.modules), name)
     if name not in segment.statistic_names:
         return None
     return values[:, :, segment.statistic_names.index(name)]
 
 
 def _from_norms(
-    norms: NDArray[np.float32], sizes: NDArray[np.float64], by_owner: ByOwner, count: int, name: str
+    norms: NDArray[np.float32],
+    sizes: NDArray[np.float64],
+    owners: NDArray[np.intp],
+    count: int,
+    name: str,
 ) -> NDArray[np.float32]:
     """``grad_norm`` or ``grad_rms``; missing where no parameter of the module had a gradient."""
+    order = np.argsort(owners, kind="stable")
+    modules, starts = np.unique(owners[order], return_index=True)
+
+    def sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Over each module's parameters, ``[k, modules]``."""
+        found = np.zeros((len(values), count))
+        if len(order):
+            found[:, modules] = np.add.reduceat(values[:, order], starts, axis=1)
+        return found
+
     present = norms != MISSING
-    squares = np.where(present, np.square(norms, dtype=np.float64), 0.0)
-    total = _sums(squares, by_owner, count)
+    total = sums(np.where(present, np.square(norms, dtype=np.float64), 0.0))
     if name == "grad_rms":
         with np.errstate(invalid="ignore", divide="ignore"):
-            total = total / _sums(present * sizes, by_owner, count)
-    known = _sums(present.astype(np.float64), by_owner, count) > 0
+            total = total / sums(present * sizes)
+    known = sums(present.astype(np.float64)) > 0
     with np.errstate(over="ignore", invalid="ignore"):
         return np.where(known, np.sqrt(total), MISSING).astype(np.float32)
 
 
-def _sums(values: NDArray[np.float64], by_owner: ByOwner, count: int) -> NDArray[np.float64]:
-    """Sums over each module's parameters, ``[k, modules]``."""
-    sums = np.zeros((len(values), count))
-    order, present, starts = by_owner
-    if values.shape[1]:
-        sums[:, present] = np.add.reduceat(values[:, order], starts, axis=1)
-    return sums
-
-
-def _joined(pieces: dict[str, list[Series]]) -> dict[str, Series]:
+def _joined(pieces: dict[str, list[Numbers]]) -> Curves:
     joined = {}
     for name, parts in pieces.items():
-        steps = np.concatenate([steps for steps, _ in parts])
-        values = np.concatenate([values for _, values in parts])
+        steps, values = (np.concatenate(column) for column in zip(*parts, strict=True))
         known = values != MISSING
         if known.any():
             joined[name] = in_order(steps[known], values[known])

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading import builtin_tags
-from telemetry.reading.matrix import Matrix
-from telemetry.reading.run_data import RunData
-from telemetry.reading.windows import windows
+from telemetry.reading.run_data import RunData, windows
 from telemetry.tag_names import plain
 
 _FORWARD, _BACKWARD, _UPDATE = 1, 2, 3
@@ -98,13 +96,19 @@ def _of_layers(
     first: RunData, second: RunData, names: Sequence[str], tolerance: float
 ) -> tuple[list[Difference], int]:
     """Where each statistic of these layers first differs, and how many steps both runs have."""
-    rows = [_rows(run, names) for run in (first, second)]
+    rows = []
+    for run in (first, second):
+        row_of = {layer.name: row for row, layer in enumerate(run.overview().layers)}
+        rows.append(np.array([row_of[name] for name in names], np.intp))
     found: dict[str, Difference] = {}
     steps: set[int] = set()
     for of_runs in windows([first, second], [statistic.name for statistic in PAGE_STATISTICS]):
         for statistic, *pair in zip(PAGE_STATISTICS, *of_runs, strict=True):
-            common, one, other = _aligned(pair, rows)
+            common, *columns = np.intersect1d(
+                pair[0].steps, pair[1].steps, assume_unique=True, return_indices=True
+            )
             steps.update(common.tolist())
+            one, other = (pair[i].values[columns[i]][:, rows[i]] for i in (0, 1))
             differ = (one != MISSING) & (other != MISSING) & ~_same(one, other, tolerance)
             if statistic.name not in found and differ.any():
                 column = int(differ.any(axis=1).argmax())
@@ -119,21 +123,6 @@ def _of_layers(
                     layer_count=len(layers),
                 )
     return list(found.values()), len(steps)
-
-
-def _rows(run: RunData, names: Sequence[str]) -> NDArray[np.intp]:
-    """The row of each of these layers."""
-    row_of = {layer.name: row for row, layer in enumerate(run.overview().layers)}
-    return np.array([row_of[name] for name in names], np.intp)
-
-
-def _aligned(
-    pair: Sequence[Matrix], rows: Sequence[NDArray[np.intp]]
-) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    """The common steps ``[k]``, and the values of both at these, ``[k, common layers]``."""
-    first, second = pair
-    steps, *columns = np.intersect1d(first.steps, second.steps, True, return_indices=True)
-    return steps, first.values[columns[0]][:, rows[0]], second.values[columns[1]][:, rows[1]]
 
 
 def _same(
@@ -156,7 +145,8 @@ def _curves(run: RunData) -> Mapping[str, Mapping[int, float]]:
         tag: kind if kind == "loss" else plain(tag)
         for kind, tag in builtin_tags.scalar_curves(run.source)
     }
-    return {names[tag]: dict(curve) for tag, curve in run.source.read_scalars(list(names)).items()}
+    read = run.source.read("scalars", list(names))
+    return {names[tag]: dict(curve) for tag, curve in read.items()}
 
 
 def _of_curves(first: RunData, second: RunData, tolerance: float) -> Iterator[Difference]:

@@ -19,7 +19,7 @@ from tensorboard.data_compat import migrate_value
 
 from telemetry.events import CorruptEventFileError, list_event_files, read_events
 from telemetry.page_format import PLUGIN_NAME
-from telemetry.reading.sources import Point, Problems
+from telemetry.reading.sources import Problems
 
 MAX_KEPT_BYTES = {
     PLUGIN_NAME: 2 << 30,
@@ -38,7 +38,7 @@ _DTYPES: Mapping[int, np.dtype[Any]] = {
 
 
 class FileSource:
-    """All values of one run, read once and kept in memory.
+    """All values of one run, read once and kept in memory: a :class:`RunSource`.
 
     Values that a later session replaces (``purge_step``) are left out, as in TensorBoard.
 
@@ -54,43 +54,33 @@ class FileSource:
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         self.problems = Problems()
-        # By plugin and tag, each value behind its step: numbers of scalars, points of all others.
+        # By plugin and tag, each value behind its step.
         self._values: dict[str, dict[str, list[tuple[int, Any]]]] = defaultdict(dict)
         self._room = dict(MAX_KEPT_BYTES)
         paths = list_event_files(log_dir) if Path(log_dir).is_dir() else []
         if not paths:
             raise FileNotFoundError(f"no event files in {os.fspath(log_dir)}")
         for path in paths:
-            self._read(path)
-        self._sort()
+            self._read_file(path)
+        for plugin_name, tags in self._values.items():
+            if plugin_name != PLUGIN_NAME:  # of each step, what was written last
+                self._values[plugin_name] = {
+                    tag: sorted(dict(series).items()) for tag, series in tags.items() if series
+                }
 
-    def tensor_tags(self, plugin_name: str) -> Mapping[str, int]:
+    def tags(self, plugin_name: str) -> Mapping[str, int]:
         return {tag: series[-1][0] for tag, series in self._values[plugin_name].items()}
 
-    def read_tensors(
+    def read(
         self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
-    ) -> Mapping[str, Sequence[Point]]:
+    ) -> Mapping[str, Sequence[tuple[int, Any]]]:
         known = self._values[plugin_name]
-        first = -1 if sampled else 0
-        return {tag: [point for _, point in known[tag][first:]] for tag in tags if tag in known}
+        return {tag: known[tag][-1 if sampled else 0 :] for tag in tags if tag in known}
 
-    def scalar_tags(self) -> Sequence[str]:
-        return list(self._values["scalars"])
+    def picture(self, tag: str, step: int) -> bytes | None:
+        return dict(self._values["images"].get(tag, ())).get(step)
 
-    def read_scalars(self, tags: Sequence[str]) -> Mapping[str, Sequence[tuple[int, float]]]:
-        return {tag: self._values["scalars"][tag] for tag in tags if tag in self._values["scalars"]}
-
-    def image_tags(self) -> Sequence[str]:
-        return list(self._values["images"])
-
-    def image_steps(self, tag: str) -> Sequence[int]:
-        return [step for step, _ in self._values["images"].get(tag, ())]
-
-    def read_image(self, tag: str, step: int) -> bytes | None:
-        point = dict(self._values["images"].get(tag, ())).get(step)
-        return None if point is None else bytes(point.value)
-
-    def _read(self, path: Path) -> None:
+    def _read_file(self, path: Path) -> None:
         events = read_events(path)
         try:
             for event in events:
@@ -106,39 +96,24 @@ class FileSource:
         if event.session_log.status == SessionLog.START:
             self._purge(event.step)
         for value in event.summary.value:
-            if value.HasField("simple_value"):
-                self._keep("scalars", value.tag, event.step, value.simple_value)
-                continue
             try:
-                if value.WhichOneof("value") in ("histo", "image"):  # in the form of torch
-                    value = migrate_value(value)
-                if (plugin_name := value.metadata.plugin_data.plugin_name) in self._room:
-                    self._take_tensor(plugin_name, value, event)
+                plugin_name, content = _content(value)
             except ValueError as error:
                 self.problems.add(value.tag, error)
+                continue
+            if content is not None:
+                self._keep(plugin_name, value.tag, event.step, content)
 
-    def _take_tensor(self, plugin_name: str, value: Summary.Value, event: Event) -> None:
-        decode = _picture if plugin_name == "images" else _decode
-        content = decode(value.tensor)
-        if plugin_name == "scalars":
-            if not isinstance(content, np.ndarray) or content.size != 1:
-                raise ValueError("not a single number")
-            self._keep("scalars", value.tag, event.step, float(content.reshape(())))
-        elif content is not None:
-            nbytes = content.nbytes if isinstance(content, np.ndarray) else len(content)
-            point = Point(step=event.step, wall_time=event.wall_time, value=content)
-            self._keep(plugin_name, value.tag, event.step, point, nbytes)
-
-    def _keep(
-        self, plugin_name: str, tag: str, step: int, value: float | Point, nbytes: int = 0
-    ) -> None:
-        nbytes += _OVERHEAD_BYTES + len(tag)
+    def _keep(self, plugin_name: str, tag: str, step: int, content: Any) -> None:
+        nbytes = _OVERHEAD_BYTES + len(tag)
+        if not isinstance(content, float):
+            nbytes += content.nbytes if isinstance(content, np.ndarray) else len(content)
         if nbytes > self._room[plugin_name]:
             limit = MAX_KEPT_BYTES[plugin_name] >> 20
             self.problems.add(f"the rest of {plugin_name}", f"there are more than {limit} MiB")
             return
         self._room[plugin_name] -= nbytes
-        self._values[plugin_name].setdefault(tag, []).append((step, value))
+        self._values[plugin_name].setdefault(tag, []).append((step, content))
 
     def _purge(self, step: int) -> None:
         for plugin_name, tags in self._values.items():
@@ -146,13 +121,30 @@ class FileSource:
                 for tag, series in tags.items():
                     tags[tag] = [item for item in series if item[0] < step]
 
-    def _sort(self) -> None:
-        """Sorts by step, and keeps what was written last for each step."""
-        for plugin_name, tags in self._values.items():
-            if plugin_name != PLUGIN_NAME:
-                self._values[plugin_name] = {
-                    tag: sorted(dict(series).items()) for tag, series in tags.items() if series
-                }
+
+def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | None]:
+    """A value's plugin, and what it holds; None if that is nothing that is shown.
+
+    Raises:
+        ValueError: It is not what the plugin's values are.
+    """
+    if value.HasField("simple_value"):
+        return "scalars", value.simple_value
+    if value.WhichOneof("value") in ("histo", "image"):  # in the form of torch
+        value = migrate_value(value)
+    plugin_name: str = value.metadata.plugin_data.plugin_name
+    if plugin_name not in MAX_KEPT_BYTES:
+        return plugin_name, None
+    if plugin_name == "images":
+        # The first two strings are the picture's width and height.
+        strings = value.tensor.string_val
+        return plugin_name, bytes(strings[2]) if len(strings) > 2 else None
+    content = _decode(value.tensor)
+    if plugin_name != "scalars":
+        return plugin_name, content
+    if not isinstance(content, np.ndarray) or content.size != 1:
+        raise ValueError("not a single number")
+    return plugin_name, float(content.reshape(()))
 
 
 def _decode(tensor: TensorProto) -> NDArray[Any] | bytes:
@@ -176,9 +168,3 @@ def _decode(tensor: TensorProto) -> NDArray[Any] | bytes:
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
         raise ValueError(f"{size} bytes do not make {dtype} of shape {shape}")
     return np.frombuffer(content, dtype).reshape(shape)
-
-
-def _picture(tensor: TensorProto) -> bytes | None:
-    """The first picture; None for a tensor without one."""
-    # The first two strings are the pictures' width and height.
-    return bytes(tensor.string_val[2]) if len(tensor.string_val) > 2 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,16 +14,14 @@ from numpy.typing import NDArray
 
 from telemetry.alert import alert_fields
 from telemetry.layers import PAGE_STATISTICS
-from telemetry.movers import Mover
 from telemetry.page_format import FORMAT_VERSION
 from telemetry.reading import builtin_tags
-from telemetry.reading.derived import LayerSeries
+from telemetry.reading.derived import Curves
 from telemetry.reading.distributions import distribution, histogram_table
-from telemetry.reading.first_movers import first_movers
 from telemetry.reading.matrix import Matrix
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
-from telemetry.reading.sources import Point, Problems, RunSource
+from telemetry.reading.sources import RunSource
 from telemetry.tag_names import plain
 
 MAX_PICTURE_PIXELS = 1 << 22
@@ -70,16 +68,14 @@ def overview(run: Overview) -> dict[str, Any]:
 
 def movers(run: RunData, step: int) -> dict[str, Any]:
     """Which layers left their past first around a step; null if that cannot be known."""
-    found = first_movers(run, step)
-    shown = None if found is None else [_mover(mover) for mover in found[:MAX_MOVERS]]
-    layers = sum(bool(layer.parameters) for layer in run.overview().layers)
-    return {"movers": shown, "count": len(found or ()), "layers": layers}
-
-
-def _mover(mover: Mover) -> dict[str, Any]:
+    found = run.first_movers(step)
     # JSON has no infinity.
-    factor = mover.factor if math.isfinite(mover.factor) else "Infinity"
-    return asdict(mover) | {"factor": factor}
+    shown = [
+        asdict(mover) | ({} if math.isfinite(mover.factor) else {"factor": "Infinity"})
+        for mover in (found or ())[:MAX_MOVERS]
+    ]
+    layers = sum(bool(layer.parameters) for layer in run.overview().layers)
+    return {"movers": None if found is None else shown, "count": len(found or ()), "layers": layers}
 
 
 def matrix(part: Matrix) -> bytes:
@@ -97,7 +93,7 @@ def matrix(part: Matrix) -> bytes:
 def scalars(source: RunSource) -> bytes:
     """Loss and learning rates, if the run has them."""
     curves = builtin_tags.scalar_curves(source)
-    found = source.read_scalars([tag for _, tag in curves])
+    found = source.read("scalars", [tag for _, tag in curves])
     header: list[dict[str, str]] = []
     arrays: dict[str, NDArray[Any]] = {}
     for kind, tag in curves:
@@ -110,26 +106,31 @@ def scalars(source: RunSource) -> bytes:
     return pack({"curves": header}, arrays)
 
 
-def layer_series(series: LayerSeries) -> bytes:
+def layer_series(statistics: Curves, parameters: Curves) -> bytes:
     """All statistics of one layer, and the gradient norm of each of its parameters."""
-    header: dict[str, list[str]] = {"statistics": [], "parameters": []}
+    groups = {"statistics": statistics, "parameters": parameters}
     arrays: dict[str, NDArray[Any]] = {}
-    for group, curves in (("statistics", series.statistics), ("parameters", series.parameters)):
-        for number, (name, (steps, values)) in enumerate(curves.items()):
-            header[group].append(name)
+    for group, curves in groups.items():
+        for number, (steps, values) in enumerate(curves.values()):
             arrays[f"{group}{number}.steps"] = steps
             arrays[f"{group}{number}.values"] = values
-    return pack(header, arrays)
+    return pack({group: list(curves) for group, curves in groups.items()}, arrays)
 
 
 def histograms(source: RunSource, layer: Layer) -> bytes:
     """The layer's histograms over time, from the tags of the Histograms dashboard."""
-    tags = builtin_tags.histogram_tags(layer, source.tensor_tags("histograms"))
-    points = source.read_tensors("histograms", [tag for _, _, tag in tags])
+    tags = builtin_tags.histogram_tags(layer, source.tags("histograms"))
+    points = source.read("histograms", [tag for _, _, tag in tags])
     header: list[dict[str, Any]] = []
     arrays: dict[str, NDArray[Any]] = {}
     for kind, name, tag in tags:
-        found = distribution(list(_tables(tag, points.get(tag, ()), source.problems)))
+        tables = []
+        for step, value in points.get(tag, ()):
+            try:
+                tables.append((step, histogram_table(value)))
+            except ValueError as error:
+                source.problems.add(tag, error)
+        found = distribution(tables)
         if found is not None:
             number = len(header)
             header.append({"kind": kind, "name": name, "unit": found.unit})
@@ -139,32 +140,25 @@ def histograms(source: RunSource, layer: Layer) -> bytes:
     return pack({"histograms": header}, arrays)
 
 
-def _tables(
-    tag: str, points: Sequence[Point], problems: Problems
-) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Step and content of those points that are histograms."""
-    for point in points:
-        try:
-            yield point.step, histogram_table(point.value)
-        except ValueError as error:
-            problems.add(tag, error)
-
-
 def images(source: RunSource, layer: Layer) -> list[dict[str, Any]]:
     """The layer's pictures and their steps, from the tags of the Images dashboard."""
+    tags = builtin_tags.image_tags(layer, source.tags("images"))
     return [
-        {"kind": kind, "name": name, "tag": tag, "steps": list(source.image_steps(tag))}
-        for kind, name, tag in builtin_tags.image_tags(layer, source.image_tags())
+        {
+            "kind": kind,
+            "name": name,
+            "tag": tag,
+            "steps": [step for step, _ in source.read("images", [tag]).get(tag, ())],
+        }
+        for kind, name, tag in tags
     ]
 
 
 def picture(source: RunSource, tag: str, step: int) -> bytes | None:
     """A PNG file; None if the picture is missing, too large or not a PNG."""
-    png = source.read_image(tag, step)
-    if png is None:
-        return None
     try:
-        return _checked_png(png)
+        png = source.picture(tag, step)
+        return None if png is None else _checked_png(png)
     except ValueError as error:
         source.problems.add(tag, error)
         return None

@@ -16,7 +16,7 @@ from telemetry.alert import Alert
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.log_dirs import only_log_dir, open_run
-from telemetry.reading.windows import windows
+from telemetry.reading.run_data import windows
 from telemetry.tag_names import plain
 
 Table: TypeAlias = Any
@@ -56,8 +56,8 @@ class Run:
         Tags are without the group that TensorBoard shows them in, such as ``~run/``.
         """
         series: dict[str, list[tuple[int, float]]] = {}
-        read = self._data.source.read_scalars(self._data.source.scalar_tags())
-        for tag, curve in read.items():
+        source = self._data.source
+        for tag, curve in source.read("scalars", list(source.tags("scalars"))).items():
             series.setdefault(plain(tag), []).extend(curve)
         points = [point for each in series.values() for point in each]
         steps = np.array([step for step, _ in points], np.int64)
@@ -97,7 +97,7 @@ class Run:
     @cached_property
     def _histogram_tags(self) -> Mapping[str, list[str]]:
         tags: dict[str, list[str]] = {}
-        for tag in self._data.source.tensor_tags("histograms"):
+        for tag in self._data.source.tags("histograms"):
             tags.setdefault(plain(tag), []).append(tag)
         return tags
 
@@ -114,8 +114,8 @@ class Run:
         if tags is None:
             close = ", ".join(difflib.get_close_matches(plain(tag), self.histogram_tags))
             raise KeyError(f"no histograms {tag!r}; the closest are {close or 'none'}")
-        found = self._data.source.read_tensors("histograms", tags).values()
-        return {point.step: histogram_table(point.value) for series in found for point in series}
+        found = self._data.source.read("histograms", tags).values()
+        return {step: histogram_table(value) for series in found for step, value in series}
 
 
 def read(run: str | os.PathLike[str]) -> Run:

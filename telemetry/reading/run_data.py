@@ -12,26 +12,38 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.layers import MISSING, PAGE_STATISTICS
-from telemetry.page_format import ALERT_PREFIX, PLUGIN_NAME, ChunkKind, NewerFormatError
+from telemetry.movers import FEWEST_TO_SHOW, LOOK_BACK, Mover, movers
+from telemetry.page_format import (
+    ALERT_PREFIX,
+    LAYOUT_PREFIX,
+    PLUGIN_NAME,
+    ChunkKind,
+    NewerFormatError,
+    decode_alert,
+    decode_layout,
+    parse_layout_tag,
+)
 from telemetry.reading import derived
 from telemetry.reading.matrix import Matrix, Region, in_order
-from telemetry.reading.numbers import CALL_TAGS, NumberCache, Numbers, Wanted
+from telemetry.reading.numbers import CALL_TAGS, NumberCache, Numbers
 from telemetry.reading.sessions import (
     Layer,
-    ParsedLayout,
+    NumberTag,
     Segment,
     Structure,
-    TagRange,
-    TextParser,
+    WrittenLayout,
     assemble,
-    is_layout,
 )
-from telemetry.reading.sources import Point, RunSource
+from telemetry.reading.sources import RunSource
+from telemetry.records import Layout
+from telemetry.untrusted import MAX_WHOLE
 
 _OF_RANKS = {statistic.name for statistic in PAGE_STATISTICS if statistic.of_ranks}
 
 MAX_ALERTS = 10_000
 """Alerts of one run; the page lists every one."""
+MAX_TEXT_BYTES = 32 << 20
+"""All alerts and distinct layouts of a run together: fifteen layouts of 20,000 modules."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,23 +91,23 @@ class RunData:
         """
         with self._lock:
             self._refresh()
-            structure = self._structure
+            structure, sessions = self._structure, self._structure.sessions
             if self._newer is not None and not structure.layers:
                 raise NewerFormatError(self._newer)
-            lasts = [
-                min(tag.last, segment.end - 1)
-                for segment in structure.segments
-                for tags in segment.tags.values()
-                for tag in tags[-1:]
+            lasts = {(t.segment, t.kind): min(t.last, t.segment.end - 1) for t in structure.tags}
+            first = min(sessions.begins.values(), default=0)
+            alerts = [
+                alert
+                for tag, alert in self._alerts.items()
+                if alert.step < sessions.end_of(tag.removeprefix(ALERT_PREFIX).rsplit("/", 1)[0])
             ]
-            first = min(structure.sessions.begins.values(), default=0)
             return Overview(
                 version=self._version(),
                 layers=structure.layers,
                 first_step=first,
-                last_step=max(lasts, default=first),
-                alerts=self._current_alerts(),
-                session_count=len(structure.sessions.begins),
+                last_step=max(lasts.values(), default=first),
+                alerts=tuple(sorted(alerts, key=lambda alert: alert.step)),
+                session_count=len(sessions.begins),
                 of_ranks=any(_OF_RANKS & set(s.statistic_names) for s in structure.segments),
             )
 
@@ -114,7 +126,7 @@ class RunData:
             rows = region.layers(count)
             sampled, parts = self._read("n" if statistic in derived.EVERY_STEP else "m", region)
             steps, values = [np.empty(0, np.int64)], [np.empty((0, count), np.float32)[:, rows]]
-            for segment, part_steps, numbers in parts:
+            for segment, (part_steps, numbers) in parts:
                 of_modules = derived.of_modules(segment, numbers, statistic)
                 if of_modules is not None:
                     steps.append(part_steps)
@@ -122,12 +134,25 @@ class RunData:
         all_steps, all_values = in_order(np.concatenate(steps), np.concatenate(values))
         return Matrix(steps=all_steps, values=all_values, first_layer=rows.start, sampled=sampled)
 
-    def layer_series(self, name: str) -> derived.LayerSeries:
-        """All statistics of the layer with this name at all steps; empty if the run lacks it."""
+    def layer_series(self, name: str) -> tuple[derived.Curves, derived.Curves]:
+        """As :func:`~telemetry.reading.derived.layer_series`; empty if the run lacks the layer."""
         with self._lock:
             self._refresh()
             full, norms = self._read("m", Region())[1], self._read("n", Region())[1]
             return derived.layer_series(name, full, norms)
+
+    def first_movers(self, step: int) -> list[Mover] | None:
+        """The layers whose gradient norm had left its past by a step, earliest first.
+
+        NaN counts as infinite. What came after the step is left out: at the end of an explosion all
+        layers are NaN alike. None if there are too few steps before to know what is usual.
+        """
+        region = Region(first_step=max(0, step + 1 - LOOK_BACK), last_step=step)
+        matrix = self.matrix("grad_norm", region)
+        norms = np.where(np.isnan(matrix.values), np.inf, matrix.values).astype(np.float64)
+        norms[norms == MISSING] = np.nan
+        names = [layer.name for layer in self.overview().layers]
+        return movers(names, matrix.steps, norms, step, fewest=FEWEST_TO_SHOW)
 
     def _version(self) -> str:
         """A hash that changes when columns read earlier no longer fit new ones."""
@@ -138,87 +163,112 @@ class RunData:
         text = "\n".join([*self._structure.sessions.begins, *parts, *names])
         return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
-    def _current_alerts(self) -> tuple[Alert, ...]:
-        current = []
-        for tag, alert in self._alerts.items():
-            session = tag.removeprefix(ALERT_PREFIX).rsplit("/", 1)[0]
-            if alert.step < self._structure.sessions.end_of(session):
-                current.append(alert)
-        return tuple(sorted(current, key=lambda alert: alert.step))
-
     def _refresh(self) -> None:
-        last_steps = dict(self.source.tensor_tags(PLUGIN_NAME))
+        last_steps = dict(self.source.tags(PLUGIN_NAME))
         if last_steps == self._last_steps:
             return
         if self._last_steps.keys() - last_steps.keys():  # another run in the same place
             self._forget()
         new = [tag for tag in last_steps if tag not in self._last_steps]
-        self._parse([tag for tag in new if is_layout(tag)])
-        self._parse(self._alerts_to_read([tag for tag in new if tag.startswith(ALERT_PREFIX)]))
+        alerts = [tag for tag in new if tag.startswith(ALERT_PREFIX)]
+        room = MAX_ALERTS - len(self._alerts)
+        if len(alerts) > room:
+            self.source.problems.add("the rest of the alerts", f"there are more than {MAX_ALERTS}")
+        self._parse([tag for tag in new if tag.startswith(LAYOUT_PREFIX)])
+        self._parse(alerts[:room])
         self._structure = assemble(self._layouts.values(), last_steps, self.source.problems)
         self._last_steps = last_steps
 
     def _forget(self) -> None:
         self._last_steps = {}
-        self._layouts: dict[str, ParsedLayout] = {}
+        self._layouts: dict[str, WrittenLayout] = {}
+        self._decoded: dict[bytes, tuple[Layout, tuple[str, ...]]] = {}
         self._alerts: dict[str, Alert] = {}
+        self._text_room = MAX_TEXT_BYTES
         self._newer: str | None = None
-        self._texts = TextParser()
         self._structure = Structure()
         self._numbers.clear()
 
-    def _alerts_to_read(self, new: Sequence[str]) -> Sequence[str]:
-        room = MAX_ALERTS - len(self._alerts)
-        if len(new) > room:
-            self.source.problems.add("the rest of the alerts", f"there are more than {MAX_ALERTS}")
-        return new[:room]
-
     def _parse(self, tags: Sequence[str]) -> None:
-        for tag, point in self._read_texts(tags):
-            try:
-                if is_layout(tag):
-                    self._layouts[tag] = self._texts.layout(tag, point)
-                else:
-                    self._alerts[tag] = self._texts.alert(point)
-            except ValueError as error:
-                self.source.problems.add(tag, error)
-                if isinstance(error, NewerFormatError):
-                    self._newer = str(error)
-
-    def _read_texts(self, tags: Sequence[str]) -> Iterator[tuple[str, Point]]:
+        """Takes in layouts and alerts."""
         for start in range(0, len(tags), CALL_TAGS):
-            batch = tags[start : start + CALL_TAGS]
-            for tag, points in self.source.read_tensors(PLUGIN_NAME, batch).items():
-                if points:
-                    yield tag, points[-1]
+            read = self.source.read(PLUGIN_NAME, tags[start : start + CALL_TAGS])
+            for tag, points in read.items():
+                for step, text in points[-1:]:
+                    try:
+                        self._parse_text(tag, step, text)
+                    except ValueError as error:
+                        self.source.problems.add(tag, error)
+                        if isinstance(error, NewerFormatError):
+                            self._newer = str(error)
 
-    def _read(self, kind: ChunkKind, region: Region) -> tuple[bool, Iterator[derived.Part]]:
+    def _parse_text(self, tag: str, step: int, text: object) -> None:
+        is_layout = tag.startswith(LAYOUT_PREFIX)
+        session, number = parse_layout_tag(tag) if is_layout else ("", 0)
+        if not isinstance(text, bytes):
+            raise ValueError("it is not a text")
+        if is_layout and not 0 <= step <= MAX_WHOLE:
+            raise ValueError("its step must be from 0 to 2**53")
+        if text not in self._decoded:
+            if len(text) > self._text_room:
+                limit = MAX_TEXT_BYTES >> 20
+                raise ValueError(f"the texts of the run take more than {limit} MiB")
+            self._text_room -= len(text)
+        if not is_layout:
+            self._alerts[tag] = decode_alert(text)
+            return
+        if text not in self._decoded:
+            self._decoded[text] = decode_layout(text)
+        self._layouts[tag] = WrittenLayout(session, number, step, *self._decoded[text])
+
+    def _read(
+        self, kind: ChunkKind, region: Region
+    ) -> tuple[bool, Iterator[tuple[Segment, Numbers]]]:
         """Whether steps are left out, and what the tags hold at steps inside of the region."""
-        structure = self._structure
-        wanted = [
-            Wanted(kind=kind, segment=segment, tag=tag, layer_count=len(structure.layers))
-            for segment in structure.segments
-            for tag in segment.tags[kind]
-            if _reaches(tag, segment, region)
-        ]
+        tags = self._structure.tags
+        wanted = [tag for tag in tags if tag.kind == kind and _reaches(tag, region)]
         sampled, found = self._numbers.read(self.source, wanted)
-        return sampled, (_cut(segment, numbers, region) for segment, numbers in found)
+        return sampled, ((tag.segment, _cut(tag.segment, *read, region)) for tag, read in found)
 
 
-def _reaches(tag: TagRange, segment: Segment, region: Region) -> bool:
-    if tag.after + 1 >= segment.end:
+def windows(
+    runs: Sequence[RunData], statistics: Sequence[str], region: Region | None = None
+) -> Iterator[list[list[Matrix]]]:
+    """A matrix for each run and each statistic, window by window of steps; no step is left out.
+
+    Args:
+        runs: The runs; a window is the same range of steps in all of them, and fits into memory.
+        statistics: Names of statistics that the page shows.
+        region: All steps by default.
+    """
+    if region is None:
+        overviews = [run.overview() for run in runs]
+        first = min(overview.first_step for overview in overviews)
+        region = Region(first_step=first, last_step=max(o.last_step for o in overviews))
+    matrices = [[run.matrix(name, region) for name in statistics] for run in runs]
+    first, last = region.first_step or 0, region.last_step or 0
+    if first < last and any(matrix.sampled for of_run in matrices for matrix in of_run):
+        middle = (first + last) // 2
+        yield from windows(runs, statistics, Region(first_step=first, last_step=middle))
+        yield from windows(runs, statistics, Region(first_step=middle + 1, last_step=last))
+    else:
+        yield matrices
+
+
+def _reaches(tag: NumberTag, region: Region) -> bool:
+    if tag.after + 1 >= tag.segment.end:
         return False
     if region.first_step is not None and tag.last < region.first_step:
         return False
     return region.last_step is None or tag.after < region.last_step
 
 
-def _cut(segment: Segment, numbers: Numbers, region: Region) -> derived.Part:
+def _cut(
+    segment: Segment, steps: NDArray[np.int64], values: NDArray[np.float32], region: Region
+) -> Numbers:
     """What lies inside of the region and was not replaced by a later session."""
-    inside = region.holds(numbers.steps) & (numbers.steps < segment.end)
-    if inside.all():
-        return segment, numbers.steps, numbers.values
-    return segment, numbers.steps[inside], numbers.values[inside]
+    inside = region.holds(steps) & (steps < segment.end)
+    return (steps, values) if inside.all() else (steps[inside], values[inside])
 
 
 def _spread(values: NDArray[np.float32], rows: NDArray[np.intp], count: int) -> NDArray[np.float32]:

@@ -5,30 +5,22 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alert import Alert
-from telemetry.page_format import (
-    LAYOUT_PREFIX,
-    ChunkKind,
-    decode_alert,
-    decode_layout,
-    parse_chunk,
-    parse_layout_tag,
-)
-from telemetry.reading.sources import Point, Problems
+from telemetry.page_format import EVENTS_PER_TAG, NORM_BLOCK_BYTES, ChunkKind, parse_chunk
+from telemetry.reading.sources import Problems
 from telemetry.records import Layout, Parameter
 from telemetry.untrusted import MAX_WHOLE
 
-MAX_TEXT_BYTES = 32 << 20
-"""All alerts and distinct layouts of a run together: fifteen layouts of 20,000 modules."""
 _NEVER = 2**62
+_STEPS_BEYOND = 64  # of a block of norms: what one may hold above its limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +36,14 @@ class Layer:
     places: frozenset[int]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TagRange:
-    """A tag of numbers: its steps lie in ``after < step <= last``."""
+class WrittenLayout(NamedTuple):
+    """What one layout tag says."""
 
-    tag: str
-    after: int
-    last: int
+    session: str
+    number: int
+    step: int
+    layout: Layout
+    statistic_names: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,28 +55,16 @@ class Segment:
         statistic_names: Columns of its ``m`` tags.
         begin: First step of its session.
         end: First step that a later session replaces.
-        tags: Its tags of numbers, in the order of their steps.
         rows: The row of each module among all layers of the run, shape ``[modules]``.
+        layer_count: Layers of the run.
     """
 
     layout: Layout
     statistic_names: tuple[str, ...]
     begin: int
     end: int
-    tags: Mapping[ChunkKind, Sequence[TagRange]]
     rows: NDArray[np.intp]
-
-    @cached_property
-    def owners(self) -> NDArray[np.intp]:
-        """Position of each parameter's module in the layout, shape ``[parameters]``."""
-        position = self.layout.position
-        return np.array([position[p.module_name] for p in self.layout.parameters], dtype=np.intp)
-
-    @cached_property
-    def by_owner(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-        """Parameters in the order of their modules, those modules, and where each one begins."""
-        order = np.argsort(self.owners, kind="stable")
-        return order, *np.unique(self.owners[order], return_index=True)
+    layer_count: int
 
     @cached_property
     def sizes(self) -> NDArray[np.float64]:
@@ -96,20 +77,40 @@ class Segment:
             return (len(self.layout.parameters),)
         return (len(self.layout.modules), len(self.statistic_names))
 
-    def width(self, kind: ChunkKind) -> int:
-        """Numbers in one step."""
-        return math.prod(self.shape(kind)) + (kind == "n")
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NumberTag:
+    """A tag of numbers: its steps lie in ``after < step <= last``."""
+
+    tag: str
+    kind: ChunkKind
+    segment: Segment
+    after: int
+    last: int
+
+    @property
+    def estimated_bytes(self) -> int:
+        """The most that it holds if telemetry wrote it, also when spread over all layers."""
+        steps = max(0, self.last - self.after)
+        width = math.prod(self.segment.shape(self.kind)) + (self.kind == "n")
+        step_bytes = 4 * max(width, self.segment.layer_count)
+        if self.kind == "m":
+            return step_bytes * min(steps, EVENTS_PER_TAG)
+        block_bytes = NORM_BLOCK_BYTES + _STEPS_BEYOND * step_bytes
+        return min(step_bytes * steps, EVENTS_PER_TAG * block_bytes)
 
 
 class Sessions:
     """Where each session of a run begins, and where a later one replaces it.
 
     Args:
-        begins: First step of each session, by its id.
+        starts: Id and first step of each layout of each session.
     """
 
-    def __init__(self, begins: Mapping[str, int] | None = None) -> None:
-        self.begins = begins or {}
+    def __init__(self, starts: Iterable[tuple[str, int]] = ()) -> None:
+        self.begins: dict[str, int] = {}
+        for session, step in starts:
+            self.begins[session] = min(step, self.begins.get(session, step))
         self._sorted = sorted(self.begins)
         # The smallest first step of each session and all later ones.
         later = accumulate((self.begins[session] for session in reversed(self._sorted)), min)
@@ -122,106 +123,50 @@ class Sessions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Structure:
-    """All layers and segments of a run, oldest segment first."""
+    """All layers, segments and tags of numbers of a run, oldest segment first."""
 
     layers: tuple[Layer, ...] = ()
     segments: tuple[Segment, ...] = ()
+    tags: tuple[NumberTag, ...] = ()
     sessions: Sessions = field(default_factory=Sessions)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ParsedLayout:
-    """One layout tag."""
-
-    session: str
-    number: int
-    step: int
-    layout: Layout
-    names: tuple[str, ...]
-
-
-class TextParser:
-    """Parses the texts of one run; sessions with the same layout share one object."""
-
-    def __init__(self) -> None:
-        self._layouts: dict[bytes, tuple[Layout, tuple[str, ...]]] = {}
-        self._room = MAX_TEXT_BYTES
-
-    def layout(self, tag: str, point: Point) -> ParsedLayout:
-        """The layout in a tag.
-
-        Raises:
-            NewerFormatError: It has a later format.
-            ValueError: It is not a layout, or the texts of the run are too large.
-        """
-        session, number = parse_layout_tag(tag)
-        step, text = point.step, _text(point)
-        if not 0 <= step <= MAX_WHOLE:
-            raise ValueError("its step must be from 0 to 2**53")
-        if text not in self._layouts:
-            self._take_room(text)
-            self._layouts[text] = decode_layout(text)
-        layout, names = self._layouts[text]
-        return ParsedLayout(session=session, number=number, step=step, layout=layout, names=names)
-
-    def alert(self, point: Point) -> Alert:
-        """The alert in a tag; raises like :meth:`layout`."""
-        text = _text(point)
-        self._take_room(text)
-        return decode_alert(text)
-
-    def _take_room(self, text: bytes) -> None:
-        if len(text) > self._room:
-            raise ValueError(f"the texts of the run take more than {MAX_TEXT_BYTES >> 20} MiB")
-        self._room -= len(text)
-
-
-def _text(point: Point) -> bytes:
-    if not isinstance(point.value, bytes):
-        raise ValueError("it is not a text")
-    return point.value
-
-
 def assemble(
-    layouts: Iterable[ParsedLayout], last_steps: Mapping[str, int], problems: Problems
+    layouts: Iterable[WrittenLayout], last_steps: Mapping[str, int], problems: Problems
 ) -> Structure:
-    """The layers and segments of a run.
+    """The layers, segments and tags of a run.
 
     Args:
-        layouts: All of its layouts, in any order.
+        layouts: All of its layouts, in any order; equal ones should be one object.
         last_steps: Last step of each of the plugin's tags.
         problems: Receives the tags that are skipped.
     """
-    ordered = sorted(layouts, key=lambda parsed: (parsed.session, parsed.number))
-    begins: dict[str, int] = {}
-    for parsed in ordered:
-        begins[parsed.session] = min(parsed.step, begins.get(parsed.session, _NEVER))
-    sessions = Sessions(begins)
-    # Sessions with the same layout share one object.
-    layouts_by_id = {id(parsed.layout): parsed.layout for parsed in reversed(ordered)}
+    ordered = sorted(layouts, key=lambda written: (written.session, written.number))
+    sessions = Sessions((written.session, written.step) for written in ordered)
+    layouts_by_id = {id(written.layout): written.layout for written in reversed(ordered)}
     layers = _merge_layers(layouts_by_id.values())
     row_of = {layer.name: row for row, layer in enumerate(layers)}
     rows = {
         key: np.array([row_of[module.name] for module in layout.modules], dtype=np.intp)
         for key, layout in layouts_by_id.items()
     }
-    tags = _group(last_steps, problems)
-    segments = tuple(
-        Segment(
-            layout=parsed.layout,
-            statistic_names=parsed.names,
-            begin=parsed.step,
-            end=sessions.end_of(parsed.session),
-            tags=tags[parsed.session, parsed.number],
-            rows=rows[id(parsed.layout)],
+    ranges = _group(last_steps, problems)
+    segments, tags = [], []
+    for session, number, step, layout, names in ordered:
+        segment = Segment(
+            layout=layout,
+            statistic_names=names,
+            begin=step,
+            end=sessions.end_of(session),
+            rows=rows[id(layout)],
+            layer_count=len(layers),
         )
-        for parsed in ordered
-    )
-    return Structure(layers=layers, segments=segments, sessions=sessions)
-
-
-def is_layout(tag: str) -> bool:
-    return tag.startswith(LAYOUT_PREFIX)
+        segments.append(segment)
+        tags += [
+            NumberTag(tag=tag, kind=kind, segment=segment, after=after, last=last)
+            for kind, tag, after, last in ranges[session, number]
+        ]
+    return Structure(layers=layers, segments=tuple(segments), tags=tuple(tags), sessions=sessions)
 
 
 def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
@@ -230,15 +175,13 @@ def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
     places: dict[str, set[int]] = defaultdict(set)
     follower: dict[str | None, str | None] = {None: None}  # a linked list; None is both of its ends
     for layout in newest_first:
-        parameters = defaultdict(list)
-        for parameter in layout.parameters:
-            parameters[parameter.module_name].append(parameter)
         before: str | None = None
-        for place, module in enumerate(layout.modules):
+        for place, (module, owned) in enumerate(zip(layout.modules, layout.owned, strict=True)):
             places[module.name].add(place)
             if module.name not in found:
                 follower[before], follower[module.name] = module.name, follower[before]
-                found[module.name] = module.type_name, tuple(parameters[module.name])
+                parameters = tuple(layout.parameters[index] for index in owned)
+                found[module.name] = module.type_name, parameters
             before = module.name
     ordered = []
     name = follower[None]
@@ -253,17 +196,19 @@ def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
 
 def _group(
     last_steps: Mapping[str, int], problems: Problems
-) -> Mapping[tuple[str, int], Mapping[ChunkKind, Sequence[TagRange]]]:
-    groups: dict[tuple[str, int], dict[ChunkKind, list[TagRange]]]
-    groups = defaultdict(lambda: {"m": [], "n": []})
+) -> Mapping[tuple[str, int], list[tuple[ChunkKind, str, int, int]]]:
+    """Kind, tag, ``after`` and ``last`` of the tags of numbers of each session and layout."""
+    groups: dict[tuple[str, int], list[tuple[ChunkKind, str, int, int]]] = defaultdict(list)
+    previous: dict[tuple[str, int, ChunkKind], int] = {}
     chunks = [(chunk, tag) for tag in last_steps if (chunk := parse_chunk(tag))]
     for chunk, tag in sorted(chunks, key=lambda pair: pair[0].number):
         last = last_steps[tag]
         if not 0 <= last <= MAX_WHOLE:
             problems.add(tag, "its last step must be from 0 to 2**53")
             continue
-        ranges = groups[chunk.session, chunk.layout][chunk.kind]
+        key = chunk.session, chunk.layout, chunk.kind
         # Where steps go back, the first step is unknown.
-        after = ranges[-1].last if ranges and ranges[-1].last <= last else -1
-        ranges.append(TagRange(tag=tag, after=after, last=last))
+        after = previous[key] if previous.get(key, _NEVER) <= last else -1
+        previous[key] = last
+        groups[chunk.session, chunk.layout].append((chunk.kind, tag, after, last))
     return groups

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
-
-from numpy.typing import NDArray
 
 from telemetry.plain_text import printable
 
 MAX_PROBLEMS = 50
 """Lines about one run; nobody reads more than that."""
 _MAX_LINE = 200  # characters
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Point:
-    """One value of a tag.
-
-    Attributes:
-        step: The event's step.
-        wall_time: The event's time, seconds since the epoch.
-        value: An array, or the ``bytes`` of a string tensor or PNG.
-    """
-
-    step: int
-    wall_time: float
-    value: NDArray[Any] | bytes
 
 
 class Problems(Iterable[str]):
@@ -73,25 +55,18 @@ class RunSource(Protocol):
 
     problems: Problems
 
-    def tensor_tags(self, plugin_name: str) -> Mapping[str, int]:
-        """Last step of each tensor tag."""
+    def tags(self, plugin_name: str) -> Mapping[str, int]:
+        """Last step of each tag; the plugins of TensorBoard are ``scalars``, ``histograms`` and
+        ``images``."""
 
-    def read_tensors(
+    def read(
         self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
-    ) -> Mapping[str, Sequence[Point]]:
-        """Values of each tag by ascending step; only the last ones if ``sampled``."""
+    ) -> Mapping[str, Sequence[tuple[int, Any]]]:
+        """Steps and values of each tag by ascending step; only the last one if ``sampled``.
 
-    def scalar_tags(self) -> Sequence[str]:
-        """All tags of scalars."""
+        A value is a float of ``scalars``, else an array, or the ``bytes`` of a text. Of ``images``
+        only the steps mean something.
+        """
 
-    def read_scalars(self, tags: Sequence[str]) -> Mapping[str, Sequence[tuple[int, float]]]:
-        """Steps and values of each tag, by ascending step."""
-
-    def image_tags(self) -> Sequence[str]:
-        """All tags of pictures."""
-
-    def image_steps(self, tag: str) -> Sequence[int]:
-        """The steps with a picture, ascending."""
-
-    def read_image(self, tag: str, step: int) -> bytes | None:
+    def picture(self, tag: str, step: int) -> bytes | None:
         """A PNG file; None if the step has none."""

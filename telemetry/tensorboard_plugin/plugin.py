@@ -12,6 +12,7 @@ from typing import Any
 from tensorboard import plugin_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
+from werkzeug.exceptions import BadRequest, NotFound
 
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.page_format import PLUGIN_NAME, NewerFormatError
@@ -19,17 +20,9 @@ from telemetry.reading import payloads
 from telemetry.reading.matrix import Region, thin
 from telemetry.reading.run_data import RunData
 from telemetry.reading.sessions import Layer
-from telemetry.tensorboard_plugin.provider_source import ProviderSource, list_all_runs
-from telemetry.tensorboard_plugin.requests import (
-    BadRequestError,
-    NotFoundError,
-    answer,
-    number,
-    required_number,
-    send,
-    text,
-)
-from telemetry.tensorboard_plugin.run_table import RunTable
+from telemetry.tensorboard_plugin.provider_source import ProviderSource
+from telemetry.tensorboard_plugin.requests import answer, number, required_number, send, text
+from telemetry.tensorboard_plugin.run_table import RunTable, list_runs
 from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, bundle, read_static_files
 
 MAX_ROWS = 2048
@@ -81,30 +74,27 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _serve_static(self, request: wrappers.Request) -> wrappers.Response:
         name = request.path.rpartition("/static/")[2]
         if name not in self._static:
-            raise NotFoundError(f"no such file: {name}")
+            raise NotFound(f"no such file: {name}")
         return send(request, self._static[name], CONTENT_TYPES[PurePath(name).suffix])
 
-    def _serve_runs(self, request: wrappers.Request) -> wrappers.Response:
-        experiment = plugin_util.experiment_id(request.environ)
-        entries = list_all_runs(self._provider, experiment)
-        runs = [{"name": e.name, "lastStep": e.last_step, "started": e.started_s} for e in entries]
-        return _json(request, runs)
+    def _serve_runs(self, request: wrappers.Request) -> list[dict[str, Any]]:
+        entries = list_runs(self._provider, plugin_util.experiment_id(request.environ))
+        return [{"name": e.name, "lastStep": e.last_step, "started": e.started_s} for e in entries]
 
-    def _serve_run_table(self, request: wrappers.Request) -> wrappers.Response:
-        experiment = plugin_util.experiment_id(request.environ)
-        return _json(request, self._table.rows(experiment, time.time()))
+    def _serve_run_table(self, request: wrappers.Request) -> list[dict[str, Any]]:
+        return self._table.rows(plugin_util.experiment_id(request.environ), time.time())
 
-    def _serve_run(self, request: wrappers.Request) -> wrappers.Response:
+    def _serve_run(self, request: wrappers.Request) -> dict[str, Any]:
         try:
-            return _json(request, payloads.overview(self._run(request).overview()))
+            return payloads.overview(self._run(request).overview())
         except NewerFormatError as error:
-            return _json(request, {"newerFormat": str(error)})
+            return {"newerFormat": str(error)}
 
-    def _serve_movers(self, request: wrappers.Request) -> wrappers.Response:
+    def _serve_movers(self, request: wrappers.Request) -> dict[str, Any]:
         step = required_number(request, "step")
-        return _json(request, payloads.movers(self._run(request), step))
+        return payloads.movers(self._run(request), step)
 
-    def _serve_matrix(self, request: wrappers.Request) -> wrappers.Response:
+    def _serve_matrix(self, request: wrappers.Request) -> bytes:
         region = Region(
             first_step=number(request, "first_step"),
             last_step=number(request, "last_step"),
@@ -114,34 +104,30 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         statistic = text(request, "statistic")
         names = [known.name for known in PAGE_STATISTICS]
         if statistic not in names:
-            raise BadRequestError(f"statistic must be one of {', '.join(names)}")
+            raise BadRequest(f"statistic must be one of {', '.join(names)}")
         matrix = self._run(request).matrix(statistic, region)
-        return _bytes(
-            request, payloads.matrix(thin(matrix, max_layers=MAX_ROWS, max_cells=MAX_CELLS))
-        )
+        return payloads.matrix(thin(matrix, max_layers=MAX_ROWS, max_cells=MAX_CELLS))
 
-    def _serve_scalars(self, request: wrappers.Request) -> wrappers.Response:
-        return _bytes(request, payloads.scalars(self._run(request).source))
+    def _serve_scalars(self, request: wrappers.Request) -> bytes:
+        return payloads.scalars(self._run(request).source)
 
-    def _serve_layer(self, request: wrappers.Request) -> wrappers.Response:
+    def _serve_layer(self, request: wrappers.Request) -> bytes:
         run = self._run(request)
-        name = self._layer(request, run).name
-        return _bytes(request, payloads.layer_series(run.layer_series(name)))
+        return payloads.layer_series(*run.layer_series(self._layer(request, run).name))
 
-    def _serve_histograms(self, request: wrappers.Request) -> wrappers.Response:
+    def _serve_histograms(self, request: wrappers.Request) -> bytes:
         run = self._run(request)
-        return _bytes(request, payloads.histograms(run.source, self._layer(request, run)))
+        return payloads.histograms(run.source, self._layer(request, run))
 
-    def _serve_images(self, request: wrappers.Request) -> wrappers.Response:
+    def _serve_images(self, request: wrappers.Request) -> list[dict[str, Any]]:
         run = self._run(request)
-        return _json(request, payloads.images(run.source, self._layer(request, run)))
+        return payloads.images(run.source, self._layer(request, run))
 
     def _serve_image(self, request: wrappers.Request) -> wrappers.Response:
         tag, step = text(request, "tag"), required_number(request, "step")
-        run = self._run(request)
-        png = payloads.picture(run.source, tag, step)
+        png = payloads.picture(self._run(request).source, tag, step)
         if png is None:
-            raise NotFoundError(f"no picture of {tag} at step {step}")
+            raise NotFound(f"no picture of {tag} at step {step}")
         return send(request, png, "image/png", expires=3600)
 
     def _run(self, request: wrappers.Request) -> RunData:
@@ -150,8 +136,8 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             known = self._runs.get((experiment, name))
             if known is None:
                 source = ProviderSource(self._provider, experiment, name)
-                if not source.tensor_tags(PLUGIN_NAME):
-                    raise NotFoundError(f"no such run, or it has no telemetry data: {name}")
+                if not source.tags(PLUGIN_NAME):
+                    raise NotFound(f"no such run, or it has no telemetry data: {name}")
                 known = self._runs[experiment, name] = RunData(source)
             self._runs.move_to_end((experiment, name))
             if len(self._runs) > _MAX_RUNS_KEPT:
@@ -164,12 +150,4 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         for layer in run.overview().layers:
             if layer.name == name:
                 return layer
-        raise NotFoundError(f"the run has no such layer: {name}")
-
-
-def _json(request: wrappers.Request, content: Any) -> wrappers.Response:
-    return send(request, content, "application/json")
-
-
-def _bytes(request: wrappers.Request, content: bytes) -> wrappers.Response:
-    return send(request, content, "application/octet-stream")
+        raise NotFound(f"the run has no such layer: {name}")

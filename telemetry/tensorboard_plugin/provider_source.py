@@ -1,4 +1,4 @@
-"""Reads a run through TensorBoard's data provider, with either of its loaders."""
+"""Reads runs through TensorBoard's data provider, with either of its loaders."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import numpy as np
 from tensorboard import context
 from tensorboard.data.provider import DataProvider, RunTagFilter
 
-from telemetry.page_format import PLUGIN_NAME
-from telemetry.reading.run_list import RunEntry, newest_first, run_entry
-from telemetry.reading.sources import Point, Problems
+from telemetry.reading.sources import Problems
 
 _ALL = 10**9  # 0 would mean none
 _CONTEXT = context.RequestContext()
@@ -23,17 +21,11 @@ _UNDECODABLE = (ValueError, TypeError, KeyError, OverflowError, MemoryError)
 log = logging.getLogger(__name__)
 
 
-def list_all_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
-    """The runs that have data for the page, newest first."""
-    listing = list_series(provider.list_tensors, experiment, PLUGIN_NAME)
-    return newest_first(run_entry(run, tags) for run, tags in listing.items() if tags)
-
-
-def list_series(
-    list_tags: Callable[..., Any], experiment: str, plugin_name: str, run: str | None = None
+def list_tags(
+    provider: DataProvider, experiment: str, plugin_name: str, run: str | None = None
 ) -> Mapping[str, Mapping[str, Any]]:
     """What TensorBoard says about each tag of a plugin that has values, by run; of all, or one."""
-    found: Mapping[str, Mapping[str, Any]] = list_tags(
+    found: Mapping[str, Mapping[str, Any]] = _methods(provider, plugin_name)[0](
         _CONTEXT,
         experiment_id=experiment,
         plugin_name=plugin_name,
@@ -46,49 +38,82 @@ def list_series(
     }
 
 
-def read_runs(
-    read: Callable[..., Any],
+def read_tags(
+    provider: DataProvider,
     experiment: str,
     plugin_name: str,
     wanted: Mapping[str, Sequence[str]],
     most: int = _ALL,
-) -> Mapping[str, Mapping[str, Sequence[Any]]]:
-    """At most so many values of some tags of several runs, without runs that cannot be decoded.
+    problems: Problems | None = None,
+) -> dict[str, dict[str, Sequence[Any]]]:
+    """At most so many values of some tags of several runs, without tags that cannot be decoded.
 
     Args:
-        read: The provider's method.
+        provider: TensorBoard's.
         experiment: The experiment's id.
         plugin_name: Whose tags they are.
         wanted: Tags by run; another run's tag of the same name may come along.
         most: Values per tag.
+        problems: Receives what cannot be decoded; else it is logged.
+
+    Raises:
+        grpc.RpcError: There is no server any more.
     """
-    if not wanted:
+    if not any(wanted.values()):
         return {}
-    filtered = RunTagFilter(
-        runs=list(wanted), tags={tag for tags in wanted.values() for tag in tags}
-    )
+    runs = list(wanted)
+    tags = {tag for tags in wanted.values() for tag in tags}
+    reason: object
     try:
-        found: Mapping[str, Mapping[str, Sequence[Any]]] = read(
+        found: Mapping[str, Mapping[str, Sequence[Any]]] = _methods(provider, plugin_name)[1](
             _CONTEXT,
             experiment_id=experiment,
             plugin_name=plugin_name,
             downsample=most,
-            run_tag_filter=filtered,
+            run_tag_filter=RunTagFilter(runs=runs, tags=tags),
         )
-        return found
-    except (*_UNDECODABLE, grpc.RpcError) as error:
-        if len(wanted) == 1:
-            log.warning("telemetry: run %r: %s", *wanted, error)
-            return {}
-    runs = list(wanted)
-    halves = runs[: len(runs) // 2], runs[len(runs) // 2 :]
-    parts = [{run: wanted[run] for run in half} for half in halves]
-    first, second = [read_runs(read, experiment, plugin_name, part, most) for part in parts]
-    return {**first, **second}
+        return {run: dict(data) for run, data in found.items()}
+    except _UNDECODABLE as error:
+        reason = error
+    except grpc.RpcError as error:  # such as: too large for a message
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            raise
+        reason = error.details()
+    if len(runs) > 1:
+        halves = [{run: wanted[run] for run in half} for half in _halved(runs)]
+    elif len(tags) > 1:
+        halves = [{runs[0]: half} for half in _halved(wanted[runs[0]])]
+    else:
+        if problems is None:
+            log.warning("telemetry: run %r: %s", runs[0], reason)
+        else:
+            problems.add(next(iter(tags)), reason)
+        return {}
+    joined: dict[str, dict[str, Sequence[Any]]] = {}
+    for half in halves:
+        read = read_tags(provider, experiment, plugin_name, half, most, problems)
+        for run, data in read.items():
+            joined.setdefault(run, {}).update(data)
+    return joined
+
+
+def _methods(
+    provider: DataProvider, plugin_name: str
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What lists and what reads a plugin's tags."""
+    if plugin_name == "scalars":
+        return provider.list_scalars, provider.read_scalars
+    if plugin_name == "images":
+        return provider.list_blob_sequences, provider.read_blob_sequences
+    return provider.list_tensors, provider.read_tensors
+
+
+def _halved(items: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    return items[: len(items) // 2], items[len(items) // 2 :]
 
 
 class ProviderSource:
-    """One run of one experiment.
+    """One run of one experiment: a :class:`~telemetry.reading.sources.RunSource`.
 
     Args:
         provider: TensorBoard's data provider.
@@ -105,37 +130,28 @@ class ProviderSource:
         self._experiment = experiment
         self._run = run
 
-    def tensor_tags(self, plugin_name: str) -> Mapping[str, int]:
-        listing = self._list(self._provider.list_tensors, plugin_name)
-        return {tag: series.max_step for tag, series in listing.items()}
+    def tags(self, plugin_name: str) -> Mapping[str, int]:
+        listing = list_tags(self._provider, self._experiment, plugin_name, self._run)
+        return {tag: series.max_step for tag, series in listing.get(self._run, {}).items()}
 
-    def read_tensors(
+    def read(
         self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
-    ) -> Mapping[str, Sequence[Point]]:
-        most = 1 if sampled else _ALL
-        found = self._read(self._provider.read_tensors, plugin_name, tags, most)
-        return {tag: [_point(datum) for datum in data] for tag, data in found.items()}
+    ) -> Mapping[str, Sequence[tuple[int, Any]]]:
+        read: dict[str, list[tuple[int, Any]]] = {}
+        for tag, data in self._read(plugin_name, tags, 1 if sampled else _ALL).items():
+            if plugin_name == "images":
+                read[tag] = [(datum.step, None) for datum in data]
+            elif plugin_name == "scalars":
+                # The slow loader also lists a text as a scalar.
+                read[tag] = [(d.step, d.value) for d in data if isinstance(d.value, (int, float))]
+                if len(read[tag]) < len(data):
+                    self.problems.add(f"some of {tag}", "not a number")
+            else:
+                read[tag] = [(datum.step, content_of(datum)) for datum in data]
+        return read
 
-    def scalar_tags(self) -> Sequence[str]:
-        return list(self._list(self._provider.list_scalars, "scalars"))
-
-    def read_scalars(self, tags: Sequence[str]) -> Mapping[str, Sequence[tuple[int, float]]]:
-        curves = {}
-        for tag, data in self._read(self._provider.read_scalars, "scalars", tags).items():
-            # The slow loader also lists a text as a scalar.
-            curves[tag] = [(d.step, d.value) for d in data if isinstance(d.value, (int, float))]
-            if len(curves[tag]) < len(data):
-                self.problems.add(f"some of {tag}", "not a number")
-        return curves
-
-    def image_tags(self) -> Sequence[str]:
-        return list(self._list(self._provider.list_blob_sequences, "images"))
-
-    def image_steps(self, tag: str) -> Sequence[int]:
-        return [datum.step for datum in self._images(tag)]
-
-    def read_image(self, tag: str, step: int) -> bytes | None:
-        for datum in self._images(tag):
+    def picture(self, tag: str, step: int) -> bytes | None:
+        for datum in self._read("images", [tag]).get(tag, ()):
             # The first two blobs are the picture's width and height.
             if datum.step == step and len(datum.values) > 2:
                 key = datum.values[2].blob_key
@@ -147,52 +163,20 @@ class ProviderSource:
                 return blob if isinstance(blob, bytes) else None
         return None
 
-    def _images(self, tag: str) -> Sequence[Any]:
-        return self._read(self._provider.read_blob_sequences, "images", [tag]).get(tag, ())
-
-    def _list(self, list_tags: Callable[..., Any], plugin_name: str) -> Mapping[str, Any]:
-        """What TensorBoard says about each tag of a plugin."""
-        listing = list_series(list_tags, self._experiment, plugin_name, self._run)
-        return listing.get(self._run, {})
-
     def _read(
-        self, read: Callable[..., Any], plugin_name: str, tags: Sequence[str], most: int = _ALL
+        self, plugin_name: str, tags: Sequence[str], most: int = _ALL
     ) -> Mapping[str, Sequence[Any]]:
-        """At most so many values of each tag, without tags that TensorBoard cannot decode."""
-        if not tags:
-            return {}
-        try:
-            found: Mapping[str, Mapping[str, Sequence[Any]]] = read(
-                _CONTEXT,
-                experiment_id=self._experiment,
-                plugin_name=plugin_name,
-                downsample=most,
-                run_tag_filter=RunTagFilter(runs=[self._run], tags=tags),
-            )
-            return found.get(self._run, {})
-        except _UNDECODABLE as error:
-            reason = error
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:  # too large for a message
-                raise
-            reason = error.details()
-        if len(tags) == 1:
-            self.problems.add(tags[0], reason)
-            return {}
-        half = len(tags) // 2
-        first = self._read(read, plugin_name, tags[:half], most)
-        return {**first, **self._read(read, plugin_name, tags[half:], most)}
+        wanted = {self._run: tags}
+        found = read_tags(
+            self._provider, self._experiment, plugin_name, wanted, most, self.problems
+        )
+        return found.get(self._run, {})
 
 
-def text_of(datum: Any) -> bytes:
-    """The text in a tensor; empty if it holds numbers."""
-    value = _point(datum).value
-    return value if isinstance(value, bytes) else b""
-
-
-def _point(datum: Any) -> Point:
+def content_of(datum: Any) -> Any:
+    """The array in a tensor, or the ``bytes`` of its first text."""
     array = np.asarray(datum.numpy)
-    is_text = array.dtype.kind in "OSU" and array.size
-    value = array.reshape(-1)[0] if is_text else array
-    value = value.encode() if isinstance(value, str) else value
-    return Point(step=datum.step, wall_time=datum.wall_time, value=value)
+    if array.dtype.kind not in "OSU" or not array.size:
+        return array
+    text = array.reshape(-1)[0]
+    return text.encode() if isinstance(text, str) else text

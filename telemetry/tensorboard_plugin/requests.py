@@ -8,38 +8,34 @@ from typing import Any
 
 from tensorboard.backend import http_util
 from werkzeug import wrappers
+from werkzeug.exceptions import BadRequest, HTTPException
 
 from telemetry.untrusted import MAX_NAME, MAX_WHOLE
 
 log = logging.getLogger(__name__)
 
-Respond = Callable[[wrappers.Request], wrappers.Response]
 
+def answer(respond: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:
+    """A WSGI application that sends what is responded: bytes, values for JSON, or a response.
 
-class BadRequestError(ValueError):
-    """A query value is missing or invalid; the text says which."""
-
-
-class NotFoundError(LookupError):
-    """A run, layer, picture or file does not exist; the text says which."""
-
-
-def answer(respond: Respond) -> Callable[..., Any]:
-    """A WSGI application that turns errors into one-line answers."""
+    Errors become one-line answers.
+    """
 
     @wrappers.Request.application
     def application(request: wrappers.Request) -> wrappers.Response:
         if request.method not in ("GET", "HEAD"):
             return _refuse(request, 405, "use GET", [("Allow", "GET, HEAD")])
         try:
-            return respond(request)
-        except BadRequestError as error:
-            return _refuse(request, 400, str(error))
-        except NotFoundError as error:
-            return _refuse(request, 404, str(error))
+            content = respond(request)
+        except HTTPException as error:
+            return _refuse(request, error.code, error.description)
         except Exception:
             log.exception("telemetry: %s failed", request.path)
             return _refuse(request, 500, "the server failed; see TensorBoard's log")
+        if isinstance(content, wrappers.Response):
+            return content
+        is_binary = isinstance(content, bytes)
+        return send(request, content, f"application/{'octet-stream' if is_binary else 'json'}")
 
     return application
 
@@ -48,27 +44,26 @@ def text(request: wrappers.Request, name: str) -> str:
     """A required query value."""
     value = request.args.get(name)
     if value is None:
-        raise BadRequestError(f"{name} is missing")
+        raise BadRequest(f"{name} is missing")
     if "\0" in value or len(value) > MAX_NAME:
-        raise BadRequestError(f"{name} must be at most {MAX_NAME} characters, without NUL")
+        raise BadRequest(f"{name} must be at most {MAX_NAME} characters, without NUL")
     return str(value)
 
 
 def number(request: wrappers.Request, name: str) -> int | None:
     """An optional whole number of 0 or more."""
-    value = request.args.get(name)
-    if value is None:
+    if name not in request.args:
         return None
+    value = request.args[name]
     if not (value.isascii() and value.isdigit()) or len(value) > 16 or int(value) > MAX_WHOLE:
-        raise BadRequestError(f"{name} must be a whole number of 0 or more")
+        raise BadRequest(f"{name} must be a whole number of 0 or more")
     return int(value)
 
 
 def required_number(request: wrappers.Request, name: str) -> int:
-    """A required whole number of 0 or more."""
     value = number(request, name)
     if value is None:
-        raise BadRequestError(f"{name} is missing")
+        raise BadRequest(f"{name} is missing")
     return value
 
 
@@ -81,6 +76,6 @@ def send(
 
 
 def _refuse(
-    request: wrappers.Request, code: int, message: str, headers: Any = None
+    request: wrappers.Request, code: int | None, message: str | None, headers: Any = None
 ) -> wrappers.Response:
     return send(request, {"error": message}, "application/json", code=code, headers=headers)

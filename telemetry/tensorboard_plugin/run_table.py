@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -14,22 +16,119 @@ from tensorboard.plugins.hparams import error as hparams_error
 from tensorboard.plugins.hparams import metadata
 
 from telemetry.alert import Alert
-from telemetry.page_format import PLUGIN_NAME, decode_alert, decode_end
-from telemetry.reading.builtin_tags import loss_of
-from telemetry.reading.run_list import RunEntry
-from telemetry.tensorboard_plugin.provider_source import (
-    list_all_runs,
-    list_series,
-    read_runs,
-    text_of,
+from telemetry.page_format import (
+    ALERT_PREFIX,
+    LAYOUT_PREFIX,
+    PLUGIN_NAME,
+    chosen_loss,
+    decode_alert,
+    decode_end,
+    end_tag,
+    parse_chunk,
+    session_start_s,
 )
+from telemetry.reading.builtin_tags import loss_of
+from telemetry.reading.log_dirs import natural_key
+from telemetry.reading.sessions import Sessions
+from telemetry.tensorboard_plugin.provider_source import content_of, list_tags, read_tags
 
+_SILENT_S = 300.0
+"""A run that is still going writes at least every few seconds, but it may pause to validate."""
+_SILENT_STEPS = 50
 _MAX_ALERTS = 8
 """Alerts of a run that are read to find the first that is more than a note."""
 _MAX_HPARAMS = 1000
 _MAX_TEXT = 200
 
-_Loss = tuple[object, dict[str, Any]]
+
+@dataclass(frozen=True, kw_only=True)
+class RunEntry:
+    """What the tags of a run alone tell of it.
+
+    Attributes:
+        name: The run's.
+        last_step: The last step with data that counts.
+        started_s: When its newest session began, seconds since the epoch.
+        written_s: When it was last written to.
+        step_s: Seconds per step, of the newest session; 0 if unknown.
+        alert_tags: Of the alerts that count, by step.
+        loss_tag: Of the loss, if it was written.
+        end_tag: How the newest session was closed; None if it was not, or went on.
+    """
+
+    name: str
+    last_step: int
+    started_s: float
+    written_s: float
+    step_s: float
+    alert_tags: tuple[str, ...]
+    loss_tag: str | None
+    end_tag: str | None
+
+    def status(
+        self, now_s: float, exception: str | None = None
+    ) -> Literal["live", "ended", "died"]:
+        """Whether the training goes on; a run that was not closed and is silent has died.
+
+        Args:
+            now_s: Seconds since the epoch.
+            exception: What the training ended in, as its end says.
+        """
+        if self.end_tag is not None:
+            return "ended" if exception is None else "died"
+        silent_s = now_s - self.written_s
+        return "live" if silent_s <= max(_SILENT_S, _SILENT_STEPS * self.step_s) else "died"
+
+
+def list_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
+    """The runs that have data for the page: the newest first, those of one start in natural order.
+
+    Args:
+        provider: TensorBoard's.
+        experiment: The experiment's id; empty for local files.
+    """
+    listing = list_tags(provider, experiment, PLUGIN_NAME)
+    entries = [run_entry(name, tags) for name, tags in listing.items() if tags]
+    return sorted(entries, key=lambda entry: (-entry.started_s, natural_key(entry.name)))
+
+
+def run_entry(name: str, tags: Mapping[str, Any]) -> RunEntry:
+    """The run with these tags of the page's data, at least one, as TensorBoard lists them."""
+    layouts = {tag: series for tag, series in tags.items() if tag.startswith(LAYOUT_PREFIX)}
+    starts = [(_session_of(tag, LAYOUT_PREFIX), series) for tag, series in layouts.items()]
+    sessions = Sessions((session, series.max_step) for session, series in starts)
+    lasts, alerts = [], []
+    for tag, series in tags.items():
+        if (chunk := parse_chunk(tag)) is not None:
+            lasts.append(min(series.max_step, sessions.end_of(chunk.session) - 1))
+        elif tag.startswith(ALERT_PREFIX):
+            end = sessions.end_of(_session_of(tag, ALERT_PREFIX))
+            alerts += [(series.max_step, tag)] if series.max_step < end else []
+    newest = max(sessions.begins, default="")
+    first_step, last_step = sessions.begins.get(newest, 0), max(lasts, default=0)
+    laid_out_s = [_time(series) for session, series in starts if session == newest]
+    started_s, written_s = min(laid_out_s, default=0.0), max(map(_time, tags.values()))
+    closed = tags.get(end_tag(newest))
+    has_ended = closed is not None and closed.max_step >= last_step
+    return RunEntry(
+        name=name,
+        last_step=last_step,
+        started_s=session_start_s(newest) or started_s,
+        written_s=written_s,
+        step_s=max(0.0, written_s - started_s) / max(1, last_step - first_step),
+        alert_tags=tuple(tag for _, tag in sorted(alerts)),
+        loss_tag=chosen_loss(tags),
+        end_tag=end_tag(newest) if has_ended else None,
+    )
+
+
+def _session_of(tag: str, prefix: str) -> str:
+    return tag.removeprefix(prefix).rpartition("/")[0]
+
+
+def _time(series: Any) -> float:
+    time_s: float = series.max_wall_time
+    return time_s if math.isfinite(time_s) else 0.0
 
 
 class RunTable:
@@ -41,7 +140,8 @@ class RunTable:
 
     def __init__(self, provider: DataProvider) -> None:
         self._provider = provider
-        self._losses: dict[tuple[str, str], _Loss] = {}
+        # By experiment and run: what was listed when the loss was read, and what was found.
+        self._losses: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {}
         self._lock = threading.Lock()
 
     def rows(self, experiment: str, now_s: float) -> list[dict[str, Any]]:
@@ -51,9 +151,9 @@ class RunTable:
             experiment: The experiment's id; empty for local files.
             now_s: Seconds since the epoch.
         """
-        entries = list_all_runs(self._provider, experiment)
+        entries = list_runs(self._provider, experiment)
         texts = self._texts(experiment, entries)
-        hparams = list_series(self._provider.list_tensors, experiment, metadata.PLUGIN_NAME)
+        hparams = list_tags(self._provider, experiment, metadata.PLUGIN_NAME)
         losses = self._read_losses(experiment, {entry.name: entry.loss_tag for entry in entries})
         return [
             {
@@ -72,16 +172,16 @@ class RunTable:
 
     def _texts(
         self, experiment: str, entries: Sequence[RunEntry]
-    ) -> Mapping[str, Mapping[str, bytes]]:
+    ) -> Mapping[str, Mapping[str, Any]]:
         """The first alerts and the end of each run, by run and tag."""
         wanted = {
             entry.name: [*entry.alert_tags[:_MAX_ALERTS], *filter(None, [entry.end_tag])]
             for entry in entries
         }
-        read = self._provider.read_tensors
-        found = read_runs(read, experiment, PLUGIN_NAME, _without_empty(wanted), 1)
+        wanted = {run: tags for run, tags in wanted.items() if tags}
+        found = read_tags(self._provider, experiment, PLUGIN_NAME, wanted, 1)
         return {
-            run: {tag: text_of(data[-1]) for tag, data in tags.items() if data}
+            run: {tag: content_of(data[-1]) for tag, data in tags.items() if data}
             for run, tags in found.items()
         }
 
@@ -89,30 +189,21 @@ class RunTable:
         self, experiment: str, chosen: Mapping[str, str | None]
     ) -> Mapping[str, dict[str, Any]]:
         """Tag, last and smallest loss of each run that has one; ``chosen`` as written into it."""
-        listing = list_series(self._provider.list_scalars, experiment, "scalars")
+        listing = list_tags(self._provider, experiment, "scalars")
         states = {}
         for run in chosen.keys() & listing.keys():
             if (tag := loss_of(listing[run], chosen[run])) is not None:
                 series = listing[run][tag]
                 states[run] = tag, series.max_step, series.max_wall_time
         with self._lock:
-            known = {run: self._losses.get((experiment, run)) for run in states}
-        stale = {
-            run: [state[0]]
-            for run, state in states.items()
-            if (old := known[run]) is None or old[0] != state
-        }
-        read: Callable[..., Any] = self._provider.read_scalars
-        found = read_runs(read, experiment, "scalars", stale)
+            known = {run: self._losses.get((experiment, run), (None,))[0] for run in states}
+        stale = {run: [state[0]] for run, state in states.items() if known[run] != state}
+        found = read_tags(self._provider, experiment, "scalars", stale)
         with self._lock:
             for run, (tag,) in stale.items():
                 summary = _loss(tag, found.get(run, {}).get(tag, ()))
                 self._losses[experiment, run] = states[run], summary
             return {run: self._losses[experiment, run][1] for run in states}
-
-
-def _without_empty(wanted: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    return {run: tags for run, tags in wanted.items() if tags}
 
 
 def _loss(tag: str, data: Sequence[Any]) -> dict[str, Any]:
@@ -125,34 +216,23 @@ def _loss(tag: str, data: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _exception(entry: RunEntry, texts: Mapping[str, bytes]) -> str | None:
-    text = texts.get(entry.end_tag or "", b"")
-    try:
-        return decode_end(text)
-    except ValueError:
-        return None
+def _exception(entry: RunEntry, texts: Mapping[str, Any]) -> str | None:
+    text = texts.get(entry.end_tag or "")
+    with suppress(ValueError):
+        return decode_end(text) if isinstance(text, bytes) else None
+    return None
 
 
-def _first_alert(entry: RunEntry, texts: Mapping[str, bytes]) -> dict[str, Any] | None:
+def _first_alert(entry: RunEntry, texts: Mapping[str, Any]) -> dict[str, Any] | None:
     """The first alert that is more than a note; else the first note."""
-    alerts = list(_alerts(entry, texts))
+    alerts: list[Alert] = []
+    for tag in entry.alert_tags[:_MAX_ALERTS]:
+        with suppress(ValueError):  # the run's own page tells it
+            alerts += [decode_alert(texts[tag])] if isinstance(texts.get(tag), bytes) else []
     found = next((alert for alert in alerts if alert.severity != "note"), next(iter(alerts), None))
     if found is None:
         return None
-    return {
-        "kind": found.kind,
-        "severity": found.severity,
-        "step": found.step,
-        "module_name": found.module_name,
-    }
-
-
-def _alerts(entry: RunEntry, texts: Mapping[str, bytes]) -> Iterator[Alert]:
-    for tag in entry.alert_tags[:_MAX_ALERTS]:
-        try:
-            yield decode_alert(texts.get(tag, b""))
-        except ValueError:
-            continue  # the run's own page tells it
+    return {name: getattr(found, name) for name in ("kind", "severity", "step", "module_name")}
 
 
 def _hparams(tags: Mapping[str, Any]) -> Iterator[tuple[str, str | float | bool]]:

@@ -13,7 +13,6 @@ from torch.optim import Adam
 
 from telemetry import HookLogger
 from telemetry.alerts.loss_spike import LossSpike
-from telemetry.reading.first_movers import first_movers
 from telemetry.reading.log_dirs import open_run
 from telemetry.testing import alerts_of, capture_run
 
@@ -221,7 +220,7 @@ def test_a_flight_file_is_written_for_it_and_the_page_names_the_same_layers(tmp_
     assert (spike.kind, spike.severity) == ("loss_spike", "warning")
     assert len(list(tmp_path.glob("flight-*.json"))) == 1
     logger.close()
-    movers = first_movers(open_run(tmp_path), spike.step)  # as on the page
+    movers = open_run(tmp_path).first_movers(spike.step)  # as on the page
     assert movers
     said = ", ".join(f"{m.name} ({m.factor:.3g} times at step {m.step})" for m in movers)
     assert f"First to move: {said}." in spike.message

@@ -62,10 +62,9 @@ class Tags(FileSource):
     def __init__(self, tags: list[str], chosen: str | None = None) -> None:
         self._tags, self._chosen = tags, chosen
 
-    def scalar_tags(self) -> list[str]:
-        return self._tags
-
-    def tensor_tags(self, plugin_name: str) -> dict[str, int]:
+    def tags(self, plugin_name: str) -> dict[str, int]:
+        if plugin_name == "scalars":
+            return dict.fromkeys(self._tags, 0)
         return {} if self._chosen is None else {loss_tag("20260101-000000", self._chosen): 0}
 
 

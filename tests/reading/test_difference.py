@@ -10,12 +10,12 @@ import pytest
 from known_runs import COLUMN, layout_of, write_run
 from numpy.typing import NDArray
 
+from telemetry.commands.export import cells
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import numbers
-from telemetry.reading.cells import cells
 from telemetry.reading.difference import ARISES, compare
 from telemetry.reading.log_dirs import open_run
-from telemetry.reading.windows import windows
+from telemetry.reading.run_data import windows
 
 NAMES = ["a", "b", "c"]
 STEPS = 200

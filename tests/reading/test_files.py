@@ -20,7 +20,7 @@ def test_scalars_of_either_style_are_read(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
         writer.add_scalar("old", 1.5, 0)
         writer.add_scalar("new", 2.5, 3, new_style=True)
-    found = FileSource(tmp_path).read_scalars(["old", "new", "none"])
+    found = FileSource(tmp_path).read("scalars", ["old", "new", "none"])
     assert found == {"old": [(0, 1.5)], "new": [(3, 2.5)]}
 
 
@@ -33,7 +33,7 @@ def test_what_a_resumed_run_overwrites_is_left_out(tmp_path: Path) -> None:
     second.add_event(Event(session_log=SessionLog(status=SessionLog.START)), 2)
     second.write_values([summaries.scalar("loss", 9)], 2)
     second.close()
-    assert FileSource(tmp_path).read_scalars(["loss"]) == {"loss": [(0, 0), (1, 1), (2, 9)]}
+    assert FileSource(tmp_path).read("scalars", ["loss"]) == {"loss": [(0, 0), (1, 1), (2, 9)]}
 
 
 def test_pictures_and_histograms_are_read(tmp_path: Path) -> None:
@@ -42,11 +42,10 @@ def test_pictures_and_histograms_are_read(tmp_path: Path) -> None:
     writer.write_values([histogram("h", [0.0], [1.0], [2.0])], 4)
     writer.close()
     source = FileSource(tmp_path)
-    assert source.image_tags() == ["map"]
-    assert source.image_steps("map") == [4]
-    assert source.read_image("map", 4) == b"\x89PNG"
-    assert source.read_image("map", 5) is None
-    table = source.read_tensors("histograms", ["h"])["h"][0].value
+    assert source.tags("images") == {"map": 4}
+    assert source.picture("map", 4) == b"\x89PNG"
+    assert source.picture("map", 5) is None
+    [(_, table)] = source.read("histograms", ["h"])["h"]
     np.testing.assert_array_equal(table, [[0, 1, 2]])
 
 
@@ -60,7 +59,7 @@ def test_a_histogram_of_torch_that_makes_no_sense_is_reported(tmp_path: Path) ->
     writer.add_event(event, 1)
     writer.close()
     source = FileSource(tmp_path)
-    assert list(source.tensor_tags("histograms")) == ["good"]
+    assert list(source.tags("histograms")) == ["good"]
     assert [line.partition(":")[0] for line in source.problems] == ["skipped bad"]
 
 
@@ -73,7 +72,7 @@ def test_a_damaged_file_is_reported_and_the_rest_is_read(tmp_path: Path) -> None
     source = FileSource(tmp_path)
     [problem] = source.problems
     assert "damaged" in problem
-    assert source.read_scalars(["loss"]) == {"loss": [(0, 1)]}
+    assert source.read("scalars", ["loss"]) == {"loss": [(0, 1)]}
 
 
 def test_a_directory_without_event_files_is_reported(tmp_path: Path) -> None:
@@ -88,5 +87,5 @@ def test_of_too_much_the_rest_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     writer.close()
     monkeypatch.setitem(files.MAX_KEPT_BYTES, "scalars", 2000)
     source = FileSource(tmp_path)
-    assert [step for step, _ in source.read_scalars(["loss"])["loss"]] == [0, 1, 2, 3]
+    assert [step for step, _ in source.read("scalars", ["loss"])["loss"]] == [0, 1, 2, 3]
     assert len(list(source.problems)) == 1

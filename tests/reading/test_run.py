@@ -88,7 +88,7 @@ def test_a_run_with_tags_of_before_they_had_groups_gives_the_same(
         frames = [frame(event.SerializeToString()) for event in events]
         (former / path.name).write_bytes(b"".join(frames))
     now, then = telemetry.read(log_dir), telemetry.read(former)
-    assert set(then.scalars.tag) == set(FileSource(former).scalar_tags())
+    assert set(then.scalars.tag) == set(FileSource(former).tags("scalars"))
     pd.testing.assert_frame_equal(now.scalars, then.scalars)
     assert now.histogram_tags == then.histogram_tags
     assert last_step(event_files(str(former))) == last_step(event_files(str(log_dir))) == 11

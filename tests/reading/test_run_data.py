@@ -95,12 +95,12 @@ def test_layers_that_come_or_go_keep_their_rows(tmp_path: Path, open_run: OpenRu
 
 def test_one_layer_over_time(tmp_path: Path, open_run: OpenRun) -> None:
     write_run(tmp_path, LAYOUT, steps=range(30), norms=norms, matrices=matrices, every=10)
-    series = open_run(tmp_path).layer_series("b.x")
-    steps, values = series.statistics["weight_norm"]
+    statistics, parameters = open_run(tmp_path).layer_series("b.x")
+    steps, values = statistics["weight_norm"]
     assert steps.tolist() == values.tolist() == [0, 10, 20]
-    steps, values = series.parameters["b.x.weight"]
+    steps, values = parameters["b.x.weight"]
     assert values.tolist() == [10.0 * step for step in range(30)]
-    assert set(series.statistics) == {"grad_norm", "grad_rms", *COLUMN}
+    assert set(statistics) == {"grad_norm", "grad_rms", *COLUMN}
 
 
 def test_nan_and_infinity_survive(tmp_path: Path, open_run: OpenRun) -> None:
@@ -147,11 +147,9 @@ class CountingSource(FileSource):
         super().__init__(log_dir)
         self.reads: list[str] = []
 
-    def read_tensors(
-        self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
-    ) -> object:  # type: ignore[override]
+    def read(self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False) -> object:  # type: ignore[override]
         self.reads += tags
-        return super().read_tensors(plugin_name, tags, sampled=sampled)
+        return super().read(plugin_name, tags, sampled=sampled)
 
 
 def test_nothing_is_read_twice(tmp_path: Path) -> None:

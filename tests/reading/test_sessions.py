@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from known_runs import layout_of
 
-from telemetry.reading.sessions import ParsedLayout, Sessions, Structure, assemble
+from telemetry.reading.sessions import Sessions, Structure, WrittenLayout, assemble
 from telemetry.reading.sources import Problems
 
 orders = st.lists(
@@ -20,8 +20,7 @@ orders = st.lists(
 def merged(layouts: list[list[str]]) -> Structure:
     """The structure of a run of several sessions, oldest first."""
     parsed = [
-        ParsedLayout(session=f"{n:03d}", number=0, step=n, layout=layout_of(names), names=())
-        for n, names in enumerate(layouts)
+        WrittenLayout(f"{n:03d}", 0, n, layout_of(names), ()) for n, names in enumerate(layouts)
     ]
     return assemble(parsed, {}, Problems())
 
@@ -60,4 +59,4 @@ def test_twenty_thousand_modules_in_other_orders_take_a_moment() -> None:
 @given(st.dictionaries(st.text("ab", min_size=1, max_size=3), st.integers(0, 9)), st.text("abc"))
 def test_a_session_ends_where_any_later_one_begins(begins: dict[str, int], session: str) -> None:
     later = [begin for other, begin in begins.items() if other > session]
-    assert Sessions(begins).end_of(session) == min(later, default=2**62)
+    assert Sessions(begins.items()).end_of(session) == min(later, default=2**62)

@@ -158,7 +158,7 @@ def _read(log_dir: Path) -> dict[str, Any]:
             tag: [sorted(tables), *total([sum(t[:, 2].sum() for t in tables.values())])]
             for tag, tables in sorted(histograms.items())
         },
-        "pictures": sorted(FileSource(log_dir).tensor_tags("images")),
+        "pictures": sorted(FileSource(log_dir).tags("images")),
         "sessions": RunData(FileSource(log_dir)).overview().session_count,
         "problems": list(run.problems),
     }

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from telemetry.page_format import Chunk, alert_tag, end_tag, layout_tag
-from telemetry.reading.run_list import RunEntry, newest_first, run_entry
+from telemetry.tensorboard_plugin.run_table import RunEntry, list_runs, run_entry
 
 FIRST, SECOND = "20260101-120000.000000-aaaa", "20260102-120000.000000-bbbb"
 FIRST_S = 1767268800.0  # 2026-01-01, 12:00 UTC
@@ -21,20 +21,29 @@ def norms(session: str) -> str:
     return Chunk(kind="n", session=session, layout=0, number=0).tag
 
 
-def run(name: str = "run", session: str = FIRST, written_s: float = FIRST_S + 99) -> RunEntry:
-    tags = {layout_tag(session, 0): series(0), norms(session): series(99, written_s)}
-    return run_entry(name, tags)
+def tags_of(session: str, written_s: float = FIRST_S + 99) -> dict[str, SimpleNamespace]:
+    return {layout_tag(session, 0): series(0), norms(session): series(99, written_s)}
+
+
+def run(session: str = FIRST, written_s: float = FIRST_S + 99) -> RunEntry:
+    return run_entry("run", tags_of(session, written_s))
+
+
+def names(sessions: dict[str, str]) -> list[str]:
+    """Of the runs of these sessions, as they are listed."""
+    listing = {name: tags_of(session) for name, session in sessions.items()}
+    provider = SimpleNamespace(list_tensors=lambda *_, **__: listing, read_tensors=None)
+    return [entry.name for entry in list_runs(provider, "")]
 
 
 def test_the_newest_run_comes_first_and_runs_of_one_start_in_natural_order() -> None:
-    runs = [run("run10"), run("old"), run("new", SECOND), run("run9")]
-    assert [entry.name for entry in newest_first(runs)] == ["new", "old", "run9", "run10"]
+    sessions = {"run10": FIRST, "old": FIRST, "new": SECOND, "run9": FIRST}
+    assert names(sessions) == ["new", "old", "run9", "run10"]
 
 
 def test_of_two_runs_that_began_in_the_same_second_the_later_is_newer() -> None:
     first, second = (f"20260301-000000.{part}-ffff" for part in ("100000", "200000"))
-    runs = [run("a", second), run("b", first)]
-    assert [entry.name for entry in newest_first(runs)] == ["a", "b"]
+    assert names({"b": first, "a": second}) == ["a", "b"]
 
 
 def test_a_session_whose_id_holds_no_time_began_with_its_layout() -> None:
