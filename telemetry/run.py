@@ -101,7 +101,7 @@ class Run:
     def _make_pipeline(self, options: Options) -> Pipeline:
         self._processor = Processor(
             board=self._board,
-            sink=self._files.writer,
+            sink=self._files,
             rules=options.rules,
             observers=(self._files.flight, self._later_steps),
             on_alert=self._note_alert,
@@ -307,11 +307,11 @@ class Run:
 
     # --- called by the parts -------------------------------------------------------------------
 
-    def _hand_on(self) -> None:
+    def _hand_on(self, closing: bool) -> None:
         """Write what waits before someone else flushes or closes the writer."""
         if not self._pipeline.is_late:
             self._pipeline.flush(_HAND_ON_S)
-        if self._files.is_about_to_close:
+        if closing:
             self._write_end()
 
     def _log_costs(self, curves: Mapping[str, float], step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -23,7 +24,7 @@ Item = TypeVar("Item", bound=Sized)
 
 
 class Files(Protocol[Item]):
-    """Where items go, such as event files. Only the background thread uses it."""
+    """Where items go; used on the background thread alone."""
 
     def write(self, items: deque[Item], *, urgent: bool) -> None:
         """Removes what it has written, keeps the rest in order, and raises what stopped it."""
@@ -34,12 +35,13 @@ class Files(Protocol[Item]):
 class BackgroundWriter(Generic[Item]):
     """A bounded queue of items, and the thread that empties it.
 
-    Items that cannot be written stay in the queue and are tried again every ``flush_s``.
+    Items that cannot be written stay in the queue and are tried again every ``flush_s``. A forked
+    child has no such thread, and its calls do nothing.
 
     Args:
         files: Where the items go.
-        name: The name of this writer in log messages.
-        what: The name of the items there.
+        name: Of this writer in log messages.
+        what: The items there.
         flush_s: The longest time in seconds that an item waits before it is written.
         max_pending_bytes: A droppable item is dropped if more bytes than this would wait with it,
             any other item if four times as many would. An empty queue takes an item of any size.
@@ -55,9 +57,10 @@ class BackgroundWriter(Generic[Item]):
         *,
         name: str,
         what: str = "events",
-        flush_s: float,
-        max_pending_bytes: int,
+        flush_s: float = 1.0,
+        max_pending_bytes: int = 64 << 20,
     ) -> None:
+        self._process_id = os.getpid()
         self.dropped_count = 0
         self.failure: Exception | None = None
         self._files = files
@@ -84,6 +87,11 @@ class BackgroundWriter(Generic[Item]):
         self._thread.start()
 
     @property
+    def is_here(self) -> bool:
+        """Whether this is not a forked child."""
+        return os.getpid() == self._process_id
+
+    @property
     def lost_count(self) -> int:
         """Other items that found the queue full; after closing, also those that still wait.
 
@@ -99,6 +107,8 @@ class BackgroundWriter(Generic[Item]):
         Raises:
             OSError: The writer is closed.
         """
+        if not self.is_here:
+            return
         with self._lock:
             if self._closing:
                 raise OSError(f"{self._name}: the writer is closed")
@@ -121,6 +131,8 @@ class BackgroundWriter(Generic[Item]):
         Returns:
             False if the disk has not answered within the time.
         """
+        if not self.is_here:
+            return True
         with self._changed:
             self._flush_wanted = True
             self._changed.notify_all()
@@ -131,9 +143,9 @@ class BackgroundWriter(Generic[Item]):
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
         """Writes what waits, ends the thread, and logs what was lost; takes at most this time."""
+        if self._closed or not self.is_here:
+            return
         with self._changed:
-            if self._closed:
-                return
             self._closing = True
             self._changed.notify_all()
             # Not Thread.join(): a signal handler that closes the writer may have interrupted

@@ -44,7 +44,6 @@ class FileWriter:
 
     # Of a copy, which has its directory alone.
     _background: BackgroundWriter[bytes] | None = None
-    _process_id = -1  # no process has this id
     _reported_inert = False
 
     def __init__(
@@ -65,7 +64,6 @@ class FileWriter:
             flush_s=flush_s,
             max_pending_bytes=max_pending_bytes,
         )
-        self._process_id = os.getpid()
         # Unlike atexit, this also runs at the end of a process that multiprocessing forked.
         self._at_exit = Finalize(None, self._background.close, exitpriority=0)
 
@@ -75,7 +73,7 @@ class FileWriter:
     @property
     def is_inert(self) -> bool:
         """Whether this is a copy, which writes nothing."""
-        return self._background_here() is None
+        return self._background is None or not self._background.is_here
 
     @property
     def dropped_count(self) -> int:
@@ -176,21 +174,20 @@ class FileWriter:
         Returns:
             False if the disk has not answered within the time.
         """
-        background = self._background_here()
-        return background is None or background.flush(timeout_s)
+        return self._background is None or self._background.flush(timeout_s)
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
         """Writes what waits, in at most this time, and logs how many events were lost, if any.
 
         If the disk has not answered by then, the rest counts as lost.
         """
-        if background := self._background_here():
-            background.close(timeout_s)
+        if self._background is not None and self._background.is_here:
+            self._background.close(timeout_s)
             self._at_exit.cancel()
 
     def _put(self, event: bytes, *, droppable: bool, flush: bool) -> None:
-        if background := self._background_here():
-            background.put(event, droppable=droppable, flush=flush)
+        if self._background is not None and self._background.is_here:
+            self._background.put(event, droppable=droppable, flush=flush)
         elif not self._reported_inert:
             self._reported_inert = True
             _logger.warning(
@@ -198,9 +195,6 @@ class FileWriter:
                 "nothing; open one here to write from here",
                 self._log_dir,
             )
-
-    def _background_here(self) -> BackgroundWriter[bytes] | None:
-        return self._background if os.getpid() == self._process_id else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_log_dir": self._log_dir}
