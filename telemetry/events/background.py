@@ -51,6 +51,9 @@ class BackgroundWriter(Generic[Item]):
         failure: What stopped the latest write; None if it succeeded.
     """
 
+    dropped_count = 0
+    failure: Exception | None = None
+
     def __init__(
         self,
         files: Files[Item],
@@ -61,8 +64,6 @@ class BackgroundWriter(Generic[Item]):
         max_pending_bytes: int = 64 << 20,
     ) -> None:
         self._process_id = os.getpid()
-        self.dropped_count = 0
-        self.failure: Exception | None = None
         self._files = files
         self._name = name
         self._what = what
@@ -88,7 +89,7 @@ class BackgroundWriter(Generic[Item]):
 
     @property
     def is_here(self) -> bool:
-        """Whether this is not a forked child."""
+        """Whether this is no forked child."""
         return os.getpid() == self._process_id
 
     @property
@@ -97,16 +98,14 @@ class BackgroundWriter(Generic[Item]):
 
         It falls again if a disk that did not answer in time takes them later.
         """
+        if not self.is_here:
+            return 0
         with self._lock:
             waiting = len(self._pending) + len(self._writing) if self._closed else 0
             return self._refused_count + waiting
 
     def put(self, item: Item, *, droppable: bool, flush: bool) -> None:
-        """Adds an item to the queue, or drops it if that is full. Never waits for the disk.
-
-        Raises:
-            OSError: The writer is closed.
-        """
+        """Adds an item, or drops it if the queue is full; an OSError if the writer is closed."""
         if not self.is_here:
             return
         with self._lock:
@@ -126,11 +125,7 @@ class BackgroundWriter(Generic[Item]):
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float = PATIENCE_S) -> bool:
-        """Waits until everything added so far has been written, or writing it has failed.
-
-        Returns:
-            False if the disk has not answered within the time.
-        """
+        """Waits until all so far has been written, or has failed; False if that takes longer."""
         if not self.is_here:
             return True
         with self._changed:
@@ -143,7 +138,7 @@ class BackgroundWriter(Generic[Item]):
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
         """Writes what waits, ends the thread, and logs what was lost; takes at most this time."""
-        if self._closed or not self.is_here:
+        if not self.is_here or self._closed:
             return
         with self._changed:
             self._closing = True

@@ -18,6 +18,10 @@ from telemetry.events.background import PATIENCE_S, each_within
 from telemetry.events.file_writer import FileWriter
 
 
+class _File(FileWriter, tensorboard.FileWriter):  # type: ignore[misc]  # takes more arguments
+    """Ours, with those methods of torch's that build events."""
+
+
 class SummaryWriter(tensorboard.SummaryWriter):
     """Writes to TensorBoard like ``torch.utils.tensorboard.SummaryWriter``, and never fails.
 
@@ -85,11 +89,11 @@ class SummaryWriter(tensorboard.SummaryWriter):
         return {name: value for name, value in vars(self).items() if name != "_opening"}
 
     def _open(self, log_dir: str | os.PathLike[str]) -> FileWriter:
-        return FileWriter(log_dir, flush_s=self.flush_secs, filename_suffix=self.filename_suffix)
+        return _File(log_dir, flush_s=self.flush_secs, filename_suffix=self.filename_suffix)
 
     def _open_below(self, run_dir: str) -> FileWriter:
         own = self._get_file_writer()
-        return own if own.is_inert else self._open(run_dir)
+        return self._open(run_dir) if own.is_here else own
 
     def _write_values(
         self, values: Sequence[bytes], step: int | None, walltime: float | None, **how: Any
@@ -112,7 +116,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
 
         A copy stays inert.
         """
-        if self.file_writer is None or self.all_writers is None or self.file_writer.is_inert:
+        if self.file_writer is None or self.all_writers is None or not self.file_writer.is_here:
             return
         writers = self.all_writers
         # First, so that other threads write to a new file while this waits for the disk.
@@ -200,13 +204,10 @@ class SummaryWriter(tensorboard.SummaryWriter):
         run_name: str | None = None,
         global_step: int | None = None,
     ) -> None:
-        if type(hparam_dict) is not dict or type(metric_dict) is not dict:
-            raise TypeError("hparam_dict and metric_dict should be dictionary.")
         descriptions = hparams(hparam_dict, metric_dict, hparam_domain_discrete)
-        metrics = [torch_values.scalar(tag, value) for tag, value in metric_dict.items()]
+        values = [description.SerializeToString() for description in descriptions]
+        values += [torch_values.scalar(tag, value) for tag, value in metric_dict.items()]
         log_dir = self._get_file_writer().get_logdir()
         file_writer = self._open_below(os.path.join(log_dir, run_name or str(time.time())))
-        for summary in descriptions:
-            file_writer.add_summary(summary, global_step)
-        file_writer.write_values(metrics, global_step)
+        file_writer.write_values(values, global_step)
         file_writer.close()

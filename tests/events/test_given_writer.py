@@ -252,9 +252,9 @@ def test_a_copy_of_the_writer_has_methods_of_its_own(
     twin = make(writer)
     twin.flush()
     twin.close()
-    assert twin._get_file_writer().is_inert
+    assert not twin._get_file_writer().is_here
     assert not called.is_set()
-    assert not writer.file_writer.is_inert
+    assert writer.file_writer.is_here
     given.close()
     writer.close()
 
