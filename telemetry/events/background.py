@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -23,7 +24,7 @@ Item = TypeVar("Item", bound=Sized)
 
 
 class Files(Protocol[Item]):
-    """Where items go, such as event files. Only the background thread uses it."""
+    """Where items go; used on the background thread alone."""
 
     def write(self, items: deque[Item], *, urgent: bool) -> None:
         """Removes what it has written, keeps the rest in order, and raises what stopped it."""
@@ -34,12 +35,13 @@ class Files(Protocol[Item]):
 class BackgroundWriter(Generic[Item]):
     """A bounded queue of items, and the thread that empties it.
 
-    Items that cannot be written stay in the queue and are tried again every ``flush_s``.
+    Items that cannot be written stay in the queue and are tried again every ``flush_s``. A forked
+    child has no such thread, and its calls do nothing.
 
     Args:
         files: Where the items go.
-        name: The name of this writer in log messages.
-        what: The name of the items there.
+        name: Of this writer in log messages.
+        what: The items there.
         flush_s: The longest time in seconds that an item waits before it is written.
         max_pending_bytes: A droppable item is dropped if more bytes than this would wait with it,
             any other item if four times as many would. An empty queue takes an item of any size.
@@ -49,17 +51,19 @@ class BackgroundWriter(Generic[Item]):
         failure: What stopped the latest write; None if it succeeded.
     """
 
+    dropped_count = 0
+    failure: Exception | None = None
+
     def __init__(
         self,
         files: Files[Item],
         *,
         name: str,
         what: str = "events",
-        flush_s: float,
-        max_pending_bytes: int,
+        flush_s: float = 1.0,
+        max_pending_bytes: int = 64 << 20,
     ) -> None:
-        self.dropped_count = 0
-        self.failure: Exception | None = None
+        self._process_id = os.getpid()
         self._files = files
         self._name = name
         self._what = what
@@ -84,21 +88,26 @@ class BackgroundWriter(Generic[Item]):
         self._thread.start()
 
     @property
+    def is_here(self) -> bool:
+        """Whether this is no forked child."""
+        return os.getpid() == self._process_id
+
+    @property
     def lost_count(self) -> int:
         """Other items that found the queue full; after closing, also those that still wait.
 
         It falls again if a disk that did not answer in time takes them later.
         """
+        if not self.is_here:
+            return 0
         with self._lock:
             waiting = len(self._pending) + len(self._writing) if self._closed else 0
             return self._refused_count + waiting
 
     def put(self, item: Item, *, droppable: bool, flush: bool) -> None:
-        """Adds an item to the queue, or drops it if that is full. Never waits for the disk.
-
-        Raises:
-            OSError: The writer is closed.
-        """
+        """Adds an item, or drops it if the queue is full; an OSError if the writer is closed."""
+        if not self.is_here:
+            return
         with self._lock:
             if self._closing:
                 raise OSError(f"{self._name}: the writer is closed")
@@ -116,11 +125,9 @@ class BackgroundWriter(Generic[Item]):
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float = PATIENCE_S) -> bool:
-        """Waits until everything added so far has been written, or writing it has failed.
-
-        Returns:
-            False if the disk has not answered within the time.
-        """
+        """Waits until all so far has been written, or has failed; False if that takes longer."""
+        if not self.is_here:
+            return True
         with self._changed:
             self._flush_wanted = True
             self._changed.notify_all()
@@ -131,9 +138,9 @@ class BackgroundWriter(Generic[Item]):
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
         """Writes what waits, ends the thread, and logs what was lost; takes at most this time."""
+        if not self.is_here or self._closed:
+            return
         with self._changed:
-            if self._closed:
-                return
             self._closing = True
             self._changed.notify_all()
             # Not Thread.join(): a signal handler that closes the writer may have interrupted

@@ -5,24 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog, TaggedRunMetadata
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.events.background import PATIENCE_S, BackgroundWriter, Files
 from telemetry.events.local_files import LocalFiles
-from telemetry.events.repeated import Repeated
-from telemetry.events.room import tags_of
 from telemetry.events.summaries import event_of
 
 _logger = logging.getLogger(__name__)
 
+_MAX_REPEATED_BYTES = 4 << 20
 
-class FileWriter:
-    """Writes events to a new file in a log directory, with the methods of torch's ``FileWriter``.
+
+class FileWriter(BackgroundWriter[bytes]):
+    """Writes events to a new file in a log directory.
 
     Adding an event never waits for the disk and never fails because of it: an event that cannot be
     written stays in memory, is tried again every ``flush_s``, and is counted if it is lost. An
@@ -42,9 +42,7 @@ class FileWriter:
         ValueError: The path holds a NUL character, or the URL's protocol is unknown.
     """
 
-    # Of a copy, which has its directory alone.
-    _background: BackgroundWriter[bytes] | None = None
-    _process_id = -1  # no process has this id
+    _process_id = -1  # of a copy: no process has this id
     _reported_inert = False
 
     def __init__(
@@ -58,39 +56,18 @@ class FileWriter:
         self._log_dir = os.fspath(log_dir)
         if b"\0" in os.fsencode(self._log_dir):
             raise ValueError(f"FileWriter({self._log_dir!r}): a path cannot hold a NUL character")
-        self._repeated = Repeated()
-        self._background = BackgroundWriter(
+        self._repeated = _Repeated()
+        super().__init__(
             _files_in(self._log_dir, filename_suffix, self._repeated),
             name=self._log_dir,
             flush_s=flush_s,
             max_pending_bytes=max_pending_bytes,
         )
-        self._process_id = os.getpid()
         # Unlike atexit, this also runs at the end of a process that multiprocessing forked.
-        self._at_exit = Finalize(None, self._background.close, exitpriority=0)
+        self._at_exit = Finalize(None, super().close, exitpriority=0)
 
     def get_logdir(self) -> str:
         return self._log_dir
-
-    @property
-    def is_inert(self) -> bool:
-        """Whether this is a copy, which writes nothing."""
-        return self._background_here() is None
-
-    @property
-    def dropped_count(self) -> int:
-        """Droppable events that were dropped because the queue was full."""
-        return self._background.dropped_count if self._background else 0
-
-    @property
-    def lost_count(self) -> int:
-        """Other events that were lost; final after ``close()``."""
-        return self._background.lost_count if self._background else 0
-
-    @property
-    def failure(self) -> Exception | None:
-        """What stopped the latest attempt to write; None if it succeeded."""
-        return self._background.failure if self._background else None
 
     def add_event(
         self,
@@ -117,7 +94,7 @@ class FileWriter:
         event.wall_time = time.time() if walltime is None else walltime
         if step is not None:
             event.step = int(step)
-        self._put(event.SerializeToString(), droppable=droppable, flush=flush)
+        self.put(event.SerializeToString(), droppable=droppable, flush=flush)
 
     def write_values(
         self,
@@ -142,65 +119,34 @@ class FileWriter:
                 latest value of each such tag, with its step and time.
         """
         walltime = time.time() if walltime is None else walltime
-        if repeat and not self.is_inert:
-            for value in repeat:
-                alone = event_of([value], step, walltime)
-                (tag,) = tags_of(alone)
-                self._repeated.add(tag, alone)
-        self._put(event_of(values, step, walltime), droppable=droppable, flush=flush)
-
-    def add_summary(
-        self, summary: Summary, global_step: int | None = None, walltime: float | None = None
-    ) -> None:
-        """Adds an event with this summary."""
-        self.add_event(Event(summary=summary), global_step, walltime)
+        for value in repeat if self.is_here else ():
+            (tag,) = (one.tag for one in Summary.FromString(value).value)
+            self._repeated.add(tag, event_of([value], step, walltime))
+        self.put(event_of(values, step, walltime), droppable=droppable, flush=flush)
 
     def purge(self, step: int) -> None:
         """Makes TensorBoard hide what was logged so far for this step and later ones."""
         self.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
-    def add_graph(self, graph_profile: tuple[Any, Any], walltime: float | None = None) -> None:
-        """Adds a ``GraphDef`` and the ``RunMetadata`` of one step."""
-        graph, run_metadata = graph_profile
-        self.add_onnx_graph(graph, walltime)
-        tagged = TaggedRunMetadata(tag="step1", run_metadata=run_metadata.SerializeToString())
-        self.add_event(Event(tagged_run_metadata=tagged), None, walltime)
-
-    def add_onnx_graph(self, graph: Any, walltime: float | None = None) -> None:
-        """Adds a ``GraphDef``."""
-        self.add_event(Event(graph_def=graph.SerializeToString()), None, walltime)
-
-    def flush(self, timeout_s: float = PATIENCE_S) -> bool:
-        """Waits until all events so far are in the file, or writing them has failed.
-
-        Returns:
-            False if the disk has not answered within the time.
-        """
-        background = self._background_here()
-        return background is None or background.flush(timeout_s)
-
-    def close(self, timeout_s: float = PATIENCE_S) -> None:
-        """Writes what waits, in at most this time, and logs how many events were lost, if any.
-
-        If the disk has not answered by then, the rest counts as lost.
-        """
-        if background := self._background_here():
-            background.close(timeout_s)
-            self._at_exit.cancel()
-
-    def _put(self, event: bytes, *, droppable: bool, flush: bool) -> None:
-        if background := self._background_here():
-            background.put(event, droppable=droppable, flush=flush)
-        elif not self._reported_inert:
+    def put(self, item: bytes, *, droppable: bool, flush: bool) -> None:
+        """Adds a serialized event, as :meth:`add_event` does."""
+        if not self.is_here and not self._reported_inert:
             self._reported_inert = True
             _logger.warning(
                 "%s: this writer is a copy in another process or of another writer, and writes "
                 "nothing; open one here to write from here",
                 self._log_dir,
             )
+        super().put(item, droppable=droppable, flush=flush)
 
-    def _background_here(self) -> BackgroundWriter[bytes] | None:
-        return self._background if os.getpid() == self._process_id else None
+    def close(self, timeout_s: float = PATIENCE_S) -> None:
+        """Writes what waits, in at most this time, and logs how many events were lost, if any.
+
+        If the disk has not answered by then, the rest counts as lost.
+        """
+        if self.is_here:
+            super().close(timeout_s)
+            self._at_exit.cancel()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_log_dir": self._log_dir}
@@ -212,3 +158,22 @@ def _files_in(log_dir: str, filename_suffix: str, repeated: Iterable[bytes]) -> 
     from telemetry.events.remote_files import RemoteFiles  # fsspec is optional
 
     return RemoteFiles(log_dir, filename_suffix, repeated=repeated)
+
+
+class _Repeated:
+    """The latest event of each tag; above 4 MiB the largest older ones are dropped.
+
+    One thread may add events while another iterates.
+    """
+
+    def __init__(self) -> None:
+        self._events: Mapping[str, bytes] = {}  # replaced, never modified
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._events.values())
+
+    def add(self, tag: str, event: bytes) -> None:
+        kept = {known: older for known, older in self._events.items() if known != tag}
+        while kept and sum(map(len, kept.values())) + len(event) > _MAX_REPEATED_BYTES:
+            del kept[max(kept, key=lambda known: len(kept[known]))]
+        self._events = {**kept, tag: event}

@@ -8,7 +8,9 @@ import logging
 import math
 import os
 import re
+import shutil
 import socket
+import tempfile
 import time
 from bisect import bisect_right
 from collections import deque
@@ -18,9 +20,9 @@ from io import FileIO
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog, SourceMetadata
+from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.events.framing import frame
-from telemetry.events.room import NO_ROOM, curves_apart, has_room, tags_of
 
 _logger = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ _CHUNK_BYTES = 4 << 20
 _HEADER_BYTES = 256  # more than the first events of a file, plus a frame
 _NAME = re.compile(r"tfevents\.(\d{10})\.")  # as in events.out.tfevents.1700000000.host.123.0
 _file_numbers = itertools.count()
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 # Where a session starts, readers drop its step and later ones from earlier files. A file that
 # continues a run must drop nothing, so its session starts after the last possible step.
@@ -92,21 +96,18 @@ class LocalFiles:
             return
         try:
             if self._file is not None and self._is_finished(self._file):
-                self._leave()
+                self.close()
             if not self._is_begun:
                 self._open(0)
-            if self._limit < math.inf and has_room(self._directory, int(self._limit)):
+            if self._limit < math.inf and _has_room(self._directory, int(self._limit)):
                 self._limit = math.inf
             while not self._write_below_limit(events):
                 pass
         except OSError:
-            self._leave()
+            self.close()
             raise
         if events or self._to_repeat:
             raise self._no_room()
-
-    def close(self) -> None:
-        self._leave()
 
     @property
     def path(self) -> str | None:
@@ -115,63 +116,54 @@ class LocalFiles:
 
     def _write_below_limit(self, events: deque[bytes]) -> bool:
         """Writes events below the limit; False if one of them found no room and lowered it."""
-        try:
-            if self._limit < math.inf:
-                self._write_around_large(events)
-            else:
-                for queue in (self._to_repeat, events):
-                    while queue:
-                        self._append(queue)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            self._leave()
-            return False
-        return True
-
-    def _write_around_large(self, events: deque[bytes]) -> None:
-        """Writes events below the limit one by one, and from larger ones the points of curves."""
-        parts: list[bytes] = []
-        for event in events:
-            if len(event) < self._limit:
-                parts.append(event)
-            else:
-                of_one = curves_apart(event)
-                self._limit = min(self._limit, max(map(len, of_one)))
-                parts += of_one
-        events.clear()
-        events.extend(parts)
         tags_that_wait: set[str] = set()
         for queue in (self._to_repeat, events):
-            waiting = 0
+            passed_over: list[bytes] = []
             try:
-                for _ in range(len(queue)):
-                    tags = tags_of(queue[0])
-                    if len(queue[0]) < self._limit and tags_that_wait.isdisjoint(tags):
-                        self._append(deque([queue[0]]))
-                        queue.popleft()
+                while queue:
+                    if self._limit < math.inf and self._has_to_wait(queue, tags_that_wait):
+                        passed_over.append(queue.popleft())
                     else:
-                        tags_that_wait |= tags
-                        queue.rotate(-1)
-                        waiting += 1
+                        file = self._file or self._open(len(queue[0]))
+                        self._append(file, queue, most=1 if self._limit < math.inf else None)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                self._limit, self._errno = len(queue[0]), error.errno
+                self.close()
+                return False
             finally:
-                queue.rotate(waiting)  # the events passed over come first again
+                queue.extendleft(reversed(passed_over))
+        return True
+
+    def _has_to_wait(self, queue: deque[bytes], tags_that_wait: set[str]) -> bool:
+        """Whether there is no room for the first event, or it comes after such a one of its tag."""
+        if len(queue[0]) >= self._limit:
+            parts = _curves_apart(queue.popleft())
+            queue.extendleft(reversed(parts))
+            self._limit = min(self._limit, max(map(len, parts)))
+        tags = {value.tag for value in Event.FromString(queue[0]).summary.value}
+        if len(queue[0]) < self._limit and tags_that_wait.isdisjoint(tags):
+            return False
+        tags_that_wait |= tags
+        return True
 
     def _no_room(self) -> OSError:
         return OSError(self._errno, os.strerror(self._errno), self._directory)
 
-    def _open(self, first_bytes: int) -> None:
+    def _open(self, first_bytes: int) -> FileIO:
         os.makedirs(self._directory, exist_ok=True)
         # Otherwise each attempt would leave an empty file, and removing it is risky: TensorBoard's
         # slow loader waits forever at a file that it has seen and that is gone.
-        if self._is_begun and not has_room(self._directory, _HEADER_BYTES + first_bytes):
+        if self._is_begun and not _has_room(self._directory, _HEADER_BYTES + first_bytes):
             raise self._no_room()
-        self._file = self._create()
+        self._file = file = self._create()
         self._size, self._least_size = 0, 1
         self._full_size = self._max_file_bytes + sum(map(len, self._to_repeat))
-        self._append_some(self._file, deque([_version(), _session_start()]))
+        self._append(file, deque([_version(), _session_start()]))
         self._least_size = self._size + self._is_begun
         self._is_begun = True
+        return file
 
     def _create(self) -> FileIO:
         while True:
@@ -196,34 +188,28 @@ class LocalFiles:
             return True
         return False
 
-    def _append(self, events: deque[bytes]) -> None:
-        """Writes some of the events; lowers the limit if the next one finds no room."""
-        try:
-            if self._file is None:
-                self._open(len(events[0]))
-            assert self._file is not None
-            self._append_some(self._file, events)
-        except OSError as error:
-            if error.errno in NO_ROOM:
-                self._limit, self._errno = len(events[0]), error.errno
-            raise
-
-    def _append_some(self, file: FileIO, events: deque[bytes]) -> None:
-        """Writes events with one call, which releases the interpreter lock."""
-        frames = _first_frames(events)
-        ends = list(itertools.accumulate(map(len, frames)))
+    def _append(self, file: FileIO, events: deque[bytes], most: int | None = None) -> None:
+        """Writes some of the events with one call, which releases the interpreter lock."""
+        frames: list[bytes] = []
+        ends = [0]
+        for event in itertools.islice(events, most):
+            frames.append(frame(event))
+            ends.append(ends[-1] + len(frames[-1]))
+            if ends[-1] >= _CHUNK_BYTES:
+                break
         data = memoryview(b"".join(frames))
         written = 0
         try:
             while written < len(data):
                 written += file.write(data[written:])
         finally:
-            whole = bisect_right(ends, written)
-            self._size += ends[whole - 1] if whole else 0
+            whole = bisect_right(ends, written) - 1
+            self._size += ends[whole]
             for _ in range(whole):
                 events.popleft()
 
-    def _leave(self) -> None:
+    def close(self) -> None:
+        """Leaves the current file; a later event begins another."""
         if self._file is None:
             return
         self._to_repeat = deque(self._repeated)
@@ -243,15 +229,38 @@ def _newest_stamp(names: Iterable[str]) -> int:
     return max((int(found[1]) for name in names if (found := _NAME.search(name))), default=0)
 
 
-def _first_frames(events: deque[bytes]) -> list[bytes]:
-    frames: list[bytes] = []
-    size = 0
-    for event in events:
-        frames.append(frame(event))
-        size += len(event)
-        if size >= _CHUNK_BYTES:
-            break
-    return frames
+def _has_room(directory: str, size: int) -> bool:
+    """Whether the directory's disk has room for ``size`` bytes, without and then with a trial.
+
+    A trial is needed because file systems do not report quotas. The free space is checked first,
+    so that the trial does not fill the disk for everybody else.
+    """
+    try:
+        disk = shutil.disk_usage(directory)
+        if disk.total and disk.free < size:  # some network drives report 0 for both
+            return False
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:
+            return probe.write(bytes(size)) == size
+    except OSError as error:
+        return error.errno not in _NO_ROOM  # the real write will report anything else
+
+
+def _curves_apart(data: bytes) -> list[bytes]:
+    """An event split into points of curves and other values; unsplit if it has only one kind.
+
+    Readers do not notice, because they identify values by tag and step.
+    """
+    event = Event.FromString(data)
+    kinds: tuple[list[Summary.Value], ...] = [], []
+    for value in event.summary.value:
+        kinds[not value.HasField("simple_value")].append(value)
+    if not all(kinds):
+        return [data]
+    parts = (
+        Event(wall_time=event.wall_time, step=event.step, summary=Summary(value=values))
+        for values in kinds
+    )
+    return [part.SerializeToString() for part in parts]
 
 
 def _version() -> bytes:

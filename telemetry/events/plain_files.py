@@ -88,18 +88,15 @@ class PlainFiles:
 
     def flush(self, timeout_s: float = PATIENCE_S) -> bool:
         """Wait until everything was tried; False if that took longer."""
-        return self._background is None or not self._is_here() or self._background.flush(timeout_s)
+        return self._background is None or self._background.flush(timeout_s)
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
         """Write what waits, in at most this time, and log how much was lost, if anything."""
-        if self._background is not None and self._is_here():
+        if self._background is not None:
             self._background.close(timeout_s)
 
-    def _is_here(self) -> bool:
-        return os.getpid() == self._process_id
-
     def _put(self, change: _Change) -> None:
-        if not self._is_here():
+        if os.getpid() != self._process_id:
             return
         with self._lock:
             if self._background is None:

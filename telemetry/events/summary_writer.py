@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import HistogramProto
@@ -14,6 +16,10 @@ from torch.utils.tensorboard.summary import hparams
 from telemetry.events import torch_values
 from telemetry.events.background import PATIENCE_S, each_within
 from telemetry.events.file_writer import FileWriter
+
+
+class _File(FileWriter, tensorboard.FileWriter):  # type: ignore[misc]  # takes more arguments
+    """Ours, with those methods of torch's that build events."""
 
 
 class SummaryWriter(tensorboard.SummaryWriter):
@@ -46,6 +52,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
     file_writer: FileWriter | None  # type: ignore[assignment]
     all_writers: dict[str, FileWriter] | None  # type: ignore[assignment]
     _bins: torch_values.Bins | None = None
+    _opening: AbstractContextManager[object] = nullcontext()  # of a copy, which writes nothing
 
     def __init__(
         self,
@@ -56,6 +63,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
         flush_secs: float = 1.0,
         filename_suffix: str = "",
     ) -> None:
+        self._opening = threading.RLock()
         super().__init__(log_dir, comment, purge_step, max_queue, flush_secs, filename_suffix)
         # A directory that cannot be written must raise before the training, not after it.
         file_writer = self._get_file_writer()
@@ -65,23 +73,39 @@ class SummaryWriter(tensorboard.SummaryWriter):
             raise failure
 
     def _get_file_writer(self) -> FileWriter:
-        if self.file_writer is None or self.all_writers is None:
-            self.file_writer = self._open(self.log_dir)
-            self.all_writers = {self.file_writer.get_logdir(): self.file_writer}
-            if self.purge_step is not None:
-                step, self.purge_step = self.purge_step, None
-                self.file_writer.purge(step)
-        return self.file_writer
+        if (file_writer := self.file_writer) is not None:  # until another thread closes it
+            return file_writer
+        with self._opening:
+            if (file_writer := self.file_writer) is None:
+                file_writer = self._open(self.log_dir)
+                self.all_writers = {file_writer.get_logdir(): file_writer}
+                if self.purge_step is not None:
+                    step, self.purge_step = self.purge_step, None
+                    file_writer.purge(step)
+                self.file_writer = file_writer
+        return file_writer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_opening"}
 
     def _open(self, log_dir: str | os.PathLike[str]) -> FileWriter:
-        return FileWriter(log_dir, flush_s=self.flush_secs, filename_suffix=self.filename_suffix)
+        return _File(log_dir, flush_s=self.flush_secs, filename_suffix=self.filename_suffix)
 
     def _open_below(self, run_dir: str) -> FileWriter:
         own = self._get_file_writer()
-        return own if own.is_inert else self._open(run_dir)
+        return self._open(run_dir) if own.is_here else own
 
-    def _write(self, value: bytes, step: int | None, walltime: float | None) -> None:
-        self._get_file_writer().write_values([value], step, walltime)
+    def _write_values(
+        self, values: Sequence[bytes], step: int | None, walltime: float | None, **how: Any
+    ) -> None:
+        """As ``FileWriter.write_values``."""
+        while True:
+            file_writer = self._get_file_writer()
+            try:
+                return file_writer.write_values(values, step, walltime, **how)
+            except OSError:  # another thread has closed it just now
+                if self.file_writer is file_writer:
+                    raise
 
     def flush(self) -> None:
         """Waits until everything so far is in the files, at most 30 s."""
@@ -92,7 +116,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
 
         A copy stays inert.
         """
-        if self.file_writer is None or self.all_writers is None or self.file_writer.is_inert:
+        if self.file_writer is None or self.all_writers is None or not self.file_writer.is_here:
             return
         writers = self.all_writers
         # First, so that other threads write to a new file while this waits for the disk.
@@ -111,7 +135,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
         if new_style:
             super().add_scalar(tag, scalar_value, global_step, walltime, True, double_precision)
         else:
-            self._write(torch_values.scalar(tag, scalar_value), global_step, walltime)
+            self._write_values([torch_values.scalar(tag, scalar_value)], global_step, walltime)
 
     def add_histogram(
         self,
@@ -130,7 +154,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
         if value is None:
             super().add_histogram(tag, values, global_step, bins, walltime, max_bins)
         else:
-            self._write(value, global_step, walltime)
+            self._write_values([value], global_step, walltime)
 
     def add_histogram_raw(
         self,
@@ -151,7 +175,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
             given = (tag, min, max, num, sum, sum_squares, bucket_limits, bucket_counts)
             super().add_histogram_raw(*given, global_step, walltime)
         else:
-            self._write(value, global_step, walltime)
+            self._write_values([value], global_step, walltime)
 
     def add_scalars(
         self,
@@ -180,13 +204,10 @@ class SummaryWriter(tensorboard.SummaryWriter):
         run_name: str | None = None,
         global_step: int | None = None,
     ) -> None:
-        if type(hparam_dict) is not dict or type(metric_dict) is not dict:
-            raise TypeError("hparam_dict and metric_dict should be dictionary.")
         descriptions = hparams(hparam_dict, metric_dict, hparam_domain_discrete)
-        metrics = [torch_values.scalar(tag, value) for tag, value in metric_dict.items()]
+        values = [description.SerializeToString() for description in descriptions]
+        values += [torch_values.scalar(tag, value) for tag, value in metric_dict.items()]
         log_dir = self._get_file_writer().get_logdir()
         file_writer = self._open_below(os.path.join(log_dir, run_name or str(time.time())))
-        for summary in descriptions:
-            file_writer.add_summary(summary, global_step)
-        file_writer.write_values(metrics, global_step)
+        file_writer.write_values(values, global_step)
         file_writer.close()

@@ -22,9 +22,6 @@ from telemetry.measure.native import available
 if available:
     from telemetry import _native
 
-_CHUNK = 1 << 14
-"""Elements whose temporary arrays stay in the core's cache."""
-
 # A cell is what the float64 numbers with the same upper 16 bits have in common: a sign, an
 # exponent and 4 bits of mantissa. Its far end is at most 1/16 above its near one.
 _CELL_SHIFT = 48
@@ -44,13 +41,13 @@ def scalar(tag: str, value: Any) -> bytes:
 
 
 def raw_histogram(tag: str, figures: HistogramProto, limits: Any, counts: Any) -> bytes | None:
-    """What ``add_histogram_raw`` writes; None if that is left to torch.
+    """What ``add_histogram_raw`` writes of lists of numbers; None if it is left to torch.
 
     Args:
         tag: Name of the chart.
         figures: The histogram without its buckets.
-        limits: Right edges, a list of ``k`` numbers.
-        counts: Elements per bucket, likewise.
+        limits: Right edges.
+        counts: Elements per bucket.
     """
     are_lists = type(limits) is list and type(counts) is list
     if type(tag) is not str or not are_lists or not 0 < len(limits) == len(counts):
@@ -64,7 +61,7 @@ def raw_histogram(tag: str, figures: HistogramProto, limits: Any, counts: Any) -
 
 
 class Bins:
-    """Bins of histograms, which take one look into a table and one comparison per value.
+    """Bins of histograms; the C extension takes one look into a table and one comparison a value.
 
     Args:
         edges: Ascending. Positive and negative ones grow by more than 1/16 from one to the next,
@@ -78,8 +75,7 @@ class Bins:
         # How many edges there are up to each cell's smallest number; all are up to NaN.
         below = self._edges[:-1].searchsorted(ends.min(axis=0), "right")
         up_to = self._edges[:-1].searchsorted(ends.max(axis=0), "right")
-        self._below = below.astype(np.int32)
-        self._tables = self._below.tobytes(), self._edges.tobytes()
+        self._tables = below.astype(np.int32).tobytes(), self._edges.tobytes()
         self._fit = bool((up_to - below <= 1).all())
 
     def histogram(self, tag: str, values: Any) -> bytes | None:
@@ -112,13 +108,8 @@ class Bins:
         if available:
             found = _native.count_bins(flat.ctypes.data, flat.size, *self._tables)
             return np.frombuffer(found, np.int64)[1:-1].astype(np.float64)
-        count = np.zeros(len(self._edges) - 1)
-        for start in range(0, flat.size, _CHUNK):
-            part = flat[start : start + _CHUNK]
-            places = self._below.take(part.view(np.int64) >> _CELL_SHIFT)  # from the end if below 0
-            places += part >= self._edges.take(places)
-            count += np.bincount(places, minlength=len(count))
-        return count[1:]
+        places = self._edges.searchsorted(flat, "right")
+        return np.bincount(places, minlength=len(self._edges) - 1)[1:].astype(np.float64)
 
 
 @lru_cache(maxsize=4)

@@ -210,7 +210,7 @@ class HookLogger:
         self._board = Board(pictures=images, session_id=session_id, bulk=bulk, loss=loss)
         self._processor = Processor(
             board=self._board,
-            sink=self._files.writer,
+            sink=self._files,
             rules=rules,
             observers=(self._files.flight, self._later_steps),
             on_alert=self._note_alert,
@@ -496,11 +496,11 @@ class HookLogger:
             )
         )
 
-    def _hand_on(self) -> None:
+    def _hand_on(self, closing: bool) -> None:
         """Write what waits before someone else flushes or closes the writer."""
         if not self._pipeline.is_late:
             self._pipeline.flush(_HAND_ON_S)
-        if self._files.is_about_to_close:
+        if closing:
             self._write_end()
 
     # --- ranks that train together -------------------------------------------------------------

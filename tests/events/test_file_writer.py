@@ -60,7 +60,7 @@ def test_events_carry_the_time_of_adding(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path)
 
     add_scalar(writer, 0)
-    writer.add_summary(summary_of([summaries.scalar("loss", 1.0)]), 1)
+    writer.write_values([summaries.scalar("loss", 1.0)], 1)
     writer.close()
 
     assert all(before <= event.wall_time <= time.time() for event in read_summaries(tmp_path))

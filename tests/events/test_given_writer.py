@@ -25,6 +25,12 @@ BOTH = pytest.mark.parametrize("kind", [tensorboard.SummaryWriter, SummaryWriter
 Kind = Callable[..., tensorboard.SummaryWriter]
 
 
+def give(
+    writer: tensorboard.SummaryWriter, before: Callable[[bool], None] = lambda closing: None
+) -> GivenWriter:
+    return GivenWriter(writer, before)
+
+
 def add(given: GivenWriter, *steps: int, flush: bool = False) -> None:
     for step in steps:
         given.write_values([summaries.scalar("ours", step)], step, 1.0 + step, flush=flush)
@@ -45,54 +51,51 @@ def steps_of(log_dir: Path, tag: str = "ours") -> list[list[int]]:
 
 
 @BOTH
-def test_what_waits_is_in_the_file_when_anyone_flushes_the_writer(
-    tmp_path: Path, kind: Kind
+@pytest.mark.parametrize("name", ["flush", "close"])
+def test_what_waits_is_in_the_file_when_anyone_flushes_or_closes_the_writer(
+    tmp_path: Path, kind: Kind, name: str
 ) -> None:
     writer = kind(tmp_path)
-    given = GivenWriter(writer)
-    given.call_before_flush(lambda: add(given, 1, 2))
+    closed = []
+
+    def before(closing: bool) -> None:
+        closed.append(closing)
+        add(given, 1, 2)
+
+    given = give(writer, before)
     add(given, 0)
-    writer.flush()
+    getattr(writer, name)()
     assert steps_of(tmp_path) == [[0, 1, 2]]
     given.close()
     writer.close()
-
-
-@BOTH
-def test_what_waits_is_in_the_file_when_anyone_closes_the_writer(
-    tmp_path: Path, kind: Kind
-) -> None:
-    with kind(tmp_path) as writer:
-        given = GivenWriter(writer)
-        given.call_before_flush(lambda: add(given, 1, 2))
-        add(given, 0)
     assert steps_of(tmp_path) == [[0, 1, 2]]
-    given.close()
-    assert len(list_event_files(tmp_path)) == 1
+    assert closed == [name == "close"]
 
 
 @BOTH
-def test_a_writer_that_was_closed_is_opened_again_by_the_next_event(
+def test_what_comes_after_a_close_is_in_a_file_that_readers_read_next(
     tmp_path: Path, kind: Kind
 ) -> None:
     writer = kind(tmp_path)
-    given = GivenWriter(writer)
+    given = give(writer)
     add(given, 0)
     writer.close()
     add(given, 1)
     given.flush()
     writer.add_scalar("theirs", 0.0, 2)
+    add(given, 2)
     given.close()
     writer.close()
-    assert steps_of(tmp_path) == [[0], [1]]
-    assert steps_of(tmp_path, "theirs") == [[], [2]]
+    by_name = [read_events(path) for path in list_event_files(tmp_path)]
+    steps = [event.step for events in by_name for event in events if event.summary.value]
+    assert sorted(steps) == steps == [0, 1, 2, 2]
 
 
 @BOTH
 def test_a_closed_writer_is_opened_again(tmp_path: Path, kind: Kind) -> None:
     writer = kind(tmp_path)
     writer.close()
-    given = GivenWriter(writer)
+    given = give(writer)
     add(given, 0)
     given.close()
     writer.close()
@@ -102,7 +105,7 @@ def test_a_closed_writer_is_opened_again(tmp_path: Path, kind: Kind) -> None:
 @BOTH
 def test_an_event_keeps_its_time_and_step(tmp_path: Path, kind: Kind) -> None:
     writer = kind(tmp_path)
-    given = GivenWriter(writer)
+    given = give(writer)
     add(given, 7)
     given.close()
     writer.close()
@@ -112,9 +115,9 @@ def test_an_event_keeps_its_time_and_step(tmp_path: Path, kind: Kind) -> None:
 
 
 @BOTH
-def test_two_threads_that_find_it_closed_open_one_file(tmp_path: Path, kind: Kind) -> None:
+def test_nothing_is_lost_if_two_threads_find_it_closed(tmp_path: Path, kind: Kind) -> None:
     writer = kind(tmp_path)
-    given = GivenWriter(writer)
+    given = give(writer)
     for step in range(20):
         writer.close()
         both_begin = threading.Barrier(2)
@@ -131,8 +134,10 @@ def test_two_threads_that_find_it_closed_open_one_file(tmp_path: Path, kind: Kin
         given.flush()
     given.close()
     writer.close()
-    files = list(zip(steps_of(tmp_path), steps_of(tmp_path, "theirs"), strict=True))
-    assert sorted(files) == [([], []), *(([step], [step]) for step in range(20))]
+    for tag in ("ours", "theirs"):
+        assert sorted(step for steps in steps_of(tmp_path, tag) for step in steps) == list(
+            range(20)
+        )
 
 
 class SlowToClose(tensorboard.SummaryWriter):
@@ -153,7 +158,7 @@ def test_what_comes_while_torchs_writer_is_being_closed_waits_for_the_next_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = SlowToClose(tmp_path)
-    given = GivenWriter(writer)
+    given = give(writer)
     add(given, 0)
     closing = threading.Thread(target=writer.close)
     closing.start()
@@ -182,7 +187,7 @@ class ClosedMeanwhile(SummaryWriter):
 
 def test_what_comes_as_our_writer_is_being_closed_goes_to_the_next_file(tmp_path: Path) -> None:
     writer = ClosedMeanwhile(tmp_path)
-    given = GivenWriter(writer)
+    given = give(writer)
     add(given, 0)
     writer.next_is_closed = True
     add(given, 1)
@@ -202,7 +207,7 @@ def test_the_last_one_leaves_the_writer_as_it_was(
     writer = kind(tmp_path)
     writer.flush = own = writer.flush  # a user may stand in for it, too
     before = dict(vars(writer))
-    all_given = [GivenWriter(writer) for _ in range(3)]
+    all_given = [give(writer) for _ in range(3)]
     for at in order[:2]:
         all_given[at].close()
     add(all_given[order[2]], 5)
@@ -217,7 +222,7 @@ def test_the_last_one_leaves_the_writer_as_it_was(
 @BOTH
 def test_who_stands_in_for_a_method_later_stays_there(tmp_path: Path, kind: Kind) -> None:
     writer = kind(tmp_path)
-    given = GivenWriter(writer)
+    given = give(writer)
     calls, ours = [], writer.flush
 
     def theirs() -> None:
@@ -227,7 +232,7 @@ def test_who_stands_in_for_a_method_later_stays_there(tmp_path: Path, kind: Kind
     writer.flush = theirs
     given.close()
     writer.flush()
-    again = GivenWriter(writer)
+    again = give(writer)
     add(again, 3)
     writer.flush()
     assert steps_of(tmp_path) == [[3]]
@@ -242,15 +247,14 @@ def test_a_copy_of_the_writer_has_methods_of_its_own(
     tmp_path: Path, make: Callable[[Any], Any]
 ) -> None:
     writer = SummaryWriter(tmp_path)
-    given = GivenWriter(writer)
     called = threading.Event()
-    given.call_before_flush(called.set)
+    given = give(writer, lambda closing: called.set())
     twin = make(writer)
     twin.flush()
     twin.close()
-    assert twin._get_file_writer().is_inert
+    assert not twin._get_file_writer().is_here
     assert not called.is_set()
-    assert not writer.file_writer.is_inert
+    assert writer.file_writer.is_here
     given.close()
     writer.close()
 
@@ -263,48 +267,26 @@ def test_a_copy_of_the_writer_has_methods_of_its_own(
 @BOTH
 def test_a_forked_child_is_not_held_up(tmp_path: Path, kind: Kind) -> None:
     writer = kind(tmp_path)
-    given = GivenWriter(writer)
+    given = give(writer)
     writer.close()
-    given.call_before_flush(lambda: time.sleep(3600))
-    locked, may_unlock = threading.Event(), threading.Event()
-
-    def open_slowly() -> None:
-        with given._calls._opening:
-            locked.set()
-            assert may_unlock.wait(WAIT_S)
-
-    opening = threading.Thread(target=open_slowly)
-    opening.start()
-    assert locked.wait(WAIT_S)
+    add(given, 0)
+    given.flush()
     child = os.fork()
     if child == 0:
+        add(given, 1)
         writer.add_scalar("theirs", 1.0, 0)
-        writer.flush()
+        given.flush()
         given.close()
         os._exit(7)
-    may_unlock.set()
-    opening.join(WAIT_S)
     deadline = time.monotonic() + WAIT_S
     while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
     if done[0] == 0:
         os.kill(child, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(done[1]) == 7
-    given.call_before_flush(lambda: None)
     given.close()
     writer.close()
-
-
-def test_a_signal_handler_may_flush_while_its_thread_opens_the_writer(tmp_path: Path) -> None:
-    writer = tensorboard.SummaryWriter(tmp_path)
-    given = GivenWriter(writer)
-    writer.close()
-    with given._calls._opening:  # where the handler interrupts _get_file_writer()
-        add(given, 0)
-        assert given.flush(WAIT_S)
-    given.close()
-    writer.close()
-    assert steps_of(tmp_path) == [[], [0]]
+    assert steps_of(tmp_path)[1] == [0]
 
 
 class HangingWriter(tensorboard.SummaryWriter):
@@ -325,7 +307,7 @@ def test_a_disk_that_hangs_makes_nobody_wait_and_what_is_left_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = HangingWriter(tmp_path)
-    given = GivenWriter(writer)
+    given = give(writer)
     add(given, *range(100), flush=True)
     assert not given.flush(0.05)
     given.close(0.05)
@@ -335,14 +317,22 @@ def test_a_disk_that_hangs_makes_nobody_wait_and_what_is_left_is_counted(
     given._background._thread.join(WAIT_S)
 
 
-def test_torchs_writer_that_fails_is_reported_and_counted(
+def test_what_a_writer_that_fails_does_not_take_is_in_another_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class FailingWriter(HangingWriter):
+    class FailingWriter(tensorboard.SummaryWriter):
+        def _get_file_writer(self) -> Any:
+            self.file_writer = self
+            return self
+
         def add_event(self, event: Event, step: int | None, walltime: float | None) -> None:
             raise OSError("no space left on device")
 
-    given = GivenWriter(FailingWriter(tmp_path))
+    given = give(FailingWriter(tmp_path))
     add(given, *range(3))
     given.close()
-    assert "3 events could not be written (no space left on device)" in caplog.text
+    assert steps_of(tmp_path) == [[0, 1, 2]]
+    add(again := give(FailingWriter(tmp_path / "file")), *range(3))
+    (tmp_path / "file").touch()
+    again.close()
+    assert "3 events could not be written" in caplog.text

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from telemetry.events import repeated
-from telemetry.events.repeated import Repeated
+from telemetry.events import file_writer
+from telemetry.events.file_writer import _Repeated as Repeated
 
 
 def test_the_latest_of_each_tag_is_kept_in_order() -> None:
@@ -13,11 +13,11 @@ def test_the_latest_of_each_tag_is_kept_in_order() -> None:
 
 def test_of_too_much_the_newest_and_the_smallest_stay() -> None:
     kept = Repeated()
-    third = repeated._MAX_BYTES // 3
+    third = file_writer._MAX_REPEATED_BYTES // 3
     kept.add("settings", b"small")
     for number in range(10):
         kept.add(f"layout/{number}", bytes([number]) * third)
     assert [record[:1] for record in kept] == [b"s", b"\x08", b"\x09"]
 
-    kept.add("huge", bytes(2 * repeated._MAX_BYTES))
-    assert list(map(len, kept)) == [2 * repeated._MAX_BYTES]
+    kept.add("huge", bytes(2 * file_writer._MAX_REPEATED_BYTES))
+    assert list(map(len, kept)) == [2 * file_writer._MAX_REPEATED_BYTES]
