@@ -6,7 +6,16 @@ import math
 from collections import deque
 from dataclasses import dataclass, replace
 
-from telemetry.alerts.history import FAR_ABOVE, NEVER, History, NormTrend, Past, median, middle
+from telemetry.alerts.history import (
+    FAR_ABOVE,
+    NEVER,
+    History,
+    NormTrend,
+    Past,
+    Ranked,
+    median,
+    middle,
+)
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
@@ -174,7 +183,7 @@ class LossTrend:
     _first: tuple[float, ...]
     _best: float
     _recent: deque[float]
-    _past: History
+    _past: Ranked
     _steps_worse: int
     _peak: float
     _long_ago: Past
@@ -189,7 +198,7 @@ class LossTrend:
         self._first = ()
         self._best = math.inf
         self._recent = deque(maxlen=_RECENT)
-        self._past = History(_PAST)
+        self._past = Ranked(_PAST)
         self._steps_worse = 0
         self._peak = 0.0
         self._long_ago = Past(_LATEST)
@@ -233,9 +242,9 @@ class LossTrend:
 
     def _compare(self, recent: float) -> None:
         usual = self._past.median
-        spread = max(self._past.spread, _LEAST_SPREAD * abs(usual))
-        self.is_worse = recent > usual + _WORSE * spread
-        self.is_better = recent < usual - _BETTER * spread
+        deviation = max(self._past.deviation, _LEAST_DEVIATION * abs(usual))
+        self.is_worse = recent > usual + _WORSE * deviation
+        self.is_better = recent < usual - _BETTER * deviation
         self._steps_worse = self._steps_worse + 1 if self.is_worse else 0
         self._peak = max(self._peak, recent) if self._steps_worse > 1 else recent
         self.is_recovering = self.is_worse and recent < self._peak - _RECOVERED * (
@@ -273,7 +282,7 @@ _RECENT = 5  # a median of 5 ignores two outliers; tried 2 and 10
 _PAST = 30  # by eye, in steps; tried 15 and 60
 _LATEST = 20  # steps; as _BETWEEN of NormTrend
 _LEARNED = 0.1  # of the first loss: less may be noise; by eye
-_LEAST_SPREAD = 1e-3  # so that a constant loss has one, too; tried 0.0005 and 0.002
+_LEAST_DEVIATION = 1e-3  # so that a constant loss has one, too; tried 0.0005 and 0.002
 # A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
 # mlp_tanh20_small is called exploding; tried 2 and 20.
 _WORSE = 4.0

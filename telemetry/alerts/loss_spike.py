@@ -96,7 +96,8 @@ class LossSpike(CourseRule):
         loss = record.loss
         if loss is None or not math.isfinite(loss):
             return
-        self._first = (*self._first, loss)[:_FEW_BATCHES]
+        if len(self._first) < _FEW_BATCHES:
+            self._first = (*self._first, loss)
         if self._begun is not None:
             yield from self._until_over(record.step, loss)
         if not self._is_high(loss):
@@ -174,7 +175,7 @@ class LossSpike(CourseRule):
         if self._begun is not None or not 0 < len(self._high) <= _FEW_BATCHES:
             return
         past, highest = self._past, max(self._high_losses)
-        deviations = (past.highest - past.lowest) / past.spread if past.spread else 0.0
+        deviations = (past.highest - past.lowest) / past.deviation if past.deviation else 0.0
         least = max(self._batch_distance * _MANY / len(past), deviations**2)
         known = max(past.highest, self._highest_batch)
         self._highest_batch = max(self._highest_batch, highest)

@@ -70,7 +70,10 @@ class SameBatch(Rule):
         return self._divisor == 1 and not self._varied and not self._episode.is_on
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._follow(() if record.loss is None else (record.loss,))
+        if record.loss is not None and math.isfinite(record.loss):
+            if len(self._first_losses) < _LOSSES:
+                self._first_losses = (*self._first_losses, record.loss)
+            self._losses.append(record.loss)
         given = record.fingerprints
         if not given or not all(map(math.isfinite, given)):
             return ()
@@ -85,12 +88,6 @@ class SameBatch(Rule):
         found = self._divisor == 1 and distance >= self._needed
         found &= self._varied or self._is_known_by_heart()
         return self._episode.update(record.step, self._alert(record, distance) if found else None)
-
-    def _follow(self, losses: Iterable[float]) -> None:
-        finite = [loss for loss in losses if math.isfinite(loss)]
-        if len(self._first_losses) < _LOSSES:
-            self._first_losses = (*self._first_losses, *finite)[:_LOSSES]
-        self._losses += finite
 
     def _is_known_by_heart(self) -> bool:
         """Whether the loss has come down to next to nothing; True if none is logged."""

@@ -78,6 +78,11 @@ class Layout:
         return np.unique(self.owners)
 
     @cached_property
+    def owner_names(self) -> tuple[str, ...]:
+        """Names of those modules."""
+        return tuple(self.modules[index].name for index in self.owning.tolist())
+
+    @cached_property
     def matrices(self) -> frozenset[str]:
         """Names of the parameters with more than one dimension."""
         return frozenset(p.name for p in self.parameters if len(p.shape) > 1)
@@ -204,7 +209,7 @@ class StepRecord:
     @cached_property
     def total_grad_norm(self) -> float:
         """L2 norm of all gradients together: the root of the sum of their squared norms."""
-        return math.sqrt(np.square(self.grad_norms).sum())
+        return math.sqrt(np.add.reduce(np.square(self.grad_norms)))
 
     @cached_property
     def all_grads_finite(self) -> bool:
@@ -217,10 +222,13 @@ class StepRecord:
 
         0 where a module has none; NaN or infinite if one of them is.
         """
-        layout, largest = self.layout, float(self.grad_norms.max(initial=0.0))
-        unit = largest if 0 < largest < math.inf else 1.0  # keeps 1e200 from overflowing
-        with np.errstate(over="ignore"):  # where others are infinite
-            squares = np.square(self.grad_norms / unit)
+        norms, layout, unit = self.grad_norms, self.layout, 1.0
+        if norms.size and 0 < (largest := float(norms[norms.argmax()])) < math.inf:
+            unit = largest  # keeps 1e200 from overflowing
+            squares = np.square(norms / unit)
+        else:
+            with np.errstate(over="ignore"):
+                squares = np.square(norms)
         sums = np.bincount(layout.owners, squares, minlength=len(layout.modules))
         by_module: NDArray[np.float64] = unit * np.sqrt(sums)
         return by_module
@@ -230,6 +238,12 @@ class StepRecord:
         """Those of the modules that own parameters, shape ``[owners]``."""
         norms: NDArray[np.float64] = self.module_grad_norms[self.layout.owning]
         return norms
+
+    @cached_property
+    def owner_grad_levels(self) -> NDArray[np.float64]:
+        """log10 of those; minus infinity where there is no gradient."""
+        with np.errstate(divide="ignore"):
+            return np.log10(self.owner_grad_norms)
 
     @cached_property
     def loss(self) -> float | None:
