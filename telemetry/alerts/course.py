@@ -96,12 +96,10 @@ class Course:
     @property
     def gradients_led(self) -> bool:
         """Whether gradients just jumped while the learning rate did not, and was not too large."""
-        usual = self._ratios.median if len(self._ratios) else 0.0
-        return (
-            self.norm.since_jump <= _JUST
-            and self.since_rate_jump > self.norm.since_jump + _JUST
-            and usual < _LARGE_USUALLY
-        )
+        since = self.norm.since_jump
+        if since > _JUST or self.since_rate_jump <= since + _JUST:
+            return False
+        return not len(self._ratios) or self._ratios.median < _LARGE_USUALLY
 
     def _follow_rates(self, rates: tuple[float, ...]) -> None:
         rate = max(rates, default=0.0)
@@ -216,7 +214,8 @@ class LossTrend:
     @property
     def is_unbounded(self) -> bool:
         """Whether it is so far below zero that nothing seems to limit it: ten first losses."""
-        return bool(self._first) and median(self._recent) < -_UNBOUNDED * abs(self.first)
+        recent = median(self._recent) if self._first else 0.0
+        return recent < 0 and recent < -_UNBOUNDED * abs(self.first)
 
     @property
     def has_lost(self) -> bool:

@@ -44,14 +44,18 @@ class Judge:
     def judge(self, record: StepRecord) -> Iterator[Alert]:
         """What the rules find in a step."""
         for rule in self._rules:
-            with self._contained(rule):
+            try:
                 yield from _checked(rule(record))
+            except Exception:  # of any rule
+                self._report(rule)
 
     def judge_loss(self, step: int, loss: float) -> Iterator[Alert]:
         """What they find in a loss that was just logged."""
         for rule in self._rules:
-            with self._contained(rule):
+            try:
                 yield from _checked(rule.on_loss(step, loss))
+            except Exception:  # of any rule
+                self._report(rule)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What each rule that remembers something knows, in their order."""
@@ -79,8 +83,8 @@ class Judge:
                 misfits.append(f"{name}: {error or repr(error)}")
         return misfits + [f"there is no rule {name}" for name in known]
 
-    def _contained(self, rule: Rule) -> Any:
-        return self._failures.contained(f"to apply the rule {rule.name!r}")
+    def _report(self, rule: Rule) -> None:
+        self._failures.report(f"to apply the rule {rule.name!r}")
 
     def _named(self) -> Iterator[tuple[str, Rule]]:
         """Rules by name; of several of one name the later ones have a number."""
@@ -146,18 +150,24 @@ class Suspicion(Rule):
             self._follow(record.layout.owner_names)
         self._steps += 1
         levels, mean, deviation = record.owner_grad_levels, self._mean, self._deviation
-        zero, new = levels == -np.inf, np.isnan(mean)
-        np.copyto(mean, levels, where=new & ~zero)
-        off = levels - mean
-        off[zero] = 0.0
+        off, strange = levels - mean, False
         distance = np.abs(off)
-        strange = distance > np.maximum(_DECADES, _DEVIATIONS * deviation)
-        strange |= zero & (self._zero_rate < _RARE) & ~new
-        bounded = np.minimum(distance, _DECADES)
-        np.add(deviation, _WEIGHT * (bounded - deviation), out=deviation, where=~zero)
-        mean += _WEIGHT * np.copysign(bounded, off)
-        self._zero_rate += _WEIGHT * (zero - self._zero_rate)
-        return self._steps > _SHORTEST_HISTORY and bool(strange.any())
+        if np.count_nonzero(np.isfinite(distance)) < len(distance):
+            zero, new = levels == -np.inf, np.isnan(mean)
+            strange = bool((zero & ~new & (self._zero_rate < _RARE)).any())
+            self._zero_rate += _WEIGHT * (zero - self._zero_rate)
+            np.copyto(mean, levels, where=new & ~zero)
+            off[zero | new] = 0.0
+            distance = np.where(zero, deviation, np.abs(off))
+        else:
+            self._zero_rate *= 1 - _WEIGHT
+        far = distance > _DECADES
+        if np.count_nonzero(far):
+            strange |= bool((far & (distance > _DEVIATIONS * deviation)).any())
+            off, distance = off.clip(-_DECADES, _DECADES), np.minimum(distance, _DECADES)
+        deviation += _WEIGHT * (distance - deviation)
+        mean += _WEIGHT * off
+        return strange and self._steps > _SHORTEST_HISTORY
 
 
 # These cost or save full measurements and decide nothing: no verdict changes at the values tried,
