@@ -65,7 +65,7 @@ class OneCause(Rule):
     _allowance: float
     _looks: int
     _next_ask: int
-    _rate: float
+    _rate: float = 0.0
     wants_full: bool = False
 
     def __init__(
@@ -83,7 +83,6 @@ class OneCause(Rule):
         self._hidden = {}
         self._allowance = _BURST
         self._looks = self._next_ask = 0
-        self._rate = 0.0
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Judge a loss that was logged before its step ended."""

@@ -36,22 +36,17 @@ class Course:
 
     loss: LossTrend
     norm: NormTrend
-    age: int
-    since_rate_jump: int
-    since_large_step: int
-    step_ratio: float
-    _ratio_rate: float
+    age: int = -1
+    since_rate_jump: int = NEVER
+    since_large_step: int = NEVER
+    step_ratio: float = 0.0
+    _ratio_rate: float = 0.0
     _rates: History
     _ratios: History
 
     def __init__(self) -> None:
         self.loss = LossTrend()
         self.norm = NormTrend()
-        self.age = -1
-        self.since_rate_jump = NEVER
-        self.since_large_step = NEVER
-        self.step_ratio = 0.0
-        self._ratio_rate = 0.0
         self._rates = History(1000)
         self._ratios = History(5)
         self._last: StepRecord | None = None
@@ -172,33 +167,23 @@ class LossTrend:
         steps_lost: Number of losses in a row after which half of what was learned had been lost.
     """
 
-    is_worse: bool
-    is_better: bool
-    is_recovering: bool
-    steps_far_above: int
-    excess: float
-    steps_lost: int
-    _first: tuple[float, ...]
-    _best: float
+    is_worse: bool = False
+    is_better: bool = False
+    is_recovering: bool = False
+    steps_far_above: int = 0
+    excess: float = 0.0
+    steps_lost: int = 0
+    _first: tuple[float, ...] = ()
+    _best: float = math.inf
     _recent: deque[float]
     _past: Ranked
-    _steps_worse: int
-    _peak: float
+    _steps_worse: int = 0
+    _peak: float = 0.0
     _long_ago: Past
 
     def __init__(self) -> None:
-        self.is_worse = False
-        self.is_better = False
-        self.is_recovering = False
-        self.steps_far_above = 0
-        self.excess = 0.0
-        self.steps_lost = 0
-        self._first = ()
-        self._best = math.inf
         self._recent = deque(maxlen=_RECENT)
         self._past = Ranked(_PAST)
-        self._steps_worse = 0
-        self._peak = 0.0
         self._long_ago = Past(_LATEST)
 
     @property

@@ -147,22 +147,17 @@ class Blame:
         is_alike: Whether all gradients grew alike, and nothing else is known.
     """
 
-    stretch: Stretch | None
-    batch: float
-    is_alike: bool
-    _names: tuple[str, ...]
+    stretch: Stretch | None = None
+    batch: float = 0.0
+    is_alike: bool = False
+    _names: tuple[str, ...] = ()
     _usual: NDArray[np.float64]
     _outputs: dict[str, float]
-    _input: float
+    _input: float = math.nan
 
     def __init__(self) -> None:
-        self.stretch = None
-        self.batch = 0.0
-        self.is_alike = False
-        self._names = ()
         self._usual = np.zeros(0)  # log10 of each layer's norm
         self._outputs = {}
-        self._input = math.nan
 
     def add(self, record: StepRecord) -> None:
         """Add a step whose gradients are finite."""

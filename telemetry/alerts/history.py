@@ -175,24 +175,19 @@ class NormTrend:
         since_jump: Steps since it first rose to five times the highest.
     """
 
-    above: float
-    far_above: float
-    usual: float
-    since_jump: int
+    above: float = 0.0
+    far_above: float = 0.0
+    usual: float = 0.0
+    since_jump: int = NEVER
     _totals: Ranked
     _between: deque[float]
     _long_ago: Ranked
-    _steps_unusual: int
+    _steps_unusual: int = 0
 
     def __init__(self) -> None:
-        self.above = 0.0
-        self.far_above = 0.0
-        self.usual = 0.0
-        self.since_jump = NEVER
         self._totals = Ranked(_ALL)
         self._between = deque(maxlen=_BETWEEN)
         self._long_ago = Ranked(_ALL)
-        self._steps_unusual = 0
 
     def add(self, total: float) -> None:
         """Add the finite norm of one step."""

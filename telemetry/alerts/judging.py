@@ -115,18 +115,15 @@ class Suspicion(Rule):
     is often zero (experts, embeddings, every other step of a GAN) are ignored.
     """
 
-    _names: tuple[str, ...]
+    _names: tuple[str, ...] = ()
     _mean: NDArray[np.float64]
     _deviation: NDArray[np.float64]
     _zero_rate: NDArray[np.float64]
-    _steps: int
-    _wanted: int
+    _steps: int = 0
+    _wanted: int = 0
 
     def __init__(self) -> None:
-        self._names = ()
         self._mean = self._deviation = self._zero_rate = np.zeros(0)
-        self._steps = 0
-        self._wanted = 0
 
     @property
     def wants_full(self) -> bool:

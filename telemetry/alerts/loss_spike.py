@@ -54,14 +54,14 @@ class LossSpike(CourseRule):
     name = "loss_spike"
     _norms: NormRing
     _past: Past
-    _first: tuple[float, ...]
+    _first: tuple[float, ...] = ()
     _high: deque[_Loss]
     _rates: deque[tuple[float, ...]]
-    _survived: tuple[float, ...]
-    _highest_batch: float
-    _begun: Alert | None
-    _rise: Rise | None
-    _calm: int
+    _survived: tuple[float, ...] = ()
+    _highest_batch: float = -math.inf
+    _begun: Alert | None = None
+    _rise: Rise | None = None
+    _calm: int = 0
 
     def __init__(
         self,
@@ -80,14 +80,8 @@ class LossSpike(CourseRule):
         self._batch_distance = batch_distance
         self._norms = NormRing()
         self._past = Past(_JUST)
-        self._first = ()
         self._high = deque(maxlen=_LASTING + 1)
         self._rates = deque(maxlen=_JUST)
-        self._survived = ()
-        self._highest_batch = -math.inf
-        self._begun = None
-        self._rise = None
-        self._calm = 0
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self.course.follow(record)

@@ -51,11 +51,10 @@ class _Row(NamedTuple):
 class NormRing:
     """The gradient norms of all modules at the last steps."""
 
-    _names: tuple[str, ...]
+    _names: tuple[str, ...] = ()
     _rows: deque[_Row]
 
     def __init__(self) -> None:
-        self._names = ()
         self._rows = deque(maxlen=LOOK_BACK + LATER)
 
     def add(self, record: StepRecord) -> None:

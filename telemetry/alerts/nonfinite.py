@@ -54,15 +54,15 @@ class Nonfinite(Rule):
     """
 
     name = "nonfinite"
-    _bad_losses: int
-    _loss_step: int
-    _seen: int
-    _has_stepped: bool
+    _bad_losses: int = 0
+    _loss_step: int = -1
+    _seen: int = -1
+    _has_stepped: bool = False
     _skipped: bool
     _has_scaler: bool
-    _was_good: bool
+    _was_good: bool = False
     _usual: set[str]
-    _calm_steps: int
+    _calm_steps: int = 0
     _loss: _Ends
     _norm: _Ends
     _episode: Episode
@@ -70,14 +70,8 @@ class Nonfinite(Rule):
     # Ten: a scaler halves its factor at each skipped step, and needs several in the beginning.
     def __init__(self, *, losses: int = 10) -> None:
         self._losses = losses
-        self._bad_losses = 0
-        self._loss_step = -1
-        self._seen = -1
-        self._has_stepped = False
         self._skipped = self._has_scaler = False
-        self._was_good = False
         self._usual = set()
-        self._calm_steps = 0
         self._loss, self._norm = _Ends(), _Ends()
         self._episode = Episode(1)
 

@@ -29,13 +29,13 @@ class SameBatch(Rule):
     """
 
     name = "same_batch"
-    _given: tuple[float, ...]
-    _first: int
-    _divisor: int
-    _refuted: bool
-    _varied: bool
-    _wants: bool
-    _first_losses: tuple[float, ...]
+    _given: tuple[float, ...] = ()
+    _first: int = 0
+    _divisor: int = 0
+    _refuted: bool = False
+    _varied: bool = False
+    _wants: bool = False
+    _first_losses: tuple[float, ...] = ()
     _losses: deque[float]
     _episode: Episode
 
@@ -49,13 +49,6 @@ class SameBatch(Rule):
     ) -> None:
         self._needed = steps
         self._share = share
-        self._given = ()
-        self._first = 0
-        self._divisor = 0
-        self._refuted = False
-        self._varied = False
-        self._wants = False
-        self._first_losses = ()
         self._losses = deque(maxlen=_LOSSES)
         self._episode = Episode(1)
 

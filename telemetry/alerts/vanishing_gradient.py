@@ -57,9 +57,9 @@ class VanishingGradient(CourseRule):
     """
 
     name = "vanishing_gradient"
-    _names: tuple[str, ...]
+    _names: tuple[str, ...] = ()
     _state: Shares
-    _undecided: bool
+    _undecided: bool = False
     _episode: Episode
 
     def __init__(
@@ -82,9 +82,7 @@ class VanishingGradient(CourseRule):
         self._branch_steps = branch_steps
         self._zero_steps = zero_steps
         self._zero_share = zero_share
-        self._names = ()
         self._state = Shares.of((), (), {})
-        self._undecided = False
         self._episode = Episode(CALM_STEPS)
 
     @property
