@@ -30,8 +30,8 @@ class ExplodingActivation(CourseRule):
 
     name = "exploding_activation"
     _highest: dict[Output, float]
-    _looks: int
-    _began_deep: bool | None
+    _looks: int = 0
+    _began_deep: bool | None = None
     _episode: Episode
 
     def __init__(
@@ -44,8 +44,6 @@ class ExplodingActivation(CourseRule):
         self._factor = factor
         self._depth_decades = math.log10(depth_factor)
         self._highest = {}
-        self._looks = 0
-        self._began_deep = None
         self._episode = Episode(_CALM_LOOKS)
 
     @property
