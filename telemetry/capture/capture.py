@@ -249,7 +249,7 @@ class Capture:
         if step.thread not in (None, thread):
             return None
         step.thread = thread
-        if self.optimizers.step_waited():
+        if step.parameters and self.optimizers.step_waited():  # an optimizer has stepped
             self.step_completed()
             return self.step_of_call(hook, grad_enabled)
         if not step.begun and self.modules.changed():

@@ -170,11 +170,11 @@ class CapturedStep:
     def nbytes(self) -> int:
         """Host memory held until :meth:`record`, about."""
         detail = self.detail
-        pictures = sum(p.nbytes for p in (*detail.feature_maps.values(), *detail.filters.values()))
+        pictures = [*detail.feature_maps.values(), *detail.filters.values()]
         copied = 0 if detail.measurements is None else detail.measurements.copied_bytes
         tensors = len(detail.observations) * _OBSERVATION_BYTES
-        norms = sum(len(norms.indices) for norms, _ in self.norms) * _NORM_BYTES
-        return _STEP_BYTES + norms + tensors + pictures + copied
+        norms = sum([len(norms.indices) for norms, _ in self.norms]) * _NORM_BYTES
+        return _STEP_BYTES + norms + tensors + copied + sum([p.nbytes for p in pictures])
 
     def record(self, scalars: Mapping[str, float], loss_tag: str | None = None) -> StepRecord:
         """Reduce to numbers and pixels; waits for an accelerator, so not for the training thread.

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import (
     TYPE_CHECKING,
@@ -176,6 +176,7 @@ class ForwardHook(ModuleHook):
         called: What to call the module in a message.
         ran_eagerly: Whether Python has called the hook, not only the compiler.
         traced: Whether a compiled graph has shown something for it.
+        convolves: Whether the module is a convolution.
         units: Which axis of its outputs counts units or channels: "first", "last" or "unknown".
     """
 
@@ -185,6 +186,7 @@ class ForwardHook(ModuleHook):
         self.ran_eagerly = False
         self.traced = False
         last = "last" if isinstance(module, _UNITS_LAST) else "unknown"
+        self.convolves = isinstance(module, CONVOLUTIONS)
         self.units = "first" if isinstance(module, _CHANNELS_FIRST) else last
         self._number = compiled.register(self)
 
@@ -261,24 +263,26 @@ _DEEPEST = 8
 """Containers inside of each other; one that holds itself would have no end."""
 
 
-def tensors_in(value: object, depth: int = 0) -> Iterator[Tensor]:
+def tensors_in(value: object, depth: int = 0) -> list[Tensor]:
     """Tensors in tuples, lists, mappings and dataclasses, nested in each other, in their order.
 
     Anything else (None, numbers, foreign objects) is passed over.
     """
     if isinstance(value, Tensor):
-        yield value
-    elif depth == _DEEPEST:
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth + 1)
+        return [value]
+    items: Iterable[object] = ()
+    if depth == _DEEPEST:
+        return []
+    if isinstance(value, Mapping):
+        items = value.values()
     elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item, depth + 1)
+        items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    found: list[Tensor] = []
+    for item in items:
+        found += tensors_in(item, depth + 1)
+    return found
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

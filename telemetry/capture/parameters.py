@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
+from contextlib import suppress
 from typing import TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from telemetry.host_copy import HostCopy
-from telemetry.measure import block_sample, compare_sample, copy_sample, native
+from telemetry.measure import block_sample, native
 from telemetry.records import Parameter
 from telemetry.selection import clean_name, cleaned
 from telemetry.torch_private import norms_of, undisturbed
@@ -145,7 +145,7 @@ def _described(model: nn.Module, named: dict[str, nn.Parameter]) -> Iterator[Par
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of an optimizer, group after group."""
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -288,9 +288,9 @@ class Updates:
             values = plain(parameter)
             if values is None or values.numel() == 0:
                 continue
-            copy = copy_sample(values)
-            if copy is not None:
-                self._on_host.append((index, parameter, copy))
+            place = native.place_of_sample(values)
+            if place is not None:
+                self._on_host.append((index, parameter, native.copy_sample(place)))
             else:
                 self._others.append((index, parameter, block_sample(values).clone()))
         self._squares: dict[int, tuple[float, float]] = {}
@@ -303,9 +303,10 @@ class Updates:
         sizes: list[tuple[int, Tensor]] = []
         for index, parameter, before in self._on_host:
             after = plain(parameter)
-            found = None if after is None else compare_sample(after, before)
-            if found is not None:
-                self._squares[index] = found
+            place = None if after is None else native.place_of_sample(after)
+            if place is not None:
+                with suppress(ValueError):  # it is no longer of this size
+                    self._squares[index] = native.compare_sample(place, before)
         for index, parameter, old in self._others:
             values = plain(parameter)
             new = None if values is None else block_sample(values)

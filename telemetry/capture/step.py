@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from telemetry import images
 from telemetry.capture.captured import CapturedStep, Kind, Name, Observation
-from telemetry.capture.hooks import CONVOLUTIONS, ForwardHook, GradHook, guarded, tensors_in
+from telemetry.capture.hooks import ForwardHook, GradHook, guarded, tensors_in
 from telemetry.capture.parameters import Indexed, Norms, Updates, described, local, take_norms
 from telemetry.capture.scaler import read_scaler
 from telemetry.capture.unseen import StepsUnseen
@@ -116,6 +116,7 @@ class Step:
         # tensors that the model was given in the pass in progress.
         self._awaits_input = True
         self._given: set[int] = set()
+        self._convolution: ForwardHook | None = None  # that ran first
         self._unit_axes: dict[tuple[int, ...], int] = {}
         # The backward passes; there are several at a time if one starts another.
         self._running: dict[int, _Pass] = {}
@@ -157,8 +158,8 @@ class Step:
         """The model is called with ``given``."""
         self._awaits_input = True
         self._given.clear()
-        known = (tensor for tensor in tensors_in(given) if not is_being_traced(tensor))
-        self._detail.examples += next((t.size(0) for t in known if t.dim()), 0)
+        sizes = [t.size(0) for t in tensors_in(given) if t.dim() and not is_being_traced(t)]
+        self._detail.examples += sizes[0] if sizes else 0
         self._observe_inputs("", given)
 
     def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
@@ -188,7 +189,7 @@ class Step:
                 and not self.captured.phase
             ):
                 tensor.register_hook(GradHook(self, hook, place))
-        self._take_images(hook.name, given, output)
+        self._take_images(hook, given, output)
 
     def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         """A compiled graph shows one of the tensors that a module returned."""
@@ -196,7 +197,7 @@ class Step:
         self.order.setdefault(hook.name)
         observation = self._observe_output(hook, tensor, place)
         self._check(observation, tensor)
-        self._take_images(hook.name, (), tensor if place == 0 else ())
+        self._take_images(hook, (), tensor if place == 0 else ())
 
     def _observe_inputs(self, name: str, given: Any) -> None:
         """Measure what comes from outside, each tensor once though it is handed on."""
@@ -289,8 +290,10 @@ class Step:
             norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
             self._detail.checks.append((observation, HostCopy(torch.cat([extremes, norm[None]]))))
 
-    def _take_images(self, name: str, given: Any, output: Any) -> None:
-        detail = self._detail
+    def _take_images(self, hook: ForwardHook, given: Any, output: Any) -> None:
+        detail, name = self._detail, hook.name
+        if hook.convolves and self._convolution is None:
+            self._convolution = hook
         if name in self._capture.modules.pictured and name not in detail.feature_maps:
             sample = next(map(images.sample_feature_maps, tensors_in(output)), None)
             if sample is not None:
@@ -427,7 +430,7 @@ class Step:
         grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
         norms = take_norms(grads)
         captured.norms += [(group, scaled) for group in norms]
-        captured.square += sum(group.known_square or 0.0 for group in norms)
+        captured.square += sum([group.known_square or 0.0 for group in norms])
         weights = [(i, p) for i, p in parameters if p.requires_grad]
         if first:  # none may hold those that are frozen
             weights += [(i, p) for i, p in every if not p.requires_grad]
@@ -446,16 +449,20 @@ class Step:
             captured.buffer_norms = take_norms(enumerate(buffers.values()))
         if not full:
             return
-        self._detail.held.update(dict(parameters))
-        self._detail.trainable.update(i for i, p in every if p.requires_grad)
-        reached = (i for i, p in every if p.requires_grad and p.grad is not None)
-        self._detail.reached.update(reached)
+        self._detail.held |= {i for i, _ in parameters}
+        self._detail.trainable |= {i for i, p in every if p.requires_grad}
+        self._detail.reached |= {i for i, p in every if p.requires_grad and p.grad is not None}
         if content.gradients:
             self._observe_parameters("grads", self._counting(grads), scaled=scaled)
         if content.weights:
             self._observe_parameters("weights", self._counting(weights))
-        if content.images:
-            self._take_filters()
+        convolution = self._convolution if content.images else None
+        if convolution is not None and not self._detail.filters:
+            module = convolution.module()
+            weight: Any = None if module is None else module.weight
+            sample = None if weight is None else images.sample_filters(local(weight.detach()))
+            if sample is not None:
+                self._detail.filters[convolution.name] = HostCopy(sample)
 
     def _counting(self, tensors: Indexed) -> Indexed:
         """Those of the parameters that this rank measures."""
@@ -484,19 +491,6 @@ class Step:
         updates.compare()
         self._detail.updates.append(updates)
         return True
-
-    def _take_filters(self) -> None:
-        """The weights of the convolution that ran first."""
-        model = self._capture.model()
-        if self._detail.filters or model is None:
-            return
-        modules = cleaned(model.named_modules())
-        convolutions = (n for n in self.order if isinstance(modules.get(n), CONVOLUTIONS))
-        for name in convolutions:
-            sample = images.sample_filters(local(modules[name].weight.detach()))
-            if sample is not None:
-                self._detail.filters[name] = HostCopy(sample)
-            return
 
     # --- end --------------------------------------------------------------------------------------
 

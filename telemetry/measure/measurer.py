@@ -65,16 +65,15 @@ class Measurer:
 
     def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
         """The same of many tensors without units, for less than one by one."""
-        read = native.measure_all(tensors, powers)
-        plain = [pending for pending in read if pending is not None]
-        if len(plain) == len(tensors):
+        found: list[int | None] = []
+        for tensor, pending in zip(tensors, native.measure_all(tensors, powers), strict=True):
+            if pending is None:
+                found.append(self._add_other(tensor, None, powers))
+                continue
             with self._lock:
-                self._pending += plain
-                return [*range(len(self._pending) - len(plain), len(self._pending))]
-        return [
-            self._add_other(tensor, None, powers) if pending is None else self._append(pending)
-            for tensor, pending in zip(tensors, read, strict=True)
-        ]
+                found.append(len(self._pending))
+                self._pending.append(pending)
+        return found
 
     def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
         """Measure what is not plain."""
