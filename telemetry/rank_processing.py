@@ -184,7 +184,7 @@ class RankProcessor:
 
     def _send(self, step: CapturedStep | LightStep) -> None:
         captured = step if isinstance(step, CapturedStep) else None
-        in_phase = captured is not None and bool(captured.window.phase)
+        in_phase = captured is not None and bool(captured.phase)
         scalars = {} if in_phase else self._scalars.get(step.step, {})
         record = step.record(scalars, self._loss.tag)
         if not record.phase:

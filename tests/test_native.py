@@ -285,14 +285,18 @@ def test_norms_show_what_is_not_finite_and_nothing_else(place: int) -> None:
 def test_a_sample_is_compared_with_its_copy(size: int, dtype: torch.dtype) -> None:
     tensor = torch.arange(size).remainder(60).to(dtype)
     sample = block_sample(tensor).to(torch.float64, copy=True)
-    copy = native.copy_sample(tensor)
-    assert copy is not None
+    place = native.place_of_sample(tensor)
+    assert place is not None
+    copy = native.copy_sample(place)
     assert torch.frombuffer(copy, dtype=dtype).double().equal(sample.flatten())
     tensor += 3
     moved, before = 9 * sample.numel(), float(sample.square().sum())
-    assert native.compare_sample(tensor, copy) == (moved, before)
-    assert native.compare_sample(torch.zeros(size + 100_000, dtype=dtype), copy) is None
-    assert native.copy_sample(torch.zeros(4, 4)[:, :2]) is None
+    assert native.compare_sample(place, copy) == (moved, before)
+    larger = native.place_of_sample(torch.zeros(size + 100_000, dtype=dtype))
+    assert larger is not None
+    with pytest.raises(ValueError, match="copy|fit"):
+        native.compare_sample(larger, copy)
+    assert native.place_of_sample(torch.zeros(4, 4)[:, :2]) is None
 
 
 # --- calls ---------------------------------------------------------------------------------------

@@ -1,27 +1,50 @@
-"""Watches the training of one model: on and off, resumed, and phases apart from its steps."""
+"""Watches the training of one model: which step is in progress, and where each one ends."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from telemetry.capture.budget import Budget
-from telemetry.capture.captured import CapturedStep
-from telemetry.capture.hand_over import HandOver
-from telemetry.capture.light import LightStep
+from telemetry.capture.captured import CapturedStep, RunTotals
+from telemetry.capture.hooks import Guard, ModuleHook, guarded
+from telemetry.capture.light import LightReader, LightStep
+from telemetry.capture.modules import WatchedModules
+from telemetry.capture.optimizers import Optimizers
 from telemetry.capture.parameters import ParameterTable
-from telemetry.capture.steps import Steps
-from telemetry.capture.watch import Content, Switch, Watch
-from telemetry.capture.window import Window
+from telemetry.capture.step import Step
 from telemetry.failures import Failures
-from telemetry.measure import Measurer
 from telemetry.ranks.observer import RankObserver
 from telemetry.selection import Selection
+from telemetry.torch_private import NO_TASK, backward_task, undisturbed
+from telemetry.torch_private.ranks import calling_stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a full measurement holds.
+
+    Raises:
+        TypeError: Something is neither True nor False.
+    """
+
+    activations: bool = True
+    activation_gradients: bool = True
+    gradients: bool = True
+    weights: bool = True
+    images: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, bool):
+                raise TypeError(f"HookLogger({name}={value!r}): must be True or False")
 
 
 class Capture:
@@ -38,12 +61,25 @@ class Capture:
         content: What that holds.
         deliver: Called on the training thread with each finished step; must not wait.
         safe_point: Called between steps; may raise into the training loop.
-        primary: Whose steps count; None: the first optimizer that steps the model's parameters.
+        primary: Whose steps count; None: see :class:`Optimizers`.
         failures: Where to report what failed.
         first_step: Number of the first step.
         budget: What this may cost, and takes note of it; None: whatever is due is done.
         find_ranks: Called before anything is measured; tells who says what this rank is to measure
             for all ranks together, or None to measure everything.
+
+    Attributes:
+        in_progress: The step in progress.
+        training: Whether passes of training are observed.
+        in_phase: Whether those of a phase are.
+        armed: Whether any are. Compiled graphs are guarded by these: there is one graph with
+            observers and one without.
+        output_grads: Whether gradients with respect to outputs are observed, too.
+        thread: That steps; None until a step has ended outside of a backward pass.
+        eval_mode: Whether the model was in evaluation mode at the last step, or at the beginning.
+        by_hand: Whether the loop has no optimizer.
+        ranks: Tells what this rank is to measure for all; None: everything. Set before the first
+            measurement.
     """
 
     def __init__(
@@ -61,90 +97,311 @@ class Capture:
         budget: Budget | None = None,
         find_ranks: Callable[[], RankObserver | None] = lambda: None,
     ) -> None:
-        self._watch = Watch(
-            model=weakref.ref(model),
-            table=ParameterTable(model),
-            selection=selection,
-            content=content,
-            switch=Switch(output_grads=content.activation_gradients),
-            failures=failures,
-            own_time=budget,
-        )
-        self._hand_over = HandOver(model, self._watch, deliver)
-        self._steps = Steps(
-            self._watch,
-            self._hand_over,
-            budget,
-            is_full=is_full,
-            primary=primary,
-            safe_point=safe_point,
-            first_step=first_step,
-            find_ranks=find_ranks,
-        )
+        self.guard = Guard(failures, nullcontext() if budget is None else budget)
+        self.model = weakref.ref(model)
+        self.table = ParameterTable(model)
+        self.content = content
+        self.safe_point = safe_point
+        self.totals = RunTotals()
+        self.training = self.in_phase = self.armed = self.by_hand = False
+        self.output_grads = content.activation_gradients
+        self.thread: int | None = None
+        self.eval_mode = not model.training
+        self.ranks: RankObserver | None = None
+        self.modules = WatchedModules(self, model, selection)
+        self.optimizers = Optimizers(self, primary)
+        self.in_progress = Step(self, first_step)
+        self._phase: Step | None = None
+        self._light = LightReader(self.table)
+        self._is_full = is_full
+        self._deliver = deliver
+        self._delivered = False
+        self._budget = budget
+        self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
+        self._checked_step: int | None = None
 
     @property
     def step(self) -> int:
         """Number of the step in progress."""
-        return self._steps.window.step
+        return self.in_progress.number
 
     @property
     def model_is_gone(self) -> bool:
         """Whether the model no longer exists: this does not keep it alive."""
-        return self._watch.model() is None
+        return self.model() is None
 
     @property
     def attached(self) -> bool:
         """Whether hooks are in place."""
-        return self._steps.optimizers.installed
+        return self.optimizers.installed
+
+    # --- on and off -------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Begin to watch: the step in progress begins anew."""
-        if not self.attached:
-            self._steps.start()
+        if self.attached:
+            return
+        self.optimizers.install()
+        self.table.forget_optimizers()
+        if self._budget is not None:
+            self._budget.restart()
+        self._begin(self.step, self._is_full(self.step), attaching=True)
 
     def detach(self) -> None:
         """Take every hook off; harmless when done twice."""
-        self._steps.stop()
+        self._end_waiting()
+        self.optimizers.remove()
+        self._remove_hooks()
 
     def end(self) -> None:
         """Take every hook off for good; log what was seen if nothing was handed over."""
-        self._steps.end_waiting()
-        if self.attached and not self._hand_over.happened:
-            ran = self._steps.modules.how_they_ran(self._steps.window)
-            message, level = self._steps.window.no_step.at_the_end(ran)
-            if message is not None:
-                self._watch.failures.log_once(message, level=level)
+        self._end_waiting()
+        if self.attached and not self._delivered:
+            step = self.in_progress
+            level, message = step.unseen.at_the_end(self.modules.how_they_ran(step))
+            if message:
+                self.guard.failures.log_once(message, level=level)
         self.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands, in numbers, strings, lists and dicts; call it between steps."""
-        self._steps.end_waiting()
-        order = self._hand_over.forward_order
-        return {"step": self.step, "full": self._steps.window.full, "forward_order": list(order)}
+        self._end_waiting()
+        order = list(self.modules.forward_order)
+        return {"step": self.step, "full": self.in_progress.full, "forward_order": order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, as far as it says; hooks must be off."""
-        self._steps.window = Window(step=state.get("step", self.step), measurer=None)
-        self._hand_over.load_forward_order(state.get("forward_order", ()))
+        self.in_progress = Step(self, state.get("step", self.step))
+        self.modules.load_forward_order(state.get("forward_order", ()))
 
-    def manual_step(self) -> None:
-        """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
-        self._steps.manual_step()
+    def observe(self, *, training: bool | None = None, in_phase: bool | None = None) -> None:
+        """Observe these passes, or no longer; None: as before."""
+        self.training = self.training if training is None else training
+        self.in_phase = self.in_phase if in_phase is None else in_phase
+        self.armed = self.training or self.in_phase
+
+    def _remove_hooks(self) -> None:
+        self.in_progress.stop()
+        self.observe(training=False)
+        self.modules.remove()
+
+    # --- begin of a step --------------------------------------------------------------------------
+
+    @guarded("to begin a step", reads=False)
+    def _begin(self, number: int, full: bool, attaching: bool = False) -> None:
+        norms, step = True, self.in_progress
+        if self._budget is not None:
+            full, norms = self._budget.affords(number, full=full)
+        if step.light and not full:
+            step.number, step.norms, step.light = number, norms, False
+            return
+        self._open(number, full=full, norms=norms, attaching=attaching)
+
+    def _open(
+        self, number: int, *, full: bool, norms: bool = True, attaching: bool = False
+    ) -> None:
+        """Gather a step from here on; anew if the model has changed since it began."""
+        self.in_progress.stop()
+        self.in_progress = step = Step(self, number, full=full, norms=norms)
+        try:
+            # Hooks are there when training begins even if nothing is due: a model that is compiled
+            # without them would never show anything.
+            if full or attaching:
+                self.modules.install()
+            if full:
+                with undisturbed():
+                    step.begins()
+        except Exception:
+            self.guard.failures.report("to attach its hooks")
+            self._remove_hooks()
+
+    def join_ranks(self) -> None:
+        """The first call of the model or step of an optimizer: by now the ranks are known."""
+        if self._find_ranks is not None:
+            find, self._find_ranks = self._find_ranks, None
+            with self.guard.failures.contained("to join the other ranks"):
+                self.ranks = find()
+
+    # --- forward passes ---------------------------------------------------------------------------
+
+    def step_of_call(self, hook: ModuleHook, grad_enabled: bool) -> Step | None:
+        """What a module's call belongs to; None if it is neither training nor in a phase.
+
+        Training is what runs with gradients enabled while the model or the module itself is in
+        training mode, on one thread; and also in evaluation mode if the last optimizer step was
+        taken in it. In a :meth:`phase` every forward pass of its thread is observed.
+
+        The call may be the first of the next step.
+        """
+        thread, step = threading.get_ident(), self.in_progress
+        if self._phase is not None and self._phase.thread == thread:
+            return self._phase
+        model, module = self.model(), hook.module()
+        if not self.training or not grad_enabled or model is None or module is None:
+            return None
+        if not (model.training or module.training or self.eval_mode):
+            return None
+        stage = calling_stage()
+        if stage is not None and stage.probes:
+            return None
+        if backward_task() != NO_TASK:  # checkpointing runs the forward pass again
+            return None if hook in step.ran else step
+        if step.thread not in (None, thread):
+            return None
+        step.thread = thread
+        if step.parameters and self.optimizers.step_waited():  # an optimizer has stepped
+            self.step_completed()
+            return self.step_of_call(hook, grad_enabled)
+        if not step.begun and self.modules.changed():
+            self._open(step.number, full=True)
+            step = self.in_progress
+            step.thread = thread
+        step.begun = True
+        step.ran.add(hook)
+        return step
+
+    def checks(self, step: Step) -> bool:
+        """Whether what compiled graphs show is compared: at the first step at which they do."""
+        if step.captured.phase or self._checked_step not in (None, step.number):
+            return False
+        self._checked_step = step.number
+        return True
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure every forward pass inside, as a phase of its own; none of them is training."""
-        if self._watch.model() is None or not self.attached:
+        if self.model() is None or not self.attached:
             yield
             return
-        window = Window(step=self.step, measurer=Measurer(), phase=name)
-        with self._watch.failures.contained("to attach its hooks"):
-            self._steps.modules.install(self._steps)
+        phase = Step(self, self.step, full=True, phase=name)
+        phase.thread = threading.get_ident()
+        with self.guard.failures.contained("to attach its hooks"):
+            self.modules.install()
+        outer, self._phase = self._phase, phase
+        self.observe(in_phase=True)
         try:
-            with self._steps.passes.phase(window, self._steps.modules.pictured):
-                yield
+            yield
         finally:
-            with self._watch.failures.contained("to hand over a phase"):
-                if not self._steps.window.full:
-                    self._steps.modules.uninstall()
-                self._hand_over(window)
+            self._phase = outer
+            self.observe(in_phase=outer is not None)
+            if not self.in_progress.full:
+                self.modules.uninstall()
+            self._hand_over(phase)
+
+    # --- optimizer steps --------------------------------------------------------------------------
+
+    def before_light_step(self, optimizer: Optimizer) -> bool:
+        """The gradients are final; whether that is all there is to read of this step, and was."""
+        step = self.in_progress
+        if step.full or not self._light.reads(optimizer):
+            return False
+        if not step.norms:
+            step.light = True
+        elif not step.light:
+            self._read_light_step(optimizer)
+        return step.light
+
+    @guarded("to read the gradients", reads=False)
+    def _read_light_step(self, optimizer: Optimizer) -> None:
+        self._note_mode()
+        if not self.eval_mode:
+            self.in_progress.light = self._light.read(optimizer, self.modules.layout())
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The gradients are final and the parameters not yet changed."""
+        self._note_mode()
+        if not self._light.reads(optimizer):
+            self._light.stop()
+        if self.in_progress.norms:
+            self.in_progress.before_step(optimizer)
+
+    def evaluated(self) -> None:
+        """A closure has run for the first time: until the step ends, it is only repeated."""
+        self.observe(training=False)
+
+    def after_light_step(self, optimizer: Optimizer) -> bool:
+        """The parameters have changed; whether that was such a step, which is over now."""
+        step = self.in_progress
+        if not step.light or not self._light.reads(optimizer):
+            return False
+        full = self._is_full(step.number + 1)
+        self._hand_over_light()
+        self._begin(step.number + 1, full)
+        return True
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The parameters have changed."""
+        step = self.in_progress
+        if step.full:
+            step.after_step(optimizer)
+            self.observe(training=not step.over)
+        if self.optimizers.is_only(optimizer):
+            self._light.prepare(optimizer, again=step.full)
+
+    def all_stepped(self) -> bool:
+        """Whether every parameter that has a gradient was stepped since the last step ended."""
+        return self.table.all_among(self.in_progress.captured.stepped())
+
+    def manual_step(self) -> None:
+        """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
+        self.by_hand = True
+        self._note_mode()
+        if self.in_progress.norms:
+            self.in_progress.step_by_hand()
+        self.step_completed()
+
+    def _note_mode(self) -> None:
+        """Whatever mode the model steps in, passes in that mode are training."""
+        if self._find_ranks is not None:
+            self.join_ranks()
+        model = self.model()
+        if model is not None:
+            self.eval_mode = not model.training
+            self.in_progress.captured.eval_mode = self.eval_mode
+
+    # --- end of a step ----------------------------------------------------------------------------
+
+    def _end_waiting(self) -> None:
+        """End the step in progress if it only waits for other optimizers."""
+        if self.optimizers.step_waited():
+            self.step_completed()
+
+    def step_completed(self) -> None:
+        """A step is over, and its last backward pass, too."""
+        self.optimizers.step_ended()
+        if backward_task() == NO_TASK:  # in one, this may be a thread of autograd's
+            self.thread = threading.get_ident()
+        step = self.in_progress
+        # Asked first: whatever rules say of this step is about a later one than the next, so that
+        # a run that is repeated measures the same steps, as long as they answer within one.
+        full = self._is_full(step.number + 1)
+        step.stop()
+        self.observe(training=False)
+        if step.norms:
+            self._hand_over(step)
+        self._end(step)
+        self._begin(step.number + 1, full)
+
+    @guarded("to hand over a step")
+    def _hand_over(self, step: Step) -> None:
+        self._deliver(step.ends())
+        self._delivered = True
+
+    @guarded("to hand over a step", reads=False)
+    def _hand_over_light(self) -> None:
+        step = self.in_progress
+        if step.norms:
+            self._deliver(self._light.completed(step.number))
+            self._delivered = True
+        self._end(step)
+
+    @guarded("to end a step", reads=False)
+    def _end(self, step: Step) -> None:
+        if step.full:
+            self.modules.tell_unseen(step)
+        self.modules.uninstall()
+        model = self.model()
+        if self._budget is not None and model is not None:
+            with undisturbed():
+                device = next(model.parameters()).device
+            self._budget.step_ended(step.number, full=step.full, norms=step.norms, device=device)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from telemetry import images
-from telemetry.capture.scaler import SkippedSteps
-from telemetry.capture.window import Kind, Name, Observation, Window
+from telemetry.capture.parameters import Norms, Updates
+from telemetry.capture.scaler import ScalerReading, SkippedSteps
 from telemetry.failures import Failures
 from telemetry.measure import Measurements
-from telemetry.records import Layout, StepRecord, TensorRecord
+from telemetry.ranks.observer import RankNotes
+from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.torch_private.host_copy import HostCopy
 
 _STEP_BYTES = 2560
@@ -32,8 +34,28 @@ and 0.5 kB for the rest. Traced allocations of normal numbers: 1.7 kB for 1,000 
 _NORM_BYTES = 16
 """A norm and the index of its parameter."""
 
+_NO_LAYOUT = Layout(modules=(), parameters=())
+
 _CLIPPED = 1 - 1e-3
 """Clipping scales by at most 1, so a ratio of norms below this is no rounding."""
+
+Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights", "second_moments"]
+"""Named like the field of the :class:`StepRecord` that it becomes."""
+
+Name: TypeAlias = str | Output
+"""A parameter's or module's name, or which output."""
+
+
+class Observation(NamedTuple):
+    """One measured tensor: what and whose it is, and its number in the measurer.
+
+    ``scaled``: it has the factor of a ``GradScaler`` on it, if there is one.
+    """
+
+    kind: Kind
+    name: Name
+    measurement: int
+    scaled: bool
 
 
 class RunTotals:
@@ -53,69 +75,106 @@ class RunTotals:
         return self._clipped / self._full
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CapturedStep:
-    """What one step left behind: cheap to make, reduced later by :meth:`record`.
+@dataclass(kw_only=True, eq=False)
+class Detail:
+    """What only steps that are measured in full hold; parameters go by their indices.
 
     Attributes:
-        window: What was observed, complete: nothing is added any more.
-        wall_time: When the step ended, seconds since the epoch.
-        layout: Of the model at that time.
-        totals: Shared by all steps of the run.
-        measurements: What the window's measurer took.
-        overflow_ends: See :meth:`Window.overflow_ends`.
-        failures: Where to report what failed.
+        observations: In their order, of backward passes those of training.
+        counted: How often each tensor came by when too many had been measured.
+        measurements: What the observations count.
+        checks: Of a few of them minimum, maximum and norm as PyTorch has them.
+        trainable: Parameters that require a gradient.
+        reached: Those that have one, whether or not an optimizer holds them.
+        held: Those that an optimizer holds which stepped.
+        fingerprints: Of the tensors that the model was given, see :func:`fingerprint`.
+        examples: Length of the first of them, in all forward passes together.
     """
 
-    window: Window
-    wall_time: float
-    layout: Layout
+    observations: list[Observation] = field(default_factory=list)
+    counted: Counter[tuple[Kind, Name]] = field(default_factory=Counter)
+    measurements: Measurements | None = None
+    checks: list[tuple[Observation, HostCopy]] = field(default_factory=list)
+    trainable: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
+    fingerprints: list[HostCopy] = field(default_factory=list)
+    examples: int = 0
+    updates: list[Updates] = field(default_factory=list)
+    feature_maps: dict[str, HostCopy] = field(default_factory=dict)
+    filters: dict[str, HostCopy] = field(default_factory=dict)
+    input: HostCopy | None = None
+    random_states: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, eq=False)
+class CapturedStep:
+    """What one step leaves behind: gathered on the training thread, reduced by :meth:`record`.
+
+    Attributes:
+        step: Its number.
+        totals: Shared by all steps of the run.
+        failures: Where to report what failed.
+        full: Whether tensors are measured, not only norms of gradients.
+        phase: Name of a part of the run that is not training; empty for a step.
+        wall_time: When the step ended, seconds since the epoch.
+        layout: Of the model at that time.
+        passes: How many backward passes of training have ended.
+        norms: Of the gradients that each optimizer was given at its first step, and whether they
+            have a scaler's factor that the optimizer takes off.
+        square: Of the norm of all of them, as far as known at once.
+        learning_rates: Of every optimizer known by then, of each parameter group.
+        before_clipping: Of each parameter that a backward pass has reached, the norms that were
+            taken at the end of the last one, and its place among them.
+        overflow_ends: Of each device, how many observations there were when a gradient last was
+            not finite.
+        eval_mode: Whether the model was in evaluation mode when an optimizer stepped.
+        ranks: How the tensors relate to those of all ranks together.
+    """
+
+    step: int
     totals: RunTotals
-    measurements: Measurements | None
-    overflow_ends: Sequence[HostCopy]
     failures: Failures
-
-    @staticmethod
-    def of(
-        window: Window, *, wall_time: float, layout: Layout, totals: RunTotals, failures: Failures
-    ) -> CapturedStep:
-        """End the step."""
-        measurer = window.measurer
-        ends = window.overflow_ends()  # first: finish() sends what waits on a GPU to the host
-        return CapturedStep(
-            window=window,
-            wall_time=wall_time,
-            layout=layout,
-            totals=totals,
-            measurements=measurer.finish() if measurer is not None else None,
-            overflow_ends=ends,
-            failures=failures,
-        )
-
-    @property
-    def step(self) -> int:
-        """The step's number."""
-        return self.window.step
+    full: bool = False
+    phase: str = ""
+    wall_time: float = 0.0
+    layout: Layout = _NO_LAYOUT
+    passes: int = 0
+    norms: list[tuple[Norms, bool]] = field(default_factory=list)
+    square: float = 0.0
+    learning_rates: dict[int, Sequence[float | HostCopy]] = field(default_factory=dict)
+    before_clipping: dict[int, tuple[Norms, int]] = field(default_factory=dict)
+    overflow_ends: Sequence[HostCopy] = ()
+    eval_mode: bool = False
+    parameter_norms: list[Norms] = field(default_factory=list)
+    buffer_names: Sequence[str] = ()
+    buffer_norms: Sequence[Norms] = ()
+    scaler: ScalerReading | None = None
+    ranks: RankNotes = field(default_factory=RankNotes)
+    detail: Detail = field(default_factory=Detail)
 
     def without_detail(self) -> CapturedStep:
         """The same step with nothing but its norms: for where memory is short."""
-        return replace(self, window=self.window.without_detail(), measurements=None)
+        return replace(self, full=False, detail=Detail())
 
     @property
     def is_urgent(self) -> bool:
         """Whether it holds more than norms, or one that is not finite."""
-        window = self.window
-        return window.full or bool(window.phase) or not math.isfinite(window.square)
+        return self.full or not math.isfinite(self.square)
+
+    def stepped(self) -> set[int]:
+        """Indices of all parameters whose gradients optimizers were given."""
+        return {index for norms, _ in self.norms for index in norms.indices}
 
     @cached_property
     def nbytes(self) -> int:
         """Host memory held until :meth:`record`, about."""
-        pictures = [*self.window.feature_maps.values(), *self.window.filters.values()]
-        observations = len(self.window.tally.observations)
-        norms = len(self.window.indices()) * _NORM_BYTES
-        detail = observations * _OBSERVATION_BYTES + sum(p.nbytes for p in pictures)
-        copied = self.measurements.copied_bytes if self.measurements is not None else 0
-        return _STEP_BYTES + norms + detail + copied
+        detail = self.detail
+        pictures = [*detail.feature_maps.values(), *detail.filters.values()]
+        copied = 0 if detail.measurements is None else detail.measurements.copied_bytes
+        tensors = len(detail.observations) * _OBSERVATION_BYTES
+        norms = sum([len(norms.indices) for norms, _ in self.norms]) * _NORM_BYTES
+        return _STEP_BYTES + norms + tensors + copied + sum([p.nbytes for p in pictures])
 
     def record(self, scalars: Mapping[str, float], loss_tag: str | None = None) -> StepRecord:
         """Reduce to numbers and pixels; waits for an accelerator, so not for the training thread.
@@ -126,59 +185,64 @@ class CapturedStep:
             scalars: What the user logged for this step.
             loss_tag: Which of that is the loss.
         """
-        window = self.window
+        detail = self.detail
         norms, present, finite = self._grad_norms()
         each_before = self.norms_before_clipping(norms, present)
         before = None if each_before is None else float(np.linalg.norm(each_before))
         overflown = self._overflown(bool(finite.all()))
         tensors = self._tensors(overflown)
+        names = [parameter.name for parameter in self.layout.parameters]
+        scaler: dict[str, Any] = {}
+        if self.scaler is not None:
+            passes = self.passes - 1 if overflown else 0
+            scaler["loss_scale"] = self.scaler.factor
+            scaler["skipped_steps"] = self.totals.count_skipped(
+                self.scaler, overflown_passes=passes
+            )
+            scaler["skipped"] = self.scaler.skipped
         return StepRecord(
-            step=window.step,
+            step=self.step,
             wall_time=self.wall_time,
             layout=self.layout,
             grad_norms=norms,
             grad_present=present,
             grad_finite=finite,
-            phase=window.phase,
-            learning_rates=self._learning_rates(),
+            phase=self.phase,
+            learning_rates=tuple(
+                float(rate.wait()) if isinstance(rate, HostCopy) else rate
+                for rates in self.learning_rates.values()
+                for rate in rates
+            ),
             scalars=scalars,
             loss_tag=loss_tag,
-            eval_mode=window.eval_mode,
-            full=window.full,
-            trainable=self._marked(window.trainable),
-            reached=self._marked(window.reached),
-            held=self._marked(window.held),
-            fingerprints=tuple(float(copy.wait()) for copy in window.fingerprints),
-            examples=window.examples,
+            eval_mode=self.eval_mode,
+            full=self.full,
+            trainable=self._marked(detail.trainable),
+            reached=self._marked(detail.reached),
+            held=self._marked(detail.held),
+            fingerprints=tuple(float(copy.wait()) for copy in detail.fingerprints),
+            examples=detail.examples,
             total_grad_norm_before_clipping=before,
             clipped_fraction=self.totals.clipped_fraction(before, float(np.linalg.norm(norms))),
-            nan_buffers=self._nan_buffers(),
-            nonfinite_parameters=self._nonfinite_parameters(tensors["weights"]),
-            update_ratios=self._update_ratios(),
-            random_states=window.random_states,
+            nan_buffers=tuple(
+                self.buffer_names[index]
+                for group in self.buffer_norms
+                for index, norm in zip(group.indices, group.read()[0], strict=True)
+                if math.isnan(norm)
+            ),
+            nonfinite_parameters=self._nonfinite_parameters(names, tensors["weights"]),
+            update_ratios={
+                names[index]: ratio
+                for update in detail.updates
+                for index, _, _, ratio in update.read()
+            },
+            random_states=detail.random_states,
+            feature_maps=self._pictures(images.feature_map_grid, detail.feature_maps),
+            filters=self._pictures(images.filter_grid, detail.filters),
+            input=self._pictures(images.input_grid, {"": detail.input}).get(""),
             **tensors,
-            **self._scaler(overflown),
-            **self._images(),
+            **scaler,
         )
-
-    def _scaler(self, overflown: int) -> dict[str, Any]:
-        """What a ``GradScaler`` did, if there is one."""
-        scaler = self.window.scaler
-        if scaler is None:
-            return {}
-        passes = self.window.passes - 1 if overflown else 0
-        return {
-            "loss_scale": scaler.factor,
-            "skipped_steps": self.totals.count_skipped(scaler, overflown_passes=passes),
-            "skipped": scaler.skipped,
-        }
-
-    def _images(self) -> dict[str, Any]:
-        return {
-            "feature_maps": self._pictures(images.feature_map_grid, self.window.feature_maps),
-            "filters": self._pictures(images.filter_grid, self.window.filters),
-            "input": self._pictures(images.input_grid, {"": self.window.input}).get(""),
-        }
 
     def _pictures(
         self, draw: Callable[[Tensor], NDArray[np.uint8]], samples: Mapping[str, HostCopy | None]
@@ -191,10 +255,10 @@ class CapturedStep:
                     pictures[name] = draw(sample.wait())
         return pictures
 
-    @property
+    @cached_property
     def _factor(self) -> float:
         """What scaled gradients have to be divided by."""
-        factor = self.window.scaler.factor if self.window.scaler is not None else 1.0
+        factor = self.scaler.factor if self.scaler is not None else 1.0
         return factor if factor > 0 and math.isfinite(factor) else 1.0
 
     def _grad_norms(self) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
@@ -202,68 +266,43 @@ class CapturedStep:
         count = len(self.layout.parameters)
         norms = np.zeros(count)
         present, finite = np.zeros(count, dtype=bool), np.ones(count, dtype=bool)
-        for optimizer in self.window.optimizers.values():
-            for reading in optimizer.norms:
-                at = np.array(reading.indices, dtype=np.intp)
-                values, finite[at] = reading.read()
-                norms[at] = values / self._factor if optimizer.scaled else values
-                present[at] = True
+        for group, scaled in self.norms:
+            at = np.array(group.indices, dtype=np.intp)
+            values, finite[at] = group.read()
+            norms[at] = values / self._factor if scaled else values
+            present[at] = True
         return norms, present, finite
 
     def norms_before_clipping(
         self, norms: NDArray[np.float64], present: NDArray[np.bool_]
     ) -> NDArray[np.float64] | None:
         """Of the gradients that were used; those that no backward pass reached were there."""
-        readings = self.window.before_clipping
-        if not readings:
+        if not self.before_clipping:
             return None
         before = norms.copy()
-        values = {id(reading): reading.norms for reading, _ in readings.values()}
-        for index, (reading, place) in readings.items():
+        values = {group: group.read()[0] for group, _ in self.before_clipping.values()}
+        for index, (group, place) in self.before_clipping.items():
             if present[index]:
-                before[index] = values[id(reading)][place] / self._factor
+                before[index] = values[group][place] / self._factor
         return before
 
     def _marked(self, indices: Collection[int]) -> NDArray[np.bool_]:
         """Which parameters these are; none where that was not looked at."""
-        marked = np.zeros(len(self.layout.parameters), dtype=bool)
+        marked = np.zeros(len(self.layout.parameters) if self.full else 0, dtype=bool)
         marked[list(indices)] = True
-        return marked if self.window.full else marked[:0]
+        return marked
 
-    def _learning_rates(self) -> tuple[float, ...]:
-        return tuple(
-            float(rate.wait()) if isinstance(rate, HostCopy) else rate
-            for rates in self.window.learning_rates.values()
-            for rate in rates
-        )
-
-    def _nan_buffers(self) -> tuple[str, ...]:
-        return tuple(
-            self.window.buffer_names[index]
-            for reading in self.window.buffer_norms
-            for index, norm in zip(reading.indices, reading.read()[0], strict=True)
-            if math.isnan(norm)
-        )
-
-    def _nonfinite_parameters(self, weights: Mapping[str, TensorRecord]) -> tuple[str, ...]:
-        names = [parameter.name for parameter in self.layout.parameters]
+    def _nonfinite_parameters(
+        self, names: Sequence[str], weights: Mapping[str, TensorRecord]
+    ) -> tuple[str, ...]:
         broken = {
             names[index]
-            for reading in self.window.parameter_norms
-            for index, finite in zip(reading.indices, reading.read()[1], strict=True)
+            for group in self.parameter_norms
+            for index, finite in zip(group.indices, group.read()[1], strict=True)
             if not finite
         }
         broken |= {name for name, weight in weights.items() if weight.sketch.nonfinite_count}
         return tuple(name for name in names if name in broken)
-
-    def _update_ratios(self) -> dict[str, float]:
-        parameters = self.layout.parameters
-        readings = [update.read() for update in self.window.updates]
-        return {
-            parameters[index].name: float(ratio)
-            for indices, ratios in readings
-            for index, ratio in zip(indices, ratios, strict=True)
-        }
 
     def _overflown(self, finite: bool) -> int:
         """How many of the first observations belong to steps that a scaler skipped.
@@ -272,23 +311,25 @@ class CapturedStep:
             finite: Whether the step's gradients are: then a backward pass with one that is not
                 ended a step that did not happen, and all before it belongs there.
         """
-        if self.window.scaler is None or not finite:
+        if self.scaler is None or not finite:
             return 0
         return max((int(end.wait()) for end in self.overflow_ends), default=0)
 
     def _tensors(self, overflown: int) -> dict[str, Any]:
         """By kind and name the merged observations, without the first ``overflown`` of all."""
         merged: dict[str, dict[Any, TensorRecord]] = {kind: {} for kind in get_args(Kind)}
-        if self.measurements is None:
+        detail = self.detail
+        if detail.measurements is None:
             return merged
-        reduced = self.measurements.reduce()
+        reduced = detail.measurements.reduce()
         self._tell_wrong(reduced)
-        tally = self.window.tally
         parts: dict[tuple[Kind, Name], list[TensorRecord]] = {}
-        for o in tally.observations[overflown:]:
-            parts.setdefault((o.kind, o.name), []).append(self._unscaled(o, reduced))
+        for o in detail.observations[overflown:]:
+            record = reduced[o.measurement]
+            unscaled = record.scaled(1 / self._factor) if o.scaled and self._factor != 1 else record
+            parts.setdefault((o.kind, o.name), []).append(unscaled)
         for (kind, name), records in parts.items():
-            record, counted = TensorRecord.merge_all(records), tally.counted[kind, name]
+            record, counted = TensorRecord.merge_all(records), detail.counted[kind, name]
             merged[kind][name] = (
                 replace(record, calls=record.calls + counted) if counted else record
             )
@@ -297,7 +338,7 @@ class CapturedStep:
     def _tell_wrong(self, reduced: Sequence[TensorRecord]) -> None:
         """Say so if PyTorch's own figures of what compiled graphs have shown are others."""
         wrong = []
-        for kind, name, measurement, copy in self.window.checks:
+        for (kind, name, measurement, _), copy in self.detail.checks:
             own, sketch = copy.wait().numpy(), reduced[measurement].sketch
             recorded = np.array([sketch.min, sketch.max, math.sqrt(sketch.sum_squares)])
             finite = bool(np.isfinite(own).all())
@@ -307,13 +348,9 @@ class CapturedStep:
                 wrong.append(f"{kind} of {name}: {recorded.tolist()} instead of {own.tolist()}")
         if wrong:
             self.failures.log_once(
-                f"{len(wrong)} of {len(self.window.checks)} tensors of compiled modules are "
+                f"{len(wrong)} of {len(self.detail.checks)} tensors of compiled modules are "
                 "recorded with another minimum, maximum or norm than PyTorch finds, the "
                 f"first being {wrong[0]}. This is a fault of telemetry with PyTorch "
                 f"{torch.__version__}, please report it; "
                 'under torch.compiler.set_stance("force_eager") figures are right'
             )
-
-    def _unscaled(self, o: Observation, reduced: Sequence[TensorRecord]) -> TensorRecord:
-        record = reduced[o.measurement]
-        return record.scaled(1 / self._factor) if o.scaled and self._factor != 1 else record

@@ -10,29 +10,25 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from telemetry.torch_private.compiler import keep_in_graph
 
+if TYPE_CHECKING:
+    from telemetry.capture.hooks import ForwardHook
+
 _SCHEMA = "observe(Tensor x, Tensor number, int index, bool backward) -> ()"
 
 
-class Observer(Protocol):
-    """Who is shown the tensors of one module."""
-
-    def in_graph(self, tensor: Tensor, index: int, backward: bool) -> None:
-        """A compiled graph runs: its module returned ``tensor``, or has its gradient."""
-
-
-_observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
+_observers: weakref.WeakValueDictionary[int, ForwardHook] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register(observer: Observer) -> Tensor:
-    """A number for the observer, to give to :func:`observe`; the observer is held weakly.
+def register(observer: ForwardHook) -> Tensor:
+    """A number for the hook that is shown the tensors, to give to :func:`observe`; held weakly.
 
     It is a tensor of shape ``[]``: an int would be a constant of the graph, and each of several
     equal layers would be compiled anew.

@@ -1,24 +1,37 @@
-"""The objects that PyTorch calls for a module, and the tensors inside whatever that returns."""
+"""The objects that PyTorch calls for modules and tensors, and the tensors inside of values."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from telemetry.capture import compiled
-from telemetry.capture.inert import Inert
-from telemetry.capture.watch import Watch
+from telemetry.failures import Failures
 from telemetry.records import Output
-from telemetry.torch_private import find
+from telemetry.torch_private import undisturbed
 from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
+
+if TYPE_CHECKING:
+    from telemetry.capture.capture import Capture
+    from telemetry.capture.step import Step
 
 # Public names of what nn.modules.conv._ConvNd and nn.modules.batchnorm._NormBase stand for.
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -28,17 +41,76 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _CHANNELS_FIRST = (*CONVOLUTIONS, *_BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
 _UNITS_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.Bilinear)
 
-_GLOBAL_HOOKS = find(
-    nn.modules.module, "_global_forward_hooks", "what nn.Sequential returns is measured twice"
-)
+
+class Guard(NamedTuple):
+    """What keeps our part of a hook apart from training.
+
+    Attributes:
+        failures: Where to report what failed.
+        own_time: Entered while anything is done on the training thread.
+    """
+
+    failures: Failures
+    own_time: AbstractContextManager[None]
 
 
-class Receiver(Protocol):
-    """What the hooks on modules call: see :class:`telemetry.capture.steps.Steps`."""
+class Guarded(Protocol):
+    """Whatever has methods that are :func:`guarded`."""
 
-    def on_input(self, hook: InputHook, given: Any) -> None: ...
-    def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None: ...
-    def on_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None: ...
+    guard: Guard
+
+
+Owner = TypeVar("Owner", bound=Guarded)
+Args = ParamSpec("Args")
+Method: TypeAlias = Callable[Concatenate[Owner, Args], None]
+
+
+def guarded(
+    doing: str, *, reads: bool = True
+) -> Callable[[Method[Owner, Args]], Method[Owner, Args]]:
+    """Keep a method apart from training: its faults are reported, its time is counted as ours.
+
+    Args:
+        doing: What failed, "to ..."; ``{0}`` stands for the owner, ``{1}`` for the first argument.
+        reads: Whether tensors are read, which no mode of the caller's may see; nothing is done
+            where that cannot be.
+    """
+
+    def decorate(method: Method[Owner, Args]) -> Method[Owner, Args]:
+        @functools.wraps(method)
+        def contained(self: Owner, /, *args: Args.args, **kwargs: Args.kwargs) -> None:
+            failures, own_time = self.guard
+            try:
+                with own_time:
+                    if not reads:
+                        return method(self, *args, **kwargs)
+                    with undisturbed() as possible:
+                        if possible:
+                            method(self, *args, **kwargs)
+            except Exception:
+                failures.report(doing.format(self, *args))
+
+        return contained
+
+    return decorate
+
+
+class Inert:
+    """Copies and pickles of a hook do nothing: a copied model is another model.
+
+    They become a bound method of the standard library that takes anything and returns None, so
+    that a model saved while it had hooks loads where telemetry is not installed.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+def is_inert_copy(hook: object) -> bool:
+    """Whether this is what became of a hook that was copied along with its module."""
+    return isinstance(getattr(hook, "__self__", None), nullcontext)
 
 
 class ModuleHook(Inert):
@@ -48,10 +120,10 @@ class ModuleHook(Inert):
         module: The module, held weakly.
     """
 
-    def __init__(self, watch: Watch, receiver: Receiver, module: nn.Module) -> None:
+    def __init__(self, capture: Capture, module: nn.Module) -> None:
+        self.guard = capture.guard
         self.module = weakref.ref(module)
-        self._watch = watch
-        self._receiver = receiver
+        self._capture = capture
         self._handle: RemovableHandle | None = None
 
     @property
@@ -84,10 +156,15 @@ class InputHook(ModuleHook):
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if not self._watch.switch.armed or model is not self.module():
-            return
-        doing = "to observe what the model was given"
-        self._watch.contain(doing, self._receiver.on_input, self, (args, kwargs))
+        if self._capture.armed and model is self.module():
+            self._on_input((args, kwargs), torch.is_grad_enabled())
+
+    @guarded("to observe what the model was given")
+    def _on_input(self, given: Any, grad_enabled: bool) -> None:
+        self._capture.join_ranks()
+        step = self._capture.step_of_call(self, grad_enabled)
+        if step is not None:
+            step.on_input(given)
 
 
 class ForwardHook(ModuleHook):
@@ -99,15 +176,17 @@ class ForwardHook(ModuleHook):
         called: What to call the module in a message.
         ran_eagerly: Whether Python has called the hook, not only the compiler.
         traced: Whether a compiled graph has shown something for it.
+        convolves: Whether the module is a convolution.
         units: Which axis of its outputs counts units or channels: "first", "last" or "unknown".
     """
 
-    def __init__(self, watch: Watch, receiver: Receiver, name: str, module: nn.Module) -> None:
-        super().__init__(watch, receiver, module)
+    def __init__(self, capture: Capture, name: str, module: nn.Module) -> None:
+        super().__init__(capture, module)
         self.rename(name)
         self.ran_eagerly = False
         self.traced = False
         last = "last" if isinstance(module, _UNITS_LAST) else "unknown"
+        self.convolves = isinstance(module, CONVOLUTIONS)
         self.units = "first" if isinstance(module, _CHANNELS_FIRST) else last
         self._number = compiled.register(self)
 
@@ -124,75 +203,86 @@ class ForwardHook(ModuleHook):
             return
         self.ran_eagerly = True
         # A module that shares its hooks with this one is a shallow copy, as DataParallel makes.
-        if not self._watch.switch.armed or module is not self.module():
-            return
-        doing = f"to observe the output of {self.called}"
-        self._watch.contain(doing, self._receiver.on_output, self, args, output)
+        if self._capture.armed and module is self.module():
+            self._on_output(args, output, torch.is_grad_enabled())
+
+    @guarded("to observe the output of {0.called}")
+    def _on_output(self, args: Any, output: Any, grad_enabled: bool) -> None:
+        step = self._capture.step_of_call(self, grad_enabled)
+        if step is not None:
+            step.on_output(self, args, output)
 
     def _trace(self, output: Any) -> None:
         """Put observers into the graph that the compiler is making; it traces this method."""
         if not GRAPHS_CAN_BE_OBSERVED or torch.compiler.is_exporting():
             return
-        switch = self._watch.switch
-        if not (switch.armed if torch.is_grad_enabled() else switch.in_phase):
+        capture = self._capture
+        if not (capture.armed if torch.is_grad_enabled() else capture.in_phase):
             return
         for place, tensor in enumerate(tensors_in(output)):
             compiled.observe(tensor, self._number, place)
-            if tensor.requires_grad and switch.output_grads:
+            if tensor.requires_grad and capture.output_grads:
                 compiled.observe_gradient(tensor, self._number, place)
 
-    def repeats(self) -> Output | None:
-        """Whose output this module returns unchanged, which is then measured once.
-
-        That is known of ``nn.Sequential`` and its last module, as long as no hook but ours comes
-        between. PyTorch does not tell whether values have changed: they can be written through
-        ``.data``, and by compiled code.
-        """
-        module = self.module()
-        if type(module) is not nn.Sequential or "forward" in vars(module) or not len(module):
-            return None
-        last = module[-1]
-        ours = next(reversed(last._forward_hooks.values()), None)
-        if not isinstance(ours, ForwardHook) or ours.module() is not last:
-            return None
-        if last._backward_hooks or last._backward_pre_hooks or _GLOBAL_HOOKS != {}:
-            return None
-        return ours.output if next(iter(module._forward_hooks.values()), None) is self else None
-
+    @guarded("to observe {0.called} in a compiled graph")
     def in_graph(self, tensor: Tensor, place: int, backward: bool) -> None:
-        """See :class:`telemetry.capture.compiled.Observer`."""
+        """A compiled graph runs: its module returned ``tensor``, or has its gradient."""
         self.traced = True
-        doing = f"to observe {self.called} in a compiled graph"
-        self._watch.contain(doing, self._receiver.on_graph, self, tensor, place, backward)
+        if backward:
+            self._capture.in_progress.on_output_grad(self, place, tensor, in_graph=True)
+            return
+        # Without gradients only the graphs of a phase show anything.
+        step = self._capture.step_of_call(self, grad_enabled=True)
+        if step is not None:
+            step.on_graph_output(self, tensor, place)
 
 
-def is_inert_copy(hook: object) -> bool:
-    """Whether this is what became of a hook that was copied along with its module."""
-    return isinstance(getattr(hook, "__self__", None), nullcontext)
+class GradHook(Inert):
+    """The hook of a module's output, for its gradient.
+
+    The user may keep the output for long, so all that is kept with it are weak references.
+    """
+
+    __slots__ = ("_hook", "_place", "_step")
+
+    __torch_unserializable__ = True
+    """Keeps PyTorch from warning that it does not save the hook along with the output."""
+
+    def __init__(self, step: Step, hook: ForwardHook, place: int) -> None:
+        self._step = weakref.ref(step)
+        self._hook = weakref.ref(hook)
+        self._place = place
+
+    def __call__(self, grad: Tensor) -> None:
+        step, hook = self._step(), self._hook()
+        if step is not None and hook is not None:
+            step.on_output_grad(hook, self._place, grad)
 
 
 _DEEPEST = 8
 """Containers inside of each other; one that holds itself would have no end."""
 
 
-def tensors_in(value: object, depth: int = 0) -> Iterator[Tensor]:
+def tensors_in(value: object, depth: int = 0) -> list[Tensor]:
     """Tensors in tuples, lists, mappings and dataclasses, nested in each other, in their order.
 
     Anything else (None, numbers, foreign objects) is passed over.
     """
     if isinstance(value, Tensor):
-        yield value
-    elif depth == _DEEPEST:
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth + 1)
+        return [value]
+    items: Iterable[object] = ()
+    if depth == _DEEPEST:
+        return []
+    if isinstance(value, Mapping):
+        items = value.values()
     elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item, depth + 1)
+        items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    found: list[Tensor] = []
+    for item in items:
+        found += tensors_in(item, depth + 1)
+    return found
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

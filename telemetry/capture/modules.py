@@ -1,9 +1,11 @@
-"""Which modules are watched: puts hooks on them for the steps that need them."""
+"""Which modules are watched and shown: puts hooks on them for the steps that need them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,15 +15,16 @@ from telemetry.capture.hooks import (
     ForwardHook,
     InputHook,
     ModuleHook,
-    Receiver,
     is_inert_copy,
 )
-from telemetry.capture.no_step import NEVER_RAN
-from telemetry.capture.silence import explain_silence
-from telemetry.capture.watch import Watch
-from telemetry.capture.window import Window
-from telemetry.selection import cleaned, evenly
+from telemetry.capture.step import Step
+from telemetry.capture.unseen import NEVER_RAN, modules_unseen
+from telemetry.records import Layout, Module, Parameter
+from telemetry.selection import Selection, cleaned, evenly
 from telemetry.torch_private.compiler import before_scripting, graphs_compiled
+
+if TYPE_CHECKING:
+    from telemetry.capture.capture import Capture
 
 log = logging.getLogger("telemetry")
 
@@ -35,63 +38,70 @@ class WatchedModules:
     Attributes:
         pictured: Names of the modules whose feature maps are drawn.
         installed: Whether there are hooks that are to go after the step.
+        forward_order: The modules that have run, by name, in the order of their first calls.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, capture: Capture, model: nn.Module, selection: Selection) -> None:
         self.pictured: frozenset[str] = frozenset()
-        self._watch = watch
-        self._input_hook: InputHook | None = None
-        self._forward_hooks: dict[str, ForwardHook] = {}
         self.installed = False
+        self.forward_order: dict[str, None] = {}
+        self._capture = weakref.ref(capture)
+        self._failures = capture.guard.failures
+        self._model = weakref.ref(model)
+        self._table = capture.table
+        self._content = capture.content
+        self._selection = selection
+        self._input_hook = InputHook(capture, model)
+        self._forward_hooks: dict[str, ForwardHook] = {}
         self._seen: dict[str, int] = {}
         self._graphs_before = graphs_compiled()
-        self._silence_explained = False
+        self._unseen_told = False
         self._end_scripting: Callable[[], None] | None = None
+        self._layout = self._make_layout(model, self._table.parameters)
 
-    def install(self, receiver: Receiver) -> None:
+    def install(self) -> None:
         """Put hooks on the modules that are watched now, and take them off all others.
 
-        They do nothing until the receiver's switch is turned on.
+        They do nothing until the capture observes.
         """
-        model = self._watch.model()
-        if model is None:
+        capture, model = self._capture(), self._model()
+        if model is None or capture is None:
             return
         self._end_scripting = self._end_scripting or before_scripting(_leave)
-        self._input_hook = self._input_hook or InputHook(self._watch, receiver, model)
         self._input_hook.install()
         if self._forward_hooks and not self.changed():
             for hook in self._forward_hooks.values():
                 hook.install()
         else:
-            self._choose(receiver, model)
+            self._choose(capture, model)
         self.installed = True
 
-    def _choose(self, receiver: Receiver, model: nn.Module) -> None:
+    def _choose(self, capture: Capture, model: nn.Module) -> None:
         """Look which modules are watched, and which of them are pictured."""
-        watched = cleaned(self._watch.selection.apply(model).items())
+        watched = cleaned(self._selection.apply(model).items())
         before = {hook.module(): hook for hook in self._forward_hooks.values()}
         self._forward_hooks = {}
         self._seen = _identities(model)
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
-                self._watch.failures.log_once(
+                self._failures.log_once(
                     "modules that torch.jit has compiled take no hooks, nothing is "
                     "logged for their outputs"
                 )
                 continue
-            hook = before.pop(module, None) or ForwardHook(self._watch, receiver, name, module)
+            hook = before.pop(module, None) or ForwardHook(capture, name, module)
             hook.rename(name)
             hook.install()
             self._forward_hooks[name] = hook
         for hook in before.values():
             hook.remove()
         convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
-        drawn = evenly(convolutions, PICTURED_MODULES) if self._watch.content.images else []
+        drawn = evenly(convolutions, PICTURED_MODULES) if self._content.images else []
         self.pictured = frozenset(drawn)
 
     def changed(self) -> bool:
         """Whether the model has other modules than when hooks were put on them."""
-        model = self._watch.model()
+        model = self._model()
         if model is None:
             return False
         # What has taken the place of a module that is gone may have its identity.
@@ -99,7 +109,7 @@ class WatchedModules:
         return gone or self._seen != _identities(model)
 
     def uninstall(self) -> None:
-        """Take hooks off again, but for modules in compiled graphs, which look at the switch.
+        """Take hooks off again, but for modules in compiled graphs, which look at the capture.
 
         A graph that is compiled while no hook is there would never show anything. So once
         something has been compiled, hooks stay on modules that have not run outside of a graph.
@@ -107,8 +117,7 @@ class WatchedModules:
         if not self.installed:
             return
         self.installed = False
-        if self._input_hook is not None:
-            self._input_hook.remove()
+        self._input_hook.remove()
         compiling = graphs_compiled() != self._graphs_before
         for hook in self._forward_hooks.values():
             if not hook.traced and (hook.ran_eagerly or not compiling):
@@ -120,36 +129,83 @@ class WatchedModules:
             self._end_scripting()
             self._end_scripting = None
         for hook in (self._input_hook, *self._forward_hooks.values()):
-            if hook is not None:
-                hook.remove()
+            hook.remove()
         self._forward_hooks = {}
 
-    def how_they_ran(self, window: Window) -> str:
+    def how_they_ran(self, step: Step) -> str:
         """What is known of the forward passes in a step without a backward pass, for a message."""
-        if window.order:
+        if step.order:
             return "the model ran, but no backward pass has reached its parameters"
-        if self._watch.model() is None:
+        if self._model() is None:
             return "the model is gone: HookLogger does not keep it alive"
-        if not window.full:
+        if not step.full:
             return "no backward pass followed"
-        if any(hook.ran_eagerly for hook in self._on_modules().values()):
+        if any(hook.ran_eagerly for hook in self._forward_hooks.values() if hook.installed):
             return "the model ran in evaluation mode, without gradients or on another thread only"
         return NEVER_RAN
 
-    def explain_silence(self, window: Window) -> None:
+    def tell_unseen(self, step: Step) -> None:
         """Name, once, the watched modules that did not run in the first full step."""
-        model = self._watch.model()
-        if self._silence_explained or model is None or not self._watch.content.activations:
+        model = self._model()
+        if self._unseen_told or model is None or not self._content.activations:
             return
-        self._silence_explained = True
-        trained = self._watch.table.owners(window.indices())
-        level, message = explain_silence(model, self._on_modules(), window, trained)
+        self._unseen_told = True
+        trained = self._table.owners(step.captured.stepped())
+        watched = {name: hook for name, hook in self._forward_hooks.items() if hook.installed}
+        level, message = modules_unseen(model, watched, step.order, step.number, trained)
         if message:
-            self._watch.failures.log_once(message, level=level)
+            self._failures.log_once(message, level=level)
 
-    def _on_modules(self) -> dict[str, ForwardHook]:
-        """The hooks that are on a module, by its name."""
-        return {name: hook for name, hook in self._forward_hooks.items() if hook.installed}
+    # --- what is shown ---------------------------------------------------------------------------
+
+    def layout(self, ran: Collection[str] = (), parameters: tuple[Parameter, ...] = ()) -> Layout:
+        """The same one until parameters are replaced or a module runs for the first time.
+
+        The forward order is that of first calls. A module that never ran follows the module before
+        it in ``named_modules()``.
+
+        Args:
+            ran: Modules that have run, in that order.
+            parameters: Of the step, if they may not be those of now.
+        """
+        parameters = parameters or self._table.parameters
+        new = [name for name in ran if name not in self.forward_order] if ran else ()
+        if new or self._any_gone or self._layout.parameters is not parameters:
+            model = self._model()
+            if model is not None:
+                self.forward_order.update(dict.fromkeys(new))
+                self._layout = self._make_layout(model, parameters, ran)
+        return self._layout
+
+    def load_forward_order(self, order: Iterable[str]) -> None:
+        """Take the order from an earlier part of the run."""
+        model = self._model()
+        if model is not None:
+            known = cleaned(model.named_modules())
+            self.forward_order = dict.fromkeys(name for name in order if name in known)
+            self._layout = self._make_layout(model, self._table.parameters)
+
+    def _make_layout(
+        self, model: nn.Module, parameters: tuple[Parameter, ...], ran: Collection[str] = ()
+    ) -> Layout:
+        found = cleaned(model.named_modules())
+        modules = {name: type(module).__name__ for name, module in found.items()}
+        shown = set(cleaned(self._selection.apply(model).items()))
+        # What the step has of layers that are gone since belongs to it.
+        used = [*ran, *(parameter.module_name for parameter in parameters)]
+        self._any_gone = not modules.keys() >= set(used)
+        modules.update((name, "") for name in used if name not in modules)
+        shown.update(used)
+        rank = {name: index for index, name in enumerate(self.forward_order)}
+        ranked: list[tuple[int, str]] = []
+        last = -1
+        for name in modules:
+            last = rank.get(name, last)
+            if name in shown:
+                ranked.append((last, name))
+        ranked.sort(key=lambda pair: pair[0])
+        shown_modules = (Module(name=n, type_name=modules[n]) for _, n in ranked)
+        return Layout(modules=tuple(shown_modules), parameters=parameters)
 
 
 def _leave(module: nn.Module) -> None:

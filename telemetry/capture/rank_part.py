@@ -43,10 +43,7 @@ class PartMaker:
             record: Of a step.
             captured: What it was made of; None if one call has read it.
         """
-        rank, notes = (
-            self._standing.rank,
-            RankNotes() if captured is None else captured.window.ranks,
-        )
+        rank, notes = self._standing.rank, RankNotes() if captured is None else captured.ranks
         full = record.full or bool(record.phase)
         bad = self._nonfinite(record)
         return RankPart(
@@ -202,8 +199,8 @@ def _updates(
     """
     count = len(record.layout.parameters)
     moved, sizes = np.full(count, np.nan), np.full(count, np.nan)
-    for update in captured.window.updates:
-        for index, moved_norm in zip(update.indices, update.norms()[0], strict=True):
+    for update in captured.detail.updates:
+        for index, moved_norm, _, _ in update.read():
             name = record.layout.parameters[index].name
             weight = record.weights.get(name)
             if weight is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from telemetry.capture.inert import Inert
+from telemetry.capture.hooks import Inert
 
 
 class ReturnedLoss(Inert):

@@ -8,14 +8,11 @@ and how they lie in memory. :mod:`host` (CPU: :mod:`native`, or NumPy) or :mod:`
 from __future__ import annotations
 
 from telemetry.measure.measurer import Measurements, Measurer
-from telemetry.measure.native import compare_sample, copy_sample
 from telemetry.measure.sampling import block_sample, fingerprint
 
 __all__ = [
     "Measurements",
     "Measurer",
     "block_sample",
-    "compare_sample",
-    "copy_sample",
     "fingerprint",
 ]

@@ -56,32 +56,24 @@ class Measurer:
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
         """
-        index = self.add_plain(tensor, unit_axis=unit_axis, powers=powers)
-        return self._add_other(tensor, unit_axis, powers) if index is None else index
-
-    def add_plain(
-        self, tensor: Tensor, *, unit_axis: int | None = None, powers: int = 4
-    ) -> int | None:
-        """Measure a dense tensor of floats in CPU memory; None, and nothing done, for others.
-
-        It calls no operation of PyTorch's, so it may be called anywhere but in torch-function
-        modes.
-        """
-        read = native.measure_one(tensor, unit_axis, powers)
-        return None if read is None else self._append(read)
+        pending = native.measure_one(tensor, unit_axis, powers)
+        if pending is None:
+            return self._add_other(tensor, unit_axis, powers)
+        with self._lock:
+            self._pending.append(pending)
+            return len(self._pending) - 1
 
     def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
-        """Measure many tensors without units, for less than one by one."""
-        read = native.measure_all(tensors, powers)
-        plain = [pending for pending in read if pending is not None]
-        if len(plain) == len(tensors):
+        """The same of many tensors without units, for less than one by one."""
+        found: list[int | None] = []
+        for tensor, pending in zip(tensors, native.measure_all(tensors, powers), strict=True):
+            if pending is None:
+                found.append(self._add_other(tensor, None, powers))
+                continue
             with self._lock:
-                self._pending += plain
-                return [*range(len(self._pending) - len(plain), len(self._pending))]
-        return [
-            self._add_other(tensor, None, powers) if pending is None else self._append(pending)
-            for tensor, pending in zip(tensors, read, strict=True)
-        ]
+                found.append(len(self._pending))
+                self._pending.append(pending)
+        return found
 
     def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
         """Measure what is not plain."""

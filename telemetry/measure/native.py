@@ -6,7 +6,6 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,6 +31,8 @@ native = "NumPy, because TELEMETRY_NATIVE is 0"
 if os.environ.get("TELEMETRY_NATIVE") != "0":
     try:
         from telemetry import _native
+        from telemetry._native import compare_sample as compare_sample
+        from telemetry._native import copy_sample as copy_sample
     except ImportError as error:
         native = f"NumPy, because the C extension cannot be loaded: {error}"
         log.info(
@@ -137,35 +138,17 @@ def squared_norms(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
     Args:
         tensors: Contiguous or dense, in CPU memory and of one of :data:`DTYPES`.
     """
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    counts = [tensor.numel() for tensor in tensors]
-    dtypes = bytes([DTYPES[tensor.dtype] for tensor in tensors])
-    return np.frombuffer(_native.squared_norms(addresses, counts, dtypes), np.float64)
+    found = [(tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype]) for tensor in tensors]
+    addresses, counts, dtypes = map(list, zip(*found, strict=True))
+    return np.frombuffer(_native.squared_norms(addresses, counts, bytes(dtypes)), np.float64)
 
 
-def copy_sample(tensor: Tensor) -> bytearray | None:
-    """The values of a tensor, or of :func:`~telemetry.measure.block_sample` if that has less.
+def place_of_sample(tensor: Tensor) -> tuple[int, int, int, int] | None:
+    """Where the values of a tensor are, or of a :func:`~telemetry.measure.block_sample` of it.
 
-    None for what the extension does not read: it is on another device, has gaps, or the like.
+    For :func:`copy_sample` and :func:`compare_sample`. None for what the extension does not read:
+    it is on another device, has gaps, or the like.
     """
-    place = _place_of_sample(tensor)
-    return None if place is None else _native.copy_sample(place)
-
-
-def compare_sample(tensor: Tensor, before: bytearray) -> tuple[float, float] | None:
-    """Sum of the squares of how far the values have moved from a copy of them, and of the copy's.
-
-    None if the tensor is no longer of this size.
-    """
-    place = _place_of_sample(tensor)
-    if place is None:
-        return None
-    with suppress(ValueError):
-        return _native.compare_sample(place, before)
-    return None
-
-
-def _place_of_sample(tensor: Tensor) -> tuple[int, int, int, int] | None:
     if not tensor.is_cpu or tensor.dtype not in DTYPES:
         return None
     tensor = tensor if tensor.is_contiguous() else in_memory_order(tensor, None).tensor

@@ -109,7 +109,7 @@ class Pipeline:
             self.dropped += 1
             self._report_short(step.step, "is not recorded", self.dropped)
             return
-        if waiting > MAX_DETAIL_BYTES and isinstance(step, CapturedStep) and step.window.full:
+        if waiting > MAX_DETAIL_BYTES and isinstance(step, CapturedStep) and step.full:
             step = step.without_detail()
             self.thinned += 1
             self._report_short(step.step, "is recorded with its norms alone", self.thinned)

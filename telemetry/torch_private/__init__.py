@@ -101,7 +101,11 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
 
     def __enter__(self) -> bool:
         self._grad_enabled = torch.is_grad_enabled()
-        in_mode = torch.is_inference_mode_enabled() or _in_dispatch_mode() or in_function_mode()
+        try:  # each call costs, for each hook enters
+            stacks = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+            in_mode = stacks > 0 or torch.is_inference_mode_enabled()
+        except AttributeError:
+            in_mode = _in_dispatch_mode() or in_function_mode() or torch.is_inference_mode_enabled()
         # First, because torch-function modes see what follows.
         self._stack = _without_modes() if in_mode else None
         torch.set_grad_enabled(False)

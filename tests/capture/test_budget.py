@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from twins import Recorder, assert_left_alone
 
 from telemetry import HookLogger
-from telemetry.capture import Budget, reader
+from telemetry.capture import Budget
+from telemetry.capture import step as step_module
 from telemetry.capture.light import LightReader
 from telemetry.measure import Measurer
 
@@ -54,19 +55,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """On which each tensor that is measured takes 0.1 s, and each call for norms 1 ms."""
     clock = Clock()
     monkeypatch.setattr("telemetry.capture.budget.time", clock)
-    add, add_plain, add_all = Measurer.add, Measurer.add_plain, Measurer.add_all
+    add, add_all = Measurer.add, Measurer.add_all
 
     def slow_add(measurer: Measurer, tensor: Tensor, **asked: Any) -> int | None:
-        before_s = clock.own_s
-        index = add(measurer, tensor, **asked)
-        if clock.own_s == before_s:  # else it was a plain one
-            clock.own_s += 0.1
-        return index
-
-    def slow_add_plain(measurer: Measurer, tensor: Tensor, **asked: Any) -> int | None:
-        index = add_plain(measurer, tensor, **asked)
-        clock.own_s += 0.1 if index is not None else 0.0
-        return index
+        clock.own_s += 0.1
+        return add(measurer, tensor, **asked)
 
     def slow_add_all(
         measurer: Measurer, tensors: Sequence[Tensor], **asked: Any
@@ -75,7 +68,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         return add_all(measurer, tensors, **asked)
 
     monkeypatch.setattr(Measurer, "add", slow_add)
-    monkeypatch.setattr(Measurer, "add_plain", slow_add_plain)
     monkeypatch.setattr(Measurer, "add_all", slow_add_all)
     return clock
 
@@ -133,7 +125,7 @@ def test_the_interval_is_stretched_to_stay_within_the_budget(tmp_path: Path, clo
 def test_norms_that_alone_take_too_much_are_taken_at_every_kth_step(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for owner, name in ((reader, "take_norms"), (LightReader, "read")):
+    for owner, name in ((step_module, "take_norms"), (LightReader, "read")):
         monkeypatch.setattr(owner, name, clock.slowed(getattr(owner, name), 0.08))
     recorder = run(tmp_path, clock, steps=3000, every_n_steps=10, max_overhead=0.04)
     steps = [record.step for record in recorder.records]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from twins import assert_left_alone, run
 
 from telemetry import HookLogger
-from telemetry.measure import Measurer
 from telemetry.records import Output
 from telemetry.testing import capture_run
 
@@ -78,50 +77,6 @@ def test_what_a_module_changes_without_pytorch_noticing_is_logged_as_it_was_retu
     tmp_path: Path,
 ) -> None:
     check(lambda: nn.Sequential(nn.Linear(4, 4), Clamps(), nn.Linear(4, 2)), plain, tmp_path)
-
-
-class Other(nn.Sequential):
-    """Not known to return what its last module does."""
-
-
-@pytest.mark.parametrize(
-    ("disturb", "read"),
-    [
-        (lambda inner: None, 1),
-        (lambda inner: inner[-1].register_forward_hook(lambda *_: None), 1),  # before ours
-        (lambda inner: inner.register_forward_hook(lambda *_: None), 2),
-        (lambda inner: inner[-1].register_full_backward_hook(lambda *_: None), 2),
-        (lambda inner: setattr(inner, "forward", lambda x: inner[1](inner[0](x))), 2),
-        (lambda inner: setattr(inner, "__class__", Other), 2),
-    ],
-)
-def test_what_a_sequential_returns_is_read_once_unless_something_comes_between(
-    monkeypatch: pytest.MonkeyPatch, disturb: Callable[[Any], object], read: int
-) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)), nn.Identity())
-    disturb(model[1])
-    reads = 0
-    add_plain, add_other = Measurer.add_plain, Measurer._add_other
-
-    def plain(measurer: Measurer, tensor: Tensor, **asked: Any) -> int | None:
-        nonlocal reads
-        found = add_plain(measurer, tensor, **asked)
-        reads += found is not None and asked["powers"] == 4  # an output
-        return found
-
-    def other(measurer: Measurer, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
-        nonlocal reads
-        reads += powers == 4
-        return add_other(measurer, tensor, unit_axis, powers)
-
-    monkeypatch.setattr(Measurer, "add_plain", plain)
-    monkeypatch.setattr(Measurer, "_add_other", other)
-    with capture_run(model, modules=["1", "1.1"]) as captured:
-        for _ in sgd_loop(lambda model, x: model(x).square().mean(), steps=1)(model, None):
-            pass
-    assert reads == read
-    [record] = captured.records
-    assert {str(output) for output in record.outputs} == {"1", "1.1"}
 
 
 class Views(nn.Module):

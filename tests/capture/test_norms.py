@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from telemetry.capture.norms import UpdateProbe, take_norms
+from telemetry.capture.parameters import Updates, take_norms
 
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = st.lists(st.sampled_from([0, 1, 3, 64, 1000, 1024, 1025, 5000]), max_size=12)
@@ -21,7 +21,7 @@ def norms_by_index(tensors: list[Tensor]) -> dict[int, float]:
     return {
         index: float(norm)
         for group in take_norms(enumerate(tensors))
-        for index, norm in zip(group.indices, group.sent().read()[0], strict=True)
+        for index, norm in zip(group.indices, group.read()[0], strict=True)
     }
 
 
@@ -59,24 +59,21 @@ def test_infinite_and_nan_are_told_from_huge(size: int, bits: int, is_finite: bo
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         [norms] = take_norms([(0, tensor)])
-        _, finite = norms.sent().read()
+        _, finite = norms.read()
     assert finite.tolist() == [is_finite]
-    assert norms.known_nonfinite is not is_finite
-    assert bool(norms.nonfinite) is not is_finite
+    assert (norms.nonfinite() is None) is is_finite
+    assert is_finite or bool(norms.nonfinite())
 
 
 def test_an_update_is_compared_with_its_own_parameter() -> None:
     parameters = [torch.ones(2000), torch.ones(10), torch.ones(10, dtype=torch.float64)]
     parameters += [torch.ones(300_000), torch.ones(9, 5)[:, ::2], torch.ones(10).to(torch.bfloat16)]
     parameters += [torch.ones(8, 3, 5, 5).to(memory_format=torch.channels_last), torch.ones(0)]
-    probe = UpdateProbe(list(enumerate(parameters)))
+    updates = Updates(list(enumerate(parameters)))
     for place, parameter in enumerate(parameters):
         parameter *= 1 + 0.1 * (place + 1)
-    ratios = {
-        index: ratio
-        for indices, values in (update.read() for update in probe.read())
-        for index, ratio in zip(indices, values, strict=True)
-    }
+    updates.compare()
+    ratios = {index: ratio for index, _, _, ratio in updates.read()}
     exact = {index: 0.1 * (index + 1) for index in (0, 1, 2, 3, 4, 6)}
     assert {i: r for i, r in ratios.items() if i != 5} == pytest.approx(exact, rel=1e-4)
     assert ratios[5] == pytest.approx(0.6, rel=2**-7)  # of bfloat16
@@ -84,19 +81,20 @@ def test_an_update_is_compared_with_its_own_parameter() -> None:
 
 def test_the_update_of_a_parameter_that_becomes_another_size_is_unknown() -> None:
     parameters = [torch.ones(10), torch.ones(10)]
-    probe = UpdateProbe(list(enumerate(parameters)))
+    updates = Updates(list(enumerate(parameters)))
     parameters[0].data = torch.ones(11)
     parameters[1].zero_()
-    (reading,) = probe.read()
-    indices, ratios = reading.read()
-    assert (indices, ratios.tolist()) == ((1,), [1.0])
+    updates.compare()
+    [(index, moved, size, ratio)] = updates.read()
+    assert (index, ratio) == (1, 1.0)
+    assert moved == size == pytest.approx(10**0.5)
 
 
 def test_zeros_that_move_have_no_finite_update() -> None:
     parameters = [torch.zeros(3), torch.zeros(3)]
-    probe = UpdateProbe(list(enumerate(parameters)))
+    updates = Updates(list(enumerate(parameters)))
     parameters[0] += 1
-    (reading,) = probe.read()
-    found = dict(zip(*reading.read(), strict=True))
+    updates.compare()
+    found = {index: ratio for index, _, _, ratio in updates.read()}
     assert found[0] == float("inf")
     assert found[1] != found[1]

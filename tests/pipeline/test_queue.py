@@ -16,8 +16,7 @@ from serialized import summary_of
 from tensorboard.compat.proto.event_pb2 import Event
 
 from telemetry.alert import Alert
-from telemetry.capture.captured import CapturedStep, RunTotals
-from telemetry.capture.window import Window
+from telemetry.capture.captured import CapturedStep, Detail, Observation, RunTotals
 from telemetry.events.background import BackgroundWriter
 from telemetry.events.sink import Sink as AnySink
 from telemetry.events.summaries import event_of
@@ -120,11 +119,21 @@ def make_pipeline(
 
 
 def captured(step: int, *, full: bool = False, wall_time: float = 0.0) -> CapturedStep:
-    window = Window(step=step, measurer=Measurer() if full else None)
+    detail = Detail()
     if full:
-        assert window.observe("weights", "weight", torch.ones(10))
-    return CapturedStep.of(
-        window, wall_time=wall_time, layout=LAYOUT, totals=RunTotals(), failures=Failures()
+        measurer = Measurer()
+        measured = measurer.add(torch.ones(10))
+        assert measured is not None
+        detail.observations.append(Observation("weights", "weight", measured, False))
+        detail.measurements = measurer.finish()
+    return CapturedStep(
+        step=step,
+        full=full,
+        wall_time=wall_time,
+        layout=LAYOUT,
+        detail=detail,
+        totals=RunTotals(),
+        failures=Failures(),
     )
 
 
