@@ -258,11 +258,6 @@ class Captured:
         """
         return tuple(self._grads)
 
-    def _add(self, index: int, failures: Failures, grad: Tensor) -> None:
-        with failures.contained("to capture a gradient"), undisturbed():
-            earlier = self._grads[index]
-            self._grads[index] = grad.detach().clone() if earlier is None else earlier + grad
-
 
 def capture(model: nn.Module, select: Selectors | None = None, *, calls: int = 1) -> Capturing:
     """Capture the inputs and outputs of modules, and the gradients of the outputs.
@@ -375,11 +370,18 @@ class _Calls:
         for index, tensor in enumerate(found):
             # Without a grad_fn it is a leaf, whose gradient sums over all its uses.
             if tensor.requires_grad and tensor.grad_fn is not None:
-                add = partial(call._add, index, self._failures)
+                # Not a method: the graph must not keep the copies.
+                add = partial(_add, call._grads, index, self._failures)
                 call._handles.append(tensor.register_hook(add))
         if len(self.kept) == self._most:
             _remove(self.kept.popleft()._handles)
         self.kept.append(call)
+
+
+def _add(grads: list[Tensor | None], index: int, failures: Failures, grad: Tensor) -> None:
+    with failures.contained("to capture a gradient"), undisturbed():
+        earlier = grads[index]
+        grads[index] = grad.detach().clone() if earlier is None else earlier + grad
 
 
 def _copies(value: Any) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from telemetry.pipeline.queue import MAX_BYTES
 from telemetry.ranks.channel import CLOSE_S, Channel
 from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.observer import RankObserver
-from telemetry.ranks.part import Merged, News, named
+from telemetry.ranks.part import News, Part, named
 from telemetry.ranks.rank_part import RankPart, merge
 from telemetry.ranks.whole import Whole
 from telemetry.records import StepRecord
@@ -73,7 +73,7 @@ class RankProcessor:
         self._maker = PartMaker(self.observer.standing)
         self._recorder = recorder
         # Those that came back. Each count has one thread that writes it.
-        self._merged: deque[Merged] = deque()
+        self._merged: deque[Part] = deque()
         self._bytes_taken = self._bytes_done = 0
         self._full_steps = full_steps
         self._current_step = current_step
@@ -127,7 +127,7 @@ class RankProcessor:
             self._bytes_done += len(merged.payload)
             self._note_recorded(merged)
 
-    def _record(self, merged: Merged) -> None:
+    def _record(self, merged: Part) -> None:
         recorder = self._recorder
         if recorder is None:
             return
@@ -205,7 +205,7 @@ class RankProcessor:
                 self._sent.add(_place(part))
         self._channel.send(part.step, encode(part), phase=part.phase)
 
-    def take(self, merged: Merged) -> None:
+    def take(self, merged: Part) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""
         if self._bytes_taken - self._bytes_done <= MAX_BYTES:
             self._bytes_taken += len(merged.payload)
@@ -218,7 +218,7 @@ class RankProcessor:
         )
         self._note_recorded(merged)
 
-    def _note_recorded(self, merged: Merged) -> None:
+    def _note_recorded(self, merged: Part) -> None:
         place = _place(merged)
         with self._changed:
             self._sent = {other for other in self._sent if other > place}
@@ -287,7 +287,7 @@ class RankProcessor:
         each_within(min(CLOSE_S, timeout_s), self.wait, self._channel.close)
 
 
-def _place(item: RankPart | Merged) -> tuple[int, bool]:
+def _place(item: RankPart | Part) -> tuple[int, bool]:
     """Phases of a step come before the step itself."""
     return item.step, not item.phase
 

@@ -16,7 +16,7 @@ from telemetry.loss import LossChoice
 from telemetry.pipeline import FullSteps, Pipeline, Processor, every
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.encoding import encode
-from telemetry.ranks.part import Merged
+from telemetry.ranks.part import Part
 from telemetry.ranks.rank_part import Common, Figure, RankPart, merge_figures
 from telemetry.ranks.stage_part import StagePart
 from telemetry.ranks.tensor_table import TensorTable
@@ -31,7 +31,7 @@ LAYOUT = Layout(
 )
 
 
-def merged(step: int) -> Merged:
+def merged(step: int) -> Part:
     """A step that two ranks did not measure in full; the second took longer, its loss is higher."""
     stage = StagePart(
         stage=0,
@@ -54,7 +54,7 @@ def merged(step: int) -> Merged:
         scalars=merge_figures({"loss": Figure.of(rank, 1.0 + rank)} for rank in (0, 1)),
         own=merge_figures({"step_s": Figure.of(rank, 0.5 + rank)} for rank in (0, 1)),
     )
-    return Merged(step=step, phase="", ranks=everyone, payload=encode(part))
+    return Part(place=2 * step + 1, ranks=everyone, payload=encode(part))
 
 
 class Watch(Rule):

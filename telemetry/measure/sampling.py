@@ -33,7 +33,7 @@ _NEGATIVE = CODES // 2
 
 
 def block_sample(tensor: Tensor) -> Tensor:
-    """About 32,768 elements spread evenly over a larger tensor, always at the same places.
+    """About 32,768 elements evenly spaced in a larger tensor, always at the same places.
 
     Returns:
         Shape ``[k, 16]``, on the same device; a view if the tensor is dense. The whole tensor if

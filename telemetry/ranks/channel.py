@@ -26,7 +26,7 @@ from telemetry.failures import Failures
 from telemetry.ranks.gathering import Gathering, Merge, RunningClock
 from telemetry.ranks.inbox import Inbox
 from telemetry.ranks.meeting import Meeting, Search, most_levels
-from telemetry.ranks.part import Kind, Merged, News, Part, named
+from telemetry.ranks.part import LAP, Kind, News, Part, named
 from telemetry.ranks.raising import Agreement, Vote
 from telemetry.ranks.uplink import LAST_S, Uplink
 
@@ -40,9 +40,6 @@ CLOSE_S = 20.0
 BUSY_S, IDLE_S = 0.02, 0.2
 """How often a rank looks for what has arrived: while a step waits for others, and otherwise."""
 _LEAVE_S = 2.0
-
-_LAP = 2**44
-"""Twice the steps that a run may have."""
 
 
 class Channel:
@@ -66,7 +63,7 @@ class Channel:
         rank: int,
         world_size: int,
         merge: Merge,
-        deliver: Callable[[Merged], None],
+        deliver: Callable[[Part], None],
         heard: Callable[[News], None],
         failures: Failures,
         first_step: int = 0,
@@ -197,12 +194,9 @@ class Channel:
                 self._uplink.put(part.to_bytes(), droppable=True)
                 continue
             with self._failures.contained("to record what the ranks measured"):
-                step = part.place % _LAP // 2
                 if not part.phase:
-                    self._attendance.check(step, part.ranks, gathering)
-                self._deliver(
-                    Merged(step=step, phase=part.phase, ranks=part.ranks, payload=part.payload)
-                )
+                    self._attendance.check(part.step, part.ranks, gathering)
+                self._deliver(part)
 
     def _hear(self, news: bytes) -> None:
         if news and news != self._posted:
@@ -296,7 +290,7 @@ class Places:
         place = 2 * step + (not phase)
         self._lap += place < self._last[0] or (place, phase) == self._last
         self._last = place, phase
-        return self._lap * _LAP + place
+        return self._lap * LAP + place
 
 
 class Attendance:

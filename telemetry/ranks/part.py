@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import groupby
 
-_HEADER = struct.Struct("<BqII")
+LAP = 2**44
+"""Twice the steps that a run may have: see :class:`telemetry.ranks.channel.Places`."""
 
 
 class Kind(IntEnum):
@@ -37,37 +37,23 @@ class Part:
     ranks: frozenset[int]
     payload: bytes = b""
 
+    @property
+    def step(self) -> int:
+        """The step that has this place."""
+        return self.place % LAP // 2
+
     def to_bytes(self) -> bytes:
-        ranks, phase = ranges_of(self.ranks).encode(), self.phase.encode()
-        head = _HEADER.pack(self.kind, self.place, len(ranks), len(phase))
-        return head + ranks + phase + self.payload
+        head = [self.kind, self.place, self.phase, ranges_of(self.ranks)]
+        return json.dumps(head).encode() + b"\n" + self.payload
 
     @staticmethod
     def from_bytes(data: bytes) -> Part:
         """The inverse of :meth:`to_bytes`; ValueError: it is something else."""
-        try:
-            kind, place, ranks, phase = _HEADER.unpack_from(data)
-        except struct.error as error:
-            raise ValueError(f"no part of a record: {data[:20]!r}") from error
-        phase_at = _HEADER.size + ranks
-        payload_at = phase_at + phase
+        head, _, payload = data.partition(b"\n")
+        kind, place, phase, ranks = json.loads(head)
         return Part(
-            kind=Kind(kind),
-            place=place,
-            phase=data[phase_at:payload_at].decode(),
-            ranks=ranks_of(data[_HEADER.size : phase_at].decode()),
-            payload=data[payload_at:],
+            kind=Kind(kind), place=place, phase=phase, ranks=ranks_of(ranks), payload=payload
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Merged:
-    """What ranks measured at one step, or in a phase before it; empty for a step of training."""
-
-    step: int
-    phase: str
-    ranks: frozenset[int]
-    payload: bytes
 
 
 @dataclass(frozen=True, kw_only=True)

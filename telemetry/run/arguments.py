@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -76,7 +76,7 @@ def bulk_of(max_bytes_per_step: object, histograms: str) -> Bulk:
             f"HookLogger(max_bytes_per_step={limit}): must be at least 1; leave out histograms and "
             "pictures by activations=False, gradients=False, weights=False and images=False"
         )
-    check_choice("histograms", histograms, "tensor", "classic")
+    check_choice("histograms", histograms, *get_args(HistogramForm))
     return Bulk(max_bytes=limit, classic=histograms == "classic")
 
 

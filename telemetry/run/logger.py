@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from multiprocessing.util import Finalize
 from threading import RLock, Thread
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -180,7 +180,7 @@ class HookLogger:
         )
         check_on_alert(on_alert)
         check_first_step(first_step)
-        check_choice("ranks", ranks, "merged", "each", "first")
+        check_choice("ranks", ranks, *get_args(Ranks))
         check_loss(loss)
         bulk, rules = bulk_of(max_bytes_per_step, histograms), rules_of(alerts)
         self._full_steps = FullSteps(every(every_n_steps))

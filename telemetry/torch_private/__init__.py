@@ -13,7 +13,7 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -197,16 +197,19 @@ def calling_scaler() -> GradScaler | None:
 
     It is found on the call stack, because a scaler announces itself to fused optimizers only.
     """
-    step_code = GradScaler.step.__code__
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MAX_FRAMES_BELOW_SCALER):
-        if frame is None:
-            return None
-        if frame.f_code is step_code:
+    for frame in callers(_MAX_FRAMES_BELOW_SCALER):
+        if frame.f_code is GradScaler.step.__code__:
             scaler = frame.f_locals.get("self")
             return scaler if isinstance(scaler, GradScaler) else None
-        frame = frame.f_back
     return None
+
+
+def callers(most: int) -> Iterator[FrameType]:
+    """The innermost frames of this thread's call stack, from the caller's outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and most > 0:
+        yield frame
+        frame, most = frame.f_back, most - 1
 
 
 def scaler_exists() -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from telemetry.torch_private import find
+from telemetry.torch_private import callers, find
 
 _MAX_FRAMES_BELOW_STAGE = 48
 """Calls between a pipeline stage's forward pass and a hook on its module or a child of it."""
@@ -42,17 +41,13 @@ def calling_stage() -> CallingStage | None:
         return None
     loss = "stages of a pipeline with equal names are taken for copies of each other"
     base = find(module, "_PipelineStageBase", loss)
-    frame: FrameType | None = sys._getframe(1)
     number, functions = None, set()
-    for _ in range(_MAX_FRAMES_BELOW_STAGE):
-        if frame is None or base is None:
-            break
+    for frame in () if base is None else callers(_MAX_FRAMES_BELOW_STAGE):
         if frame.f_code.co_filename == module.__file__:
             stage = frame.f_locals.get("self")
             if isinstance(stage, base):
                 number = int(stage.stage_index)
                 functions.add(frame.f_code.co_name)
-        frame = frame.f_back
     if number is None:
         return None
     return CallingStage(number, not _PROBES_OF_STAGES.isdisjoint(functions))
