@@ -32,7 +32,7 @@ class CorruptEventFileError(ValueError):
 
 
 class EventReader(Iterator[Event]):
-    """Iterates over the events of one file, in the order in which they were written.
+    """The events of one file, in the order in which they were written; see :func:`read_events`.
 
     Attributes:
         path: The file.
@@ -58,29 +58,20 @@ class EventReader(Iterator[Event]):
         with open_file(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             while self.offset < size:
-                length = self._read_length(file, size - self.offset)
+                header = file.read(framing.HEADER_BYTES)
+                # After a power cut, a file that had grown may end in zeros.
+                is_whole = len(header) == framing.HEADER_BYTES and any(header)
+                length = framing.data_length(header) if is_whole else 0
                 if length is None:
+                    raise self._damaged("the length does not match its checksum")
+                end = self.offset + framing.HEADER_BYTES + length + framing.FOOTER_BYTES
+                if not is_whole or end > size:
                     self.torn_at = self.offset
                     return
                 event = self._read_event(file, length)
-                self.offset += framing.HEADER_BYTES + length + framing.FOOTER_BYTES
+                self.offset = end
                 if event is not None:
                     yield event
-
-    def _read_length(self, file: BinaryIO, left: int) -> int | None:
-        """Size of the next frame's data; None if the frame is not complete."""
-        header = file.read(framing.HEADER_BYTES)
-        # After a power cut, a file that had grown may end in zeros.
-        if len(header) < framing.HEADER_BYTES or not any(header):
-            return None
-        length = framing.data_length(header)
-        if length is None:
-            raise CorruptEventFileError(
-                self.path, self.offset, "the length does not match its checksum"
-            )
-        if framing.HEADER_BYTES + length + framing.FOOTER_BYTES > left:
-            return None
-        return length
 
     def _read_event(self, file: BinaryIO, length: int) -> Event | None:
         """The event of the next frame; None if it is skipped."""
@@ -90,13 +81,14 @@ class EventReader(Iterator[Event]):
             return None
         data = file.read(length)
         if not framing.is_intact(data, file.read(framing.FOOTER_BYTES)):
-            raise CorruptEventFileError(
-                self.path, self.offset, "the data does not match its checksum"
-            )
+            raise self._damaged("the data does not match its checksum")
         try:
             return Event.FromString(data)
         except DecodeError as error:
-            raise CorruptEventFileError(self.path, self.offset, "not an event") from error
+            raise self._damaged("not an event") from error
+
+    def _damaged(self, what: str) -> CorruptEventFileError:
+        return CorruptEventFileError(self.path, self.offset, what)
 
 
 def read_events(path: str | os.PathLike[str]) -> EventReader:
