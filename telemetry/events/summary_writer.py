@@ -37,7 +37,7 @@ _CELL_SHIFT = 48
 _CELLS = 1 << 16
 
 
-class _File(FileWriter, tensorboard.FileWriter):  # type: ignore[misc]  # takes more arguments
+class _File(FileWriter, tensorboard.FileWriter):  # type: ignore[misc]  # says whether it flushed
     """Ours, with those methods of torch's that build events."""
 
 
