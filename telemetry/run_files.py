@@ -110,11 +110,11 @@ class RunFiles:
     def open_for(self, role: Role) -> None:
         """What this process does is known now: open the event file, or leave it to another."""
         if self.is_undecided:
-            self._writer = self._open(role)
-            self.is_undecided = False
-            for values, step, wall_time, how in self._waiting:
-                self.write_values(values, step, wall_time, **how)
-            self._waiting = []
+            writer = self._open(role)
+            if writer is not None:
+                for values, step, wall_time, how in self._waiting:
+                    writer.write_values(values, step, wall_time, **how)
+            self._writer, self._waiting, self.is_undecided = writer, [], False
         elif self._writer is not None and not role.writes:
             former, self._writer = self._writer, None
             former.close()
