@@ -58,9 +58,7 @@ TORCH_FREE = {
     "tensorboard_plugin",
     "commands",
 }
-USES_TORCH = {
-    f"telemetry.events.{name}" for name in ("given_writer", "summary_writer", "torch_values")
-}
+USES_TORCH = {f"telemetry.events.{name}" for name in ("given_writer", "summary_writer")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -635,6 +635,16 @@ def test_an_alert_is_a_line_of_json_and_an_error_leaves_a_flight_file(tmp_path: 
     assert (tmp_path / "flight-1.json").exists()
 
 
+def test_a_remote_directory_gets_no_lines_of_alerts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = mlp()
+    with HookLogger(model, "memory://alerts", alerts=[fault_at(1)]):
+        run_through(train(model, steps=3))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_alert_is_told_and_on_the_page_though_no_step_follows(tmp_path: Path) -> None:
     model, told = mlp(), threading.Event()
     with HookLogger(

@@ -137,7 +137,7 @@ class BackgroundWriter(Generic[Item]):
             )
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
-        """Writes what waits, ends the thread, and logs what was lost; takes at most this time."""
+        """Writes what waits, in at most this time, ends the thread, and logs what was lost."""
         if not self.is_here or self._closed:
             return
         with self._changed:
@@ -157,15 +157,10 @@ class BackgroundWriter(Generic[Item]):
 
     def _count_drop(self, droppable: bool) -> None:
         if self.failure is None and not self.dropped_count + self._refused_count:
-            _logger.warning(
-                "%s: %s arrive faster than they can be written; measurements are dropped",
-                self._name,
-                self._what,
-            )
-        if droppable:
-            self.dropped_count += 1
-        else:
-            self._refused_count += 1
+            what = f"{self._what} arrive faster than they can be written"
+            _logger.warning("%s: %s; measurements are dropped", self._name, what)
+        self.dropped_count += droppable
+        self._refused_count += not droppable
 
     def _report_losses(self) -> None:
         losses = []
@@ -198,33 +193,28 @@ class BackgroundWriter(Generic[Item]):
             items, self._pending = self._pending, deque()
             self._writing = items
             taken_bytes = self._pending_bytes
-            urgent = self._flush_wanted or self._closing
-            self._flush_wanted = False
             last = self._closing
+            urgent = self._flush_wanted or last
+            self._flush_wanted = False
             self._rounds_begun += 1
             self._round_began_s = time.monotonic()
-        self._write(items, urgent)
+        failure = None
+        try:
+            self._files.write(items, urgent=urgent)
+        except Exception as error:  # no failure of a file may end this thread
+            failure = error
+        if failure is not None and self.failure is None:
+            _logger.warning("%s: %s cannot be written for now: %s", self._name, self._what, failure)
+        elif failure is None and self.failure is not None:
+            _logger.info("%s: %s are written again", self._name, self._what)
         with self._changed:
+            self.failure = failure
             self._writing = deque()
             self._pending.extendleft(reversed(items))
             self._pending_bytes -= taken_bytes - _total_bytes(items)
             self._rounds_done += 1
             self._changed.notify_all()
         return last
-
-    def _write(self, items: deque[Item], urgent: bool) -> None:
-        try:
-            self._files.write(items, urgent=urgent)
-        except Exception as error:  # no failure of a file may end this thread
-            if self.failure is None:
-                _logger.warning(
-                    "%s: %s cannot be written for now: %s", self._name, self._what, error
-                )
-            self.failure = error
-        else:
-            if self.failure is not None:
-                _logger.info("%s: %s are written again", self._name, self._what)
-            self.failure = None
 
 
 def _total_bytes(items: Iterable[Sized]) -> int:

@@ -70,23 +70,9 @@ class FileWriter(BackgroundWriter[bytes]):
         return self._log_dir
 
     def add_event(
-        self,
-        event: Event,
-        step: int | None = None,
-        walltime: float | None = None,
-        *,
-        droppable: bool = False,
-        flush: bool = False,
+        self, event: Event, step: int | None = None, walltime: float | None = None
     ) -> None:
-        """Adds an event.
-
-        Args:
-            event: The event; it is copied.
-            step: Overrides the event's step if given.
-            walltime: Seconds since the epoch; now if omitted.
-            droppable: Whether to drop and count this event when the queue is full: for
-                measurements, not for values that the user asked to keep.
-            flush: Whether to write at once, without waiting for it.
+        """Adds an event, which is copied; now, if no time is given.
 
         Raises:
             OSError: The writer is closed.
@@ -94,7 +80,7 @@ class FileWriter(BackgroundWriter[bytes]):
         event.wall_time = time.time() if walltime is None else walltime
         if step is not None:
             event.step = int(step)
-        self.put(event.SerializeToString(), droppable=droppable, flush=flush)
+        self.put(event.SerializeToString(), droppable=False, flush=False)
 
     def write_values(
         self,
@@ -111,12 +97,16 @@ class FileWriter(BackgroundWriter[bytes]):
         Args:
             values: As :mod:`telemetry.events.summaries` builds them.
             step: 0 if omitted.
-            walltime: As in :meth:`add_event`.
-            droppable: As in :meth:`add_event`.
-            flush: As in :meth:`add_event`.
+            walltime: Seconds since the epoch; now if omitted.
+            droppable: Whether to drop and count this event when the queue is full: for
+                measurements, not for values that the user asked to keep.
+            flush: Whether to write at once, without waiting for it.
             repeat: Those of the values that readers need in every file to understand the others.
                 Each later file, such as one after the directory was removed, begins with the
                 latest value of each such tag, with its step and time.
+
+        Raises:
+            OSError: The writer is closed.
         """
         walltime = time.time() if walltime is None else walltime
         for value in repeat if self.is_here else ():
@@ -129,7 +119,6 @@ class FileWriter(BackgroundWriter[bytes]):
         self.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
     def put(self, item: bytes, *, droppable: bool, flush: bool) -> None:
-        """Adds a serialized event, as :meth:`add_event` does."""
         if not self.is_here and not self._reported_inert:
             self._reported_inert = True
             _logger.warning(

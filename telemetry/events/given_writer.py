@@ -63,7 +63,7 @@ class GivenWriter:
             self._writer._write_values(values, step, walltime, **how)
 
     def hand_on(self, *, closing: bool) -> None:
-        """Have what waits written before someone flushes or closes the writer."""
+        """Have what waits written: someone flushes or closes the writer."""
         if self.is_closed:
             return
         try:

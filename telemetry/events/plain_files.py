@@ -7,14 +7,10 @@ import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from telemetry.events.background import PATIENCE_S, BackgroundWriter
-
-_RETRY_S = 1.0
-_MAX_PENDING_BYTES = 16 << 20
 
 
 def append_line(path: Path, line: bytes) -> None:
@@ -56,9 +52,9 @@ def write_whole(path: Path, content: bytes) -> None:
 class PlainFiles:
     """Calls these functions on a background thread, which starts with the first call.
 
-    The caller never waits for the disk and gets no errors from it: what cannot be written is tried
-    again every second until :meth:`close`. Missing directories are created. A forked child
-    ignores all calls.
+    The caller never waits for the disk and gets no errors from it, but an OSError after
+    :meth:`close`: what cannot be written is tried again every second until then. Missing
+    directories are created. A forked child ignores all calls.
 
     Args:
         name: The directory's name in log messages.
@@ -71,20 +67,10 @@ class PlainFiles:
         self._background: BackgroundWriter[_Change] | None = None
 
     def append_line(self, path: Path, line: bytes) -> None:
-        """Append a line soon.
-
-        Raises:
-            OSError: :meth:`close` was called.
-        """
-        self._put(_Change(path=path, content=line, make=append_line))
+        self._put(_Change(path, line, is_line=True))
 
     def write_whole(self, path: Path, content: bytes) -> None:
-        """Write or replace a file soon.
-
-        Raises:
-            OSError: :meth:`close` was called.
-        """
-        self._put(_Change(path=path, content=content, make=write_whole))
+        self._put(_Change(path, content, is_line=False))
 
     def flush(self, timeout_s: float = PATIENCE_S) -> bool:
         """Wait until everything was tried; False if that took longer."""
@@ -100,26 +86,25 @@ class PlainFiles:
             return
         with self._lock:
             if self._background is None:
-                self._background = BackgroundWriter(
-                    _Changes(),
-                    name=self._name,
-                    what="alerts and flight files",
-                    flush_s=_RETRY_S,
-                    max_pending_bytes=_MAX_PENDING_BYTES,
-                )
+                what = "alerts and flight files"
+                self._background = BackgroundWriter(_Changes(), name=self._name, what=what)
         self._background.put(change, droppable=False, flush=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Change:
     """A change of a file that is still to be made."""
 
     path: Path
     content: bytes
-    make: Callable[[Path, bytes], None]
+    is_line: bool
 
     def __len__(self) -> int:
         return len(self.content)
+
+    def make(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        (append_line if self.is_line else write_whole)(self.path, self.content)
 
 
 class _Changes:
@@ -131,8 +116,7 @@ class _Changes:
             change = changes[0]
             if change.path not in failures:
                 try:
-                    change.path.parent.mkdir(parents=True, exist_ok=True)
-                    change.make(change.path, change.content)
+                    change.make()
                 except OSError as error:
                     failures[change.path] = error
                 else:

@@ -1,9 +1,12 @@
-"""Reads event files back, whole or torn, without TensorBoard's server."""
+"""Reads event files back, whole or torn, from their beginning or their end."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +18,13 @@ from telemetry.untrusted import open_file
 
 MAX_EVENT_BYTES = 256 << 20
 """The most that TensorBoard's data server sends at once, and that our writer holds back."""
+
+_WINDOW_BYTES = 1 << 18
+_LARGE_WINDOW_BYTES = 1 << 24
+_LARGEST_EVENT_BYTES = 1 << 26
+_MAX_CANDIDATES = 1 << 18  # places tried before giving up on damaged bytes
+# The upper half of a frame's length, which is below 4 GiB: it shows where a frame may begin.
+_ZEROS = re.compile(rb"\0{4,}")
 
 
 class CorruptEventFileError(ValueError):
@@ -32,7 +42,7 @@ class CorruptEventFileError(ValueError):
 
 
 class EventReader(Iterator[Event]):
-    """Iterates over the events of one file, in the order in which they were written.
+    """The events of one file, in the order in which they were written; see :func:`read_events`.
 
     Attributes:
         path: The file.
@@ -58,29 +68,20 @@ class EventReader(Iterator[Event]):
         with open_file(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             while self.offset < size:
-                length = self._read_length(file, size - self.offset)
+                header = file.read(framing.HEADER_BYTES)
+                # After a power cut, a file that had grown may end in zeros.
+                is_whole = len(header) == framing.HEADER_BYTES and any(header)
+                length = framing.data_length(header) if is_whole else 0
                 if length is None:
+                    raise self._damaged("the length does not match its checksum")
+                end = self.offset + framing.HEADER_BYTES + length + framing.FOOTER_BYTES
+                if not is_whole or end > size:
                     self.torn_at = self.offset
                     return
                 event = self._read_event(file, length)
-                self.offset += framing.HEADER_BYTES + length + framing.FOOTER_BYTES
+                self.offset = end
                 if event is not None:
                     yield event
-
-    def _read_length(self, file: BinaryIO, left: int) -> int | None:
-        """Size of the next frame's data; None if the frame is not complete."""
-        header = file.read(framing.HEADER_BYTES)
-        # After a power cut, a file that had grown may end in zeros.
-        if len(header) < framing.HEADER_BYTES or not any(header):
-            return None
-        length = framing.data_length(header)
-        if length is None:
-            raise CorruptEventFileError(
-                self.path, self.offset, "the length does not match its checksum"
-            )
-        if framing.HEADER_BYTES + length + framing.FOOTER_BYTES > left:
-            return None
-        return length
 
     def _read_event(self, file: BinaryIO, length: int) -> Event | None:
         """The event of the next frame; None if it is skipped."""
@@ -90,13 +91,14 @@ class EventReader(Iterator[Event]):
             return None
         data = file.read(length)
         if not framing.is_intact(data, file.read(framing.FOOTER_BYTES)):
-            raise CorruptEventFileError(
-                self.path, self.offset, "the data does not match its checksum"
-            )
+            raise self._damaged("the data does not match its checksum")
         try:
             return Event.FromString(data)
         except DecodeError as error:
-            raise CorruptEventFileError(self.path, self.offset, "not an event") from error
+            raise self._damaged("not an event") from error
+
+    def _damaged(self, what: str) -> CorruptEventFileError:
+        return CorruptEventFileError(self.path, self.offset, what)
 
 
 def read_events(path: str | os.PathLike[str]) -> EventReader:
@@ -114,3 +116,73 @@ def read_events(path: str | os.PathLike[str]) -> EventReader:
         CorruptEventFileError: A frame is damaged; the events before it have been returned.
     """
     return EventReader(path)
+
+
+def events_from_end(
+    file: BinaryIO, end: int, marks: Sequence[bytes], *, max_bytes: float = math.inf
+) -> Iterator[bytes]:
+    """Serialized events before byte ``end`` that contain one of ``marks``, last one first.
+
+    Torn and damaged frames are skipped. Parts of the file without a mark are read but not parsed.
+    It stops when about ``max_bytes`` have been read.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    size = _WINDOW_BYTES
+    while end > 0 and max_bytes > 0:
+        max_bytes -= size
+        start = max(0, end - size)
+        file.seek(start)
+        window = file.read(end - start)
+        is_marked = any(mark in window for mark in marks)
+        if not is_marked and start > 0 and size < _LARGE_WINDOW_BYTES:
+            size *= 2  # no mark here
+            continue
+        frames = _intact(window)
+        first = next(frames, None)
+        if first is None and start > 0 and size < _LARGEST_EVENT_BYTES:
+            size *= 2  # a frame is larger than the window
+            continue
+        if first is not None and is_marked:
+            for _, data in reversed([first, *frames]):
+                if any(mark in data for mark in marks):
+                    yield data
+        # The next window includes the frame that this one has cut off.
+        end = start + first[0] if first is not None and start > 0 else start
+        size = min(2 * size, _LARGE_WINDOW_BYTES)
+
+
+def _intact(window: bytes) -> Iterator[tuple[int, bytes]]:
+    """Where each intact frame begins, and its data."""
+    end: int | None = 0
+    while end is not None:
+        candidates = islice(_candidates(window, end), _MAX_CANDIDATES)
+        end = None
+        for begin in candidates:
+            if (data := _data_at(window, begin)) is not None:
+                yield begin, data
+                end = begin + framing.HEADER_BYTES + len(data) + framing.FOOTER_BYTES
+                break
+
+
+def _candidates(window: bytes, begin: int) -> Iterator[int]:
+    """Where the next frame may begin: at ``begin`` if nothing is damaged."""
+    yield begin
+    for zeros in _ZEROS.finditer(window, begin):
+        # The lower half of a length has one to four bytes before its zeros.
+        stop = min(zeros.start(), zeros.end() - 7)
+        yield from range(max(begin, zeros.start() - 4), stop)
+
+
+def _data_at(window: bytes, begin: int) -> bytes | None:
+    """Data of the frame that begins there; None if no intact frame does."""
+    data_begin = begin + framing.HEADER_BYTES
+    length = int.from_bytes(window[begin : begin + 8], "little")
+    if data_begin + length + framing.FOOTER_BYTES > len(window):
+        return None
+    if framing.data_length(window[begin:data_begin]) is None:
+        return None
+    data = window[data_begin : data_begin + length]
+    footer = window[data_begin + length : data_begin + length + framing.FOOTER_BYTES]
+    return data if framing.is_intact(data, footer) else None

@@ -38,11 +38,7 @@ class RemoteFiles:
     """
 
     def __init__(
-        self,
-        url: str,
-        filename_suffix: str = "",
-        *,
-        repeated: Iterable[bytes] = (),
+        self, url: str, filename_suffix: str = "", *, repeated: Iterable[bytes] = ()
     ) -> None:
         self._url = url
         self._store, self._root = fsspec.core.url_to_fs(url)
@@ -62,8 +58,8 @@ class RemoteFiles:
 
         Raises:
             OSError: The local file could not be written.
-            Exception: The store could not be reached; every store has its own errors. The queue
-                is empty then, and the next call tries the upload again.
+            Exception: The store could not be reached; every store has its own errors. No event
+                waits then, and the next call tries the upload again.
         """
         self._local.write(events)
         if urgent or time.monotonic() >= self._next_sync_s:

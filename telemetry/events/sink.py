@@ -20,13 +20,4 @@ class Sink(Protocol):
         flush: bool,
         repeat: Sequence[bytes],
     ) -> None:
-        """Add one event.
-
-        Args:
-            values: What it holds, as :mod:`telemetry.events.summaries` builds them.
-            step: Of the event.
-            wall_time: Likewise.
-            droppable: Whether it may be left out when too much waits.
-            flush: Have it written at once, without waiting for that.
-            repeat: Those of the values that every further file has to hold, too.
-        """
+        """Add one event of these values, as ``FileWriter.write_values`` does."""

@@ -104,7 +104,7 @@ def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> 
     begin, row_bytes = 0, 3 * rows.itemsize
     for tag, end in zip(tags, ends, strict=True):
         head = _array_head(rows.dtype, end - begin, 3)
-        yield _value(tag, head, content[begin * row_bytes : end * row_bytes], metadata)
+        yield _tensor(tag, head, content[begin * row_bytes : end * row_bytes], metadata)
         begin = end
 
 
@@ -127,7 +127,7 @@ def classic_histograms(
     """As :func:`histograms`, in the form that torch writes, for readers that know no other.
 
     Args:
-        tags, rows, ends: Likewise.
+        tags, rows, ends: As there.
         sums: Of the values of each, and of their squares.
     """
     begin = 0
@@ -150,28 +150,19 @@ def histogram_proto(tag: str, figures: bytes, limits: bytes, counts: bytes) -> b
         tag: Name of the chart.
         figures: A serialized ``HistogramProto`` without the buckets.
         limits: Right edges, as bytes of float64, shape ``[k]`` with at least one.
-        counts: Elements per bucket, likewise.
+        counts: Elements per bucket, in the same form.
     """
-    before, size = _tag(tag), len(limits)
+    size = len(limits)
     proto = (figures, _delimiter(_BUCKET_LIMIT, size), limits, _delimiter(_BUCKET, size), counts)
-    between = _delimiter(_HISTO, sum(map(len, proto)))
-    whole = len(before) + len(between) + sum(map(len, proto))
-    return b"".join((_delimiter(_SUMMARY_VALUE, whole), before, between, *proto))
+    return _value(tag, _delimiter(_HISTO, sum(map(len, proto))), *proto)
 
 
 def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:
-    """One or more PNGs of the same size; TensorBoard shows them all.
-
-    Args:
-        tag: Name of the card.
-        png: The encoded pictures.
-        width: Width of each, in pixels.
-        height: Height of each, in pixels.
-    """
+    """One or more PNGs of the same size, in pixels; TensorBoard shows them all."""
     strings = [str(width).encode(), str(height).encode(), *png]
     head = _tensor_head(types_pb2.DT_STRING, len(strings))
     metadata = _metadata("images", b"", DATA_CLASS_BLOB_SEQUENCE)
-    return _value(tag, head, _strings(strings), metadata)
+    return _tensor(tag, head, _strings(strings), metadata)
 
 
 def classic_image(tag: str, png: bytes, width: int, height: int) -> bytes:
@@ -200,20 +191,22 @@ def tensor(tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: byt
     """
     metadata = _metadata(plugin_name, content)
     if isinstance(array, bytes):
-        return _value(tag, _tensor_head(types_pb2.DT_STRING, 1), _strings([array]), metadata)
-    return _value(tag, _array_head(array.dtype, *array.shape), array.tobytes(), metadata)
+        return _tensor(tag, _tensor_head(types_pb2.DT_STRING, 1), _strings([array]), metadata)
+    return _tensor(tag, _array_head(array.dtype, *array.shape), array.tobytes(), metadata)
 
 
 def _strings(strings: Iterable[bytes]) -> bytes:
     return b"".join(_delimited(_STRING_VAL, string) for string in strings)
 
 
-def _value(tag: str, head: bytes, elements: bytes, metadata: bytes) -> bytes:
-    """A value with a tensor."""
+def _tensor(tag: str, head: bytes, elements: bytes, metadata: bytes) -> bytes:
+    return _value(tag, _delimiter(_TENSOR, len(head) + len(elements)), head, elements, metadata)
+
+
+def _value(tag: str, *fields: bytes) -> bytes:
     before = _tag(tag)
-    between = _delimiter(_TENSOR, len(head) + len(elements))
-    size = len(before) + len(between) + len(head) + len(elements) + len(metadata)
-    return b"".join((_delimiter(_SUMMARY_VALUE, size), before, between, head, elements, metadata))
+    size = len(before) + sum(map(len, fields))
+    return b"".join((_delimiter(_SUMMARY_VALUE, size), before, *fields))
 
 
 # Cached: these recur at every step, and building them takes longer than the rest.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 
-from telemetry.events.tail import events_from_end
+from telemetry.events.reading import events_from_end
 from telemetry.page_format import parse_chunk
 from telemetry.tag_names import TOTAL_GRAD_NORM, plain
 

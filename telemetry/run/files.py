@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +21,10 @@ from telemetry.events.summary_writer import SummaryWriter
 from telemetry.failures import Failures
 from telemetry.first_rank import Role, may_be_any_rank
 from telemetry.flight import FlightRecorder
-from telemetry.page_format import new_session_id
+from telemetry.page_format import encode_alert, new_session_id
 from telemetry.run.arguments import FirstStep, log_dir_of
 from telemetry.run.claim import DirectoryClaim
 from telemetry.run.resuming import resolved
-from telemetry.writing.alert_file import AlertFile
 
 _FLUSH_S = 0.75
 """A step waits in the pipeline, and on the page for as long, before it comes to the writer; two
@@ -75,7 +75,6 @@ class RunFiles:
         self._writer = None if self.is_undecided else self._open(role)
         self._has_ended = False
         self._plain = PlainFiles(self.log_dir)
-        self._alerts = AlertFile(self.log_dir, session=self.session_id, files=self._plain)
         self.flight = FlightRecorder(
             self.log_dir,
             seed=torch.initial_seed(),
@@ -103,11 +102,11 @@ class RunFiles:
     def open_for(self, role: Role) -> None:
         """What this process does is known now: open the event file, or leave it to another."""
         if self.is_undecided:
-            self._writer = self._open(role)
-            self.is_undecided = False
-            for values, step, wall_time, how in self._waiting:
-                self.write_values(values, step, wall_time, **how)
-            self._waiting = []
+            writer = self._open(role)
+            if writer is not None:
+                for values, step, wall_time, how in self._waiting:
+                    writer.write_values(values, step, wall_time, **how)
+            self._writer, self._waiting, self.is_undecided = writer, [], False
         elif self._writer is not None and not role.writes:
             former, self._writer = self._writer, None
             former.close()
@@ -128,10 +127,16 @@ class RunFiles:
             self._writer.purge(step)
 
     def write_alert(self, alert: Alert, wall_time: float) -> None:
-        """Append to ``alerts.jsonl``, and have the steps before it written."""
+        """Append to ``alerts.jsonl``, and have the steps before it written.
+
+        A line has the alert's fields, the session of the page, and when the step ended in seconds
+        since the epoch. Remote directories have no such file.
+        """
         self.flight.on_alert(alert)
-        with self._failures.contained("to append to alerts.jsonl"):
-            self._alerts.write(alert, wall_time)
+        if "://" not in self.log_dir:
+            with self._failures.contained("to append to alerts.jsonl"):
+                line = encode_alert(alert, {"session": self.session_id, "wall_time": wall_time})
+                self._plain.append_line(Path(self.log_dir, "alerts.jsonl"), line)
 
     def write_end(self, step: int, values: Sequence[bytes]) -> None:
         """Write that the run is closed, so that nobody waits for more or takes it for killed.

@@ -85,7 +85,7 @@ class HookLogger:
         model: The model in training, on any device. It may be wrapped or moved afterwards.
         writer: A :class:`telemetry.SummaryWriter` or ``torch.utils.tensorboard.SummaryWriter``,
             which stays open, or a log directory or URL. When others flush or close a given writer,
-            what waits here is written first; the next step reopens it, as its own methods do.
+            what waits here is written first; what comes after a close is in a new file.
         every_n_steps: Measure in full at steps 0, N, 2N, ...
         max_overhead: Share of the training time that the logger may take, such as 0.01: CPU time of
             the training thread, or on a CUDA device the time by which measured steps take longer.

@@ -1,1 +1,1 @@
-"""What a run writes: tags, page data, pictures, alert file."""
+"""What a run writes: tags, page data, pictures."""

@@ -8,6 +8,7 @@ a bucket per octave: what is finer is in that of the values.
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -50,7 +51,7 @@ class Bulk:
     """
 
     def __init__(self, *, max_bytes: int | None = None, classic: bool = False) -> None:
-        self._max_bytes = max_bytes
+        self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._classic = classic
         self._row_bytes = _CLASSIC_ROW_BYTES if classic else _ROW_BYTES
         self._next_picture = self._next_histogram = 0
@@ -69,13 +70,8 @@ class Bulk:
             sketches: All of them by tag, to be shown as histograms.
             magnitudes: Those to be shown as histograms of their magnitudes, too.
         """
-        if self._max_bytes is None:
-            yield from (self.picture(*each) for each in pictures)
-            yield from histogram_values(sketches, classic=self._classic)
-            yield from log10_histogram_values(magnitudes, classic=self._classic)
-            return
         used = 0
-        for value in self._fitting(pictures, int(self._max_bytes * _PICTURES_SHARE)):
+        for value in self._fitting(pictures, self._max_bytes * _PICTURES_SHARE):
             used += len(value)
             yield value
         yield from self._coarse(sketches, magnitudes, self._max_bytes - used)
@@ -87,7 +83,7 @@ class Bulk:
             return summaries.classic_image(tag, png, width, height)
         return summaries.image(tag, [png], width, height)
 
-    def _fitting(self, pictures: Sequence[Picture], room: int) -> Iterator[bytes]:
+    def _fitting(self, pictures: Sequence[Picture], room: float) -> Iterator[bytes]:
         left = room
         for _ in pictures:
             tag, pixels = pictures[self._next_picture % len(pictures)]
@@ -102,7 +98,7 @@ class Bulk:
             yield value
 
     def _coarse(
-        self, sketches: Mapping[str, Sketch], magnitudes: Mapping[str, Sketch], room: int
+        self, sketches: Mapping[str, Sketch], magnitudes: Mapping[str, Sketch], room: float
     ) -> Iterator[bytes]:
         merged = self._width(sketches, room)
         if merged > 1 and magnitudes:
@@ -134,10 +130,10 @@ class Bulk:
             )
         self._says_left_out = False
 
-    def _width(self, sketches: Mapping[str, Sketch], room: int) -> int:
+    def _width(self, sketches: Mapping[str, Sketch], room: float) -> int:
         """How many buckets become one, so that all histograms fit; the most if they never do."""
         room -= sum(map(len, sketches)) + _HISTOGRAM_BYTES * len(sketches)
-        most_rows = room // self._row_bytes
+        most_rows = room / self._row_bytes
         buckets = sum(len(sketch.buckets) for sketch in sketches.values())
         if 2 * buckets <= most_rows:  # between two of them there is at most one row more
             return 1

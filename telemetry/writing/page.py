@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
+from telemetry.events.summaries import FLOAT32_MAX
 from telemetry.layers import MATRIX_STATISTICS, MISSING, RANK_STATISTICS, Statistic, table
 from telemetry.page_format import (
     EVENTS_PER_TAG,
@@ -26,8 +27,6 @@ from telemetry.page_format import (
     new_session_id,
 )
 from telemetry.records import Layout, StepRecord
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 _BLOCK_S = 0.75
 """The writer adds up to a second, so a step is in the file after at most two seconds."""
@@ -186,7 +185,7 @@ class _NormBlock:
         norms = np.stack([record.grad_norms for record in records])
         # A finite gradient whose norm is beyond float32 must not look infinite.
         finite = np.stack([record.grad_finite for record in records])
-        norms = np.where(finite, np.minimum(norms, _FLOAT32_MAX), norms)
+        norms = np.where(finite, np.minimum(norms, FLOAT32_MAX), norms)
         present = np.stack([record.grad_present & (not record.skipped) for record in records])
         distance = np.array([record.step - step for record in records], np.float32)
         return np.column_stack([distance, as_float32(np.where(present, norms, MISSING))])
@@ -205,5 +204,5 @@ def as_float32(values: NDArray[np.float64]) -> NDArray[np.float32]:
         narrow = values.astype(np.float32)
     infinite = np.isinf(narrow)
     if infinite.any():
-        narrow[infinite & np.isfinite(values)] = _FLOAT32_MAX
+        narrow[infinite & np.isfinite(values)] = FLOAT32_MAX
     return narrow

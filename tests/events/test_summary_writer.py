@@ -14,7 +14,7 @@ from disks import FreezableDisk
 from tensorboard.compat.proto.event_pb2 import Event
 from torch.utils import tensorboard
 
-from telemetry.events import FileWriter, list_event_files, read_events, summary_writer
+from telemetry.events import list_event_files, read_events, summary_writer
 from telemetry.events.summary_writer import SummaryWriter
 
 LAYOUT = {"loss": {"all": ["Multiline", ["loss/train", "loss/test"]]}}
@@ -196,15 +196,6 @@ def test_flush_brings_everything_into_the_files(tmp_path: Path) -> None:
     }
     writer.close()
     writer.flush()
-
-
-def test_the_file_writer_takes_measurements_and_alerts(tmp_path: Path) -> None:
-    with SummaryWriter(tmp_path) as writer:
-        assert isinstance(writer.file_writer, FileWriter)
-        writer.file_writer.add_event(Event(graph_def=b"a"), droppable=True)
-        writer.file_writer.add_event(Event(graph_def=b"b"), flush=True)
-
-    assert [event.graph_def for event in read_runs(tmp_path)["."]] == [b"a", b"b"]
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 from tensorboard.compat.proto.summary_pb2 import HistogramProto
 from torch.utils.tensorboard import summary
 
-from telemetry.events import torch_values
+from telemetry.events.summary_writer import _bins_of, _raw_histogram, _scalar
 
 
 def default_edges() -> tuple[float, ...]:
@@ -26,7 +26,7 @@ def default_edges() -> tuple[float, ...]:
 
 
 EDGES = default_edges()
-BINS = torch_values.bins_of(EDGES)
+BINS = _bins_of(EDGES)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ def test_what_is_unusual_is_left_to_torch(values: torch.Tensor) -> None:
 
 
 def test_bins_that_lie_close_together_are_left_to_torch() -> None:
-    assert torch_values.bins_of((0.0, 1.0, 1.01, 1.02)).histogram("grad", 0.5) is None
+    assert _bins_of((0.0, 1.0, 1.01, 1.02)).histogram("grad", 0.5) is None
 
 
 @given(
@@ -114,7 +114,7 @@ def test_bins_that_lie_close_together_are_left_to_torch() -> None:
 def test_a_scalar_is_that_of_torch(value: float, kind: Any) -> None:
     given_value = kind(value)
     expected = summary.scalar("loss", given_value).SerializeToString()
-    assert torch_values.scalar("loss", given_value) == expected
+    assert _scalar("loss", given_value) == expected
 
 
 @given(
@@ -128,4 +128,4 @@ def test_a_raw_histogram_is_that_of_torch(
     names = ("min", "max", "num", "sum", "sum_squares")
     proto = HistogramProto(**dict(zip(names, figures, strict=True)))
     expected = summary.histogram_raw("grad", *figures, limits, counts).SerializeToString()
-    assert torch_values.raw_histogram("grad", proto, limits, counts) == expected
+    assert _raw_histogram("grad", proto, limits, counts) == expected

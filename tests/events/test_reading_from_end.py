@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.events import tail
+from telemetry.events import reading
 from telemetry.events.framing import frame
-from telemetry.events.tail import events_from_end
+from telemetry.events.reading import events_from_end
 
 MARK = b"marked"
 RECORDS = st.lists(
@@ -24,8 +24,8 @@ GARBAGE = st.sampled_from([b"", bytes(100), b"\1\0\0\0\0" * 40, struct.pack("<50
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that records lie across their borders, and do not fit into one."""
-    monkeypatch.setattr(tail, "_WINDOW_BYTES", 64)
-    monkeypatch.setattr(tail, "_LARGE_WINDOW_BYTES", 256)
+    monkeypatch.setattr(reading, "_WINDOW_BYTES", 64)
+    monkeypatch.setattr(reading, "_LARGE_WINDOW_BYTES", 256)
 
 
 def from_end(data: bytes, **options: float) -> list[bytes]:
