@@ -39,7 +39,7 @@ class Statistic:
         every_step: Whether it is also known at steps that are not measured in full.
         on_page: Whether the Telemetry page and the commands show it. Then it must not be negative.
         as_curve: Whether each layer has a curve of it in TensorBoard.
-        as_spread: Whether its quantiles over all layers are curves there, under ``depth/``.
+        over_depth: Whether its quantiles over all layers are curves there, under ``depth/``.
         zero_is_silent: Whether the curves skip points whose value is zero.
         of_ranks: Whether only a run of several ranks has it.
     """
@@ -53,7 +53,7 @@ class Statistic:
     every_step: bool = False
     on_page: bool = True
     as_curve: bool = False
-    as_spread: bool = False
+    over_depth: bool = False
     zero_is_silent: bool = False
     of_ranks: bool = False
 
@@ -77,7 +77,7 @@ STATISTICS = (
         description="L2 norm of the gradients of the layer's parameters, as the optimizer used it.",
         of=attrgetter("grad_norm"),
         every_step=True,
-        as_spread=True,
+        over_depth=True,
     ),
     Statistic(
         name="grad_rms",
@@ -93,7 +93,7 @@ STATISTICS = (
         description="How far the step moved the parameters, relative to their norm. Around 1e-3 "
         "is usual.",
         of=attrgetter("update_ratio"),
-        as_spread=True,
+        over_depth=True,
     ),
     Statistic(
         name="activation_rms",
@@ -101,7 +101,7 @@ STATISTICS = (
         description="Root mean square of everything the layer returned.",
         of=_of_output(attrgetter("rms")),
         as_curve=True,
-        as_spread=True,
+        over_depth=True,
     ),
     Statistic(
         name="activation_mean",
@@ -168,7 +168,7 @@ STATISTICS = (
         description="Share of units or channels that returned zero for the whole batch.",
         of=_of_known(attrgetter("dead_fraction")),
         as_curve=True,
-        as_spread=True,
+        over_depth=True,
     ),
     Statistic(
         name="saturation",
