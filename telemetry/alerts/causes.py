@@ -262,7 +262,7 @@ def _grown_worse(cause: Alert, consequence: Alert) -> Alert:
 
 
 def _joined(worse: Alert, consequence: Alert) -> Alert:
-    """The same when at this step there is another consequence, which is told first."""
+    """For another consequence at this step, which is told first."""
     seen, value, limit = (
         consequence.message.split("\n")[0],
         consequence.value,

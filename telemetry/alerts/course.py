@@ -295,7 +295,6 @@ class Rise:
     peak: float
 
     def followed_by(self, loss: float) -> Rise:
-        """The same after another loss."""
         return self if loss <= self.peak else replace(self, peak=loss)
 
     def is_undone(self, loss: float) -> bool:

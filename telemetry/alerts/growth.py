@@ -30,7 +30,7 @@ class Stretch(NamedTuple):
 
     @property
     def shared(self) -> str:
-        """The same of what is divided among them."""
+        """Of what is divided among them."""
         return str(self) if self.first == self.last else f"{self}, each with a part of it"
 
 
@@ -75,7 +75,7 @@ _ENDS = 0.1
 
 @once
 def forward_growth(record: StepRecord) -> Growth:
-    """Growth of the modules' outputs: from the RMS of the first to the ``spread`` of others.
+    """Growth of the modules' outputs: from the RMS of the first to the variation of others.
 
     So a constant is no growth, however large it is.
     """
@@ -87,7 +87,7 @@ def forward_growth(record: StepRecord) -> Growth:
     ]
     tensors = [(name, tensor) for name, tensor in tensors if 0 < tensor.sketch.rms < math.inf]
     first = [(name, tensor.sketch.rms) for name, tensor in tensors[:1]]
-    return _growth(first + [(name, tensor.spread) for name, tensor in tensors[1:]])
+    return _growth(first + [(name, tensor.variation) for name, tensor in tensors[1:]])
 
 
 def backward_growth(record: StepRecord) -> Growth:
@@ -240,7 +240,7 @@ class Blame:
 
 def _above(tensor: TensorRecord, usual: float) -> tuple[float, float]:
     """log10 of how far a tensor is above what is usual, 0 if that is not known; and what is now."""
-    now = tensor.spread
+    now = tensor.variation
     level = math.log10(now / usual) if 0 < now < math.inf and usual > 0 else 0.0
     rms = tensor.sketch.rms
     return level, rms if level <= _ALL_GROWN and 0 < rms < math.inf else usual

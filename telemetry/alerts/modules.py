@@ -80,7 +80,7 @@ class NormRing:
         return len(self._names)
 
     def in_words(self, since: int) -> str:
-        """The same for a message: at most five layers; nothing if there are none."""
+        """For a message: at most five layers; nothing if there are none."""
         movers, count = self.movers(since), self.count()
         if not movers:
             return ""

@@ -111,9 +111,11 @@ class VanishingGradient(CourseRule):
         found = None
         if not state.is_usual:
             faint = (state.faint_steps > 0) & (state.since_zero > _SINCE_ZERO)
-            fading = self._from_the_first(faint, share, norms > 0) | self._on_branches(faint, share)
-            found = self._alert(record, share, fading) if fading.any() else None
-            faint &= np.isnan(state.update_share)
+            if np.count_nonzero(faint):
+                fading = self._from_the_first(faint, share, norms > 0)
+                fading |= self._on_branches(faint, share)
+                found = self._alert(record, share, fading) if fading.any() else None
+                faint &= np.isnan(state.update_share)
             never = (state.largest_share == -np.inf) & (state.zero_steps == self._zero_steps)
             self._undecided = bool((faint | never).any())
             if found is None and record.full:

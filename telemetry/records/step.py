@@ -270,7 +270,7 @@ def loss_of(scalars: Mapping[str, float], tag: str | None) -> float | None:
 
 
 def once(of: Callable[[StepRecord], Value]) -> Callable[[StepRecord], Value]:
-    """The same function of a record, computed once for each however many ask."""
+    """Computes a function of a record once for each, however many ask."""
     known: WeakKeyDictionary[StepRecord, Value] = WeakKeyDictionary()
 
     @wraps(of)
