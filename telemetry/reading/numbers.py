@@ -1,4 +1,4 @@
-"""Reads tags of numbers in batches, and caches them so that only new data is read."""
+"""Reads tags of numbers in batches, caches them, and takes the statistics of layers from them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.page_format import EVENTS_PER_TAG, PLUGIN_NAME, ChunkKind
-from telemetry.reading.sessions import NumberTag
+from telemetry.reading.sessions import NumberTag, Segment
 from telemetry.reading.sources import Problems, RunSource
 from telemetry.untrusted import MAX_WHOLE
 
@@ -19,6 +20,9 @@ READ_BYTES = 256 << 20
 CALL_TAGS = 200
 _CALL_BYTES = 64 << 20  # TensorBoard's data server sends at most 256 MiB in one message
 _CACHE_BYTES = 512 << 20
+
+EVERY_STEP = {statistic.name for statistic in PAGE_STATISTICS if statistic.every_step}
+"""Statistics that are computed from the parameters' gradient norms, ``n`` tags."""
 
 Numbers: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Steps ``[k]``, and for each of them the numbers of an ``m`` tag, ``[k, modules, statistics]``, or
@@ -127,3 +131,40 @@ def _event_numbers(kind: ChunkKind, step: int, array: object, shape: tuple[int, 
     if not ((exact >= 0) & (exact <= MAX_WHOLE)).all():
         raise ValueError("its steps must be from 0 to 2**53")
     return step + distances.astype(np.int64), values
+
+
+def of_modules(
+    segment: Segment, values: NDArray[np.float32], name: str, modules: NDArray[np.intp]
+) -> NDArray[np.float32] | None:
+    """One statistic of some of a segment's modules, ``[k, modules]``; None if it lacks it.
+
+    Args:
+        segment: The segment.
+        values: The numbers of one of its ``n`` tags for a statistic of :data:`EVERY_STEP`, of one
+            of its ``m`` tags for another.
+        name: The statistic's name.
+        modules: Places in the segment's layout, ascending.
+    """
+    if name not in EVERY_STEP:
+        names = segment.statistic_names
+        return values[:, modules, names.index(name)] if name in names else None
+    owners, order = segment.layout.owners, segment.layout.depth_order
+    own = order[np.isin(owners[order], modules)]
+    owning, starts = np.unique(owners[own], return_index=True)
+
+    def sums(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Over each module's parameters, ``[k, modules]``."""
+        found = np.zeros((len(numbers), len(modules)))
+        if len(own):
+            found[:, np.searchsorted(modules, owning)] = np.add.reduceat(numbers, starts, axis=1)
+        return found
+
+    norms = values[:, own]
+    present = norms != MISSING
+    total = sums(np.where(present, np.square(norms, dtype=np.float64), 0.0))
+    if name == "grad_rms":
+        with np.errstate(invalid="ignore", divide="ignore"):
+            total = total / sums(present * segment.sizes[own])
+    known = sums(present.astype(np.float64)) > 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(known, np.sqrt(total), MISSING).astype(np.float32)
