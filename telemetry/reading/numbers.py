@@ -17,8 +17,8 @@ from telemetry.untrusted import MAX_WHOLE
 
 READ_BYTES = 256 << 20
 """Most that is read for one answer; if it would be more, steps are left out."""
-CALL_TAGS = 200
-_CALL_BYTES = 64 << 20  # TensorBoard's data server sends at most 256 MiB in one message
+CALL_TAGS = 100
+"""Read with one call."""
 _CACHE_BYTES = 512 << 20
 
 EVERY_STEP = {statistic.name for statistic in PAGE_STATISTICS if statistic.every_step}
@@ -55,7 +55,8 @@ class NumberCache:
     def _numbers(
         self, source: RunSource, wanted: Sequence[NumberTag], sampled: bool
     ) -> Iterator[tuple[NumberTag, Numbers]]:
-        for batch in _batches(wanted, sampled):
+        for start in range(0, len(wanted), CALL_TAGS):
+            batch = wanted[start : start + CALL_TAGS]
             found: dict[str, Numbers] = {}
             for tag in batch:
                 last, numbers = self._known.get((tag.tag, sampled), (None, None))
@@ -78,20 +79,6 @@ class NumberCache:
         self.nbytes += numbers[1].nbytes
         while self.nbytes > _CACHE_BYTES:
             self.nbytes -= self._known.popitem(last=False)[1][1][1].nbytes
-
-
-def _batches(wanted: Sequence[NumberTag], sampled: bool) -> Iterator[list[NumberTag]]:
-    batch: list[NumberTag] = []
-    nbytes = 0
-    for tag in wanted:
-        size = tag.estimated_bytes // (EVENTS_PER_TAG if sampled else 1)
-        if batch and (len(batch) == CALL_TAGS or nbytes + size > _CALL_BYTES):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(tag)
-        nbytes += size
-    if batch:
-        yield batch
 
 
 def _join(tag: NumberTag, points: Sequence[tuple[int, Any]], problems: Problems) -> Numbers:

@@ -33,6 +33,7 @@ from telemetry.reading.sessions import (
     Structure,
     WrittenLayout,
     assemble,
+    session_of,
 )
 from telemetry.reading.sources import RunSource
 from telemetry.records import Layout
@@ -89,7 +90,7 @@ class RunData:
             alerts = [
                 alert
                 for tag, alert in self._alerts.items()
-                if alert.step < sessions.end_of(tag.removeprefix(ALERT_PREFIX).rsplit("/", 1)[0])
+                if alert.step < sessions.end_of(session_of(tag, ALERT_PREFIX))
             ]
             return Overview(
                 version=self._version(),

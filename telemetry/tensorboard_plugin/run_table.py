@@ -29,7 +29,7 @@ from telemetry.page_format import (
 )
 from telemetry.reading.builtin_tags import loss_of
 from telemetry.reading.log_dirs import natural_key
-from telemetry.reading.sessions import Sessions
+from telemetry.reading.sessions import Sessions, session_of
 from telemetry.tensorboard_plugin.provider_source import content_of, list_tags, read_tags
 
 _SILENT_S = 300.0
@@ -77,14 +77,14 @@ def list_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
 def run_entry(name: str, tags: Mapping[str, Any]) -> RunEntry:
     """The run with these tags of the page's data, at least one, as TensorBoard lists them."""
     layouts = {tag: series for tag, series in tags.items() if tag.startswith(LAYOUT_PREFIX)}
-    starts = [(_session_of(tag, LAYOUT_PREFIX), series) for tag, series in layouts.items()]
+    starts = [(session_of(tag, LAYOUT_PREFIX), series) for tag, series in layouts.items()]
     sessions = Sessions((session, series.max_step) for session, series in starts)
     lasts, alerts = [], []
     for tag, series in tags.items():
         if (chunk := parse_chunk(tag)) is not None:
             lasts.append(min(series.max_step, sessions.end_of(chunk.session) - 1))
         elif tag.startswith(ALERT_PREFIX):
-            end = sessions.end_of(_session_of(tag, ALERT_PREFIX))
+            end = sessions.end_of(session_of(tag, ALERT_PREFIX))
             alerts += [(series.max_step, tag)] if series.max_step < end else []
     newest = max(sessions.begins, default="")
     first_step, last_step = sessions.begins.get(newest, 0), max(lasts, default=0)
@@ -102,10 +102,6 @@ def run_entry(name: str, tags: Mapping[str, Any]) -> RunEntry:
         loss_tag=chosen_loss(tags),
         end_tag=end_tag(newest) if has_ended else None,
     )
-
-
-def _session_of(tag: str, prefix: str) -> str:
-    return tag.removeprefix(prefix).rpartition("/")[0]
 
 
 def _time(series: Any) -> float:
