@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -32,7 +32,16 @@ exit status:
 completion in bash and zsh, after pip install argcomplete:
   eval "$(register-python-argcomplete telemetry)"
 """
+_EXAMPLES = {
+    "summary": ["runs/mnist --statistic dead_units"],
+    "alerts": ["runs/ --fail-on error"],
+    "explain": ["runs/mnist", "runs/mnist/flight-120.json"],
+    "diff": ["runs/before runs/after --tolerance 1e-3"],
+    "report": ["runs/mnist -o report.html"],
+    "export": ["runs/mnist -o mnist.csv --statistic grad_norm", "runs/mnist -o mnist.svg"],
+}
 _STATISTICS = tuple(statistic.name for statistic in PAGE_STATISTICS)
+_NAMES = ", ".join(_STATISTICS)
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -72,83 +81,68 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"telemetry {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    of_summary = _command(commands, summary, "summary", "print a table of all layers",
-                          "runs/mnist --statistic dead_units")  # fmt: skip
+    of_summary = _command(commands, "summary", summary, "print a table of all layers")
     _add_runs(of_summary)
-    of_summary.add_argument(
-        "--statistic", choices=_STATISTICS, default=_STATISTICS[0], metavar="NAME",
-        help=f"what to show of each layer (default: %(default)s): {', '.join(_STATISTICS)}",
-    )  # fmt: skip
+    shown = f"what to show of each layer (default: %(default)s): {_NAMES}"
+    _add_statistic(of_summary, shown, default=_STATISTICS[0])
     _add_form(of_summary)
 
-    of_alerts = _command(commands, alerts, "alerts",
-                         "print the alerts of runs; exit with 1 if there are any but notes",
-                         "runs/ --fail-on error")  # fmt: skip
+    does = "print the alerts of runs; exit with 1 if there are any but notes"
+    of_alerts = _command(commands, "alerts", alerts, does)
     _add_runs(of_alerts)
     of_alerts.add_argument(
-        "--fail-on", choices=FAIL_ON, default="warning",
+        "--fail-on",
+        choices=FAIL_ON,
+        default="warning",
         help="how severe an alert must be to exit with 1 (default: %(default)s); notes never are",
-    )  # fmt: skip
+    )
     _add_form(of_alerts)
 
-    of_explain = _command(commands, explain_faults, "explain",
-                          "print what was recorded around faults",
-                          "runs/mnist", "runs/mnist/flight-120.json")  # fmt: skip
+    does = "print what was recorded around faults"
+    of_explain = _command(commands, "explain", explain_faults, does)
     _add_runs(of_explain, ", or a flight-<step>.json from it")
     _add_form(of_explain)
 
-    of_diff = _command(commands, diff, "diff",
-                       "print the first step and layer where two runs part; exit with 1 if they do",
-                       "runs/before runs/after --tolerance 1e-3")  # fmt: skip
+    does = "print the first step and layer where two runs part; exit with 1 if they do"
+    of_diff = _command(commands, "diff", diff, does)
     _add_run(of_diff, "first")
     _add_run(of_diff, "second")
     of_diff.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="SHARE",
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
         help="two numbers are the same up to this share of the larger one (default: %(default)s)",
-    )  # fmt: skip
+    )
     _add_form(of_diff)
 
-    of_report = _command(commands, report, "report",
-                         "write one HTML file with the page and the data of a run",
-                         "runs/mnist -o report.html")  # fmt: skip
+    does = "write one HTML file with the page and the data of a run"
+    of_report = _command(commands, "report", report, does)
     _add_run(of_report, "run")
-    of_report.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", default="report.html",
-        help="the file to write (default: %(default)s)",
-    )  # fmt: skip
+    _add_output(of_report, "the file to write (default: %(default)s)", default="report.html")
 
-    of_export = _command(
-        commands, export, "export",
-        "write all numbers of the page as CSV, a row per layer and step, or its picture",
-        "runs/mnist -o mnist.csv --statistic grad_norm", "runs/mnist -o mnist.svg",
-    )  # fmt: skip
+    does = "write all numbers of the page as CSV, a row per layer and step, or its picture"
+    of_export = _command(commands, "export", export, does)
     _add_runs(of_export)
-    of_export.add_argument(
-        "-o", "--output", type=Path, metavar="FILE",
-        help="the file to write (default: stdout); .png and .svg are pictures of one run",
-    )  # fmt: skip
-    of_export.add_argument(
-        "--statistic", action="append", choices=_STATISTICS, metavar="NAME",
-        help="a column, or what the picture shows; may be repeated (default: all, or grad_norm): "
-        + ", ".join(_STATISTICS),
-    )  # fmt: skip
+    where = "the file to write (default: stdout); .png and .svg are pictures of one run"
+    _add_output(of_export, where)
+    shown = "a column, or what the picture shows; may be repeated (default: all, or grad_norm): "
+    _add_statistic(of_export, shown + _NAMES, action="append")
     return parser
 
 
 def _command(
     commands: Commands,
-    run: Callable[[argparse.Namespace, Console], int],
     name: str,
+    run: Callable[[argparse.Namespace, Console], int],
     does: str,
-    *examples: str,
 ) -> argparse.ArgumentParser:
     """A parser for a command; ``does`` is without a capital letter or a full stop."""
-    lines = "\n  ".join(f"telemetry {name} {example}" for example in examples)
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=does,
         description=f"{does[0].upper()}{does[1:]}.",
-        epilog=f"example:\n  {lines}",
+        epilog="\n".join(["example:", *(f"  telemetry {name} {e}" for e in _EXAMPLES[name])]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(command=run)
@@ -163,6 +157,14 @@ def _add_run(parser: argparse.ArgumentParser, name: str) -> None:
 def _add_runs(parser: argparse.ArgumentParser, or_file: str = "") -> None:
     what = f"directory of a run, or of many at any depth, such as runs/{or_file}"
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=what)
+
+
+def _add_statistic(parser: argparse.ArgumentParser, what: str, **options: Any) -> None:
+    parser.add_argument("--statistic", choices=_STATISTICS, metavar="NAME", help=what, **options)
+
+
+def _add_output(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", default=default, help=what)
 
 
 def _add_form(parser: argparse.ArgumentParser) -> None:

@@ -23,19 +23,12 @@ _NARROWEST = 24  # cells of the first column, unless it needs less
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table for terminals.
-
-    Attributes:
-        title: Its heading.
-        cells: One for each row.
-        weight: Where there is little room, the columns of the smallest weights are left out.
-        is_number: Whether it is aligned to the right.
-    """
+    """A column of a table for terminals."""
 
     title: str
     cells: Sequence[Text]
-    weight: int
-    is_number: bool = False
+    weight: int  # where there is little room, the columns of the smallest ones are left out
+    is_number: bool = False  # and so aligned to the right
 
     @cached_property
     def width(self) -> int:

@@ -66,16 +66,9 @@ def report(args: argparse.Namespace, console: Console) -> int:
 
 
 def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> list[str]:
-    """Writes the report of a run.
+    """Writes the report of a run into an HTML file, and returns a line for each thing skipped.
 
     Large runs are thinned out: each cell is then the largest of several.
-
-    Args:
-        log_dir: The run's directory.
-        path: The HTML file, overwritten if it exists.
-
-    Returns:
-        One line for each thing that was skipped.
 
     Raises:
         FileNotFoundError: ``log_dir`` holds no event files.
@@ -124,26 +117,25 @@ def _faults(log_dir: str | os.PathLike[str]) -> str:
 
 
 def _data(name: str, run: RunData, overview: Overview) -> dict[str, Any]:
-    matrices = {
-        statistic.name: _packed(
-            payloads.matrix(
-                thin(run.matrix(statistic.name), max_layers=MAX_ROWS, max_cells=MAX_CELLS)
-            )
-        )
-        for statistic in PAGE_STATISTICS
-    }
+    matrices = {}
+    for statistic in PAGE_STATISTICS:
+        matrix = thin(run.matrix(statistic.name), max_layers=MAX_ROWS, max_cells=MAX_CELLS)
+        matrices[statistic.name] = _packed(payloads.matrix(matrix))
     layers = _layers_in_detail(overview)
     images = {layer.name: _images(run, layer) for layer in layers}
+    tags = run.source.tags("histograms")
+    steps = sorted({alert.step for alert in overview.alerts})[:MAX_ALERTS]
     return {
         "run": name,
         "overview": payloads.overview(overview),
-        "movers": {
-            step: payloads.movers(run, step)
-            for step in sorted({alert.step for alert in overview.alerts})[:MAX_ALERTS]
-        },
+        "movers": {step: payloads.movers(run, step) for step in steps},
         "matrices": matrices,
         "scalars": _packed(payloads.scalars(run.source)),
-        "histograms": dict(_histograms(run, layers)),
+        "histograms": {
+            layer.name: _packed(payloads.histograms(run.source, layer))
+            for layer in layers
+            if histogram_tags(layer, tags)
+        },
         "images": {layer: found for layer, found in images.items() if found},
         "pictures": dict(_pictures(run, [item for found in images.values() for item in found])),
     }
@@ -159,21 +151,12 @@ def _layers_in_detail(overview: Overview) -> list[Layer]:
     return [layers[place] for place in sorted(shown)]
 
 
-def _histograms(run: RunData, layers: Iterable[Layer]) -> Iterator[tuple[str, str]]:
-    tags = run.source.tags("histograms")
-    for layer in layers:
-        if histogram_tags(layer, tags):
-            yield layer.name, _packed(payloads.histograms(run.source, layer))
-
-
 def _images(run: RunData, layer: Layer) -> list[dict[str, Any]]:
     """The layer's pictures at the first, a middle and the last step."""
     found = payloads.images(run.source, layer)
     for item in found:
         steps = item["steps"]
-        item["steps"] = (
-            sorted({steps[place] for place in (0, len(steps) // 2, -1)}) if steps else []
-        )
+        item["steps"] = sorted({*steps[:1], *steps[len(steps) // 2 :][:1], *steps[-1:]})
     return found
 
 

@@ -67,21 +67,16 @@ _NAME = re.compile(r"flight-([0-9]+)\.json")
 class KeptStep:
     """What is kept of one step.
 
-    Attributes:
-        facts: What the file's ``steps`` say of it.
-        grad_norms: L2 norm of the gradients of each module's own parameters, float64, shape
-            ``[modules]``; NaN if one of them is, :data:`MISSING` where there was no gradient.
-        nonfinite_module: The first whose output held NaN or infinity, if that was measured.
-        table: All statistics of all layers, of a full measurement.
-        random_states: As in the record, likewise.
+    ``grad_norms`` are the L2 norms of the gradients of each module's own parameters, ``[modules]``;
+    NaN if one of them is, :data:`MISSING` where there was no gradient.
     """
 
     step: int
     layout: Layout
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # what the file's ``steps`` say of it
     grad_norms: NDArray[np.float64]
-    nonfinite_module: str | None = None
-    table: LayerTable | None = None
+    nonfinite_module: str | None = None  # the first whose output held NaN or infinity, if measured
+    table: LayerTable | None = None  # of a full measurement
     random_states: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
@@ -113,23 +108,14 @@ class KeptStep:
 
 @dataclass(kw_only=True, eq=False)
 class Fault:
-    """One fault, while it is being recorded.
+    """One fault, while it is being recorded."""
 
-    Attributes:
-        step: When it was noticed.
-        before: A full measurement well before it, if there is one, else the oldest step kept.
-        at: That step, or the last recorded one before it.
-        last_full: The last full measurement up to it.
-        alerts: Those of the steps that are kept, and all since.
-        exception: What ended the training: type, message and traceback.
-    """
-
-    step: int
-    before: KeptStep | None
-    at: KeptStep | None
-    last_full: KeptStep | None
-    alerts: list[Alert]
-    exception: Mapping[str, str] | None = None
+    step: int  # when it was noticed
+    before: KeptStep | None  # a full measurement well before it if there is one, else the oldest
+    at: KeptStep | None  # that step, or the last recorded one before it
+    last_full: KeptStep | None  # the last full measurement up to it
+    alerts: list[Alert]  # of the steps that are kept, and all since
+    exception: Mapping[str, str] | None = None  # what ended the training, as in the file
 
     @property
     def first_bad_module(self) -> str | None:
@@ -158,24 +144,25 @@ def encode_flight(
         complete: Whether this is the last version of the file.
     """
     modules = steps[-1].layout.modules if steps else ()
-    names = [module.name for module in modules]
+    names, culprit = [module.name for module in modules], fault.first_bad_module
     norms = [step.norms_of(names) for step in steps]
     rows = list(range(len(names)))
     if len(rows) > MAX_MODULES:
         moved = first_movers(names, [step.step for step in steps], norms, fault.step)
-        always = {fault.first_bad_module, *(mover.name for mover in moved)}
+        always = {culprit, *(mover.name for mover in moved)}
         even = set(np.linspace(0, len(rows) - 1, MAX_MODULES - len(always)).round().astype(int))
         rows = [row for row in rows if row in even or names[row] in always]
     shown = [names[row] for row in rows]
     at, full = fault.at, fault.last_full
     after = latest if latest is not None and (at is None or latest.step > at.step) else None
     states = full.random_states if full is not None else {}
+    moments = {"before": fault.before, "at": at, "after": after}
     contents = {
         "format": FORMAT,
         "complete": complete,
         "step": fault.step,
         "batch": fault.step,
-        "first_bad_module": fault.first_bad_module,
+        "first_bad_module": culprit,
         "alerts": [alert_fields(alert) for alert in fault.alerts[:MAX_ALERTS]],
         "exception": fault.exception,
         "random": {
@@ -192,7 +179,7 @@ def encode_flight(
         "grad_norms": [[of_step[row] for row in rows] for of_step in norms],
         "profiles": [
             {"when": when, "step": step.step, **step.profile(shown)}
-            for when, step in {"before": fault.before, "at": at, "after": after}.items()
+            for when, step in moments.items()
             if step is not None
         ],
     }
@@ -207,11 +194,8 @@ def first_movers(
 ) -> list[Mover]:
     """The modules whose gradient norm left its past first, up to a fault, before half of all did.
 
-    Args:
-        names: The modules'.
-        steps: Ascending.
-        norms: Of each module at each step; None where unknown. NaN counts as infinite.
-        fault_step: What came later is left out: at the end of an explosion all are alike.
+    ``norms`` are those of each module at each step, None where unknown; NaN counts as infinite.
+    What came after the fault is left out: at the end of an explosion all are alike.
     """
     if not names:
         return []
@@ -270,13 +254,15 @@ _NUMBER = untrusted.optional(untrusted.number)
 _NUMBERS = untrusted.listed(_NUMBER)
 _NAMES = untrusted.listed(untrusted.name, most=MAX_MODULES)
 _PROFILE = untrusted.fields(
-    when=untrusted.name, step=untrusted.whole, **dict.fromkeys(_COLUMNS, _NUMBERS)
+    when=untrusted.name,
+    step=untrusted.whole,
+    **dict.fromkeys(_COLUMNS, untrusted.optional(_NUMBERS)),
 )
 
 
 def _profile(content: Any) -> dict[str, Any]:
-    """A profile; statistics that it does not have are empty lists."""
-    absent: dict[str, list[float]] = {column: [] for column in _COLUMNS}
+    """A profile; statistics that it does not have are None."""
+    absent = dict.fromkeys(_COLUMNS)
     return _PROFILE({**absent, **content} if type(content) is dict else content)
 
 
@@ -305,16 +291,18 @@ _FLIGHT = untrusted.fields(
 
 
 def _checked(contents: Any) -> dict[str, Any]:
-    flight: dict[str, Any] = _FLIGHT(contents)
-    steps, modules, profiles = flight["steps"], flight["modules"], flight["profiles"]
-    names = modules["name"]
-    for profile, key in itertools.product(profiles, _COLUMNS):
-        profile[key] = profile[key] or [None] * len(names)
-    if len({len(column) for column in (*steps.values(), flight["grad_norms"])}) > 1:
+    flight = _FLIGHT(contents)
+    names, profiles = flight["modules"]["name"], flight["profiles"]
+    for profile, column in itertools.product(profiles, _COLUMNS):
+        profile[column] = profile[column] or [None] * len(names)
+    if len({len(column) for column in (*flight["steps"].values(), flight["grad_norms"])}) > 1:
         raise ValueError("steps: the lists and grad_norms differ in length")
-    of_profiles = [profile[key] for profile in profiles for key in _COLUMNS]
-    of_modules = {"modules": [modules["type"]], "grad_norms": flight["grad_norms"]}
-    for place, columns in {**of_modules, "profiles": of_profiles}.items():
+    lists = {
+        "modules": [flight["modules"]["type"]],
+        "grad_norms": flight["grad_norms"],
+        "profiles": [profile[column] for profile in profiles for column in _COLUMNS],
+    }
+    for place, columns in lists.items():
         if any(len(column) != len(names) for column in columns):
             raise ValueError(f"{place}: a list is not as long as the list of names")
     return flight

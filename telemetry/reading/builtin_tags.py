@@ -34,7 +34,7 @@ def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
     parameter_names = {printable(parameter.name) for parameter in layer.parameters}
     for tag in tags:
         kind, place, name = parse_numbered(tag) or _OTHER
-        if kind in _OUTPUT_KINDS and place in layer.places and _is_output(layer, name):
+        if kind in _OUTPUT_KINDS and _is_output(layer, place, name):
             outputs.append((_OUTPUT_KINDS[kind], name, tag))
         elif kind in _PARAMETER_KINDS and name in parameter_names:
             parameters.append((_PARAMETER_KINDS[kind], name, tag))
@@ -43,20 +43,18 @@ def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
 
 def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
     """The tags of a layer's feature maps and filters."""
-    found = []
-    for tag in tags:
-        kind, place, name = parse_numbered(tag) or _OTHER
-        if kind in _IMAGE_KINDS and place in layer.places and _is_output(layer, name):
-            found.append((_IMAGE_KINDS[kind], name, tag))
-    return sorted(found)
+    parsed = [(tag, *(parse_numbered(tag) or _OTHER)) for tag in tags]
+    return sorted(
+        (_IMAGE_KINDS[kind], name, tag)
+        for tag, kind, place, name in parsed
+        if kind in _IMAGE_KINDS and _is_output(layer, place, name)
+    )
 
 
 def loss_of(tags: Collection[str], chosen: str | None) -> str | None:
-    """The tag of a run's loss; None: none.
+    """The tag of the loss among a run's scalars, if there is one.
 
-    Args:
-        tags: Of its scalars.
-        chosen: As written into the run; None in those of former versions.
+    ``chosen`` was written into the run; None in those of former versions.
     """
     return chosen if chosen in tags else loss_among(tags)
 
@@ -65,12 +63,11 @@ def scalar_curves(source: RunSource) -> list[tuple[str, str]]:
     """Pairs of ``loss`` or ``learning rate`` and a tag: one loss, some learning rates."""
     known = sorted(source.tags("scalars"))
     loss = loss_of(known, chosen_loss(source.tags(PLUGIN_NAME)))
-    rates = [tag for tag in known if _RATE.fullmatch(plain(tag))]
-    return [("loss", tag) for tag in (loss,) if tag is not None] + [
-        ("learning rate", tag) for tag in rates[:_MAX_RATES]
-    ]
+    rates = [tag for tag in known if _RATE.fullmatch(plain(tag))][:_MAX_RATES]
+    return [*(("loss", tag) for tag in (loss,) if tag), *(("learning rate", tag) for tag in rates)]
 
 
-def _is_output(layer: Layer, name: str) -> bool:
+def _is_output(layer: Layer, place: int, name: str) -> bool:
     shown = printable(layer.name or layer.type_name)
-    return re.fullmatch(rf"{re.escape(shown)}(\[\d+\])?", name) is not None
+    is_called = re.fullmatch(rf"{re.escape(shown)}(\[\d+\])?", name) is not None
+    return place in layer.places and is_called

@@ -15,68 +15,45 @@ from telemetry.tag_names import plain
 
 _FORWARD, _BACKWARD, _UPDATE = 1, 2, 3
 ARISES = {
-    "weight_norm": 0,
-    "weight_rms": 0,
-    "activation_grad_rms": _BACKWARD,
-    "grad_norm": _BACKWARD,
-    "grad_rms": _BACKWARD,
-    "update_ratio": _UPDATE,
-    "second_moment_rms": _UPDATE,
-    "nonfinite": _UPDATE,
+    **dict.fromkeys(("weight_norm", "weight_rms"), 0),
+    **dict.fromkeys(("activation_grad_rms", "grad_norm", "grad_rms"), _BACKWARD),
+    **dict.fromkeys(("update_ratio", "second_moment_rms", "nonfinite"), _UPDATE),
 }
 """The order within a step in which statistics arise; the others do in the forward pass."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Difference:
-    """The first step at which one statistic differs.
+    """The first step at which one statistic differs, and its number in both runs."""
 
-    Attributes:
-        statistic: Its name, ``loss``, or the tag of another curve of the whole run.
-        step: The step.
-        module_name: Of the layers that differ there, the one whose number was computed first; None
-            for a curve.
-        first: The number in the first run.
-        second: The number in the second run.
-        layer_count: How many layers differ at this step; 0 for a curve.
-    """
-
-    statistic: str
+    statistic: str  # its name, ``loss``, or the tag of another curve of the whole run
     step: int
-    module_name: str | None
+    module_name: str | None  # of those that differ, the first one computed; None for a curve
     first: float
     second: float
-    layer_count: int
+    layer_count: int  # how many differ at this step; 0 for a curve
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Two runs next to each other.
 
-    Attributes:
-        differences: At most one per statistic and curve, in the order in which they arose: by step,
-            and within a step weights, forward pass, backward pass, update.
-        step_count: Steps that both runs recorded.
-        layer_count: Layers that both runs have.
-        only_first: Names of the first run's other layers.
-        only_second: Names of the second run's other layers.
+    There is at most one difference per statistic and curve. They are in the order in which they
+    arose: by step, and within a step weights, forward pass, backward pass, update.
     """
 
     differences: Sequence[Difference]
-    step_count: int
-    layer_count: int
-    only_first: Sequence[str]
+    step_count: int  # that both runs recorded
+    layer_count: int  # that both runs have
+    only_first: Sequence[str]  # names of the first run's other layers
     only_second: Sequence[str]
 
 
 def compare(first: RunData, second: RunData, *, tolerance: float = 0.0) -> Comparison:
     """Compares two runs at the steps and in the layers that both have.
 
-    Args:
-        first: A run.
-        second: Another.
-        tolerance: Numbers are the same if they differ by at most this share of the larger one. NaN
-            is the same as NaN, and infinity as infinity.
+    Numbers are the same if they differ by at most ``tolerance`` times the larger one. NaN is the
+    same as NaN, and infinity as infinity.
     """
     names = [[layer.name for layer in run.overview().layers] for run in (first, second)]
     known = [set(of_run) for of_run in names]
@@ -114,13 +91,9 @@ def _of_layers(
                 column = int(differ.any(axis=1).argmax())
                 layers = np.flatnonzero(differ[column])
                 row = layers[-1 if ARISES.get(statistic.name) == _BACKWARD else 0]
+                pair_there = float(one[column, row]), float(other[column, row])
                 found[statistic.name] = Difference(
-                    statistic=statistic.name,
-                    step=int(common[column]),
-                    module_name=names[row],
-                    first=float(one[column, row]),
-                    second=float(other[column, row]),
-                    layer_count=len(layers),
+                    statistic.name, int(common[column]), names[row], *pair_there, len(layers)
                 )
     return list(found.values()), len(steps)
 
@@ -158,11 +131,5 @@ def _of_curves(first: RunData, second: RunData, tolerance: float) -> Iterator[Di
         first_values = np.array([one[step] for step in steps], np.float32)
         second_values = np.array([other[step] for step in steps], np.float32)
         for place in np.flatnonzero(~_same(first_values, second_values, tolerance))[:1]:
-            yield Difference(
-                statistic=name,
-                step=steps[place],
-                module_name=None,
-                first=one[steps[place]],
-                second=other[steps[place]],
-                layer_count=0,
-            )
+            step = steps[place]
+            yield Difference(name, step, None, one[step], other[step], 0)

@@ -20,21 +20,16 @@ _SMALLEST_UNIT = 1e-200  # also relative to the range, so that quotients stay fi
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Distribution:
-    """Shares of values per bin and step.
+    """Shares of values per bin and step; the outermost bins include the values beyond them.
 
-    Attributes:
-        steps: int64, shape ``[k]``.
-        edges: Edges of the bins, ascending, float64, shape ``[bins + 1]``. Bins have equal width in
-            ``asinh(x / unit)``: linear in the bulk of the values, logarithmic beyond it.
-        shares: float32, shape ``[k, bins]``; each row adds up to 1, or to 0 if it had no values.
-            The outermost bins include the values beyond the edges.
-        unit: Where the axis turns from linear to logarithmic.
+    Bins have equal width in ``asinh(x / unit)``: linear in the bulk of the values, logarithmic
+    beyond it.
     """
 
-    steps: NDArray[np.int64]
-    edges: NDArray[np.float64]
-    shares: NDArray[np.float32]
-    unit: float
+    steps: NDArray[np.int64]  # ``[k]``
+    edges: NDArray[np.float64]  # of the bins, ascending, ``[bins + 1]``
+    shares: NDArray[np.float32]  # ``[k, bins]``; a row adds up to 1, or to 0 if it had no values
+    unit: float  # where the axis turns from linear to logarithmic
 
 
 def histogram_table(value: object) -> NDArray[np.float64]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
@@ -20,8 +21,7 @@ _MARKS = (_TOTAL.encode(), b"telemetry/n/", b"telemetry/m/")
 may count something else."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EventFile:
+class EventFile(NamedTuple):
     """An event file, and its size in bytes when it was found."""
 
     path: str
@@ -34,14 +34,11 @@ def event_files(log_dir: str) -> Iterator[EventFile]:
     Raises:
         OSError: The directory cannot be read.
     """
-    try:
-        with os.scandir(log_dir) as entries:
-            found = [entry for entry in entries if "tfevents" in entry.name]
-    except FileNotFoundError:
-        return
-    for entry in sorted(found, key=lambda entry: entry.name, reverse=True):
-        if entry.is_file():
-            yield EventFile(path=entry.path, size=entry.stat().st_size)
+    with suppress(FileNotFoundError), os.scandir(log_dir) as entries:
+        found = [entry for entry in entries if "tfevents" in entry.name]
+        for entry in sorted(found, key=lambda entry: entry.name, reverse=True):
+            if entry.is_file():
+                yield EventFile(entry.path, entry.stat().st_size)
 
 
 def last_step(files: Iterable[EventFile], *, max_bytes: float = math.inf) -> int | None:
@@ -57,9 +54,9 @@ def last_step(files: Iterable[EventFile], *, max_bytes: float = math.inf) -> int
     Raises:
         OSError: A file cannot be read.
     """
-    for item in files:
-        with open(item.path, "rb") as file:
-            for data in events_from_end(file, item.size, _MARKS, max_bytes=max_bytes):
+    for path, size in files:
+        with open(path, "rb") as file:
+            for data in events_from_end(file, size, _MARKS, max_bytes=max_bytes):
                 step = _step_of(data)
                 if step is not None:
                     return step

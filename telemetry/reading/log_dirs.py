@@ -75,11 +75,7 @@ def open_run(log_dir: str | os.PathLike[str]) -> RunData:
 
 
 def only_log_dir(path: Path, skipped: Callable[[OSError], object] = lambda error: None) -> Path:
-    """The directory of a run: ``path``, or the only one below it.
-
-    Args:
-        path: A directory.
-        skipped: As in :func:`find_log_dirs`.
+    """The directory of a run: ``path``, or the only one below it, as :func:`find_log_dirs` finds.
 
     Raises:
         OSError: ``path`` cannot be read, or has no run.

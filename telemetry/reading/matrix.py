@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,34 +34,22 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Matrix:
-    """One statistic of some layers at some steps.
+    """One statistic of some layers at some steps: :data:`~telemetry.layers.MISSING` is unknown."""
 
-    Attributes:
-        steps: The first step of each column, int64, shape ``[columns]``, ascending.
-        values: float32, shape ``[columns, rows]``; :data:`~telemetry.layers.MISSING` where not
-            measured.
-        first_layer: The layer of the first row.
-        layer_factor: Layers per row; the last row may have fewer.
-        step_factor: Measured steps per column; the last column may have fewer.
-        sampled: Whether steps were left out because there is too much to read.
-    """
-
-    steps: NDArray[np.int64]
-    values: NDArray[np.float32]
-    first_layer: int = 0
-    layer_factor: int = 1
-    step_factor: int = 1
-    sampled: bool = False
+    steps: NDArray[np.int64]  # the first step of each column, ``[columns]``, ascending
+    values: NDArray[np.float32]  # ``[columns, rows]``
+    first_layer: int = 0  # of the first row
+    layer_factor: int = 1  # layers per row; the last row may have fewer
+    step_factor: int = 1  # measured steps per column; the last column may have fewer
+    sampled: bool = False  # whether steps were left out because there is too much to read
 
 
 def in_order(
     steps: NDArray[np.int64], values: NDArray[np.float32]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Sorts both by step, and keeps the last of equal steps.
+    """Steps ``[k]`` in ascending order and their values ``[k, ...]``; the last of equal steps.
 
-    Args:
-        steps: Shape ``[k]``; unsorted where two programs wrote into one directory.
-        values: Shape ``[k, ...]``.
+    They are unsorted where two programs wrote into one directory.
     """
     if (np.diff(steps) > 0).all():
         return steps, values
@@ -82,13 +70,12 @@ def thin(matrix: Matrix, *, max_layers: int, max_cells: int) -> Matrix:
     step_factor = max(1, -(-columns // max_columns))
     if layer_factor == step_factor == 1:
         return matrix
-    return Matrix(
+    return replace(
+        matrix,
         steps=matrix.steps[::step_factor],
         values=_largest(_largest(matrix.values, step_factor, 0), layer_factor, 1),
-        first_layer=matrix.first_layer,
         layer_factor=layer_factor,
         step_factor=step_factor * matrix.step_factor,
-        sampled=matrix.sampled,
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads tags of numbers in batches, and caches them so that only new data is read."""
+"""Reads tags of numbers in batches, caches them, and takes the statistics of layers from them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.page_format import EVENTS_PER_TAG, PLUGIN_NAME, ChunkKind
-from telemetry.reading.sessions import NumberTag
+from telemetry.reading.sessions import NumberTag, Segment
 from telemetry.reading.sources import Problems, RunSource
 from telemetry.untrusted import MAX_WHOLE
 
 READ_BYTES = 256 << 20
 """Most that is read for one answer; if it would be more, steps are left out."""
-CALL_TAGS = 200
-_CALL_BYTES = 64 << 20  # TensorBoard's data server sends at most 256 MiB in one message
+CALL_TAGS = 100
+"""Read with one call."""
 _CACHE_BYTES = 512 << 20
+
+EVERY_STEP = {statistic.name for statistic in PAGE_STATISTICS if statistic.every_step}
+"""Statistics that are computed from the parameters' gradient norms, ``n`` tags."""
 
 Numbers: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Steps ``[k]``, and for each of them the numbers of an ``m`` tag, ``[k, modules, statistics]``, or
@@ -51,7 +55,8 @@ class NumberCache:
     def _numbers(
         self, source: RunSource, wanted: Sequence[NumberTag], sampled: bool
     ) -> Iterator[tuple[NumberTag, Numbers]]:
-        for batch in _batches(wanted, sampled):
+        for start in range(0, len(wanted), CALL_TAGS):
+            batch = wanted[start : start + CALL_TAGS]
             found: dict[str, Numbers] = {}
             for tag in batch:
                 last, numbers = self._known.get((tag.tag, sampled), (None, None))
@@ -74,20 +79,6 @@ class NumberCache:
         self.nbytes += numbers[1].nbytes
         while self.nbytes > _CACHE_BYTES:
             self.nbytes -= self._known.popitem(last=False)[1][1][1].nbytes
-
-
-def _batches(wanted: Sequence[NumberTag], sampled: bool) -> Iterator[list[NumberTag]]:
-    batch: list[NumberTag] = []
-    nbytes = 0
-    for tag in wanted:
-        size = tag.estimated_bytes // (EVENTS_PER_TAG if sampled else 1)
-        if batch and (len(batch) == CALL_TAGS or nbytes + size > _CALL_BYTES):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(tag)
-        nbytes += size
-    if batch:
-        yield batch
 
 
 def _join(tag: NumberTag, points: Sequence[tuple[int, Any]], problems: Problems) -> Numbers:
@@ -127,3 +118,40 @@ def _event_numbers(kind: ChunkKind, step: int, array: object, shape: tuple[int, 
     if not ((exact >= 0) & (exact <= MAX_WHOLE)).all():
         raise ValueError("its steps must be from 0 to 2**53")
     return step + distances.astype(np.int64), values
+
+
+def of_modules(
+    segment: Segment, values: NDArray[np.float32], name: str, modules: NDArray[np.intp]
+) -> NDArray[np.float32] | None:
+    """One statistic of some of a segment's modules, ``[k, modules]``; None if it lacks it.
+
+    Args:
+        segment: The segment.
+        values: The numbers of one of its ``n`` tags for a statistic of :data:`EVERY_STEP`, of one
+            of its ``m`` tags for another.
+        name: The statistic's name.
+        modules: Places in the segment's layout, ascending.
+    """
+    if name not in EVERY_STEP:
+        names = segment.statistic_names
+        return values[:, modules, names.index(name)] if name in names else None
+    owners, order = segment.layout.owners, segment.layout.depth_order
+    own = order[np.isin(owners[order], modules)]
+    owning, starts = np.unique(owners[own], return_index=True)
+
+    def sums(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Over each module's parameters, ``[k, modules]``."""
+        found = np.zeros((len(numbers), len(modules)))
+        if len(own):
+            found[:, np.searchsorted(modules, owning)] = np.add.reduceat(numbers, starts, axis=1)
+        return found
+
+    norms = values[:, own]
+    present = norms != MISSING
+    total = sums(np.where(present, np.square(norms, dtype=np.float64), 0.0))
+    if name == "grad_rms":
+        with np.errstate(invalid="ignore", divide="ignore"):
+            total = total / sums(present * segment.sizes[own])
+    known = sums(present.astype(np.float64)) > 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(known, np.sqrt(total), MISSING).astype(np.float32)

@@ -16,9 +16,9 @@ from telemetry.alert import alert_fields
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.page_format import FORMAT_VERSION
 from telemetry.reading import builtin_tags
-from telemetry.reading.derived import Curves
 from telemetry.reading.distributions import distribution, histogram_table
 from telemetry.reading.matrix import Matrix
+from telemetry.reading.numbers import Numbers
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
@@ -106,7 +106,7 @@ def scalars(source: RunSource) -> bytes:
     return pack({"curves": header}, arrays)
 
 
-def layer_series(statistics: Curves, parameters: Curves) -> bytes:
+def layer_series(statistics: Mapping[str, Numbers], parameters: Mapping[str, Numbers]) -> bytes:
     """All statistics of one layer, and the gradient norm of each of its parameters."""
     groups = {"statistics": statistics, "parameters": parameters}
     arrays: dict[str, NDArray[Any]] = {}

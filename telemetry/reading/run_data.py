@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,9 +24,8 @@ from telemetry.page_format import (
     decode_layout,
     parse_layout_tag,
 )
-from telemetry.reading import derived
 from telemetry.reading.matrix import Matrix, Region, in_order
-from telemetry.reading.numbers import CALL_TAGS, NumberCache, Numbers
+from telemetry.reading.numbers import CALL_TAGS, EVERY_STEP, NumberCache, Numbers, of_modules
 from telemetry.reading.sessions import (
     Layer,
     NumberTag,
@@ -33,6 +33,7 @@ from telemetry.reading.sessions import (
     Structure,
     WrittenLayout,
     assemble,
+    session_of,
 )
 from telemetry.reading.sources import RunSource
 from telemetry.records import Layout
@@ -48,23 +49,13 @@ MAX_TEXT_BYTES = 32 << 20
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Overview:
-    """Layers, steps and alerts of a run.
+    """Layers, steps with data, and alerts of a run."""
 
-    Attributes:
-        version: Changes when earlier answers no longer fit, because of new layers or sessions.
-        layers: All rows, in forward order.
-        first_step: The first step with data.
-        last_step: The last step with data.
-        alerts: In the order of their steps.
-        session_count: How often the run was started or resumed.
-        of_ranks: Whether several ranks have written it.
-    """
-
-    version: str
-    layers: tuple[Layer, ...]
+    version: str  # another one if earlier answers no longer fit: there are new layers or sessions
+    layers: tuple[Layer, ...]  # in forward order
     first_step: int
     last_step: int
-    alerts: tuple[Alert, ...]
+    alerts: tuple[Alert, ...]  # by step
     session_count: int
     of_ranks: bool
 
@@ -99,7 +90,7 @@ class RunData:
             alerts = [
                 alert
                 for tag, alert in self._alerts.items()
-                if alert.step < sessions.end_of(tag.removeprefix(ALERT_PREFIX).rsplit("/", 1)[0])
+                if alert.step < sessions.end_of(session_of(tag, ALERT_PREFIX))
             ]
             return Overview(
                 version=self._version(),
@@ -119,27 +110,52 @@ class RunData:
         """
         if statistic not in {known.name for known in PAGE_STATISTICS}:
             raise KeyError(statistic)
-        region = region or Region()
         with self._lock:
             self._refresh()
-            count = len(self._structure.layers)
-            rows = region.layers(count)
-            sampled, parts = self._read("n" if statistic in derived.EVERY_STEP else "m", region)
-            steps, values = [np.empty(0, np.int64)], [np.empty((0, count), np.float32)[:, rows]]
-            for segment, (part_steps, numbers) in parts:
-                of_modules = derived.of_modules(segment, numbers, statistic)
-                if of_modules is not None:
-                    steps.append(part_steps)
-                    values.append(_spread(of_modules, segment.rows, count)[:, rows])
+            return self._matrix(statistic, region or Region())
+
+    def _matrix(self, statistic: str, region: Region) -> Matrix:
+        rows = region.layers(len(self._structure.layers))
+        width = max(0, rows.stop - rows.start)
+        sampled, parts = self._read("n" if statistic in EVERY_STEP else "m", region)
+        steps, values = [np.empty(0, np.int64)], [np.empty((0, width), np.float32)]
+        for segment, (part_steps, numbers) in parts:
+            inside = (segment.rows >= rows.start) & (segment.rows < rows.stop)
+            modules = np.flatnonzero(inside)
+            of_some = of_modules(segment, numbers, statistic, modules)
+            if of_some is not None:
+                spread = np.full((len(part_steps), width), MISSING, np.float32)
+                spread[:, segment.rows[modules] - rows.start] = of_some
+                steps.append(part_steps)
+                values.append(spread)
         all_steps, all_values = in_order(np.concatenate(steps), np.concatenate(values))
         return Matrix(steps=all_steps, values=all_values, first_layer=rows.start, sampled=sampled)
 
-    def layer_series(self, name: str) -> tuple[derived.Curves, derived.Curves]:
-        """As :func:`~telemetry.reading.derived.layer_series`; empty if the run lacks the layer."""
+    def layer_series(self, name: str) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
+        """Steps and values ``[k]`` of a layer's statistics and of its parameters' gradient norms.
+
+        Each by its name, without what was never measured; empty if the run lacks the layer.
+        """
         with self._lock:
             self._refresh()
-            full, norms = self._read("m", Region())[1], self._read("n", Region())[1]
-            return derived.layer_series(name, full, norms)
+            found: dict[str, Numbers] = {}
+            for row, layer in enumerate(self._structure.layers):
+                if layer.name == name:
+                    region = Region(first_layer=row, last_layer=row)
+                    for statistic in PAGE_STATISTICS:
+                        matrix = self._matrix(statistic.name, region)
+                        found[statistic.name] = matrix.steps, matrix.values[:, 0]
+            norms: dict[str, list[Numbers]] = defaultdict(list)
+            for segment, (steps, values) in self._read("n", Region())[1]:
+                place = segment.layout.position.get(name)
+                for index in () if place is None else segment.layout.owned[place]:
+                    parameter = segment.layout.parameters[index].name
+                    norms[parameter].append((steps, values[:, index]))
+        joined = {
+            parameter: in_order(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+            for parameter, parts in norms.items()
+        }
+        return _measured(found), _measured(joined)
 
     def first_movers(self, step: int) -> list[Mover] | None:
         """The layers whose gradient norm had left its past by a step, earliest first.
@@ -271,10 +287,10 @@ def _cut(
     return (steps, values) if inside.all() else (steps[inside], values[inside])
 
 
-def _spread(values: NDArray[np.float32], rows: NDArray[np.intp], count: int) -> NDArray[np.float32]:
-    """Moves the columns of a segment's modules to their places among all layers."""
-    if len(rows) == count and (rows == np.arange(count)).all():
-        return values
-    spread = np.full((len(values), count), MISSING, np.float32)
-    spread[:, rows] = values
-    return spread
+def _measured(curves: dict[str, Numbers]) -> dict[str, Numbers]:
+    known = {name: values != MISSING for name, (_, values) in curves.items()}
+    return {
+        name: (steps[known[name]], values[known[name]])
+        for name, (steps, values) in curves.items()
+        if known[name].any()
+    }

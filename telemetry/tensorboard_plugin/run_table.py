@@ -29,7 +29,7 @@ from telemetry.page_format import (
 )
 from telemetry.reading.builtin_tags import loss_of
 from telemetry.reading.log_dirs import natural_key
-from telemetry.reading.sessions import Sessions
+from telemetry.reading.sessions import Sessions, session_of
 from telemetry.tensorboard_plugin.provider_source import content_of, list_tags, read_tags
 
 _SILENT_S = 300.0
@@ -43,36 +43,23 @@ _MAX_TEXT = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RunEntry:
-    """What the tags of a run alone tell of it.
-
-    Attributes:
-        name: The run's.
-        last_step: The last step with data that counts.
-        started_s: When its newest session began, seconds since the epoch.
-        written_s: When it was last written to.
-        step_s: Seconds per step, of the newest session; 0 if unknown.
-        alert_tags: Of the alerts that count, by step.
-        loss_tag: Of the loss, if it was written.
-        end_tag: How the newest session was closed; None if it was not, or went on.
-    """
+    """What the tags of a run alone tell of it. Times are in seconds since the epoch."""
 
     name: str
-    last_step: int
-    started_s: float
+    last_step: int  # with data that counts
+    started_s: float  # when its newest session began
     written_s: float
-    step_s: float
-    alert_tags: tuple[str, ...]
+    step_s: float  # seconds per step, of the newest session; 0 if unknown
+    alert_tags: tuple[str, ...]  # of the alerts that count, by step
     loss_tag: str | None
-    end_tag: str | None
+    end_tag: str | None  # how the newest session was closed; None if it was not, or went on
 
     def status(
         self, now_s: float, exception: str | None = None
     ) -> Literal["live", "ended", "died"]:
         """Whether the training goes on; a run that was not closed and is silent has died.
 
-        Args:
-            now_s: Seconds since the epoch.
-            exception: What the training ended in, as its end says.
+        ``exception`` is what the training ended in, as its end says.
         """
         if self.end_tag is not None:
             return "ended" if exception is None else "died"
@@ -81,12 +68,7 @@ class RunEntry:
 
 
 def list_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
-    """The runs that have data for the page: the newest first, those of one start in natural order.
-
-    Args:
-        provider: TensorBoard's.
-        experiment: The experiment's id; empty for local files.
-    """
+    """The runs with data for the page: the newest first, those of one start in natural order."""
     listing = list_tags(provider, experiment, PLUGIN_NAME)
     entries = [run_entry(name, tags) for name, tags in listing.items() if tags]
     return sorted(entries, key=lambda entry: (-entry.started_s, natural_key(entry.name)))
@@ -95,14 +77,14 @@ def list_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
 def run_entry(name: str, tags: Mapping[str, Any]) -> RunEntry:
     """The run with these tags of the page's data, at least one, as TensorBoard lists them."""
     layouts = {tag: series for tag, series in tags.items() if tag.startswith(LAYOUT_PREFIX)}
-    starts = [(_session_of(tag, LAYOUT_PREFIX), series) for tag, series in layouts.items()]
+    starts = [(session_of(tag, LAYOUT_PREFIX), series) for tag, series in layouts.items()]
     sessions = Sessions((session, series.max_step) for session, series in starts)
     lasts, alerts = [], []
     for tag, series in tags.items():
         if (chunk := parse_chunk(tag)) is not None:
             lasts.append(min(series.max_step, sessions.end_of(chunk.session) - 1))
         elif tag.startswith(ALERT_PREFIX):
-            end = sessions.end_of(_session_of(tag, ALERT_PREFIX))
+            end = sessions.end_of(session_of(tag, ALERT_PREFIX))
             alerts += [(series.max_step, tag)] if series.max_step < end else []
     newest = max(sessions.begins, default="")
     first_step, last_step = sessions.begins.get(newest, 0), max(lasts, default=0)
@@ -120,10 +102,6 @@ def run_entry(name: str, tags: Mapping[str, Any]) -> RunEntry:
         loss_tag=chosen_loss(tags),
         end_tag=end_tag(newest) if has_ended else None,
     )
-
-
-def _session_of(tag: str, prefix: str) -> str:
-    return tag.removeprefix(prefix).rpartition("/")[0]
 
 
 def _time(series: Any) -> float:
