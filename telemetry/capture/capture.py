@@ -124,7 +124,7 @@ class Capture:
 
     @property
     def model_is_gone(self) -> bool:
-        """Whether the model no longer exists: this does not keep it alive."""
+        """Whether the model no longer exists."""
         return self.model() is None
 
     @property
@@ -372,9 +372,10 @@ class Capture:
         self._end(step)
         self._begin(step.number + 1, full)
 
-    @guarded("to hand over a step")
+    @guarded("to hand over a step", reads=False)
     def _hand_over(self, step: Step) -> None:
-        self._deliver(step.ends())
+        with undisturbed():
+            self._deliver(step.ends())
         self._delivered = True
 
     @guarded("to hand over a step", reads=False)

@@ -305,9 +305,7 @@ class CapturedStep:
             parts.setdefault((o.kind, o.name), []).append(unscaled)
         for (kind, name), records in parts.items():
             record, counted = TensorRecord.merge_all(records), detail.counted[kind, name]
-            merged[kind][name] = (
-                replace(record, calls=record.calls + counted) if counted else record
-            )
+            merged[kind][name] = replace(record, calls=record.calls + counted)
         return merged
 
     def _tell_wrong(self, reduced: Sequence[TensorRecord]) -> None:

@@ -118,7 +118,8 @@ def modules_unseen(
     if not set(uncalled).isdisjoint(in_graphs):
         message = _did_not_run(in_graphs, len(watched), step)
         return logging.WARNING, f"{message}. They were {_COMPILED}"
-    with_parameters = [n for n, h in silent.items() if _has_parameters(h)]
+    found = {n: hook.module() for n, hook in silent.items()}
+    with_parameters = [n for n, m in found.items() if m is not None and [*m.parameters()]]
     return logging.INFO, _did_not_run(with_parameters, len(watched), step)
 
 
@@ -155,8 +156,3 @@ def _did_not_run(names: Sequence[str], watched: int, step: int) -> str:
         f"{len(names)} of {watched} watched modules did not run at step {step}, nothing is "
         f"logged for their outputs: {shown}{f' and {more} more' if more > 0 else ''}"
     )
-
-
-def _has_parameters(hook: ForwardHook) -> bool:
-    module = hook.module()
-    return module is not None and next(module.parameters(), None) is not None
