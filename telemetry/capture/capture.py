@@ -19,7 +19,7 @@ from telemetry.capture.light import LightReader, LightStep
 from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizers import Optimizers
 from telemetry.capture.parameters import ParameterTable
-from telemetry.capture.step import Step
+from telemetry.capture.step import CHECKS, Step
 from telemetry.failures import Failures
 from telemetry.ranks.observer import RankObserver
 from telemetry.selection import Selection
@@ -69,17 +69,14 @@ class Capture:
             for all ranks together, or None to measure everything.
 
     Attributes:
-        in_progress: The step in progress.
-        training: Whether passes of training are observed.
-        in_phase: Whether those of a phase are.
-        armed: Whether any are. Compiled graphs are guarded by these: there is one graph with
-            observers and one without.
+        training, in_phase, armed: Whether passes of training are observed, those of a phase, any.
+            Compiled graphs are guarded by these: one graph has observers and one has not.
         output_grads: Whether gradients with respect to outputs are observed, too.
         thread: That steps; None until a step has ended outside of a backward pass.
         eval_mode: Whether the model was in evaluation mode at the last step, or at the beginning.
         by_hand: Whether the loop has no optimizer.
-        ranks: Tells what this rank is to measure for all; None: everything. Set before the first
-            measurement.
+        ranks: Tells what this rank is to measure for all; None: everything.
+        to_check: How many of the tensors that compiled graphs show PyTorch is still to reduce, too.
     """
 
     def __init__(
@@ -108,6 +105,7 @@ class Capture:
         self.thread: int | None = None
         self.eval_mode = not model.training
         self.ranks: RankObserver | None = None
+        self.to_check = {"outputs": CHECKS, "output_grads": CHECKS}
         self.modules = WatchedModules(self, model, selection)
         self.optimizers = Optimizers(self, primary)
         self.in_progress = Step(self, first_step)
@@ -118,7 +116,6 @@ class Capture:
         self._delivered = False
         self._budget = budget
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
-        self._checked_step: int | None = None
 
     @property
     def step(self) -> int:
@@ -127,7 +124,7 @@ class Capture:
 
     @property
     def model_is_gone(self) -> bool:
-        """Whether the model no longer exists: this does not keep it alive."""
+        """Whether the model no longer exists."""
         return self.model() is None
 
     @property
@@ -260,13 +257,6 @@ class Capture:
         step.ran.add(hook)
         return step
 
-    def checks(self, step: Step) -> bool:
-        """Whether what compiled graphs show is compared: at the first step at which they do."""
-        if step.captured.phase or self._checked_step not in (None, step.number):
-            return False
-        self._checked_step = step.number
-        return True
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure every forward pass inside, as a phase of its own; none of them is training."""
@@ -382,9 +372,10 @@ class Capture:
         self._end(step)
         self._begin(step.number + 1, full)
 
-    @guarded("to hand over a step")
+    @guarded("to hand over a step", reads=False)
     def _hand_over(self, step: Step) -> None:
-        self._deliver(step.ends())
+        with undisturbed():
+            self._deliver(step.ends())
         self._delivered = True
 
     @guarded("to hand over a step", reads=False)

@@ -47,10 +47,7 @@ Name: TypeAlias = str | Output
 
 
 class Observation(NamedTuple):
-    """One measured tensor: what and whose it is, and its number in the measurer.
-
-    ``scaled``: it has the factor of a ``GradScaler`` on it, if there is one.
-    """
+    """One measured tensor; ``scaled``: with the factor of a ``GradScaler``, if there is one."""
 
     kind: Kind
     name: Name
@@ -77,24 +74,15 @@ class RunTotals:
 
 @dataclass(kw_only=True, eq=False)
 class Detail:
-    """What only steps that are measured in full hold; parameters go by their indices.
-
-    Attributes:
-        observations: In their order, of backward passes those of training.
-        counted: How often each tensor came by when too many had been measured.
-        measurements: What the observations count.
-        checks: Of a few of them minimum, maximum and norm as PyTorch has them.
-        trainable: Parameters that require a gradient.
-        reached: Those that have one, whether or not an optimizer holds them.
-        held: Those that an optimizer holds which stepped.
-        fingerprints: Of the tensors that the model was given, see :func:`fingerprint`.
-        examples: Length of the first of them, in all forward passes together.
-    """
+    """What only steps that are measured in full hold; parameters go by their indices."""
 
     observations: list[Observation] = field(default_factory=list)
+    # How often each tensor came by when too many had been measured.
     counted: Counter[tuple[Kind, Name]] = field(default_factory=Counter)
     measurements: Measurements | None = None
+    # Of a few observations minimum, maximum and norm as PyTorch has them.
     checks: list[tuple[Observation, HostCopy]] = field(default_factory=list)
+    # As in :class:`StepRecord`.
     trainable: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
@@ -112,13 +100,9 @@ class CapturedStep:
     """What one step leaves behind: gathered on the training thread, reduced by :meth:`record`.
 
     Attributes:
-        step: Its number.
         totals: Shared by all steps of the run.
-        failures: Where to report what failed.
         full: Whether tensors are measured, not only norms of gradients.
         phase: Name of a part of the run that is not training; empty for a step.
-        wall_time: When the step ended, seconds since the epoch.
-        layout: Of the model at that time.
         passes: How many backward passes of training have ended.
         norms: Of the gradients that each optimizer was given at its first step, and whether they
             have a scaler's factor that the optimizer takes off.
@@ -128,7 +112,6 @@ class CapturedStep:
             taken at the end of the last one, and its place among them.
         overflow_ends: Of each device, how many observations there were when a gradient last was
             not finite.
-        eval_mode: Whether the model was in evaluation mode when an optimizer stepped.
         ranks: How the tensors relate to those of all ranks together.
     """
 
@@ -179,11 +162,7 @@ class CapturedStep:
     def record(self, scalars: Mapping[str, float], loss_tag: str | None = None) -> StepRecord:
         """Reduce to numbers and pixels; waits for an accelerator, so not for the training thread.
 
-        Called once for each step, in their order.
-
-        Args:
-            scalars: What the user logged for this step.
-            loss_tag: Which of that is the loss.
+        Called once for each step, in their order; ``loss_tag``: which of the scalars is the loss.
         """
         detail = self.detail
         norms, present, finite = self._grad_norms()
@@ -305,14 +284,10 @@ class CapturedStep:
         return tuple(name for name in names if name in broken)
 
     def _overflown(self, finite: bool) -> int:
-        """How many of the first observations belong to steps that a scaler skipped.
-
-        Args:
-            finite: Whether the step's gradients are: then a backward pass with one that is not
-                ended a step that did not happen, and all before it belongs there.
-        """
+        """How many of the first observations belong to steps that a scaler skipped."""
         if self.scaler is None or not finite:
             return 0
+        # A backward pass with a gradient that was not ended a step that did not happen.
         return max((int(end.wait()) for end in self.overflow_ends), default=0)
 
     def _tensors(self, overflown: int) -> dict[str, Any]:
@@ -330,9 +305,7 @@ class CapturedStep:
             parts.setdefault((o.kind, o.name), []).append(unscaled)
         for (kind, name), records in parts.items():
             record, counted = TensorRecord.merge_all(records), detail.counted[kind, name]
-            merged[kind][name] = (
-                replace(record, calls=record.calls + counted) if counted else record
-            )
+            merged[kind][name] = replace(record, calls=record.calls + counted)
         return merged
 
     def _tell_wrong(self, reduced: Sequence[TensorRecord]) -> None:
@@ -352,5 +325,6 @@ class CapturedStep:
                 "recorded with another minimum, maximum or norm than PyTorch finds, the "
                 f"first being {wrong[0]}. This is a fault of telemetry with PyTorch "
                 f"{torch.__version__}, please report it; "
-                'under torch.compiler.set_stance("force_eager") figures are right'
+                'under torch.compiler.set_stance("force_eager") figures are right',
+                kind="compiled",
             )

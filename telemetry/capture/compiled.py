@@ -39,7 +39,7 @@ def register(observer: ForwardHook) -> Tensor:
 
 
 def observe(output: Tensor, number: Tensor, index: int) -> None:
-    """Emit an operator that shows ``output``; to be traced by the compiler."""
+    """Emit an operator that shows ``output``; the compiler traces this."""
     torch.ops.telemetry.observe(output, number, index, False)
 
 

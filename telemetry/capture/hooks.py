@@ -8,16 +8,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    NamedTuple,
-    ParamSpec,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,33 +33,20 @@ _CHANNELS_FIRST = (*CONVOLUTIONS, *_BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
 _UNITS_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.Bilinear)
 
 
-class Guard(NamedTuple):
-    """What keeps our part of a hook apart from training.
+Method = TypeVar("Method", bound=Callable[..., None])
 
-    Attributes:
-        failures: Where to report what failed.
-        own_time: Entered while anything is done on the training thread.
-    """
+
+class Guard(NamedTuple):
+    """Where to report what failed, and what is entered while anything is done."""
 
     failures: Failures
     own_time: AbstractContextManager[None]
 
 
-class Guarded(Protocol):
-    """Whatever has methods that are :func:`guarded`."""
-
-    guard: Guard
-
-
-Owner = TypeVar("Owner", bound=Guarded)
-Args = ParamSpec("Args")
-Method: TypeAlias = Callable[Concatenate[Owner, Args], None]
-
-
-def guarded(
-    doing: str, *, reads: bool = True
-) -> Callable[[Method[Owner, Args]], Method[Owner, Args]]:
+def guarded(doing: str, *, reads: bool = True) -> Callable[[Method], Method]:
     """Keep a method apart from training: its faults are reported, its time is counted as ours.
+
+    Its owner has a :class:`Guard`, ``guard``.
 
     Args:
         doing: What failed, "to ..."; ``{0}`` stands for the owner, ``{1}`` for the first argument.
@@ -76,9 +54,9 @@ def guarded(
             where that cannot be.
     """
 
-    def decorate(method: Method[Owner, Args]) -> Method[Owner, Args]:
+    def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def contained(self: Owner, /, *args: Args.args, **kwargs: Args.kwargs) -> None:
+        def contained(self: Any, *args: Any, **kwargs: Any) -> None:
             failures, own_time = self.guard
             try:
                 with own_time:
@@ -90,7 +68,7 @@ def guarded(
             except Exception:
                 failures.report(doing.format(self, *args))
 
-        return contained
+        return cast(Method, contained)
 
     return decorate
 
@@ -114,11 +92,7 @@ def is_inert_copy(hook: object) -> bool:
 
 
 class ModuleHook(Inert):
-    """A hook of one module; the same object at every step, because compiled graphs refer to it.
-
-    Attributes:
-        module: The module, held weakly.
-    """
+    """A hook of one module; the same object at every step, because compiled graphs refer to it."""
 
     def __init__(self, capture: Capture, module: nn.Module) -> None:
         self.guard = capture.guard
@@ -168,25 +142,16 @@ class InputHook(ModuleHook):
 
 
 class ForwardHook(ModuleHook):
-    """The hook of a watched module, for what it returns.
-
-    Attributes:
-        name: The module's.
-        output: The first tensor that it returns.
-        called: What to call the module in a message.
-        ran_eagerly: Whether Python has called the hook, not only the compiler.
-        traced: Whether a compiled graph has shown something for it.
-        convolves: Whether the module is a convolution.
-        units: Which axis of its outputs counts units or channels: "first", "last" or "unknown".
-    """
+    """The hook of a watched module, for what it returns."""
 
     def __init__(self, capture: Capture, name: str, module: nn.Module) -> None:
         super().__init__(capture, module)
         self.rename(name)
-        self.ran_eagerly = False
-        self.traced = False
-        last = "last" if isinstance(module, _UNITS_LAST) else "unknown"
+        self.ran_eagerly = False  # Python has called the hook, not only the compiler
+        self.traced = False  # a compiled graph has shown something for it
         self.convolves = isinstance(module, CONVOLUTIONS)
+        # Which axis of its outputs counts units or channels.
+        last = "last" if isinstance(module, _UNITS_LAST) else "unknown"
         self.units = "first" if isinstance(module, _CHANNELS_FIRST) else last
         self._number = compiled.register(self)
 

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from telemetry.capture.hooks import (
-    CONVOLUTIONS,
-    ForwardHook,
-    InputHook,
-    ModuleHook,
-    is_inert_copy,
-)
+from telemetry.capture.hooks import CONVOLUTIONS, ForwardHook, InputHook, ModuleHook, is_inert_copy
 from telemetry.capture.step import Step
 from telemetry.capture.unseen import NEVER_RAN, modules_unseen
 from telemetry.records import Layout, Module, Parameter
@@ -33,18 +27,12 @@ PICTURED_MODULES = 12
 
 
 class WatchedModules:
-    """Puts hooks on the watched modules of a model.
-
-    Attributes:
-        pictured: Names of the modules whose feature maps are drawn.
-        installed: Whether there are hooks that are to go after the step.
-        forward_order: The modules that have run, by name, in the order of their first calls.
-    """
+    """Puts hooks on the watched modules of a model."""
 
     def __init__(self, capture: Capture, model: nn.Module, selection: Selection) -> None:
-        self.pictured: frozenset[str] = frozenset()
-        self.installed = False
-        self.forward_order: dict[str, None] = {}
+        self.pictured: frozenset[str] = frozenset()  # names of those whose feature maps are drawn
+        self.installed = False  # there are hooks that are to go after the step
+        self.forward_order: dict[str, None] = {}  # names of those that have run, by first calls
         self._capture = weakref.ref(capture)
         self._failures = capture.guard.failures
         self._model = weakref.ref(model)
@@ -60,10 +48,7 @@ class WatchedModules:
         self._layout = self._make_layout(model, self._table.parameters)
 
     def install(self) -> None:
-        """Put hooks on the modules that are watched now, and take them off all others.
-
-        They do nothing until the capture observes.
-        """
+        """Put hooks on the modules that are watched now, and take them off all others."""
         capture, model = self._capture(), self._model()
         if model is None or capture is None:
             return
@@ -161,8 +146,7 @@ class WatchedModules:
     def layout(self, ran: Collection[str] = (), parameters: tuple[Parameter, ...] = ()) -> Layout:
         """The same one until parameters are replaced or a module runs for the first time.
 
-        The forward order is that of first calls. A module that never ran follows the module before
-        it in ``named_modules()``.
+        A module that never ran follows the module before it in ``named_modules()``.
 
         Args:
             ran: Modules that have run, in that order.

@@ -36,7 +36,7 @@ class Optimizers:
     """Calls the capture around the steps of the optimizers that hold the model's parameters.
 
     PyTorch's hooks on all optimizers are used, so it does not matter whether an optimizer is made
-    before or after, nor which library calls it. The capture and the optimizers are held weakly.
+    before or after, nor which library calls it.
 
     Args:
         given: Ends the steps; None: found by the rule above. In the first batch it is the one after
@@ -132,9 +132,10 @@ class Optimizers:
             return
         capture.after_step(optimizer)
         self._latest = weakref.ref(optimizer)
-        if _alive(self._ends) is None and capture.all_stepped():
-            self._ends = self._latest
-        if _alive(self._ends) is not optimizer:
+        ends = _alive(self._ends)
+        if ends is None and capture.all_stepped():
+            self._ends, ends = self._latest, optimizer
+        if ends is not optimizer:
             return
         self._went_without.append(False)
         # An optimizer that steps inside backward is not the last one to do so. Deferred, to come
@@ -160,11 +161,7 @@ class Optimizers:
     def _is_usual(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether a call like most begins: of the optimizer that ends steps, without a closure.
-
-        Args:
-            args: That it was called with; itself is the first.
-        """
+        """Whether a call like most begins: of the optimizer that ends steps, without a closure."""
         return (
             self._ends is not None
             and self._ends() is optimizer

@@ -27,11 +27,10 @@ Indexed: TypeAlias = Sequence[tuple[int, Tensor]]
 
 
 class ParameterTable:
-    """The model's parameters in the order of ``named_parameters()``.
+    """The model's parameters in the order of ``named_parameters()``, known by identity.
 
-    The model is held weakly. Its parameters are known by identity and neither held nor weakly
-    referred to: PyTorch refuses to swap the contents of a tensor that has weak references. So
-    :meth:`refresh` has to be called whenever they may have been replaced, as ``fully_shard`` does.
+    They are not even weakly referred to: PyTorch refuses to swap the contents of a tensor that is.
+    So :meth:`refresh` has to be called whenever they may have been replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -108,10 +107,7 @@ class ParameterTable:
         return [(index_of[id(p)], p) for p in parameters_of(optimizer) if id(p) in index_of]
 
     def identities_of(self, optimizer: Optimizer) -> bytes:
-        """Of all of the optimizer's parameters: address of the object, and its index or -1.
-
-        Pairs of int64, for ``_native.take_norms``.
-        """
+        """Of all parameters of the optimizer: address of the object, and its index or -1; int64."""
         parameters = map(id, parameters_of(optimizer))
         pairs = [(address, self._index_of.get(address, -1)) for address in parameters]
         return np.array(pairs, np.int64).tobytes()
@@ -153,7 +149,7 @@ def local(tensor: Tensor) -> Tensor:
 
     Waits for a collective that is to deliver them, as the model does when it uses them.
     """
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return tensor
     if hasattr(tensor, "to_local"):  # DTensor
         tensor = tensor.to_local()
@@ -174,7 +170,7 @@ def plain(tensor: Tensor) -> Tensor | None:
     has no such values: integers, quantized, nested and fake tensors, and for sparse ones on an
     accelerator that are not coalesced.
     """
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.dtype in _NORMED:
+    if type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.dtype in _NORMED:
         return tensor
     if tensor.is_nested or is_lazy(tensor):
         return None
@@ -195,7 +191,7 @@ def plain(tensor: Tensor) -> Tensor | None:
 
 
 _CPU = torch.device("cpu")
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
 _NORMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -203,28 +199,20 @@ _NORMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Norms:
-    """Norms of some tensors of one device.
-
-    Attributes:
-        indices: Which tensors.
-        known_square: Square of the norm of all together, where it is known without waiting.
-    """
+    """L2 norms of some tensors of one device; ``known_square`` of all, if known without waiting."""
 
     def __init__(
         self, indices: tuple[int, ...], values: Tensor, known_square: float | None = None
     ) -> None:
-        """``values``: L2 norms ``[k]``; on an accelerator a second row ``[2, k]`` with the largest
-        magnitudes, which stay finite where the sum of squares overflows float32."""
+        # On an accelerator there is a second row ``[2, k]`` with the largest magnitudes, which
+        # stay finite where the sum of squares overflows float32.
         self.indices = indices
         self.known_square = known_square
         self._values = values
         self._copy = None if values.is_cpu else HostCopy(values)
 
     def nonfinite(self) -> Tensor | None:
-        """Whether any element behind them is not finite, bool ``[]`` on the device.
-
-        None if it is known that all are.
-        """
+        """Whether any element is not finite, bool ``[]`` on the device; None: known to be all."""
         if self.known_square is not None and math.isfinite(self.known_square):
             return None
         return self._values.view(-1, len(self.indices))[-1].isfinite().all().logical_not()
@@ -313,7 +301,8 @@ class Updates:
             if new is not None and new.shape == old.shape:
                 moved.append((index, new - old))
                 sizes.append((index, old))
-        self._moved, self._sizes = take_norms(moved), take_norms(sizes)
+        if moved:
+            self._moved, self._sizes = take_norms(moved), take_norms(sizes)
         self._on_host, self._others = [], []
 
     def read(self) -> Iterator[tuple[int, float, float, float]]:

@@ -23,11 +23,7 @@ from telemetry.records import Layout, StepRecord, TensorRecord
 
 
 class PartMaker:
-    """Makes the parts of one rank, in the order of its steps; not on the training thread.
-
-    Args:
-        standing: Where this rank stands among the others.
-    """
+    """Makes the parts of one rank, in the order of its steps; not on the training thread."""
 
     def __init__(self, standing: Standing) -> None:
         self._standing = standing
@@ -37,12 +33,7 @@ class PartMaker:
         self._last: tuple[int, float] | None = None
 
     def part(self, record: StepRecord, captured: CapturedStep | None = None) -> RankPart:
-        """What this rank measured.
-
-        Args:
-            record: Of a step.
-            captured: What it was made of; None if one call has read it.
-        """
+        """What this rank measured; ``captured`` is None if one call has read the step."""
         rank, notes = self._standing.rank, RankNotes() if captured is None else captured.ranks
         full = record.full or bool(record.phase)
         bad = self._nonfinite(record)
@@ -67,7 +58,11 @@ class PartMaker:
             hosts={self._host: frozenset((rank,))} if full else {},
             nonfinite=bad is not None,
             first_nonfinite=bad,
-            not_known=frozenset(notes.not_known) | _unknown_grads(record.layout, notes),
+            not_known=frozenset(notes.not_known).union(
+                f"the gradient of {record.layout.parameters[index].name}"
+                for index, share in notes.grads.items()
+                if share.reduction == "unknown"
+            ),
         )
 
     def logged(self, step: int, scalars: Mapping[str, float]) -> RankPart:
@@ -100,6 +95,11 @@ class PartMaker:
         # The schedule of a pipeline divides gradients by the number of micro-batches later.
         if captured is not None and not standing.is_in_pipeline:
             before = captured.norms_before_clipping(record.grad_norms, record.grad_present)
+        sums = [
+            (index, notes.parameters[index].shard, total)
+            for indices, totals in notes.bit_sums
+            for index, total in zip(indices, totals.wait().tolist(), strict=True)
+        ]
         return StagePart(
             stage=standing.stage,
             layout_id=self._layout_id,
@@ -113,7 +113,7 @@ class PartMaker:
             moved=moved,
             sizes=sizes,
             addends=_addends(record, notes),
-            checks=Checks.of(standing.rank, _sums(notes)),
+            checks=Checks.of(standing.rank, sums),
             nan_buffers=frozenset(record.nan_buffers),
             nonfinite_parameters=frozenset(record.nonfinite_parameters),
         )
@@ -128,30 +128,24 @@ class PartMaker:
         return {"step_s": Figure.of(self._standing.rank, record.wall_time - last[1])}
 
     def _nonfinite(self, record: StepRecord) -> Nonfinite | None:
-        """Where this rank has NaN or infinity of its own; not said where ranks share their data.
+        """Where this rank has NaN or infinity of its own.
 
         Ranks that are given the same data, and stages of a pipeline, have their values from each
         other.
         """
-        where = _where_nonfinite(record)
-        if where is None or self._standing.same_data.copies > 1 or self._standing.is_in_pipeline:
+        if self._standing.same_data.copies > 1 or self._standing.is_in_pipeline:
             return None
-        return Nonfinite(rank=self._standing.rank, where=where)
+        found = [f"the parameter {name}" for name in record.nonfinite_parameters]
+        for output, tensor in record.outputs.items():
+            if tensor.sketch.nan_count or tensor.sketch.positive_inf_count:  # a mask holds -inf
+                found.append(f"the output of {output}")
+        if record.loss is not None and not math.isfinite(record.loss):
+            found.append("the loss")
+        return Nonfinite(rank=self._standing.rank, where=found[0]) if found else None
 
 
 def _figures(rank: int, scalars: Mapping[str, float]) -> dict[str, Figure]:
     return {name: Figure.of(rank, value) for name, value in scalars.items()}
-
-
-def _where_nonfinite(record: StepRecord) -> str | None:
-    for name in record.nonfinite_parameters:
-        return f"the parameter {name}"
-    for output, tensor in record.outputs.items():
-        # A mask holds -inf.
-        if tensor.sketch.nan_count or tensor.sketch.positive_inf_count:
-            return f"the output of {output}"
-    loss = record.loss
-    return "the loss" if loss is not None and not math.isfinite(loss) else None
 
 
 def _tensors(
@@ -226,19 +220,3 @@ def _addends(record: StepRecord, notes: RankNotes) -> dict[int, NDArray[np.float
         is_mean = notes.grads[index].reduction == "mean"
         addends[index] = values * factor / (notes.grads[index].reduced if is_mean else 1)
     return addends
-
-
-def _sums(notes: RankNotes) -> list[tuple[int, int, int]]:
-    return [
-        (index, notes.parameters[index].shard, total)
-        for indices, totals in notes.bit_sums
-        for index, total in zip(indices, totals.wait().tolist(), strict=True)
-    ]
-
-
-def _unknown_grads(layout: Layout, notes: RankNotes) -> frozenset[str]:
-    return frozenset(
-        f"the gradient of {layout.parameters[index].name}"
-        for index, share in notes.grads.items()
-        if share.reduction == "unknown"
-    )

@@ -18,11 +18,7 @@ from telemetry.torch_private.host_copy import HostCopy
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScalerReading:
-    """A scaler at one optimizer step, perhaps still on its way to the host.
-
-    ``found_inf`` is there if the optimizer skips steps by itself, as fused ones do, and then not
-    zero if it skips this one.
-    """
+    """A scaler at one optimizer step, perhaps still on its way to the host."""
 
     step: int
     scale: HostCopy
@@ -31,11 +27,11 @@ class ScalerReading:
     backoff_factor: float
     growth_interval: int
     initial_scale: float | None
-    found_inf: HostCopy | None
+    found_inf: HostCopy | None  # of optimizers that skip steps by themselves, as fused ones do
 
     @property
     def factor(self) -> float:
-        """The factor on the loss and so on all gradients of the step's backward passes."""
+        """On the loss, and so on all gradients of the step's backward passes."""
         return float(self.scale.wait())
 
     @property

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,15 @@ from torch.optim import Optimizer
 from telemetry import images
 from telemetry.capture.captured import CapturedStep, Kind, Name, Observation
 from telemetry.capture.hooks import ForwardHook, GradHook, guarded, tensors_in
-from telemetry.capture.parameters import Indexed, Norms, Updates, described, local, take_norms
+from telemetry.capture.parameters import (
+    PLAIN,
+    Indexed,
+    Norms,
+    Updates,
+    described,
+    local,
+    take_norms,
+)
 from telemetry.capture.scaler import read_scaler
 from telemetry.capture.unseen import StepsUnseen
 from telemetry.measure import Measurer, fingerprint
@@ -44,8 +51,9 @@ the others counted."""
 _FINGERPRINTS = 64
 """Tensors of one step that have a fingerprint; the step may have very many micro-batches."""
 
-_CHECKS = 32
-"""So many outputs, and so many of their gradients, are reduced by PyTorch, too, once in a run."""
+CHECKS = 32
+"""So many outputs of compiled graphs, and of their gradients, are reduced by PyTorch, too: what is
+measured depends on the compiler."""
 
 _POWERS: Mapping[Kind, int] = {"outputs": 4}
 """Of how many powers there are sums: of four where the kurtosis is shown, elsewhere of two."""
@@ -54,58 +62,39 @@ _BY_HAND = 0
 """Stands for the optimizer in a loop that has none."""
 
 
-@dataclass(kw_only=True, eq=False)
-class _Pass:
-    """What one run of the autograd engine brought."""
+class _Pass(NamedTuple):
+    """What one run of the autograd engine brought; whose gradients it changed, by identity."""
 
-    observations: list[Observation] = field(default_factory=list)
-    # Parameters whose gradient has changed, by identity; ``autograd.grad`` changes none.
-    accumulated: dict[int, Tensor] = field(default_factory=dict)
+    observations: list[Observation]
+    accumulated: dict[int, Tensor]  # ``autograd.grad`` changes none
 
 
 class Step:
     """One step of training, or a phase apart from it, from its begin to what it leaves behind.
 
-    Unless they say otherwise, methods are to be called where nothing of the caller's is disturbed.
+    Methods without a guard are called by guarded ones.
 
     Args:
-        capture: Whose step it is.
-        number: Of optimizer steps before it.
         full: Whether tensors are measured, not only norms of gradients.
         norms: Whether at least these are taken.
-        phase: Name of the phase; empty for a step.
-
-    Attributes:
-        captured: What it leaves behind.
-        light: Whether a :class:`LightReader` has read it; then the rest here stays empty.
-        thread: Whose forward passes are observed; None until one runs a watched module.
-        ran: Hooks that were called outside of a backward pass.
-        begun: Whether the model is known to be as when the step began.
-        over: Whether nothing is observed any more.
-        order: Watched modules in the order of their first call.
-        parameters: What the indices of this step count.
-        unseen: Notices training that no optimizer of the model ever ends.
+        phase: Its name; empty for a step.
     """
 
     def __init__(
-        self,
-        capture: Capture,
-        number: int,
-        *,
-        full: bool = False,
-        norms: bool = True,
-        phase: str = "",
+        self, capture: Capture, number: int, full: bool = False, norms: bool = True, phase: str = ""
     ) -> None:
         self.guard = capture.guard
         self.number, self.full, self.norms = number, full, norms
-        self.light = self.begun = False
-        self.thread = capture.thread
         self.captured = CapturedStep(
             step=number, totals=capture.totals, failures=self.guard.failures, full=full, phase=phase
         )
-        self.ran: set[object] = set()
-        self.order: dict[str, None] = {}
-        self.parameters: tuple[Parameter, ...] = ()
+        self.light = False  # read by a LightReader: then all else here stays empty
+        self.begun = False  # the model is known to be as when the step began
+        self.over = not full  # nothing is observed any more
+        self.thread = capture.thread  # whose forward passes are observed
+        self.ran: set[object] = set()  # hooks that were called outside of a backward pass
+        self.order: dict[str, None] = {}  # watched modules in the order of their first call
+        self.parameters: tuple[Parameter, ...] = ()  # what the indices of this step count
         self.unseen = StepsUnseen()
         self._capture = capture
         self._detail = self.captured.detail
@@ -122,8 +111,7 @@ class Step:
         self._running: dict[int, _Pass] = {}
         self._probed: list[Observation] = []
         self._handles: list[Any] = []
-        self.over = not full
-        self.overflow_ends: dict[torch.device, Tensor] = {}
+        self._overflow_ends: dict[torch.device, Tensor] = {}
         self._optimizers: set[int] = set()
         self._updates: dict[int, Updates] = {}
 
@@ -189,7 +177,8 @@ class Step:
                 and not self.captured.phase
             ):
                 tensor.register_hook(GradHook(self, hook, place))
-        self._take_images(hook, given, output)
+        if given or hook.convolves:
+            self._take_images(hook, given, output)
 
     def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         """A compiled graph shows one of the tensors that a module returned."""
@@ -197,7 +186,8 @@ class Step:
         self.order.setdefault(hook.name)
         observation = self._observe_output(hook, tensor, place)
         self._check(observation, tensor)
-        self._take_images(hook, (), tensor if place == 0 else ())
+        if hook.convolves and place == 0:
+            self._take_images(hook, (), tensor)
 
     def _observe_inputs(self, name: str, given: Any) -> None:
         """Measure what comes from outside, each tensor once though it is handed on."""
@@ -255,14 +245,7 @@ class Step:
         unit_axis: int | None = None,
         scaled: bool = False,
     ) -> Observation | Literal[False] | None:
-        """Measure ``tensor`` as it is now; None if it is only counted, False if it cannot be.
-
-        Args:
-            tensor: Not kept.
-            into: The observations that it goes to.
-            unit_axis: See :meth:`Measurer.add`.
-            scaled: Whether it still has the factor of a ``GradScaler`` on it, if there is one.
-        """
+        """Measure ``tensor`` as it is now; None if it is only counted, False if it cannot be."""
         key = kind, name
         seen = self._seen.get(key, 0)
         if self._measured >= MANY_OBSERVATIONS and seen >= FEW_CALLS:
@@ -278,22 +261,23 @@ class Step:
         return observation
 
     def _check(self, observation: Observation | None, tensor: Tensor) -> None:
-        """Have PyTorch reduce what a compiled graph has shown, too: that depends on the compiler.
-
-        Nothing is waited for; :meth:`CapturedStep.record` compares. Only at the first full step.
-        """
-        if observation is None or not self._capture.checks(self):
+        """Have PyTorch reduce what a compiled graph has shown, too; the record compares."""
+        if (
+            observation is None
+            or not tensor.numel()
+            or not self._capture.to_check[observation.kind]
+        ):
             return
-        few = sum(of.kind == observation.kind for of, _ in self._detail.checks) < _CHECKS
-        if few and tensor.numel() and tensor.dtype in (torch.float32, torch.bfloat16):
+        if tensor.dtype in (torch.float32, torch.bfloat16):
+            self._capture.to_check[observation.kind] -= 1
             extremes = torch.stack(torch.aminmax(tensor.detach())).to(torch.float64)
             norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
             self._detail.checks.append((observation, HostCopy(torch.cat([extremes, norm[None]]))))
 
     def _take_images(self, hook: ForwardHook, given: Any, output: Any) -> None:
         detail, name = self._detail, hook.name
-        if hook.convolves and self._convolution is None:
-            self._convolution = hook
+        if hook.convolves:
+            self._convolution = self._convolution or hook
         if name in self._capture.modules.pictured and name not in detail.feature_maps:
             sample = next(map(images.sample_feature_maps, tensors_in(output)), None)
             if sample is not None:
@@ -309,7 +293,7 @@ class Step:
     def on_output_grad(
         self, hook: ForwardHook, place: int, grad: Tensor | None, in_graph: bool = False
     ) -> None:
-        """The gradient of an output that was returned in this step; to be called anywhere."""
+        """The gradient of an output that was returned in this step."""
         if self.over or grad is None:
             return  # a graph kept from an earlier step; an output that got no gradient
         running = self._current_pass()
@@ -336,7 +320,7 @@ class Step:
             # Deferred, to come after the callback by which DDP ends its reduction.
             if not at_end_of_backward(lambda: self.on_backward_end(task), deferred=1):
                 return None
-            running = self._running[task] = _Pass()
+            running = self._running[task] = _Pass([], {})
         return running
 
     @guarded("to end a backward pass")
@@ -367,17 +351,14 @@ class Step:
         nonfinite = norms.nonfinite()
         if nonfinite is not None:
             end = nonfinite.to(torch.int64) * len(self._detail.observations)
-            known = self.overflow_ends.get(end.device)
-            self.overflow_ends[end.device] = end if known is None else torch.maximum(known, end)
+            known = self._overflow_ends.get(end.device)
+            self._overflow_ends[end.device] = end if known is None else torch.maximum(known, end)
 
     # --- optimizer steps --------------------------------------------------------------------------
 
     @guarded("to read the gradients")
     def before_step(self, optimizer: Optimizer) -> None:
-        """Read what an optimizer is about to use and to change, at its first step in this one.
-
-        To be called anywhere; so are those that follow.
-        """
+        """Read what an optimizer is about to use and to change, at its first step in this one."""
         key, table = id(optimizer), self._capture.table
         if key in self._optimizers:
             return
@@ -470,7 +451,7 @@ class Step:
         return tensors if ranks is None else ranks.counting(tensors)
 
     def _observe_parameters(self, kind: Kind, tensors: Indexed, *, scaled: bool = False) -> None:
-        values = [local(tensor) for _, tensor in tensors]
+        values = [t if type(t) in PLAIN else local(t) for _, t in tensors]
         measured = self._measurer.add_all(values, powers=_POWERS.get(kind, 2))
         for (index, _), value, measurement in zip(tensors, values, measured, strict=True):
             name = self.parameters[index].name
@@ -495,12 +476,9 @@ class Step:
     # --- end --------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Observe nothing any more, even where a graph holds a hook of ours; to be called anywhere.
-
-        If no backward pass accumulated a gradient, they were all training: loops that take
-        gradients by ``autograd.grad`` have no others.
-        """
+        """Observe nothing any more, even where a graph holds a hook of ours."""
         if self.captured.passes == 0:
+            # They were all training: loops that use ``autograd.grad`` have no others.
             self._detail.observations += self._probed
             self._probed = []
         self.over = True
@@ -514,7 +492,7 @@ class Step:
         captured.step, captured.wall_time = self.number, time.time()
         captured.layout = self._capture.modules.layout(self.order, self.parameters)
         # First: finish() sends what waits on a GPU to the host.
-        captured.overflow_ends = [HostCopy(end) for end in self.overflow_ends.values()]
+        captured.overflow_ends = [HostCopy(end) for end in self._overflow_ends.values()]
         if self.full:
             self._detail.measurements = self._measurer.finish()
         return captured

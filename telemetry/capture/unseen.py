@@ -35,14 +35,10 @@ _COMPILED = (
 
 
 class StepsUnseen:
-    """Gathers why one step does not end.
-
-    Attributes:
-        other_steps: Of optimizers with none of the model's parameters.
-    """
+    """Gathers why one step does not end."""
 
     def __init__(self) -> None:
-        self.other_steps = 0
+        self.other_steps = 0  # of optimizers with none of the model's parameters
         self._told = False
         self._passes = self._cleared = self._changed = 0
         self._version: int | None = None
@@ -81,12 +77,9 @@ class StepsUnseen:
         )
 
     def at_the_end(self, ran: str) -> tuple[int, str]:
-        """The level and the message to log if the run ends before its first step.
+        """The level and the message, if any, to log if the run ends before its first step.
 
-        Nothing is lost where nothing ran. The message is empty if it was told before.
-
-        Args:
-            ran: What is known of the forward passes, for a step without a backward pass.
+        ``ran`` says what is known of the forward passes, for a step without a backward pass.
         """
         if self._told:
             return logging.NOTSET, ""
@@ -108,15 +101,10 @@ def modules_unseen(
     step: int,
     trained: Collection[str],
 ) -> tuple[int, str]:
-    """The level and the message to log about watched modules that did not run in a full step.
+    """The level and the message, if any, about watched modules that did not run in a full step.
 
     Modules without parameters are left out: many only run at random, or where they do something.
-    The message is empty if there is nothing to say.
-
-    Args:
-        watched: The hooks, by the names of their modules.
-        ran: Names of those that were seen at this ``step``.
-        trained: Names of all modules with a parameter that got a gradient in it.
+    ``trained`` are the modules with a parameter that got a gradient.
     """
     silent = {name: hook for name, hook in watched.items() if name not in ran}
     took_part = {part for name in trained for part in accumulate(f".{name}".split("."), _join)}
@@ -130,7 +118,8 @@ def modules_unseen(
     if not set(uncalled).isdisjoint(in_graphs):
         message = _did_not_run(in_graphs, len(watched), step)
         return logging.WARNING, f"{message}. They were {_COMPILED}"
-    with_parameters = [n for n, h in silent.items() if _has_parameters(h)]
+    found = {n: hook.module() for n, hook in silent.items()}
+    with_parameters = [n for n, m in found.items() if m is not None and [*m.parameters()]]
     return logging.INFO, _did_not_run(with_parameters, len(watched), step)
 
 
@@ -167,8 +156,3 @@ def _did_not_run(names: Sequence[str], watched: int, step: int) -> str:
         f"{len(names)} of {watched} watched modules did not run at step {step}, nothing is "
         f"logged for their outputs: {shown}{f' and {more} more' if more > 0 else ''}"
     )
-
-
-def _has_parameters(hook: ForwardHook) -> bool:
-    module = hook.module()
-    return module is not None and next(module.parameters(), None) is not None

@@ -138,8 +138,11 @@ def squared_norms(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
     Args:
         tensors: Contiguous or dense, in CPU memory and of one of :data:`DTYPES`.
     """
-    found = [(tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype]) for tensor in tensors]
-    addresses, counts, dtypes = map(list, zip(*found, strict=True))
+    addresses, counts, dtypes = [], [], bytearray()
+    for tensor in tensors:
+        addresses.append(tensor.data_ptr())
+        counts.append(tensor.numel())
+        dtypes.append(DTYPES[tensor.dtype])
     return np.frombuffer(_native.squared_norms(addresses, counts, bytes(dtypes)), np.float64)
 
 
