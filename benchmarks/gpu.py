@@ -3,8 +3,8 @@
     python benchmarks/gpu.py [--quick] [--json FILE]
 
 "of a copy" is a tensor's bytes per second, read once, over those that ``empty_like(x).copy_(x)``
-moves, read and written. "PyTorch" is the same without the Triton kernel; "with units" adds the
-extremes of each of 1024 units. All are medians of times between CUDA events.
+moves, read and written; "with units" adds the extremes of each of 1024 units. All are medians of
+times between CUDA events.
 
 The GPT has 124M parameters and trains on 8 × 1024 tokens in bfloat16 with autocast. Bare and logged
 steps alternate, each on its own copy of the model; every logged step is measured in full. "added"
@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 from machine import describe_machine, write_json
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from workloads import GPT, GPTBlock
 
 from telemetry import HookLogger
-from telemetry.measure import Measurer, device
+from telemetry.measure import Measurer
 
 SIZES_MB = [64, 256, 1024]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -43,8 +42,7 @@ class Bandwidth:
     dtype: str
     megabytes: int
     copy: float
-    kernel: float
-    pytorch: float
+    statistics: float
     with_units: float
 
 
@@ -61,19 +59,15 @@ def measure_bandwidth(dtype: torch.dtype, megabytes: int, rounds: int) -> Bandwi
     count = megabytes * 2**20 // dtype.itemsize
     x = torch.randn(count, device="cuda").to(dtype).view(-1, 1024)
     nbytes = count * dtype.itemsize
-    without_kernel = mock.patch.object(device, "_kernels", [None])
     target = torch.empty_like(x)
     copy = 2 * nbytes / time_on_gpu(lambda: target.copy_(x), rounds)
-    kernel = nbytes / time_on_gpu(lambda: take(x), rounds)
+    plain = nbytes / time_on_gpu(lambda: take(x), rounds)
     with_units = nbytes / time_on_gpu(lambda: take(x, unit_axis=1), rounds)
-    with without_kernel:
-        pytorch = nbytes / time_on_gpu(lambda: take(x), rounds)
     return Bandwidth(
         dtype=str(dtype).removeprefix("torch."),
         megabytes=megabytes,
         copy=copy,
-        kernel=kernel,
-        pytorch=pytorch,
+        statistics=plain,
         with_units=with_units,
     )
 
@@ -83,7 +77,7 @@ def take(tensor: Tensor, unit_axis: int | None = None) -> None:
 
 
 def time_on_gpu(run: Callable[[], object], rounds: int) -> float:
-    """Nanoseconds between CUDA events; the first round, which compiles, does not count."""
+    """Nanoseconds between CUDA events; the first round does not count."""
     times: list[float] = []
     for _ in range(rounds + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -161,11 +155,11 @@ def main() -> None:
         print("skipped: no CUDA device")
     else:
         rounds = 3 if args.quick else 20
-        print(f"\n{'':16}{'copy, GB/s':>12}{'of a copy':>12}{'PyTorch':>12}{'with units':>12}")
+        print(f"\n{'':16}{'copy, GB/s':>12}{'of a copy':>12}{'with units':>12}")
         for dtype in DTYPES:
             for megabytes in SIZES_MB[: 1 if args.quick else None]:
                 rows.append(row := measure_bandwidth(dtype, megabytes, rounds))
-                shares = (row.kernel, row.pytorch, row.with_units)
+                shares = (row.statistics, row.with_units)
                 print(
                     f"{row.dtype:9}{megabytes:4} MB{row.copy:12.0f}",
                     *(f"{share / row.copy:11.1%}" for share in shares),

@@ -6,13 +6,10 @@ the range back), boolean indexing, ``torch.tensor`` on the device.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from math import inf, nan
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,19 +28,11 @@ PIECE_ELEMENTS = 1 << 22
 # A row begins with these: first the sums over all pieces, then the extremes.
 _SUMS = (*COUNTS[1:], *POWER_SUMS)
 _FIGURES = (*_SUMS, *EXTREMES)
-_MINIMUM_AT, _MAXIMUM_AT = len(_SUMS), len(_SUMS) + 1
 CODES_AT = len(_FIGURES)
 _UNITS_AT = CODES_AT + CODES
 
-_ROWS_AT_ONCE = 64
-
 # Dtypes whose extremes PyTorch computes without a conversion.
 _ORDERED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-log = logging.getLogger("telemetry")
-
-# The module of the Triton kernel after the first import, or None if it cannot be used.
-_kernels: list[ModuleType | None] = []
 
 
 class DeviceTensors:
@@ -53,14 +42,14 @@ class DeviceTensors:
         self._rows: list[Tensor] = []
         self._end = 0
         self._copy: HostCopy | None = None
-        # For each stream on which tensors were added: blank rows for the kernel.
-        self._streams: dict[Any, list[Tensor]] = {}
+        self._streams: set[Any] = set()  # on which tensors were added
 
     def add(self, values: Values) -> Callable[[], TensorRecord]:
         """Reduce a non-empty tensor. Returns a function that gives its record after sending."""
         count = values.tensor.numel()
         values = values.collapsed()
-        parts = [self._statistics(values.tensor)]
+        self._streams.add(current_stream(values.tensor.device))
+        parts = [_statistics(values.tensor)]
         if values.unit_axis is not None:
             parts += _unit_extremes(values.tensor, values.unit_axis)
         start, self._end = self._end, self._end + sum(map(len, parts))
@@ -73,7 +62,7 @@ class DeviceTensors:
             return 0
         device = self._rows[0].device
         stream = current_stream(device)
-        if stream is not None and set(self._streams) != {stream}:
+        if stream is not None and self._streams != {stream}:
             for other in self._streams:
                 stream.wait_stream(other)
             for row in self._rows:
@@ -84,18 +73,6 @@ class DeviceTensors:
         self._rows.clear()
         self._streams.clear()
         return rows.nbytes
-
-    def _statistics(self, tensor: Tensor) -> Tensor:
-        """Sums, extremes and code counts, shape ``[10 + 4096]``, float64."""
-        blank = self._streams.setdefault(current_stream(tensor.device), [])
-        kernel = _kernel_for(tensor)
-        if kernel is not None:
-            if not blank:
-                blank += _blank_rows(tensor.device)
-            row = blank.pop()
-            if _run(kernel, tensor, row):
-                return row
-        return _statistics(tensor)
 
     def _record(self, place: slice, count: int) -> TensorRecord:
         assert self._copy is not None, "send() comes first"
@@ -117,51 +94,6 @@ def moments_of(row: Tensor, count: int) -> Moments:
     known |= {name: int(known[name]) for name in COUNTS[1:]}
     moments = Moments(count=count, **known)
     return moments if moments.finite_count else replace(moments, min=nan, max=nan)
-
-
-# --- in one read ---------------------------------------------------------------------------------
-
-
-def _kernel_for(tensor: Tensor) -> ModuleType | None:
-    """The module of the Triton kernel if it supports the tensor, else None."""
-    if not tensor.is_cuda or not tensor.is_contiguous():
-        return None
-    kernel = _load_kernel()
-    return kernel if kernel is not None and tensor.dtype in kernel.DTYPES else None
-
-
-def _load_kernel() -> ModuleType | None:
-    if not _kernels:
-        try:
-            _kernels.append(import_module("telemetry.measure.triton_kernel"))
-        except ImportError:
-            _kernels.append(None)
-    return _kernels[0]
-
-
-def _blank_rows(device: torch.device) -> Iterable[Tensor]:
-    """Rows of an empty tensor; several, because one costs as much."""
-    rows = torch.zeros(_ROWS_AT_ONCE, _UNITS_AT, dtype=torch.float64, device=device)
-    rows[:, _MINIMUM_AT].fill_(inf)
-    rows[:, _MAXIMUM_AT].fill_(-inf)
-    return rows.unbind()
-
-
-def _run(kernel: ModuleType, tensor: Tensor, row: Tensor) -> bool:
-    """Add the tensor to the row with the kernel. After a failure the kernel is never used again."""
-    try:
-        kernel.add_statistics(tensor, row)
-    # It is compiled at the first call, and every compiler fails in its own way.
-    except Exception:
-        log.warning(
-            "telemetry: the GPU kernel failed; PyTorch measures instead, more slowly", exc_info=True
-        )
-        _kernels[:] = [None]
-        return False
-    return True
-
-
-# --- in PyTorch's own operations -----------------------------------------------------------------
 
 
 def _statistics(tensor: Tensor) -> Tensor:
