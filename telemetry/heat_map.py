@@ -62,14 +62,11 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeatMap:
-    """A picture of what :func:`heat_map` was given.
+    """A picture of what :func:`heat_map` was given; all sizes are in pixels.
 
     Attributes:
-        width: In pixels, as all that follows.
-        height: Likewise.
         text_height: Of all texts, which are centered at their places.
         cells: The matrix, and the color scale.
-        texts: What is written around.
     """
 
     width: int
@@ -137,7 +134,7 @@ def heat_map(
         title: What the numbers are.
         log: Whether magnitudes matter; else they are shares.
         least_width: Of the cells together, in pixels.
-        text_height: Likewise; by default so that it can be read where TensorBoard shows the whole
+        text_height: In pixels; by default so that it can be read where TensorBoard shows the whole
             350 pixels wide.
     """
     low, high = _range(matrix, log)

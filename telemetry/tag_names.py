@@ -10,7 +10,7 @@ RUN, LAYERS, HISTOGRAMS, IMAGES = "~run/", "~layers/", "~histograms/", "~images/
 """What our tags begin with. TensorBoard shows as one group what has the same first part, sorted by
 ASCII: these few come after whatever the user calls theirs, and each says what is in it."""
 ALERTS = "~alerts/"
-"""Of texts, likewise."""
+"""What the tags of our texts begin with."""
 
 TOTAL_GRAD_NORM = f"{RUN}grad_norm/total"
 """The L2 norm of all gradients together, at every step."""

@@ -106,7 +106,8 @@ class BackgroundWriter(Generic[Item]):
 
     def put(self, item: Item, *, droppable: bool, flush: bool) -> None:
         """Adds an item, or drops it if the queue is full; an OSError if the writer is closed."""
-        if not self.is_here:
+        if os.getpid() != self._process_id:
+            self._put_elsewhere()
             return
         with self._lock:
             if self._closing:
@@ -148,6 +149,9 @@ class BackgroundWriter(Generic[Item]):
             self._changed.wait_for(lambda: self._finished, timeout_s)
             self._closed = True
         self._report_losses()
+
+    def _put_elsewhere(self) -> None:
+        """Called where an item is added in a forked child."""
 
     def _is_due(self) -> bool:
         # After a failure, only the clock or flush() starts another attempt.

@@ -118,15 +118,14 @@ class FileWriter(BackgroundWriter[bytes]):
         """Makes TensorBoard hide what was logged so far for this step and later ones."""
         self.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
-    def put(self, item: bytes, *, droppable: bool, flush: bool) -> None:
-        if not self.is_here and not self._reported_inert:
+    def _put_elsewhere(self) -> None:
+        if not self._reported_inert:
             self._reported_inert = True
             _logger.warning(
                 "%s: this writer is a copy in another process or of another writer, and writes "
                 "nothing; open one here to write from here",
                 self._log_dir,
             )
-        super().put(item, droppable=droppable, flush=flush)
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
         """Writes what waits, in at most this time, and logs how many events were lost, if any.

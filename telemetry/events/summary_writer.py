@@ -245,14 +245,7 @@ def _scalar(tag: str, value: Any) -> bytes:
 
 
 def _raw_histogram(tag: str, figures: HistogramProto, limits: Any, counts: Any) -> bytes | None:
-    """What ``add_histogram_raw`` writes of lists of numbers; None if it is left to torch.
-
-    Args:
-        tag: Name of the chart.
-        figures: The histogram without its buckets.
-        limits: Right edges.
-        counts: Elements per bucket.
-    """
+    """What ``add_histogram_raw`` writes of lists of numbers; None if it is left to torch."""
     are_lists = type(limits) is list and type(counts) is list
     if type(tag) is not str or not are_lists or not 0 < len(limits) == len(counts):
         return None
@@ -267,9 +260,8 @@ def _raw_histogram(tag: str, figures: HistogramProto, limits: Any, counts: Any) 
 class _Bins:
     """Bins of histograms; the C extension takes one look into a table and one comparison a value.
 
-    Args:
-        edges: Ascending. Positive and negative ones grow by more than 1/16 from one to the next,
-            as those of torch do; others are left to torch.
+    That takes edges that grow by more than 1/16 from one to the next, as those of torch do; others
+    are left to torch.
     """
 
     def __init__(self, edges: tuple[float, ...]) -> None:
@@ -283,11 +275,7 @@ class _Bins:
         self._fit = bool((up_to - below <= 1).all())
 
     def histogram(self, tag: str, values: Any) -> bytes | None:
-        """What ``add_histogram`` writes of these values; None if that is left to torch.
-
-        Raises:
-            NotImplementedError: They are no array, tensor or number.
-        """
+        """What ``add_histogram`` writes of these values; None if that is left to torch."""
         found = make_np(values)
         if not self._fit or type(tag) is not str or not found.size or found.dtype.kind not in "fiu":
             return None

@@ -227,7 +227,7 @@ def _merged(
 
 
 def histograms(sketches: Sequence[Sketch], merged: int = 1) -> Rows:
-    """The same as :meth:`Sketch.histogram` of each, with ``merged`` neighbouring buckets in one."""
+    """:meth:`Sketch.histogram` of each, with ``merged`` neighbouring buckets in one."""
     buckets, starts, ends = _merged(sketches, merged)
     counts = np.concatenate([sketch.counts for sketch in sketches])
     counts = np.add.reduceat(counts, starts) if merged > 1 and len(starts) else counts
