@@ -63,8 +63,8 @@ class OneCause(Rule):
     _reported: dict[str, _Reported]
     _hidden: dict[str, _Hidden]
     _allowance: float
-    _looks: int
-    _next_ask: int
+    _looks: int = 0
+    _next_ask: int = 0
     _rate: float = 0.0
     wants_full: bool = False
 
@@ -82,7 +82,6 @@ class OneCause(Rule):
         self._reported = {}
         self._hidden = {}
         self._allowance = _BURST
-        self._looks = self._next_ask = 0
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Judge a loss that was logged before its step ended."""

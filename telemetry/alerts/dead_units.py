@@ -44,7 +44,7 @@ class DeadUnits(Rule):
 
     name = "dead_units"
     _silence: dict[Output, _Silence]
-    _undecided: bool = False
+    wants_full: bool = False  # a layer is silent, but not for long enough
     _episode: Episode
 
     def __init__(
@@ -63,15 +63,10 @@ class DeadUnits(Rule):
         self._silence = {}
         self._episode = Episode(_CALM_LOOKS)
 
-    @property
-    def wants_full(self) -> bool:
-        """Whether a layer is silent, but not for long enough."""
-        return self._undecided
-
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         if not record.full:
             return ()
-        self._undecided = False
+        self.wants_full = False
         dead = [
             output
             for output, silent in _silent_units(record)
@@ -112,7 +107,7 @@ class DeadUnits(Rule):
         self._silence[output] = now
         witnessed = now.samples * now.silent.sum() ** 0.5 >= self._samples
         enough = bool(now.batches >= self._batches and witnessed)
-        self._undecided |= not enough
+        self.wants_full |= not enough
         return enough and (now.is_nearly_complete or step - now.since >= _PARTLY)
 
     def _alert(self, record: StepRecord, dead: list[Output]) -> Alert:

@@ -165,15 +165,16 @@ class SummedGradients:
 
     Attributes:
         is_sure: Whether two pairs of steps in a row have shown it, and none the contrary since.
+        wants_full: Whether two full measurements in a row would tell.
     """
 
     is_sure: bool = False
+    wants_full: bool = False
     _step: int = -2
     _biases: dict[str, float]
     _pairs: int = 0
     _norms: tuple[float, ...] = ()
     _asked: int = 0
-    _wants: bool = False
 
     def __init__(self) -> None:
         self._biases = {}
@@ -182,11 +183,6 @@ class SummedGradients:
     def is_young(self) -> bool:
         """Whether the norms of the first steps are still being looked at."""
         return len(self._norms) <= _RISING
-
-    @property
-    def wants_full(self) -> bool:
-        """Whether two full measurements in a row would tell."""
-        return self._wants
 
     def add(self, record: StepRecord) -> None:
         """Look at one step."""
@@ -208,18 +204,18 @@ class SummedGradients:
         now = np.array([biases[name] for name in given])
         own = np.array(list(given.values()))
         if _is_one_factor(now, own):
-            self._pairs, self.is_sure, self._wants = 0, False, False
+            self._pairs, self.is_sure, self.wants_full = 0, False, False
         elif before.keys() >= given.keys():
             old = np.array([before[name] for name in given])
             self._pairs = self._pairs + 1 if _is_one_factor(now, own + old) else 0
             self.is_sure |= self._pairs >= _PAIRS
-            self._wants &= not self.is_sure and self._pairs > 0
+            self.wants_full &= not self.is_sure and self._pairs > 0
         else:
             self._ask(not self.is_sure)
 
     def _ask(self, might: bool) -> None:
-        if might and not self._wants and self._asked < _ASKED:
-            self._wants = True
+        if might and not self.wants_full and self._asked < _ASKED:
+            self.wants_full = True
             self._asked += 1
 
 

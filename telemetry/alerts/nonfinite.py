@@ -58,8 +58,8 @@ class Nonfinite(Rule):
     _loss_step: int = -1
     _seen: int = -1
     _has_stepped: bool = False
-    _skipped: bool
-    _has_scaler: bool
+    _skipped: bool = False
+    _has_scaler: bool = False
     _was_good: bool = False
     _usual: set[str]
     _calm_steps: int = 0
@@ -70,7 +70,6 @@ class Nonfinite(Rule):
     # Ten: a scaler halves its factor at each skipped step, and needs several in the beginning.
     def __init__(self, *, losses: int = 10) -> None:
         self._losses = losses
-        self._skipped = self._has_scaler = False
         self._usual = set()
         self._loss, self._norm = _Ends(), _Ends()
         self._episode = Episode(1)

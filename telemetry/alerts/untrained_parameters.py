@@ -73,8 +73,9 @@ class UntrainedParameters(Rule):
     def wants_full(self) -> bool:
         """Whether it is time to tell, and which parameters have a gradient is not known enough."""
         late = self._needed - _LATE <= self._steps <= self._needed + _LATE
-        left = self._trainable & ~self._trained
-        return late and self._is_new and self._looks < _LOOKS and bool(left.any())
+        if not (late and self._is_new and self._looks < _LOOKS):
+            return False
+        return bool((self._trainable & ~self._trained).any())
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         count = len(record.layout.parameters)
