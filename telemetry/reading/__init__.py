@@ -1,1 +1,1 @@
-"""Reads a run back: sources, sessions, matrices, payloads, summaries; none of it loads torch."""
+"""Reads a run back: sources, sessions, matrices, payloads; none of it loads torch."""

@@ -143,15 +143,9 @@ def histograms(source: RunSource, layer: Layer) -> bytes:
 def images(source: RunSource, layer: Layer) -> list[dict[str, Any]]:
     """The layer's pictures and their steps, from the tags of the Images dashboard."""
     tags = builtin_tags.image_tags(layer, source.tags("images"))
-    return [
-        {
-            "kind": kind,
-            "name": name,
-            "tag": tag,
-            "steps": [step for step, _ in source.read("images", [tag]).get(tag, ())],
-        }
-        for kind, name, tag in tags
-    ]
+    read = source.read("images", [tag for _, _, tag in tags])
+    steps = {tag: [step for step, _ in read.get(tag, ())] for _, _, tag in tags}
+    return [{"kind": kind, "name": name, "tag": t, "steps": steps[t]} for kind, name, t in tags]
 
 
 def picture(source: RunSource, tag: str, step: int) -> bytes | None:

@@ -115,8 +115,9 @@ class RunData:
             return self._matrix(statistic, region or Region())
 
     def _matrix(self, statistic: str, region: Region) -> Matrix:
-        rows = region.layers(len(self._structure.layers))
-        width = max(0, rows.stop - rows.start)
+        count = len(self._structure.layers)
+        rows = region.layers(count)
+        width = len(range(count)[rows])
         sampled, parts = self._read("n" if statistic in EVERY_STEP else "m", region)
         steps, values = [np.empty(0, np.int64)], [np.empty((0, width), np.float32)]
         for segment, (part_steps, numbers) in parts:

@@ -58,6 +58,8 @@ def test_a_window_is_read_alone(tmp_path: Path, open_run: OpenRun) -> None:
     assert part.steps.tolist() == [31, 32, 33]
     assert part.values.tolist() == [[310], [320], [330]]
     assert part.first_layer == 1
+    beyond = open_run(tmp_path).matrix("grad_norm", Region(first_layer=2**53))
+    assert beyond.values.shape == (100, 0)
 
 
 def test_a_resumed_run_shows_one_line(tmp_path: Path, open_run: OpenRun) -> None:
