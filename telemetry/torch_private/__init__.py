@@ -108,18 +108,25 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
             in_mode = _in_dispatch_mode() or in_function_mode() or torch.is_inference_mode_enabled()
         # First, because torch-function modes see what follows.
         self._stack = _without_modes() if in_mode else None
-        torch.set_grad_enabled(False)
-        self._autocast = tuple(filter(torch.is_autocast_enabled, _device_types()))
+        if self._grad_enabled or self._stack is not None:  # leaving inference mode enables them
+            torch.set_grad_enabled(False)
+        types = _device_types()
+        self._autocast = tuple(filter(torch.is_autocast_enabled, types))
         for device_type in self._autocast:
             torch.set_autocast_enabled(device_type, False)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if (
+            len(types) > 1
+            and torch.cuda.is_initialized()
+            and torch.cuda.is_current_stream_capturing()
+        ):
             return False
         return self._stack is None or _leave_dispatch_modes() is not None or not _in_dispatch_mode()
 
     def __exit__(self, *exception: object) -> None:
         for device_type in self._autocast:
             torch.set_autocast_enabled(device_type, True)
-        torch.set_grad_enabled(self._grad_enabled)
+        if self._grad_enabled:
+            torch.set_grad_enabled(True)
         if self._stack is not None:
             self._stack.close()
 
