@@ -65,7 +65,7 @@ class OneCause(Rule):
     _allowance: float
     _looks: int
     _next_ask: int
-    _rate: float
+    _rate: float = 0.0
     wants_full: bool = False
 
     def __init__(
@@ -76,25 +76,25 @@ class OneCause(Rule):
         course: Course | None = None,
     ) -> None:
         self._rules = tuple(rules)
+        self._of_losses = [rule for rule in rules if type(rule).on_loss is not Rule.on_loss]
         self._severities = dict(severities or {})
         self._course = course or Course()
         self._reported = {}
         self._hidden = {}
         self._allowance = _BURST
         self._looks = self._next_ask = 0
-        self._rate = 0.0
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Judge a loss that was logged before its step ended."""
-        alerts = [alert for rule in self._rules for alert in rule.on_loss(step, loss)]
-        return [_with_consequences(alert) for alert in self._sort_out(alerts)]
+        alerts = [alert for rule in self._of_losses for alert in rule.on_loss(step, loss)]
+        return self._sort_out(alerts) if alerts else ()
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         alerts = [alert for rule in self._rules for alert in rule(record)]
         self._ask(record.step)
         if self._course.since_rate_jump == 0:
             self._rate = max(record.learning_rates)
-        return [_with_consequences(alert) for alert in self._sort_out(alerts)]
+        return self._sort_out(alerts) if alerts else ()
 
     def _ask(self, step: int) -> None:
         """Begin to ask for several measurements, or go on with that."""
@@ -132,6 +132,9 @@ class OneCause(Rule):
         return {"causes": self, "course": self._course, **rules}
 
     def _sort_out(self, alerts: list[Alert]) -> list[Alert]:
+        return [_with_consequences(alert) for alert in self._reportable(alerts)]
+
+    def _reportable(self, alerts: list[Alert]) -> list[Alert]:
         reported: list[Alert] = []
         for alert in map(self._graded, alerts):
             if alert.stage == "end":
@@ -166,7 +169,7 @@ class OneCause(Rule):
         for survivor in left:
             del self._hidden[survivor.kind]
         lasting = [_outlives(found, alert.step) for found in left if found.kind in _STATES]
-        return [alert, *self._sort_out(lasting)]
+        return [alert, *self._reportable(lasting)]
 
     def _cause_of(self, alert: Alert) -> _Reported | None:
         if alert.kind in self._hidden:
@@ -259,7 +262,7 @@ def _grown_worse(cause: Alert, consequence: Alert) -> Alert:
 
 
 def _joined(worse: Alert, consequence: Alert) -> Alert:
-    """The same when at this step there is another consequence, which is told first."""
+    """For another consequence at this step, which is told first."""
     seen, value, limit = (
         consequence.message.split("\n")[0],
         consequence.value,

@@ -6,7 +6,16 @@ import math
 from collections import deque
 from dataclasses import dataclass, replace
 
-from telemetry.alerts.history import FAR_ABOVE, NEVER, History, NormTrend, Past, median, middle
+from telemetry.alerts.history import (
+    FAR_ABOVE,
+    NEVER,
+    History,
+    NormTrend,
+    Past,
+    Ranked,
+    median,
+    middle,
+)
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
@@ -27,22 +36,17 @@ class Course:
 
     loss: LossTrend
     norm: NormTrend
-    age: int
-    since_rate_jump: int
-    since_large_step: int
-    step_ratio: float
-    _ratio_rate: float
+    age: int = -1
+    since_rate_jump: int = NEVER
+    since_large_step: int = NEVER
+    step_ratio: float = 0.0
+    _ratio_rate: float = 0.0
     _rates: History
     _ratios: History
 
     def __init__(self) -> None:
         self.loss = LossTrend()
         self.norm = NormTrend()
-        self.age = -1
-        self.since_rate_jump = NEVER
-        self.since_large_step = NEVER
-        self.step_ratio = 0.0
-        self._ratio_rate = 0.0
         self._rates = History(1000)
         self._ratios = History(5)
         self._last: StepRecord | None = None
@@ -87,12 +91,10 @@ class Course:
     @property
     def gradients_led(self) -> bool:
         """Whether gradients just jumped while the learning rate did not, and was not too large."""
-        usual = self._ratios.median if len(self._ratios) else 0.0
-        return (
-            self.norm.since_jump <= _JUST
-            and self.since_rate_jump > self.norm.since_jump + _JUST
-            and usual < _LARGE_USUALLY
-        )
+        since = self.norm.since_jump
+        if since > _JUST or self.since_rate_jump <= since + _JUST:
+            return False
+        return not len(self._ratios) or self._ratios.median < _LARGE_USUALLY
 
     def _follow_rates(self, rates: tuple[float, ...]) -> None:
         rate = max(rates, default=0.0)
@@ -165,33 +167,23 @@ class LossTrend:
         steps_lost: Number of losses in a row after which half of what was learned had been lost.
     """
 
-    is_worse: bool
-    is_better: bool
-    is_recovering: bool
-    steps_far_above: int
-    excess: float
-    steps_lost: int
-    _first: tuple[float, ...]
-    _best: float
+    is_worse: bool = False
+    is_better: bool = False
+    is_recovering: bool = False
+    steps_far_above: int = 0
+    excess: float = 0.0
+    steps_lost: int = 0
+    _first: tuple[float, ...] = ()
+    _best: float = math.inf
     _recent: deque[float]
-    _past: History
-    _steps_worse: int
-    _peak: float
+    _past: Ranked
+    _steps_worse: int = 0
+    _peak: float = 0.0
     _long_ago: Past
 
     def __init__(self) -> None:
-        self.is_worse = False
-        self.is_better = False
-        self.is_recovering = False
-        self.steps_far_above = 0
-        self.excess = 0.0
-        self.steps_lost = 0
-        self._first = ()
-        self._best = math.inf
         self._recent = deque(maxlen=_RECENT)
-        self._past = History(_PAST)
-        self._steps_worse = 0
-        self._peak = 0.0
+        self._past = Ranked(_PAST)
         self._long_ago = Past(_LATEST)
 
     @property
@@ -207,7 +199,8 @@ class LossTrend:
     @property
     def is_unbounded(self) -> bool:
         """Whether it is so far below zero that nothing seems to limit it: ten first losses."""
-        return bool(self._first) and median(self._recent) < -_UNBOUNDED * abs(self.first)
+        recent = median(self._recent) if self._first else 0.0
+        return recent < 0 and recent < -_UNBOUNDED * abs(self.first)
 
     @property
     def has_lost(self) -> bool:
@@ -233,9 +226,9 @@ class LossTrend:
 
     def _compare(self, recent: float) -> None:
         usual = self._past.median
-        spread = max(self._past.spread, _LEAST_SPREAD * abs(usual))
-        self.is_worse = recent > usual + _WORSE * spread
-        self.is_better = recent < usual - _BETTER * spread
+        deviation = max(self._past.deviation, _LEAST_DEVIATION * abs(usual))
+        self.is_worse = recent > usual + _WORSE * deviation
+        self.is_better = recent < usual - _BETTER * deviation
         self._steps_worse = self._steps_worse + 1 if self.is_worse else 0
         self._peak = max(self._peak, recent) if self._steps_worse > 1 else recent
         self.is_recovering = self.is_worse and recent < self._peak - _RECOVERED * (
@@ -273,7 +266,7 @@ _RECENT = 5  # a median of 5 ignores two outliers; tried 2 and 10
 _PAST = 30  # by eye, in steps; tried 15 and 60
 _LATEST = 20  # steps; as _BETWEEN of NormTrend
 _LEARNED = 0.1  # of the first loss: less may be noise; by eye
-_LEAST_SPREAD = 1e-3  # so that a constant loss has one, too; tried 0.0005 and 0.002
+_LEAST_DEVIATION = 1e-3  # so that a constant loss has one, too; tried 0.0005 and 0.002
 # A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
 # mlp_tanh20_small is called exploding; tried 2 and 20.
 _WORSE = 4.0
@@ -302,7 +295,6 @@ class Rise:
     peak: float
 
     def followed_by(self, loss: float) -> Rise:
-        """The same after another loss."""
         return self if loss <= self.peak else replace(self, peak=loss)
 
     def is_undone(self, loss: float) -> bool:

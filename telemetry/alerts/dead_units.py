@@ -44,7 +44,7 @@ class DeadUnits(Rule):
 
     name = "dead_units"
     _silence: dict[Output, _Silence]
-    _undecided: bool
+    _undecided: bool = False
     _episode: Episode
 
     def __init__(
@@ -61,7 +61,6 @@ class DeadUnits(Rule):
         self._batches = batches
         self._samples = samples
         self._silence = {}
-        self._undecided = False
         self._episode = Episode(_CALM_LOOKS)
 
     @property

@@ -19,13 +19,11 @@ class Episode:
         calm: Number of calls in a row without a finding after which the fault is over.
     """
 
-    _looks_without: int
-    _current: Alert | None
+    _looks_without: int = 0
+    _current: Alert | None = None
 
     def __init__(self, calm: int) -> None:
         self._calm = calm
-        self._looks_without = 0
-        self._current = None
 
     @property
     def is_on(self) -> bool:

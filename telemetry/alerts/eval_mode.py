@@ -24,16 +24,14 @@ class EvalMode(Rule):
     """
 
     name = "eval_mode"
-    _steps: int
-    _differ: tuple[str, ...]
+    _steps: int = 0
+    _differ: tuple[str, ...] = ()
     _episode: Episode
 
     def __init__(self, *, steps: int = 20) -> None:  # by eye: a step or two may be an experiment
         self._needed = steps
-        self._steps = 0
         self._episode = Episode(1)
         self._layout: Layout | None = None
-        self._differ = ()
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         if record.layout is not self._layout:

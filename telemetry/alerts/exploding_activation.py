@@ -14,9 +14,9 @@ from telemetry.records import Output, StepRecord
 
 
 class ExplodingActivation(CourseRule):
-    """Compares the spread of each module's output with the largest RMS that it has had.
+    """Compares the variation of each module's output with the largest RMS that it has had.
 
-    The spread (see :attr:`TensorRecord.spread`), because what is the same for every input is no
+    The variation (:attr:`TensorRecord.variation`), because what is the same for every input is no
     activation, however large it is: the layers before it may be dead.
 
     It alerts when an output is ``factor`` times larger than ever before, in two full measurements
@@ -25,13 +25,13 @@ class ExplodingActivation(CourseRule):
 
     Args:
         factor: Ratio to the largest RMS that the module's output has had.
-        depth_factor: Ratio of the largest spread in the network to the RMS of the first module.
+        depth_factor: Ratio of the largest variation in the network to the RMS of the first module.
     """
 
     name = "exploding_activation"
     _highest: dict[Output, float]
-    _looks: int
-    _began_deep: bool | None
+    _looks: int = 0
+    _began_deep: bool | None = None
     _episode: Episode
 
     def __init__(
@@ -44,8 +44,6 @@ class ExplodingActivation(CourseRule):
         self._factor = factor
         self._depth_decades = math.log10(depth_factor)
         self._highest = {}
-        self._looks = 0
-        self._began_deep = None
         self._episode = Episode(_CALM_LOOKS)
 
     @property
@@ -68,7 +66,7 @@ class ExplodingActivation(CourseRule):
     def _grown(self, record: StepRecord) -> Alert | None:
         found = None
         for output, tensor in record.outputs.items():
-            name, now = output.module_name, tensor.spread
+            name, now = output.module_name, tensor.variation
             highest = self._highest.get(output, 0.0)
             if highest and now > self._factor * highest and self.course.loss.is_worse:
                 times = now / highest

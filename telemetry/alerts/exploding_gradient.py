@@ -51,14 +51,14 @@ class ExplodingGradient(CourseRule):
     name = "exploding_gradient"
     _depths: History
     _gains: History
-    _from_loss: float
-    _is_explained: bool
+    _from_loss: float = 0.0
+    _is_explained: bool = False
     _blame: Blame
-    _steps_far_above: int
-    _steps_lasting: int
-    _deep_looks: int
-    _began_deep: bool | None
-    _remains: bool
+    _steps_far_above: int = 0
+    _steps_lasting: int = 0
+    _deep_looks: int = 0
+    _began_deep: bool | None = None
+    _remains: bool = False
     _episode: Episode
 
     def __init__(
@@ -75,14 +75,7 @@ class ExplodingGradient(CourseRule):
         self._depth_decades = math.log10(depth_factor)
         self._depths = History(50)
         self._gains = History(10)
-        self._from_loss = 0.0
-        self._is_explained = False
         self._blame = Blame()
-        self._steps_far_above = 0
-        self._steps_lasting = 0
-        self._deep_looks = 0
-        self._began_deep = None
-        self._remains = False
         self._episode = Episode(_CALM_STEPS)
 
     @property

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.modules import Modules
+from telemetry.alerts.modules import carried
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.plain_text import called
@@ -30,7 +30,7 @@ class Stretch(NamedTuple):
 
     @property
     def shared(self) -> str:
-        """The same of what is divided among them."""
+        """Of what is divided among them."""
         return str(self) if self.first == self.last else f"{self}, each with a part of it"
 
 
@@ -75,7 +75,7 @@ _ENDS = 0.1
 
 @once
 def forward_growth(record: StepRecord) -> Growth:
-    """Growth of the modules' outputs: from the RMS of the first to the ``spread`` of others.
+    """Growth of the modules' outputs: from the RMS of the first to the variation of others.
 
     So a constant is no growth, however large it is.
     """
@@ -87,7 +87,7 @@ def forward_growth(record: StepRecord) -> Growth:
     ]
     tensors = [(name, tensor) for name, tensor in tensors if 0 < tensor.sketch.rms < math.inf]
     first = [(name, tensor.sketch.rms) for name, tensor in tensors[:1]]
-    return _growth(first + [(name, tensor.spread) for name, tensor in tensors[1:]])
+    return _growth(first + [(name, tensor.variation) for name, tensor in tensors[1:]])
 
 
 def backward_growth(record: StepRecord) -> Growth:
@@ -104,6 +104,8 @@ def gain(record: StepRecord) -> float:
         log10 of the norm of all parameter gradients over the RMS of the gradient of the last
         module's output; NaN where that is zero or was not measured.
     """
+    if not record.output_grads:  # as at most steps
+        return math.nan
     total, last = record.total_grad_norm, _gradients(record)[-1:]
     return math.log10(total / last[0][1]) if last and 0 < total < math.inf else math.nan
 
@@ -115,8 +117,6 @@ def _gradients(record: StepRecord) -> list[tuple[str, float]]:
     Leaves out layers where it is zero or not finite, and embeddings, which have a scale of their
     own.
     """
-    if not record.output_grads:
-        return []  # as at most steps, which need no table then
     layers = zip(record.layout.modules, table(record).column("activation_grad_rms"), strict=True)
     return [
         (module.name, rms)
@@ -147,39 +147,35 @@ class Blame:
         is_alike: Whether all gradients grew alike, and nothing else is known.
     """
 
-    stretch: Stretch | None
-    batch: float
-    is_alike: bool
-    _modules: Modules
-    _norms: NDArray[np.float64]
+    stretch: Stretch | None = None
+    batch: float = 0.0
+    is_alike: bool = False
+    _names: tuple[str, ...] = ()
+    _usual: NDArray[np.float64]
     _outputs: dict[str, float]
-    _input: float
+    _input: float = math.nan
 
     def __init__(self) -> None:
-        self.stretch = None
-        self.batch = 0.0
-        self.is_alike = False
-        self._modules = Modules()
-        self._norms = np.zeros(0)
+        self._usual = np.zeros(0)  # log10 of each layer's norm
         self._outputs = {}
-        self._input = math.nan
 
     def add(self, record: StepRecord) -> None:
         """Add a step whose gradients are finite."""
-        before = self._modules
-        if before.layout is not record.layout:
-            self._modules = Modules.of(record.layout)
-            self._norms = self._modules.carry(self._norms, before.names, np.nan)
-        outputs = self._grown_outputs(record)
-        grown, by_norm = self._all_but_one(self._modules, record.owner_grad_norms)
-        if not grown and outputs is None:
+        names = record.layout.owner_names
+        if names is not self._names:
+            self._usual = carried(self._usual, self._names, names, np.nan)
+            self._names = names
+        outputs = self._grown_outputs(record) if record.inputs or record.outputs else None
+        growth = self._growth(record)
+        if growth is None and outputs is None:
             self._forget()
         elif self.stretch is None and not self.batch and not self.is_alike:
+            by_norm = None if growth is None else self._all_but_one(growth)
             by_outputs = None if outputs is None else outputs.stretch
             self.stretch = Stretch(by_norm, by_norm) if by_norm is not None else by_outputs
             if outputs is not None and outputs.levels[0] > max(outputs.levels) / 2:
                 self.stretch, self.batch = None, 10 ** outputs.levels[0]
-            several = len(self._modules.names) > _FEWEST
+            several = len(names) > _FEWEST
             self.is_alike = self.stretch is None and not record.full and several
 
     def _forget(self) -> None:
@@ -200,29 +196,33 @@ class Blame:
         grown = order[others > 10**_ALL_GROWN * usual]
         if not 0 < len(grown) <= max(1, _FEW * len(norms)) or len(norms) < _FEWEST:
             return None
-        name = self._modules.names[int(grown.max())]
+        name = self._names[int(grown.max())]
         return Stretch(name, name)
 
-    def _remember(self, norms: NDArray[np.float64]) -> None:
-        """What is usual: of a converged run, one batch alone may have a gradient of nearly 0."""
-        usual = np.fmax(norms, _FADING * self._norms)
-        self._norms = np.where((norms > 0) | np.isnan(self._norms), usual, self._norms)
+    def _growth(self, record: StepRecord) -> NDArray[np.float64] | None:
+        """log10 of how far each norm is above its usual, if most have grown tenfold.
 
-    def _all_but_one(self, modules: Modules, norms: NDArray[np.float64]) -> tuple[bool, str | None]:
-        """Whether gradients grew tenfold, and the module whose gradient grew far less than all."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            growth = np.log10(norms / self._norms)
+        Else it adds to what is usual: of a converged run, a batch may have a gradient of nearly 0.
+        """
+        levels = record.owner_grad_levels
+        growth: NDArray[np.float64] = levels - self._usual
+        high = np.count_nonzero(growth > _ALL_GROWN)
+        if high:
+            known = growth[np.isfinite(growth)]
+            if 2 * high >= len(known) >= _FEWEST and np.median(known) > _ALL_GROWN:
+                return growth
+        used = levels > -np.inf
+        np.add(self._usual, _FADING, out=self._usual, where=used)
+        np.fmax(self._usual, levels, out=self._usual, where=used)
+        return None
+
+    def _all_but_one(self, growth: NDArray[np.float64]) -> str | None:
+        """The layer whose gradient grew far less than all others."""
         known = np.isfinite(growth)
-        count = np.count_nonzero(known)
-        # The median is not computed where fewer than half have grown so much.
-        have_grown = count >= _FEWEST and 2 * np.count_nonzero(growth > _ALL_GROWN) >= count
-        if not have_grown or np.median(growth[known]) <= _ALL_GROWN:
-            self._remember(norms)
-            return False, None
         least, next_least = np.sort(growth[known])[:2]
         if next_least - least <= _FAR_LESS:
-            return True, None
-        return True, modules.names[int(np.where(known, growth, np.inf).argmin())]
+            return None
+        return self._names[int(np.where(known, growth, np.inf).argmin())]
 
     def _grown_outputs(self, record: StepRecord) -> Growth | None:
         """How far the batch and then each output are above what they were; None if none is."""
@@ -240,7 +240,7 @@ class Blame:
 
 def _above(tensor: TensorRecord, usual: float) -> tuple[float, float]:
     """log10 of how far a tensor is above what is usual, 0 if that is not known; and what is now."""
-    now = tensor.spread
+    now = tensor.variation
     level = math.log10(now / usual) if 0 < now < math.inf and usual > 0 else 0.0
     rms = tensor.sketch.rms
     return level, rms if level <= _ALL_GROWN and 0 < rms < math.inf else usual
@@ -250,4 +250,4 @@ _FEW = 0.1  # of all modules, by eye
 _FEWEST = 3  # fewer modules have no majority; tried 1 and 6
 _ALL_GROWN = 1.0  # ten times, gradients as well as outputs; by eye; tried 0.5 and 2
 _FAR_LESS = 1.0  # by eye; tried 0.5 and 2
-_FADING = 0.9  # a step: what was ten steps ago counts as a third of it
+_FADING = math.log10(0.9)  # a step: what was ten steps ago counts as a third of it

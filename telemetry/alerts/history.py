@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterator
 from itertools import islice
@@ -22,10 +23,10 @@ def middle(values: Collection[float]) -> float:
 
 
 class History:
-    """The last values of a figure: its usual level and its usual spread.
+    """The last values of a figure.
 
     Args:
-        length: How many values are kept.
+        length: How many are kept.
     """
 
     _values: deque[float]
@@ -55,18 +56,63 @@ class History:
     def highest(self) -> float:
         return max(self._values)
 
+
+class Ranked(History):
+    """Keeps them in ascending order, too, so that asking at each step costs little; none is NaN."""
+
+    _values: deque[float]
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self._ordered: list[float] = []
+        self._ordered_of = self._values  # another one after a resumed run was loaded
+
+    def add(self, value: float) -> None:
+        ordered, values = self.ordered, self._values
+        if len(values) == values.maxlen:
+            del ordered[bisect_left(ordered, values[0])]
+        insort(ordered, value)
+        values.append(value)
+
+    @property
+    def ordered(self) -> list[float]:
+        """All values, ascending."""
+        if self._ordered_of is not self._values:
+            self._ordered, self._ordered_of = sorted(self._values), self._values
+        return self._ordered
+
+    @property
+    def median(self) -> float:
+        return self.ordered[len(self._values) // 2]
+
+    @property
+    def highest(self) -> float:
+        return self.ordered[-1]
+
     @property
     def lowest(self) -> float:
-        return min(self._values)
+        return self.ordered[0]
 
     @property
-    def spread(self) -> float:
-        """Standard deviation, estimated from the median absolute deviation."""
-        middle = self.median
-        return NORMAL_CONSISTENT * median([abs(value - middle) for value in self._values])
+    def deviation(self) -> float:
+        """Standard deviation, estimated from the median absolute deviation.
+
+        Half of the values are nearest to the median: they lie side by side, and as far below it as
+        above it.
+        """
+        ordered, half = self.ordered, len(self._values) // 2
+        usual, last = ordered[half], len(ordered) - 1 - half
+        first = bisect_left(
+            range(last), True, key=lambda i: ordered[i + half] - usual >= usual - ordered[i]
+        )
+        beyond = ordered[first + half] - usual
+        farthest = max(beyond, usual - ordered[first])
+        if first > 0:
+            farthest = min(farthest, usual - ordered[first - 1])
+        return NORMAL_CONSISTENT * farthest
 
 
-class Past:
+class Past(Ranked):
     """The last hundred values but for the latest ones; of few, the older half.
 
     A value that rises step by step, compared with those just before it, would raise its own limit.
@@ -75,56 +121,36 @@ class Past:
         latest: How many of the latest are left out.
     """
 
-    _old: History
     _new: deque[float]
 
     def __init__(self, latest: int) -> None:
+        super().__init__(_OLD)
         self._latest = latest
-        self._old = History(_OLD)
         self._new = deque()
-
-    def __len__(self) -> int:
-        return len(self._old)
 
     def add(self, value: float) -> None:
         """Add the latest value, which becomes past later."""
         self._new.append(value)
-        waiting = min(self._latest, (len(self._old) + len(self._new)) // 2)
+        waiting = min(self._latest, (len(self) + len(self._new)) // 2)
         while len(self._new) > waiting:
-            self._old.add(self._new.popleft())
+            super().add(self._new.popleft())
 
     def adopt(self, value: float) -> None:
         """Add a value that is past at once."""
-        self._old.add(value)
+        super().add(value)
 
     def clear(self) -> None:
         """Forget all."""
-        self._old = History(_OLD)
+        self._values = deque(maxlen=_OLD)
         self._new.clear()
 
     def ranges_above(self, value: float) -> float:
         """How far a value lies above the highest, in ranges; minus infinity while they are few."""
-        if len(self._old) < _FEWEST:
+        if len(self) < _FEWEST:
             return -math.inf
         highest = self.highest
         unit = max(highest - self.lowest, _LEAST_RANGE * abs(highest))
         return (value - highest) / unit if unit > 0 else -math.inf
-
-    @property
-    def highest(self) -> float:
-        return self._old.highest
-
-    @property
-    def lowest(self) -> float:
-        return self._old.lowest
-
-    @property
-    def median(self) -> float:
-        return self._old.median
-
-    @property
-    def spread(self) -> float:
-        return self._old.spread
 
 
 _OLD = 100  # by eye, in steps; tried 50 and 200
@@ -149,24 +175,19 @@ class NormTrend:
         since_jump: Steps since it first rose to five times the highest.
     """
 
-    above: float
-    far_above: float
-    usual: float
-    since_jump: int
-    _totals: History
+    above: float = 0.0
+    far_above: float = 0.0
+    usual: float = 0.0
+    since_jump: int = NEVER
+    _totals: Ranked
     _between: deque[float]
-    _long_ago: History
-    _steps_unusual: int
+    _long_ago: Ranked
+    _steps_unusual: int = 0
 
     def __init__(self) -> None:
-        self.above = 0.0
-        self.far_above = 0.0
-        self.usual = 0.0
-        self.since_jump = NEVER
-        self._totals = History(_ALL)
+        self._totals = Ranked(_ALL)
         self._between = deque(maxlen=_BETWEEN)
-        self._long_ago = History(_ALL)
-        self._steps_unusual = 0
+        self._long_ago = Ranked(_ALL)
 
     def add(self, total: float) -> None:
         """Add the finite norm of one step."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
-from telemetry.alerts.modules import Modules
+from telemetry.alerts.modules import carried
 from telemetry.failures import Failures
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
@@ -44,14 +44,18 @@ class Judge:
     def judge(self, record: StepRecord) -> Iterator[Alert]:
         """What the rules find in a step."""
         for rule in self._rules:
-            with self._contained(rule):
+            try:
                 yield from _checked(rule(record))
+            except Exception:  # of any rule
+                self._report(rule)
 
     def judge_loss(self, step: int, loss: float) -> Iterator[Alert]:
         """What they find in a loss that was just logged."""
         for rule in self._rules:
-            with self._contained(rule):
+            try:
                 yield from _checked(rule.on_loss(step, loss))
+            except Exception:  # of any rule
+                self._report(rule)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What each rule that remembers something knows, in their order."""
@@ -79,8 +83,8 @@ class Judge:
                 misfits.append(f"{name}: {error or repr(error)}")
         return misfits + [f"there is no rule {name}" for name in known]
 
-    def _contained(self, rule: Rule) -> Any:
-        return self._failures.contained(f"to apply the rule {rule.name!r}")
+    def _report(self, rule: Rule) -> None:
+        self._failures.report(f"to apply the rule {rule.name!r}")
 
     def _named(self) -> Iterator[tuple[str, Rule]]:
         """Rules by name; of several of one name the later ones have a number."""
@@ -111,20 +115,15 @@ class Suspicion(Rule):
     is often zero (experts, embeddings, every other step of a GAN) are ignored.
     """
 
-    _modules: Modules
+    _names: tuple[str, ...] = ()
     _mean: NDArray[np.float64]
     _deviation: NDArray[np.float64]
     _zero_rate: NDArray[np.float64]
-    _steps: int
-    _wanted: int
+    _steps: int = 0
+    _wanted: int = 0
 
     def __init__(self) -> None:
-        self._modules = Modules()
-        self._mean = np.zeros(0)
-        self._deviation = np.zeros(0)
-        self._zero_rate = np.zeros(0)
-        self._steps = 0
-        self._wanted = 0
+        self._mean = self._deviation = self._zero_rate = np.zeros(0)
 
     @property
     def wants_full(self) -> bool:
@@ -133,33 +132,39 @@ class Suspicion(Rule):
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._wanted -= record.full and self._wanted > 0
-        if record.all_grads_finite and self._is_unusual(self._norms(record)):
+        if record.all_grads_finite and self._is_unusual(record):
             self._wanted = _FULL_STEPS
         return ()
 
-    def _norms(self, record: StepRecord) -> NDArray[np.float64]:
-        before = self._modules
-        if before.layout is not record.layout:
-            self._modules = modules = Modules.of(record.layout)
-            self._mean = modules.carry(self._mean, before.names, np.nan)
-            self._deviation = modules.carry(self._deviation, before.names, 0.0)
-            self._zero_rate = modules.carry(self._zero_rate, before.names, 0.0)
-        return record.owner_grad_norms
+    def _follow(self, names: tuple[str, ...]) -> None:
+        self._mean = carried(self._mean, self._names, names, np.nan)
+        self._deviation = carried(self._deviation, self._names, names, 0.0)
+        self._zero_rate = carried(self._zero_rate, self._names, names, 0.0)
+        self._names = names
 
-    def _is_unusual(self, norms: NDArray[np.float64]) -> bool:
+    def _is_unusual(self, record: StepRecord) -> bool:
+        if self._names is not record.layout.owner_names:
+            self._follow(record.layout.owner_names)
         self._steps += 1
-        used = norms > 0
-        level = np.log10(norms, out=self._mean.copy(), where=used)
-        mean = np.where(np.isnan(self._mean), level, self._mean)  # of new modules it is the first
-        off = level - mean  # NaN while there was none
+        levels, mean, deviation = record.owner_grad_levels, self._mean, self._deviation
+        off, strange = levels - mean, False
         distance = np.abs(off)
-        strange = distance > np.maximum(_DECADES, _DEVIATIONS * self._deviation)
-        strange |= (used < (self._zero_rate < _RARE)) & (off == 0)
-        bounded = np.minimum(distance, _DECADES)
-        self._deviation += np.where(used, _WEIGHT * (bounded - self._deviation), 0.0)
-        self._mean = mean + _WEIGHT * np.copysign(bounded, off)
-        self._zero_rate += _WEIGHT * (~used - self._zero_rate)
-        return bool(strange.any()) and self._steps > _SHORTEST_HISTORY
+        if np.count_nonzero(np.isfinite(distance)) < len(distance):
+            zero, new = levels == -np.inf, np.isnan(mean)
+            strange = bool((zero & ~new & (self._zero_rate < _RARE)).any())
+            self._zero_rate += _WEIGHT * (zero - self._zero_rate)
+            np.copyto(mean, levels, where=new & ~zero)
+            off[zero | new] = 0.0
+            distance = np.where(zero, deviation, np.abs(off))
+        else:
+            self._zero_rate *= 1 - _WEIGHT
+        far = distance > _DECADES
+        if np.count_nonzero(far):
+            strange |= bool((far & (distance > _DEVIATIONS * deviation)).any())
+            off, distance = off.clip(-_DECADES, _DECADES), np.minimum(distance, _DECADES)
+        deviation += _WEIGHT * (distance - deviation)
+        mean += _WEIGHT * off
+        return strange and self._steps > _SHORTEST_HISTORY
 
 
 # These cost or save full measurements and decide nothing: no verdict changes at the values tried,

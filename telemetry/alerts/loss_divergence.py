@@ -40,10 +40,10 @@ class LossDivergence(CourseRule):
     """
 
     name = "loss_divergence"
-    _ratio: float
-    _since_large: int
+    _ratio: float = 0.0
+    _since_large: int = NEVER
     _sums: SummedGradients
-    _rise: Rise | None
+    _rise: Rise | None = None
     _episode: Episode
 
     def __init__(
@@ -55,10 +55,7 @@ class LossDivergence(CourseRule):
         super().__init__()
         self._update_ratio = update_ratio
         self._losses = losses
-        self._ratio = 0.0
-        self._since_large = NEVER
         self._sums = SummedGradients()
-        self._rise = None
         self._episode = Episode(_CALM_STEPS)
 
     @property
@@ -170,22 +167,16 @@ class SummedGradients:
         is_sure: Whether two pairs of steps in a row have shown it, and none the contrary since.
     """
 
-    is_sure: bool
-    _step: int
+    is_sure: bool = False
+    _step: int = -2
     _biases: dict[str, float]
-    _pairs: int
-    _norms: tuple[float, ...]
-    _asked: int
-    _wants: bool
+    _pairs: int = 0
+    _norms: tuple[float, ...] = ()
+    _asked: int = 0
+    _wants: bool = False
 
     def __init__(self) -> None:
-        self.is_sure = False
-        self._step = -2
         self._biases = {}
-        self._pairs = 0
-        self._norms = ()
-        self._asked = 0
-        self._wants = False
 
     @property
     def is_young(self) -> bool:

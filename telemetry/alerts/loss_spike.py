@@ -54,14 +54,14 @@ class LossSpike(CourseRule):
     name = "loss_spike"
     _norms: NormRing
     _past: Past
-    _first: tuple[float, ...]
+    _first: tuple[float, ...] = ()
     _high: deque[_Loss]
     _rates: deque[tuple[float, ...]]
-    _survived: tuple[float, ...]
-    _highest_batch: float
-    _begun: Alert | None
-    _rise: Rise | None
-    _calm: int
+    _survived: tuple[float, ...] = ()
+    _highest_batch: float = -math.inf
+    _begun: Alert | None = None
+    _rise: Rise | None = None
+    _calm: int = 0
 
     def __init__(
         self,
@@ -80,14 +80,8 @@ class LossSpike(CourseRule):
         self._batch_distance = batch_distance
         self._norms = NormRing()
         self._past = Past(_JUST)
-        self._first = ()
         self._high = deque(maxlen=_LASTING + 1)
         self._rates = deque(maxlen=_JUST)
-        self._survived = ()
-        self._highest_batch = -math.inf
-        self._begun = None
-        self._rise = None
-        self._calm = 0
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self.course.follow(record)
@@ -96,7 +90,8 @@ class LossSpike(CourseRule):
         loss = record.loss
         if loss is None or not math.isfinite(loss):
             return
-        self._first = (*self._first, loss)[:_FEW_BATCHES]
+        if len(self._first) < _FEW_BATCHES:
+            self._first = (*self._first, loss)
         if self._begun is not None:
             yield from self._until_over(record.step, loss)
         if not self._is_high(loss):
@@ -174,7 +169,7 @@ class LossSpike(CourseRule):
         if self._begun is not None or not 0 < len(self._high) <= _FEW_BATCHES:
             return
         past, highest = self._past, max(self._high_losses)
-        deviations = (past.highest - past.lowest) / past.spread if past.spread else 0.0
+        deviations = (past.highest - past.lowest) / past.deviation if past.deviation else 0.0
         least = max(self._batch_distance * _MANY / len(past), deviations**2)
         known = max(past.highest, self._highest_batch)
         self._highest_batch = max(self._highest_batch, highest)

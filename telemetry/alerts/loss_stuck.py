@@ -35,23 +35,18 @@ class LossStuck(Rule):
     """
 
     name = "loss_stuck"
-    _first: tuple[float, ...]
+    _first: tuple[float, ...] = ()
     _losses: deque[float]
-    _moves: float
-    _classes: int
-    _given: tuple[float, ...]
-    _varies: bool
+    _moves: float = 0.0
+    _classes: int = 0
+    _given: tuple[float, ...] = ()
+    _varies: bool = False
     _episode: Episode
 
     def __init__(self, *, reduction: float = 0.03, steps: int = 100) -> None:
         self._reduction = reduction
         self._needed = steps
-        self._first = ()
         self._losses = deque(maxlen=2 * steps)
-        self._moves = 0.0
-        self._classes = 0
-        self._given = ()
-        self._varies = False
         self._episode = Episode(_CALM)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:

@@ -28,11 +28,11 @@ class NoLearning(Rule):
     name = "no_learning"
     _first_norms: History
     _norms: History
-    _largest_ratio: float
-    _looks: int
-    _steps: int
-    _losses: int
-    _first_rates: tuple[float, ...]
+    _largest_ratio: float = 0.0
+    _looks: int = 0
+    _steps: int = 0
+    _losses: int = 0
+    _first_rates: tuple[float, ...] = ()
     _episode: Episode
 
     def __init__(
@@ -48,12 +48,7 @@ class NoLearning(Rule):
         self._steps_needed = steps
         self._first_norms = History(5)
         self._norms = History(5)
-        self._largest_ratio = 0.0
-        self._looks = 0
-        self._steps = 0
-        self._losses = 0
         self._losses_needed = losses
-        self._first_rates = ()
         self._episode = Episode(1)
 
     @property
@@ -151,9 +146,9 @@ class LearningRateZero(Rule):
     """
 
     name = "learning_rate_zero"
-    _highest: float
-    _steps: int
-    _since: int
+    _highest: float = 0.0
+    _steps: int = 0
+    _since: int = 0
     _episode: Episode
 
     def __init__(
@@ -165,9 +160,6 @@ class LearningRateZero(Rule):
     ) -> None:
         self._fraction = fraction
         self._needed = steps
-        self._highest = 0.0
-        self._steps = 0
-        self._since = 0
         self._episode = Episode(1)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:

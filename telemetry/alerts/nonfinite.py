@@ -54,15 +54,15 @@ class Nonfinite(Rule):
     """
 
     name = "nonfinite"
-    _bad_losses: int
-    _loss_step: int
-    _seen: int
-    _has_stepped: bool
+    _bad_losses: int = 0
+    _loss_step: int = -1
+    _seen: int = -1
+    _has_stepped: bool = False
     _skipped: bool
     _has_scaler: bool
-    _was_good: bool
+    _was_good: bool = False
     _usual: set[str]
-    _calm_steps: int
+    _calm_steps: int = 0
     _loss: _Ends
     _norm: _Ends
     _episode: Episode
@@ -70,14 +70,8 @@ class Nonfinite(Rule):
     # Ten: a scaler halves its factor at each skipped step, and needs several in the beginning.
     def __init__(self, *, losses: int = 10) -> None:
         self._losses = losses
-        self._bad_losses = 0
-        self._loss_step = -1
-        self._seen = -1
-        self._has_stepped = False
         self._skipped = self._has_scaler = False
-        self._was_good = False
         self._usual = set()
-        self._calm_steps = 0
         self._loss, self._norm = _Ends(), _Ends()
         self._episode = Episode(1)
 
@@ -112,9 +106,11 @@ class Nonfinite(Rule):
         if found is not None:
             self._calm_steps = 0
             return self._episode.update(record.step, self._alert(record, found))
-        self._loss.add(math.nan if record.loss is None else record.loss)
+        if record.loss is not None:
+            self._loss.add(record.loss)
         self._norm.add(record.total_grad_norm)
-        self._usual.update(name for name, given in record.inputs.items() if is_bad(given))
+        if record.inputs:
+            self._usual.update(name for name, given in record.inputs.items() if is_bad(given))
         self._calm_steps += 1
         # A parameter or buffer that is not used for some steps shows only in full.
         is_over = self._calm_steps >= CALM_STEPS and record.full
@@ -157,16 +153,15 @@ class Nonfinite(Rule):
 
 @dataclass
 class _Ends:
-    """The first and the last of some magnitudes, those that are not finite left out."""
+    """The first and the last of some magnitudes; those that are not finite are left out."""
 
     first: float = 0.0
     last: float = 0.0
 
-    def add(self, *values: float) -> None:
-        """Add some in their order."""
-        finite = [abs(value) for value in values if math.isfinite(value)]
-        if finite:
-            self.first, self.last = self.first or finite[0], finite[-1]
+    def add(self, value: float) -> None:
+        if math.isfinite(value):
+            self.last = abs(value)
+            self.first = self.first or self.last
 
     @property
     def times(self) -> float:

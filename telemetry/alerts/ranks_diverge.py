@@ -25,14 +25,12 @@ class RanksDiverge(Rule):
     """
 
     name = "ranks_diverge"
-    _reported: bool
-    _looked: bool
+    _reported: bool = False
+    _looked: bool = False
     _apart: set[str]
     _alone: Episode
 
     def __init__(self) -> None:
-        self._reported = False
-        self._looked = False
         self._apart = set()
         self._alone = Episode(CALM_STEPS)
 

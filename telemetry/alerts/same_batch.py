@@ -29,13 +29,13 @@ class SameBatch(Rule):
     """
 
     name = "same_batch"
-    _given: tuple[float, ...]
-    _first: int
-    _divisor: int
-    _refuted: bool
-    _varied: bool
-    _wants: bool
-    _first_losses: tuple[float, ...]
+    _given: tuple[float, ...] = ()
+    _first: int = 0
+    _divisor: int = 0
+    _refuted: bool = False
+    _varied: bool = False
+    _wants: bool = False
+    _first_losses: tuple[float, ...] = ()
     _losses: deque[float]
     _episode: Episode
 
@@ -49,13 +49,6 @@ class SameBatch(Rule):
     ) -> None:
         self._needed = steps
         self._share = share
-        self._given = ()
-        self._first = 0
-        self._divisor = 0
-        self._refuted = False
-        self._varied = False
-        self._wants = False
-        self._first_losses = ()
         self._losses = deque(maxlen=_LOSSES)
         self._episode = Episode(1)
 
@@ -70,7 +63,10 @@ class SameBatch(Rule):
         return self._divisor == 1 and not self._varied and not self._episode.is_on
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._follow(() if record.loss is None else (record.loss,))
+        if record.loss is not None and math.isfinite(record.loss):
+            if len(self._first_losses) < _LOSSES:
+                self._first_losses = (*self._first_losses, record.loss)
+            self._losses.append(record.loss)
         given = record.fingerprints
         if not given or not all(map(math.isfinite, given)):
             return ()
@@ -85,12 +81,6 @@ class SameBatch(Rule):
         found = self._divisor == 1 and distance >= self._needed
         found &= self._varied or self._is_known_by_heart()
         return self._episode.update(record.step, self._alert(record, distance) if found else None)
-
-    def _follow(self, losses: Iterable[float]) -> None:
-        finite = [loss for loss in losses if math.isfinite(loss)]
-        if len(self._first_losses) < _LOSSES:
-            self._first_losses = (*self._first_losses, *finite)[:_LOSSES]
-        self._losses += finite
 
     def _is_known_by_heart(self) -> bool:
         """Whether the loss has come down to next to nothing; True if none is logged."""

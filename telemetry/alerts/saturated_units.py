@@ -52,7 +52,7 @@ class SaturatedUnits(CourseRule):
     name = "saturated_units"
     _layers: dict[Output, _Layer]
     _ranges: dict[Output, tuple[float, float]]
-    _undecided: bool
+    _undecided: bool = False
     _episode: Episode
 
     def __init__(
@@ -68,7 +68,6 @@ class SaturatedUnits(CourseRule):
         self._looks_needed = looks
         self._layers = {}
         self._ranges = {}
-        self._undecided = False
         self._episode = Episode(_CALM_LOOKS)
 
     @property

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +14,8 @@ from telemetry.alert import Alert
 from telemetry.alerts.course import FAR_ABOVE, CourseRule
 from telemetry.alerts.episode import CALM_STEPS, Episode
 from telemetry.alerts.growth import Stretch
-from telemetry.alerts.modules import Modules, Shares
+from telemetry.alerts.modules import carried
+from telemetry.layers import table
 from telemetry.plain_text import called
 from telemetry.records import StepRecord
 
@@ -54,9 +57,9 @@ class VanishingGradient(CourseRule):
     """
 
     name = "vanishing_gradient"
-    _modules: Modules
+    _names: tuple[str, ...] = ()
     _state: Shares
-    _undecided: bool
+    _undecided: bool = False
     _episode: Episode
 
     def __init__(
@@ -79,9 +82,7 @@ class VanishingGradient(CourseRule):
         self._branch_steps = branch_steps
         self._zero_steps = zero_steps
         self._zero_share = zero_share
-        self._modules = Modules()
-        self._state = Shares.of(0)
-        self._undecided = False
+        self._state = Shares.of((), (), {})
         self._episode = Episode(CALM_STEPS)
 
     @property
@@ -91,29 +92,35 @@ class VanishingGradient(CourseRule):
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self.course.follow(record)
-        modules = self._follow(record)
-        state = self._state
-        norms = record.owner_grad_norms
-        largest = float(norms.max(initial=0.0))
+        names = record.layout.owner_names
+        if names is not self._names:
+            self._state = Shares.of(names, self._names, vars(self._state))
+            self._names = names
+        state, norms = self._state, record.owner_grad_norms
+        largest = norms[norms.argmax()] if norms.size else 0.0
         if not 0 < largest < np.inf or not record.all_grads_finite:
             return ()
         with np.errstate(divide="ignore"):
-            share = np.log10(norms / largest) + self._exploded_decades
+            share = np.log10(norms / largest)
+        if exploded := self._exploded_decades:
+            share += exploded
         state.add(share, -self._decades, self.course.loss.is_worse)
         if record.update_ratios:
-            state.update_share = _update_share(modules, record)
+            state.update_share = np.where(state.faint_steps > 0, _update_share(record), np.nan)
         self._undecided = False
         found = None
-        if state.faint_steps.any():
+        if not state.is_usual:
             faint = (state.faint_steps > 0) & (state.since_zero > _SINCE_ZERO)
-            self._undecided = bool((faint & np.isnan(state.update_share)).any())
-            fading = self._from_the_first(faint, share, norms > 0) | self._on_branches(faint, share)
-            found = self._alert(record, modules, share, fading) if fading.any() else None
-        never = state.largest_share == -np.inf
-        self._undecided |= bool((never & (state.zero_steps == self._zero_steps)).any())
-        if found is None and record.full:
-            found = self._zero(record, modules)
-        if found is None and self._lasts(modules, norms):
+            if np.count_nonzero(faint):
+                fading = self._from_the_first(faint, share, norms > 0)
+                fading |= self._on_branches(faint, share)
+                found = self._alert(record, share, fading) if fading.any() else None
+                faint &= np.isnan(state.update_share)
+            never = (state.largest_share == -np.inf) & (state.zero_steps == self._zero_steps)
+            self._undecided = bool((faint | never).any())
+            if found is None and record.full:
+                found = self._zero(record)
+        if found is None and self._lasts(norms):
             return ()
         return self._episode.update(record.step, found)
 
@@ -123,12 +130,12 @@ class VanishingGradient(CourseRule):
         far_above = self.course.norm.far_above
         return far_above if far_above >= FAR_ABOVE else 0.0
 
-    def _lasts(self, modules: Modules, norms: NDArray[np.float64]) -> bool:
+    def _lasts(self, norms: NDArray[np.float64]) -> bool:
         """Whether the gradient that was reported is still small, or has become zero."""
-        name = self._episode.module_name
-        if name not in modules.names:
+        name, state = self._episode.module_name, self._state
+        if name is None or name not in self._names:
             return False
-        at, state = modules.names.index(name), self._state
+        at = self._names.index(name)
         moves = bool(state.update_share[at] >= -self._update_decades)
         return bool(norms[at] == 0 or (state.faint_steps[at] > 0 and not moves))
 
@@ -155,41 +162,38 @@ class VanishingGradient(CourseRule):
         fading &= ~small_at_first | (share > state.largest_share - _STEADY_DECADES)
         return _unless_rising(fading, share, state.first_share)
 
-    def _zero(self, record: StepRecord, modules: Modules) -> Alert | None:
+    def _zero(self, record: StepRecord) -> Alert | None:
         """Modules that ran and have had no gradient for long, though layers behind them have."""
         zero = self._state.zero_steps >= self._zero_steps
         if not zero.any() or len(record.trainable) != len(record.grad_present):
             return None
-        ran = np.array([name in record.activations for name in modules.names])
+        layout = record.layout
+
+        def holds(parameters: NDArray[np.bool_]) -> NDArray[np.bool_]:
+            """For each module whether it holds for any of its parameters."""
+            return np.isin(layout.owning, layout.owners[parameters])
+
+        ran = np.array([name in record.activations for name in self._names])
         # Where gradients come and no optimizer takes them, untrained_parameters tells that.
-        idle = modules.any_of(record.reached & ~record.grad_present)
+        idle = holds(record.reached & ~record.grad_present)
         # What belongs to another optimizer may have its turn later, as the generator of a GAN.
-        counts = modules.any_of(record.trainable & record.held) & ran & ~idle
+        counts = holds(record.trainable & record.held) & ran & ~idle
         gone = zero & counts
         gone[np.flatnonzero(~zero)[-1] :] = False
         first = gone & np.logical_and.accumulate(gone | ~counts)
-        branch, sizes = gone & ~first & ~modules.any_of(record.reached), modules.sizes()
-        if sizes[branch].sum() < self._zero_share * sizes[modules.any_of(record.trainable)].sum():
+        branch = gone & ~first & ~holds(record.reached)
+        elements = [parameter.size for parameter in layout.parameters]
+        sizes = np.bincount(layout.owners, elements)[layout.owning]
+        if sizes[branch].sum() < self._zero_share * sizes[holds(record.trainable)].sum():
             branch[:] = False
         gone = first | branch
-        return self._alert_of_zero(record, modules, gone) if gone.any() else None
-
-    def _follow(self, record: StepRecord) -> Modules:
-        before = self._modules
-        if before.layout is not record.layout:
-            self._modules = Modules.of(record.layout)
-            self._state = self._state.carried(before, self._modules)
-        return self._modules
+        return self._alert_of_zero(record, gone) if gone.any() else None
 
     def _alert(
-        self,
-        record: StepRecord,
-        modules: Modules,
-        share: NDArray[np.float64],
-        fading: NDArray[np.bool_],
+        self, record: StepRecord, share: NDArray[np.float64], fading: NDArray[np.bool_]
     ) -> Alert:
         first = int(np.flatnonzero(fading)[0])
-        name, times = modules.names[first], 10 ** -share[first]
+        name, times = self._names[first], 10 ** -share[first]
         return Alert(
             kind=self.name,
             severity="warning",
@@ -206,10 +210,8 @@ class VanishingGradient(CourseRule):
             ),
         )
 
-    def _alert_of_zero(
-        self, record: StepRecord, modules: Modules, gone: NDArray[np.bool_]
-    ) -> Alert:
-        names = [name for name, is_gone in zip(modules.names, gone, strict=True) if is_gone]
+    def _alert_of_zero(self, record: StepRecord, gone: NDArray[np.bool_]) -> Alert:
+        names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         return Alert(
             kind=self.name,
             severity="warning",
@@ -229,6 +231,80 @@ class VanishingGradient(CourseRule):
         )
 
 
+@dataclass(kw_only=True)
+class Shares:
+    """What the rule remembers of each module; all arrays float64 ``[modules]``.
+
+    A module's share is log10 of its gradient norm over the largest.
+
+    Attributes:
+        faint_steps: Number of steps in a row at which its share was small and its norm not zero.
+        since_zero: Steps since its norm was zero.
+        zero_steps: Number of steps in a row at which it was, and that of others was not.
+        first_share: Its share when it was first not zero.
+        largest_share: Its largest share so far.
+        last_mark: Its share when ``faint_steps`` was last a power of two.
+        mark_before: Its share at the power of two before.
+        was_lost: 1 if it was small from the first, or the loss rose when it became so.
+        update_share: log10 of its update ratio over the largest; NaN if unknown, or not small.
+        is_usual: Whether no share is small, nor was at the step before.
+    """
+
+    faint_steps: NDArray[np.float64]
+    since_zero: NDArray[np.float64]
+    zero_steps: NDArray[np.float64]
+    first_share: NDArray[np.float64]
+    largest_share: NDArray[np.float64]
+    last_mark: NDArray[np.float64]
+    mark_before: NDArray[np.float64]
+    was_lost: NDArray[np.float64]
+    update_share: NDArray[np.float64]
+    is_usual: bool = False
+
+    @staticmethod
+    def of(names: Sequence[str], before: Sequence[str], state: Mapping[str, Any]) -> Shares:
+        """The state for the layers of another layout."""
+        arrays: dict[str, Any] = {
+            name: carried(state.get(name, _NONE), before, names, fill)
+            for name, fill in _FILLS.items()
+        }
+        return Shares(**arrays)
+
+    def add(self, share: NDArray[np.float64], limit: float, loss_is_worse: bool) -> None:
+        """Add the shares of one step; ``-inf`` where the norm is zero."""
+        self.since_zero += 1
+        np.fmax(self.largest_share, share, out=self.largest_share)
+        was_usual = self.is_usual
+        self.is_usual = bool(share[share.argmin()] >= limit)
+        if was_usual and self.is_usual:  # then all the rest is as it was
+            self.mark_before, self.last_mark = self.last_mark, share
+            return
+        zero, faint = share == -np.inf, (share > -np.inf) & (share < limit)
+        self.since_zero[zero] = 0.0
+        self.zero_steps = np.where(zero, self.zero_steps + 1, 0.0)
+        self.first_share = np.where(zero | ~np.isnan(self.first_share), self.first_share, share)
+        self.update_share[~faint] = np.nan
+        self.faint_steps = np.where(faint, self.faint_steps + 1, 0.0)
+        lost = (self.first_share < limit) | loss_is_worse | (self.was_lost > 0)
+        self.was_lost = np.where(faint & lost, 1.0, 0.0)
+        marked = np.log2(np.maximum(self.faint_steps, 1)) % 1 == 0
+        self.mark_before = np.where(marked, self.last_mark, self.mark_before)
+        self.last_mark = np.where(marked, share, self.last_mark)
+
+
+_FILLS = {
+    "faint_steps": 0.0,
+    "since_zero": np.inf,
+    "zero_steps": 0.0,
+    "first_share": np.nan,
+    "largest_share": -np.inf,
+    "last_mark": np.nan,
+    "mark_before": np.nan,
+    "was_lost": 0.0,
+    "update_share": np.nan,
+}
+_NONE = np.zeros(0)
+
 _SINCE_ZERO = 10  # by eye, in steps; tried 2 and 50
 _RISING_DECADES = 0.2  # by eye; tried 0.04 and 1
 _STEADY_DECADES = 0.5  # by eye; tried 0.1 and 2.5
@@ -243,8 +319,8 @@ def _unless_rising(
     return np.zeros_like(fading) if rising else fading
 
 
-def _update_share(modules: Modules, record: StepRecord) -> NDArray[np.float64]:
-    ratios = modules.update_ratios(record)
+def _update_share(record: StepRecord) -> NDArray[np.float64]:
+    ratios = table(record).column("update_ratio")[record.layout.owning]
     moved = ratios[np.isfinite(ratios)]
     if not moved.size or moved.max() <= 0:
         return np.full(len(ratios), np.nan)

@@ -58,14 +58,13 @@ class LightStep(NamedTuple):
     def record(self, scalars: Mapping[str, float], loss_tag: str | None = None) -> StepRecord:
         """As :meth:`CapturedStep.record`; what is not finite was not read by one call."""
         norms = self.row[self.groups :]
-        present = norms >= 0
         return StepRecord(
             step=self.step,
             wall_time=self.wall_time,
             layout=self.layout,
-            grad_norms=np.where(present, norms, 0.0),
-            grad_present=present,
-            grad_finite=np.ones(len(present), dtype=bool),
+            grad_norms=np.maximum(norms, 0.0),
+            grad_present=norms >= 0,
+            grad_finite=np.isfinite(norms),
             learning_rates=tuple(self.row[: self.groups].tolist()),
             scalars=scalars,
             loss_tag=loss_tag,

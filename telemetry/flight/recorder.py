@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telemetry.alert import Alert, TelemetryAlert
 from telemetry.events.plain_files import write_whole
 from telemetry.failures import Failures
-from telemetry.flight.file import MAX_ALERTS, Fault, KeptStep, encode_flight
+from telemetry.flight.file import FACTS, MAX_ALERTS, Fault, KeptStep, encode_flight
 from telemetry.layers import MISSING, table
-from telemetry.records import StepRecord
+from telemetry.records import Layout, StepRecord
 from telemetry.untrusted import MAX_TEXT
 
 log = logging.getLogger("telemetry")
@@ -32,6 +34,7 @@ _RECORDED = {"loss_spike"}
 """Kinds of alerts of severity ``warning`` for which a file is written, too."""
 
 _MAX_GROUPS = 16
+_SEEN_BYTES = 1000  # without its arrays
 _FULL_STEPS = 16
 """Full measurements that are kept of ``steps`` steps, besides the latest two."""
 
@@ -77,9 +80,8 @@ class FlightRecorder:
         self._failures = failures or Failures()
         self._write_file = write
         self._lock = threading.Lock()
-        self._steps: deque[KeptStep] = deque(maxlen=steps)
+        self._steps: deque[_Seen] = deque(maxlen=steps)
         self._full: deque[KeptStep] = deque(maxlen=_FULL_STEPS + 2)
-        self._latest: KeptStep | None = None
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
         self._fault: Fault | None = None
         self._files: set[Path] = set()
@@ -89,14 +91,13 @@ class FlightRecorder:
     def on_step(self, record: StepRecord) -> None:
         """A step was recorded."""
         with self._contained():
-            light = step = _kept(record)
-            self._steps.append(light)
+            self._steps.append(seen := _seen(record))
             _shrink(self._steps, MAX_STEP_BYTES)
             if record.full:
-                step = replace(light, table=table(record), random_states=record.random_states)
-                self._keep_full(step)
-            self._latest = step
-            self._follow_fault(step)
+                states = record.random_states
+                self._keep_full(replace(seen.kept(), table=table(record), random_states=states))
+            if self._fault is not None:
+                self._follow_fault(self._fault)
 
     def on_alert(self, alert: Alert) -> None:
         """A rule has found something."""
@@ -133,7 +134,8 @@ class FlightRecorder:
     @property
     def nbytes(self) -> int:
         """Approximate memory."""
-        return sum(step.nbytes for step in (*self._steps, *self._full))
+        steps = sum(step.nbytes for step in self._steps)
+        return steps + sum(step.nbytes for step in self._full)
 
     # --- under the lock ------------------------------------------------------------------------
 
@@ -155,11 +157,17 @@ class FlightRecorder:
         kept.append(step)
         _shrink(kept, MAX_FULL_BYTES)
 
-    def _follow_fault(self, step: KeptStep) -> None:
-        """Add a step to the fault that was begun, if any."""
-        fault = self._fault
-        if fault is None:
-            return
+    def _latest(self) -> KeptStep | None:
+        """The last step, with its table if it was measured in full."""
+        if not self._steps:
+            return None
+        seen = self._steps[-1]
+        return self._full[-1] if seen.full else seen.kept()
+
+    def _follow_fault(self, fault: Fault) -> None:
+        """Add the last step to the fault that was begun."""
+        step = self._latest()
+        assert step is not None
         if fault.at is None or fault.at.step < step.step <= fault.step:
             fault.at = step  # the alert came with the loss, before its step was recorded
             fault.last_full = step if step.table is not None else fault.last_full
@@ -167,10 +175,11 @@ class FlightRecorder:
             self._complete()
 
     def _begin(self, step: int) -> None:
-        at = self._latest
+        at = self._latest()
         last_full = self._full[-1] if self._full else None
         earlier = [s for s in self._full if s.step <= step - self._count // 4][-1:]
-        before = next(iter(earlier or [*self._full, *self._steps]), None)
+        seen = [self._steps[0].kept()] if self._steps else []
+        before = next(iter(earlier or [*self._full, *seen]), None)
         if before is not None and at is not None and before.step >= at.step:
             before = None
         oldest = self._steps[0].step if self._steps else step
@@ -193,8 +202,8 @@ class FlightRecorder:
         path = Path(self._log_dir, f"flight-{self._fault.step}.json")
         if path not in self._files and len(self._files) >= MAX_FILES:
             return
-        steps, fault, latest = list(self._steps), self._fault, self._latest
-        text = encode_flight(fault, steps, latest, seed=self._seed, complete=complete)
+        steps = [seen.kept() for seen in self._steps]
+        text = encode_flight(self._fault, steps, self._latest(), seed=self._seed, complete=complete)
         self._write_file(path, text)
         if path not in self._files:
             self._files.add(path)
@@ -205,33 +214,63 @@ class FlightRecorder:
             )
 
 
-def _kept(record: StepRecord) -> KeptStep:
-    """What is kept of a step, without that which only a full measurement has."""
-    layout = record.layout
-    with_grad = layout.owners[record.grad_present]
-    norms = np.full(len(layout.modules), MISSING)
-    norms[with_grad] = record.module_grad_norms[with_grad]
+class _Seen(NamedTuple):
+    """A step; what a file says of it is worked out only when one is written."""
+
+    step: int
+    wall_time: float
+    layout: Layout
+    loss: float | None
+    grad_norm: float
+    learning_rates: tuple[float, ...]
+    loss_scale: float | None
+    skipped: bool
+    full: bool
+    grad_present: NDArray[np.bool_]
+    module_grad_norms: NDArray[np.float64]
+    nonfinite_module: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate memory."""
+        return _SEEN_BYTES + self.grad_present.nbytes + self.module_grad_norms.nbytes
+
+    def kept(self) -> KeptStep:
+        facts: dict[str, Any] = {fact: getattr(self, fact) for fact in FACTS}
+        facts["wall_time"] = round(self.wall_time, 3)
+        facts["learning_rates"] = self.learning_rates[:_MAX_GROUPS]
+        norms = np.full(len(self.layout.modules), MISSING)
+        with_grad = self.layout.owners[self.grad_present]
+        norms[with_grad] = self.module_grad_norms[with_grad]
+        return KeptStep(
+            step=self.step,
+            layout=self.layout,
+            facts=facts,
+            grad_norms=norms,
+            nonfinite_module=self.nonfinite_module,
+        )
+
+
+def _seen(record: StepRecord) -> _Seen:
     # A mask holds -inf.
     bad = (
         output.module_name
         for output, tensor in record.outputs.items()
         if tensor.sketch.nan_count or tensor.sketch.positive_inf_count
     )
-    return KeptStep(
-        step=record.step,
-        layout=layout,
-        facts={
-            "step": record.step,
-            "wall_time": round(record.wall_time, 3),
-            "loss": record.loss,
-            "grad_norm": record.total_grad_norm,
-            "learning_rates": record.learning_rates[:_MAX_GROUPS],
-            "loss_scale": record.loss_scale,
-            "skipped": record.skipped,
-            "full": record.full,
-        },
-        grad_norms=norms,
-        nonfinite_module=next(bad, None),
+    return _Seen(
+        record.step,
+        record.wall_time,
+        record.layout,
+        record.loss,
+        record.total_grad_norm,
+        record.learning_rates,
+        record.loss_scale,
+        record.skipped,
+        record.full,
+        record.grad_present,
+        record.module_grad_norms,
+        next(bad, None),
     )
 
 
@@ -245,7 +284,7 @@ def _described(exception: BaseException) -> dict[str, str]:
     }
 
 
-def _shrink(kept: deque[KeptStep], most_bytes: int) -> None:
+def _shrink(kept: deque[KeptStep] | deque[_Seen], most_bytes: int) -> None:
     """Drop the oldest, except the latest two, until the rest fits; all are as large as the newest.
 
     To add up all of them at every step would be most of the work.

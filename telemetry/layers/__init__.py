@@ -1,7 +1,6 @@
 """The statistics of layers; :mod:`telemetry.layers.table` has one entry for each."""
 
 from telemetry.layers.record import LayerRecord, layers_of
-from telemetry.layers.statistic import Statistic
 from telemetry.layers.table import (
     MATRIX_STATISTICS,
     MISSING,
@@ -10,6 +9,7 @@ from telemetry.layers.table import (
     RANK_STATISTICS,
     STATISTICS,
     LayerTable,
+    Statistic,
     make_table,
     table,
 )

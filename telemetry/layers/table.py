@@ -18,12 +18,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers.record import LayerRecord, figure, layers_of
-from telemetry.layers.statistic import Statistic
 from telemetry.records import StepRecord, TensorRecord, once
 from telemetry.sketch import Sketch
 
 MISSING = -1.0
 """Stands for a value that was not measured, among values that are never negative."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """One number per layer and step.
+
+    Attributes:
+        name: Its name in tags, links and commands.
+        title: Its name for people.
+        unit: What the numbers count; empty for ratios.
+        log: Whether magnitudes matter rather than differences.
+        description: One sentence.
+        of: Computes the value of a layer; None if it was not measured.
+        every_step: Whether it is also known at steps that are not measured in full.
+        on_page: Whether the Telemetry page and the commands show it. Then it must not be negative.
+        as_curve: Whether each layer has a curve of it in TensorBoard.
+        over_depth: Whether its quantiles over all layers are curves there, under ``depth/``.
+        zero_is_silent: Whether the curves skip points whose value is zero.
+        of_ranks: Whether only a run of several ranks has it.
+    """
+
+    name: str
+    title: str
+    unit: str = ""
+    log: bool = True
+    description: str
+    of: Callable[[LayerRecord], float | None]
+    every_step: bool = False
+    on_page: bool = True
+    as_curve: bool = False
+    over_depth: bool = False
+    zero_is_silent: bool = False
+    of_ranks: bool = False
 
 
 def _of_output(of_finite: Callable[[Sketch], float]) -> Callable[[LayerRecord], float | None]:
@@ -45,7 +77,7 @@ STATISTICS = (
         description="L2 norm of the gradients of the layer's parameters, as the optimizer used it.",
         of=attrgetter("grad_norm"),
         every_step=True,
-        as_spread=True,
+        over_depth=True,
     ),
     Statistic(
         name="grad_rms",
@@ -61,7 +93,7 @@ STATISTICS = (
         description="How far the step moved the parameters, relative to their norm. Around 1e-3 "
         "is usual.",
         of=attrgetter("update_ratio"),
-        as_spread=True,
+        over_depth=True,
     ),
     Statistic(
         name="activation_rms",
@@ -69,7 +101,7 @@ STATISTICS = (
         description="Root mean square of everything the layer returned.",
         of=_of_output(attrgetter("rms")),
         as_curve=True,
-        as_spread=True,
+        over_depth=True,
     ),
     Statistic(
         name="activation_mean",
@@ -136,7 +168,7 @@ STATISTICS = (
         description="Share of units or channels that returned zero for the whole batch.",
         of=_of_known(attrgetter("dead_fraction")),
         as_curve=True,
-        as_spread=True,
+        over_depth=True,
     ),
     Statistic(
         name="saturation",

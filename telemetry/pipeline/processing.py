@@ -59,7 +59,7 @@ Item: TypeAlias = CapturedStep | LightStep | LoggedScalars | ReadyValues
 
 
 class Observer(Protocol):
-    """Who is shown each step of training before the rules judge it."""
+    """Who is shown each step of training before the rules judge it; it raises nothing."""
 
     def on_step(self, record: StepRecord) -> None:
         """A step."""
@@ -111,7 +111,8 @@ class Processor:
     def process(self, item: Item) -> None:
         """Judge and write what the training thread handed over."""
         if isinstance(item, ReadyValues):
-            self._write(item.values, item.step, item.wall_time)
+            repeat = needed_in_every_file(item.values)
+            self._write(item.values, item.step, item.wall_time, repeat=repeat)
             if item.of_loss is not None:
                 self._await_loss.append(item.of_loss)
                 self._tell_loss(item.step - 1)
@@ -167,8 +168,8 @@ class Processor:
         *,
         droppable: bool = False,
         flush: bool = False,
+        repeat: Sequence[bytes] = (),
     ) -> None:
-        repeat = () if droppable else needed_in_every_file(values)
         self._sink.write_values(
             values, step, wall_time, droppable=droppable, flush=flush, repeat=repeat
         )
@@ -189,6 +190,8 @@ class Processor:
 
     def _tell_loss(self, step: int | None) -> None:
         """After a step, or the last one: write which scalar is the loss, or log that none is."""
+        if self._loss_is_written and not self._await_loss:
+            return
         if (lack := self.loss.lack(step)) is not None and is_first_rank():
             self._failures.log_once(lack)
         tag = self.loss.tag
@@ -200,27 +203,29 @@ class Processor:
             self._loss_is_written = True
             values.append(value)
         if values:
-            self._write(values, self._board.last_step, time.time())
+            repeat = needed_in_every_file(values)
+            self._write(values, self._board.last_step, time.time(), repeat=repeat)
 
     def record(self, record: StepRecord) -> None:
         """Judge and write a step."""
         if not record.phase:
             self._forget_scalars(record.step)
             for observer in self._observers:
-                with self._failures.contained("to keep a step"):
-                    observer.on_step(record)
+                observer.on_step(record)
             try:
                 self._report(self._judge.judge(record), record.wall_time)
             finally:
                 self._full_steps.answer(record.step, wanted=self._judge.wants_full)
-        droppable = not self._board.is_needed(record)
+        is_needed = self._board.is_needed(record)
         step, wall_time, late = self._board.late_values(record)
         if late:
             self._write(late, step, wall_time, droppable=True)
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
         values = iter(self._board.values_of(record))
         while some := list(islice(values, VALUES_AT_ONCE)):
-            self._write(some, record.step, record.wall_time, droppable=droppable)
+            repeat = needed_in_every_file(some) if is_needed else ()
+            step, wall_time = record.step, record.wall_time
+            self._write(some, step, wall_time, droppable=not is_needed, repeat=repeat)
         if not record.phase:
             self._tell_loss(record.step)
 

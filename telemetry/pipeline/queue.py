@@ -33,31 +33,16 @@ Act: TypeAlias = Callable[[], None]
 
 
 class StepProcessor(Protocol):
-    """What is done with each step: by one process alone, or by one of several ranks.
-
-    Attributes:
-        abandoned: Set when nobody waits for the rest any more, and nothing may be written.
-    """
+    """What is done with each step: by one process alone (see :class:`Processor`), or by a rank."""
 
     abandoned: bool
 
-    def process(self, item: Item) -> None:
-        """Process what the training thread handed over."""
-
-    def pending_s(self) -> float | None:
-        """Seconds until :meth:`write_pending` is due; None if nothing is held back."""
-
-    def write_pending(self) -> None:
-        """Write what is held back."""
-
-    def end(self) -> None:
-        """Nothing else will come."""
-
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """What the rules remember, with ``step`` in progress."""
-
-    def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Let the rules continue from there; returns in words what did not fit."""
+    def process(self, item: Item) -> None: ...
+    def pending_s(self) -> float | None: ...
+    def write_pending(self) -> None: ...
+    def end(self) -> None: ...
+    def state_dict(self, step: int) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]: ...
 
 
 class _StepThread(threading.Thread):

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -78,6 +78,11 @@ class Layout:
         return np.unique(self.owners)
 
     @cached_property
+    def owner_names(self) -> tuple[str, ...]:
+        """Names of those modules."""
+        return tuple(self.modules[index].name for index in self.owning.tolist())
+
+    @cached_property
     def matrices(self) -> frozenset[str]:
         """Names of the parameters with more than one dimension."""
         return frozenset(p.name for p in self.parameters if len(p.shape) > 1)
@@ -89,6 +94,18 @@ class Layout:
 
 
 Value = TypeVar("Value")
+
+
+class lazy(Generic[Value]):  # noqa: N801 - used like a function
+    """As ``cached_property``, which before Python 3.12 takes a lock."""
+
+    def __init__(self, of: Callable[[Any], Value]) -> None:
+        self._of, self._name, self.__doc__ = of, of.__name__, of.__doc__
+
+    def __get__(self, record: Any, owner: type) -> Value:
+        value: Value = self._of(record)
+        record.__dict__[self._name] = value
+        return value
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -191,47 +208,56 @@ class StepRecord:
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return frozenset()
 
-    @cached_property
+    @lazy
     def activations(self) -> Mapping[str, TensorRecord]:
         """The first output of each watched module that ran, in forward order, by module name."""
         return _first_of_each(self.outputs)
 
-    @cached_property
+    @lazy
     def activation_grads(self) -> Mapping[str, TensorRecord]:
         """Gradients with respect to those first outputs."""
         return _first_of_each(self.output_grads)
 
-    @cached_property
+    @lazy
     def total_grad_norm(self) -> float:
         """L2 norm of all gradients together: the root of the sum of their squared norms."""
-        return math.sqrt(np.square(self.grad_norms).sum())
+        return math.sqrt(np.add.reduce(np.square(self.grad_norms)))
 
-    @cached_property
+    @lazy
     def all_grads_finite(self) -> bool:
         """Whether every element of every gradient was finite."""
         return bool(self.grad_finite.all())
 
-    @cached_property
+    @lazy
     def module_grad_norms(self) -> NDArray[np.float64]:
         """L2 norm of the gradients of each module's own parameters, shape ``[modules]``.
 
         0 where a module has none; NaN or infinite if one of them is.
         """
-        layout, largest = self.layout, float(self.grad_norms.max(initial=0.0))
-        unit = largest if 0 < largest < math.inf else 1.0  # keeps 1e200 from overflowing
-        with np.errstate(over="ignore"):  # where others are infinite
-            squares = np.square(self.grad_norms / unit)
+        norms, layout, unit = self.grad_norms, self.layout, 1.0
+        if norms.size and 0 < (largest := float(norms[norms.argmax()])) < math.inf:
+            unit = largest  # keeps 1e200 from overflowing
+            squares = np.square(norms / unit)
+        else:
+            with np.errstate(over="ignore"):
+                squares = np.square(norms)
         sums = np.bincount(layout.owners, squares, minlength=len(layout.modules))
         by_module: NDArray[np.float64] = unit * np.sqrt(sums)
         return by_module
 
-    @cached_property
+    @lazy
     def owner_grad_norms(self) -> NDArray[np.float64]:
         """Those of the modules that own parameters, shape ``[owners]``."""
         norms: NDArray[np.float64] = self.module_grad_norms[self.layout.owning]
         return norms
 
-    @cached_property
+    @lazy
+    def owner_grad_levels(self) -> NDArray[np.float64]:
+        """log10 of those; minus infinity where there is no gradient."""
+        with np.errstate(divide="ignore"):
+            return np.log10(self.owner_grad_norms)
+
+    @lazy
     def loss(self) -> float | None:
         """The loss among the scalars, if it was logged for this step."""
         return loss_of(self.scalars, self.loss_tag)
@@ -244,7 +270,7 @@ def loss_of(scalars: Mapping[str, float], tag: str | None) -> float | None:
 
 
 def once(of: Callable[[StepRecord], Value]) -> Callable[[StepRecord], Value]:
-    """The same function of a record, computed once for each however many ask."""
+    """Computes a function of a record once for each, however many ask."""
     known: WeakKeyDictionary[StepRecord, Value] = WeakKeyDictionary()
 
     @wraps(of)

@@ -64,7 +64,7 @@ class TensorRecord:
         return math.nan if zero is None or not zero.size else np.count_nonzero(zero) / zero.size
 
     @cached_property
-    def spread(self) -> float:
+    def variation(self) -> float:
         """How far the values lie apart, and not from zero.
 
         The standard deviation; or half of each unit's range, as a root mean square over the units,

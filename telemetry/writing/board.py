@@ -18,7 +18,7 @@ from telemetry.records import StepRecord
 from telemetry.tag_names import RUN
 from telemetry.writing import custom_scalars, tags
 from telemetry.writing.bulk import Bulk
-from telemetry.writing.curves import LearningRates, StepTimes, rank_values, spread_values
+from telemetry.writing.curves import LearningRates, StepTimes, depth_values, rank_values
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.page import PageWriter
 
@@ -86,7 +86,7 @@ class Board:
             yield from rank_values(record.ranks)
         yield from self._rates.values_of(record)
         yield from self._times.values_of(record)
-        yield from spread_values(record)
+        yield from depth_values(record)
         yield from self._page.values_of(record)
         if self._picture is not None:
             yield from self._picture.values_of(record)

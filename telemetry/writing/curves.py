@@ -1,6 +1,6 @@
 """The curves of the run as a whole, which are no statistics of layers.
 
-Learning rates, times of steps, the spread of statistics over all layers, and what only several
+Learning rates, times of steps, quantiles of statistics over all layers, and what only several
 ranks have: who is the slowest, and how far what they log is apart.
 """
 
@@ -115,10 +115,10 @@ class StepTimes:
 
 
 QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}
-SPREADS: Mapping[str, Statistic] = {
+DEPTH_CURVES: Mapping[str, Statistic] = {
     f"log10_{statistic.name}" if statistic.log else statistic.name: statistic
     for statistic in STATISTICS
-    if statistic.as_spread
+    if statistic.over_depth
 }
 """The statistics whose quantiles over all layers are curves, by the name in their tags.
 
@@ -127,7 +127,7 @@ all small gradients look alike.
 """
 
 
-def spread_values(record: StepRecord) -> Iterator[bytes]:
+def depth_values(record: StepRecord) -> Iterator[bytes]:
     """``~run/depth/<name>/p05``, ``median`` and ``p95`` of a full step.
 
     Quantiles are over the finite values of all layers; those of a logarithm, over the positive
@@ -136,7 +136,7 @@ def spread_values(record: StepRecord) -> Iterator[bytes]:
     if not record.full or record.phase or record.skipped:
         return
     layers = table(record)
-    for name, statistic in SPREADS.items():
+    for name, statistic in DEPTH_CURVES.items():
         known = filter(math.isfinite, layers.known_values(statistic.name).tolist())
         values = sorted(value for value in known if value > 0 or not statistic.log)
         for quantile, value in _quantiles(values, math.log10 if statistic.log else float):

@@ -12,7 +12,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from telemetry.events import summaries
 from telemetry.loss import LOSS_TAGS
 from telemetry.tag_names import RUN
-from telemetry.writing.curves import SPREADS
+from telemetry.writing.curves import DEPTH_CURVES
 
 
 def custom_scalars_value(loss: str | None = None) -> bytes:
@@ -30,7 +30,7 @@ def custom_scalars_value(loss: str | None = None) -> bytes:
                     _curves("Loss", *losses),
                     _curves("Alerts so far", f"^({RUN})?alerts/count$"),
                     _curves("Seconds per step", f"^{RUN}time/step_s$"),
-                    *map(_margins, SPREADS),
+                    *map(_margins, DEPTH_CURVES),
                 ],
             ),
         ]
@@ -45,7 +45,7 @@ def _curves(title: str, *patterns: str) -> layout_pb2.Chart:
 
 
 def _margins(name: str) -> layout_pb2.Chart:
-    prefix, statistic = f"{RUN}depth/{name}", SPREADS[name]
+    prefix, statistic = f"{RUN}depth/{name}", DEPTH_CURVES[name]
     scale = " (log10)" if statistic.log else ""
     series = layout_pb2.MarginChartContent.Series(
         value=f"{prefix}/median", lower=f"{prefix}/p05", upper=f"{prefix}/p95"

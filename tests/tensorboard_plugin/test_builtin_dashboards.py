@@ -14,7 +14,7 @@ from small_records import full_record
 
 from telemetry.events import FileWriter, summaries
 from telemetry.writing import custom_scalars, hparams, tags
-from telemetry.writing.curves import spread_values
+from telemetry.writing.curves import depth_values
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.page import PageWriter
 
@@ -32,7 +32,7 @@ def write_demo(log_dir: Path) -> None:
         record = full_record(step, feature_maps={"layer0": map_pixels})
         values = [
             *tags.values_of(record),
-            *spread_values(record),
+            *depth_values(record),
             *picture.values_of(record),
             *page.values_of(record),
             summaries.scalar("loss", 1 / (1 + step)),

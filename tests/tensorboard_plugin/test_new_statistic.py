@@ -16,7 +16,7 @@ ENTRY = '''    Statistic(
         description="Largest less smallest of what the layer returned.",
         of=_of_output(lambda sketch: sketch.max - sketch.min),
         as_curve=True,
-        as_spread=True,
+        over_depth=True,
     ),
 )
 """In the order in which they are shown."""

@@ -22,7 +22,7 @@ from torch import nn
 
 from telemetry import Alert, HookLogger
 from telemetry.records import Output, StepRecord
-from telemetry.writing.curves import QUANTILES, StepTimes, spread_values
+from telemetry.writing.curves import QUANTILES, StepTimes, depth_values
 
 Points = list[tuple[int, float]]
 
@@ -255,7 +255,7 @@ def test_a_run_has_both_curves_with_the_examples_of_all_micro_batches(
 
 
 def curves(**changes: object) -> dict[str, float]:
-    values = summary_of(spread_values(full_record(0, **changes))).value
+    values = summary_of(depth_values(full_record(0, **changes))).value
     return {value.tag: value.simple_value for value in values}
 
 

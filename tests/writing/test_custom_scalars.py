@@ -9,7 +9,7 @@ from small_records import full_record
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from telemetry.writing import custom_scalars, tags
-from telemetry.writing.curves import spread_values
+from telemetry.writing.curves import depth_values
 
 
 def read_layout() -> layout_pb2.Layout:
@@ -20,7 +20,7 @@ def read_layout() -> layout_pb2.Layout:
 
 def test_every_chart_finds_its_tags_and_at_most_sixteen() -> None:
     record = full_record(0)
-    written = tags_of([*tags.values_of(record), *spread_values(record)])
+    written = tags_of([*tags.values_of(record), *depth_values(record)])
     written |= {"loss", "train/loss", "~run/alerts/count", "~run/time/step_s"}
     layout = read_layout()
     assert sum(len(category.chart) for category in layout.category) == 7
