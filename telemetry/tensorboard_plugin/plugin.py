@@ -112,16 +112,16 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return payloads.scalars(self._run(request).source)
 
     def _serve_layer(self, request: wrappers.Request) -> bytes:
-        run = self._run(request)
-        return payloads.layer_series(*run.layer_series(self._layer(request, run).name))
+        run, layer = self._layer(request)
+        return payloads.layer_series(*run.layer_series(layer.name))
 
     def _serve_histograms(self, request: wrappers.Request) -> bytes:
-        run = self._run(request)
-        return payloads.histograms(run.source, self._layer(request, run))
+        run, layer = self._layer(request)
+        return payloads.histograms(run.source, layer)
 
     def _serve_images(self, request: wrappers.Request) -> list[dict[str, Any]]:
-        run = self._run(request)
-        return payloads.images(run.source, self._layer(request, run))
+        run, layer = self._layer(request)
+        return payloads.images(run.source, layer)
 
     def _serve_image(self, request: wrappers.Request) -> wrappers.Response:
         tag, step = text(request, "tag"), required_number(request, "step")
@@ -144,10 +144,9 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 self._runs.popitem(last=False)
         return known
 
-    @staticmethod
-    def _layer(request: wrappers.Request, run: RunData) -> Layer:
-        name = text(request, "layer")
+    def _layer(self, request: wrappers.Request) -> tuple[RunData, Layer]:
+        run, name = self._run(request), text(request, "layer")
         for layer in run.overview().layers:
             if layer.name == name:
-                return layer
+                return run, layer
         raise NotFound(f"the run has no such layer: {name}")
