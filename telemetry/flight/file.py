@@ -37,16 +37,16 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry import untrusted
 from telemetry.alert import Alert, alert_fields, parse_alert
-from telemetry.layers import MISSING, STATISTICS, LayerTable
+from telemetry.layers import STATISTICS, LayerTable
 from telemetry.movers import FEWEST_TO_SHOW, Mover, movers
 from telemetry.plain_text import json_plain
 from telemetry.records import Layout
@@ -57,42 +57,47 @@ MAX_MODULES = 256
 FACTS = (
     "step", "wall_time", "loss", "grad_norm", "learning_rates", "loss_scale", "skipped", "full",
 )  # fmt: skip
+_MAX_GROUPS = 16
 _MAX_MOVERS = 8
 _STEP_BYTES = 1000  # without its arrays
 _COLUMNS = tuple(statistic.name for statistic in STATISTICS)
 _NAME = re.compile(r"flight-([0-9]+)\.json")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class KeptStep:
-    """What is kept of one step.
-
-    ``grad_norms`` are the L2 norms of the gradients of each module's own parameters, ``[modules]``;
-    NaN if one of them is, :data:`MISSING` where there was no gradient.
-    """
+class KeptStep(NamedTuple):
+    """One step; what a file says of it is worked out only when one is written."""
 
     step: int
+    wall_time: float
     layout: Layout
-    facts: Mapping[str, Any]  # what the file's ``steps`` say of it
-    grad_norms: NDArray[np.float64]
-    nonfinite_module: str | None = None  # the first whose output held NaN or infinity, if measured
+    loss: float | None
+    grad_norm: float
+    learning_rates: tuple[float, ...]
+    loss_scale: float | None
+    skipped: bool
+    full: bool
+    grad_present: NDArray[np.bool_]
+    module_grad_norms: NDArray[np.float64]
+    nonfinite_module: str | None  # the first whose output held NaN or infinity, if measured
     table: LayerTable | None = None  # of a full measurement
-    random_states: Mapping[str, bytes] = field(default_factory=dict)
+    random_states: Mapping[str, bytes] | None = None  # likewise
 
     @property
     def nbytes(self) -> int:
         """Approximate memory."""
-        nbytes = self.grad_norms.nbytes + _STEP_BYTES
+        nbytes = _STEP_BYTES + self.grad_present.nbytes + self.module_grad_norms.nbytes
         if self.table is not None:
             nbytes += self.table.values.nbytes + self.table.known.nbytes
-            nbytes += sum(map(len, self.random_states.values()))
+            nbytes += sum(map(len, (self.random_states or {}).values()))
         return nbytes
 
     def norms_of(self, names: Sequence[str]) -> list[float | None]:
         """The gradient norms of some modules; None where there was none, or no such module yet."""
-        norms = self.grad_norms.tolist()
+        norms: list[float | None] = [None] * len(self.layout.modules)
+        for place in self.layout.owners[self.grad_present].tolist():
+            norms[place] = float(self.module_grad_norms[place])
         places = [self.layout.position.get(name) for name in names]
-        return [None if i is None or norms[i] == MISSING else norms[i] for i in places]
+        return [None if place is None else norms[place] for place in places]
 
     def profile(self, names: Sequence[str]) -> dict[str, list[float | None]]:
         """The statistics that are known, each a list over some modules."""
@@ -155,7 +160,10 @@ def encode_flight(
     shown = [names[row] for row in rows]
     at, full = fault.at, fault.last_full
     after = latest if latest is not None and (at is None or latest.step > at.step) else None
-    states = full.random_states if full is not None else {}
+    states = (full.random_states if full is not None else None) or {}
+    facts: dict[str, list[Any]] = {fact: [getattr(s, fact) for s in steps] for fact in FACTS}
+    facts["wall_time"] = [round(wall_time, 3) for wall_time in facts["wall_time"]]
+    facts["learning_rates"] = [rates[:_MAX_GROUPS] for rates in facts["learning_rates"]]
     moments = {"before": fault.before, "at": at, "after": after}
     contents = {
         "format": FORMAT,
@@ -170,7 +178,7 @@ def encode_flight(
             "step": full.step if full is not None and states else None,
             "states": {name: base64.b64encode(state).decode() for name, state in states.items()},
         },
-        "steps": {fact: [step.facts[fact] for step in steps] for fact in FACTS},
+        "steps": facts,
         "modules": {
             "name": shown,
             "type": [modules[row].type_name for row in rows],

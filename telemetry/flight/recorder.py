@@ -9,19 +9,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from telemetry.alert import Alert, TelemetryAlert
 from telemetry.events.plain_files import write_whole
 from telemetry.failures import Failures
-from telemetry.flight.file import FACTS, MAX_ALERTS, Fault, KeptStep, encode_flight
-from telemetry.layers import MISSING, table
-from telemetry.records import Layout, StepRecord
+from telemetry.flight.file import MAX_ALERTS, Fault, KeptStep, encode_flight
+from telemetry.layers import table
+from telemetry.records import StepRecord
 from telemetry.untrusted import MAX_TEXT
 
 log = logging.getLogger("telemetry")
@@ -33,8 +28,6 @@ MAX_FILES = 8
 _RECORDED = {"loss_spike"}
 """Kinds of alerts of severity ``warning`` for which a file is written, too."""
 
-_MAX_GROUPS = 16
-_SEEN_BYTES = 1000  # without its arrays
 _FULL_STEPS = 16
 """Full measurements that are kept of ``steps`` steps, besides the latest two."""
 
@@ -80,7 +73,7 @@ class FlightRecorder:
         self._failures = failures or Failures()
         self._write_file = write
         self._lock = threading.Lock()
-        self._steps: deque[_Seen] = deque(maxlen=steps)
+        self._steps: deque[KeptStep] = deque(maxlen=steps)
         self._full: deque[KeptStep] = deque(maxlen=_FULL_STEPS + 2)
         self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
         self._fault: Fault | None = None
@@ -91,11 +84,11 @@ class FlightRecorder:
     def on_step(self, record: StepRecord) -> None:
         """A step was recorded."""
         with self._contained():
-            self._steps.append(seen := _seen(record))
+            self._steps.append(kept := _kept(record))
             _shrink(self._steps, MAX_STEP_BYTES)
             if record.full:
                 states = record.random_states
-                self._keep_full(replace(seen.kept(), table=table(record), random_states=states))
+                self._keep_full(kept._replace(table=table(record), random_states=states))
             if self._fault is not None:
                 self._follow_fault(self._fault)
 
@@ -134,8 +127,7 @@ class FlightRecorder:
     @property
     def nbytes(self) -> int:
         """Approximate memory."""
-        steps = sum(step.nbytes for step in self._steps)
-        return steps + sum(step.nbytes for step in self._full)
+        return sum(step.nbytes for step in (*self._steps, *self._full))
 
     # --- under the lock ------------------------------------------------------------------------
 
@@ -161,8 +153,7 @@ class FlightRecorder:
         """The last step, with its table if it was measured in full."""
         if not self._steps:
             return None
-        seen = self._steps[-1]
-        return self._full[-1] if seen.full else seen.kept()
+        return self._full[-1] if self._steps[-1].full else self._steps[-1]
 
     def _follow_fault(self, fault: Fault) -> None:
         """Add the last step to the fault that was begun."""
@@ -178,8 +169,7 @@ class FlightRecorder:
         at = self._latest()
         last_full = self._full[-1] if self._full else None
         earlier = [s for s in self._full if s.step <= step - self._count // 4][-1:]
-        seen = [self._steps[0].kept()] if self._steps else []
-        before = next(iter(earlier or [*self._full, *seen]), None)
+        before = next(iter(earlier or [*self._full, *self._steps]), None)
         if before is not None and at is not None and before.step >= at.step:
             before = None
         oldest = self._steps[0].step if self._steps else step
@@ -202,8 +192,8 @@ class FlightRecorder:
         path = Path(self._log_dir, f"flight-{self._fault.step}.json")
         if path not in self._files and len(self._files) >= MAX_FILES:
             return
-        steps = [seen.kept() for seen in self._steps]
-        text = encode_flight(self._fault, steps, self._latest(), seed=self._seed, complete=complete)
+        steps, latest = list(self._steps), self._latest()
+        text = encode_flight(self._fault, steps, latest, seed=self._seed, complete=complete)
         self._write_file(path, text)
         if path not in self._files:
             self._files.add(path)
@@ -214,51 +204,14 @@ class FlightRecorder:
             )
 
 
-class _Seen(NamedTuple):
-    """A step; what a file says of it is worked out only when one is written."""
-
-    step: int
-    wall_time: float
-    layout: Layout
-    loss: float | None
-    grad_norm: float
-    learning_rates: tuple[float, ...]
-    loss_scale: float | None
-    skipped: bool
-    full: bool
-    grad_present: NDArray[np.bool_]
-    module_grad_norms: NDArray[np.float64]
-    nonfinite_module: str | None
-
-    @property
-    def nbytes(self) -> int:
-        """Approximate memory."""
-        return _SEEN_BYTES + self.grad_present.nbytes + self.module_grad_norms.nbytes
-
-    def kept(self) -> KeptStep:
-        facts: dict[str, Any] = {fact: getattr(self, fact) for fact in FACTS}
-        facts["wall_time"] = round(self.wall_time, 3)
-        facts["learning_rates"] = self.learning_rates[:_MAX_GROUPS]
-        norms = np.full(len(self.layout.modules), MISSING)
-        with_grad = self.layout.owners[self.grad_present]
-        norms[with_grad] = self.module_grad_norms[with_grad]
-        return KeptStep(
-            step=self.step,
-            layout=self.layout,
-            facts=facts,
-            grad_norms=norms,
-            nonfinite_module=self.nonfinite_module,
-        )
-
-
-def _seen(record: StepRecord) -> _Seen:
+def _kept(record: StepRecord) -> KeptStep:
     # A mask holds -inf.
     bad = (
         output.module_name
         for output, tensor in record.outputs.items()
         if tensor.sketch.nan_count or tensor.sketch.positive_inf_count
     )
-    return _Seen(
+    return KeptStep(
         record.step,
         record.wall_time,
         record.layout,
@@ -284,7 +237,7 @@ def _described(exception: BaseException) -> dict[str, str]:
     }
 
 
-def _shrink(kept: deque[KeptStep] | deque[_Seen], most_bytes: int) -> None:
+def _shrink(kept: deque[KeptStep], most_bytes: int) -> None:
     """Drop the oldest, except the latest two, until the rest fits; all are as large as the newest.
 
     To add up all of them at every step would be most of the work.
