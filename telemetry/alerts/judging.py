@@ -151,7 +151,7 @@ class Suspicion(Rule):
         distance = np.abs(off)
         if np.count_nonzero(np.isfinite(distance)) < len(distance):
             zero, new = levels == -np.inf, np.isnan(mean)
-            strange = bool((zero & ~new & (self._zero_rate < _RARE)).any())
+            strange = bool(np.count_nonzero(zero & ~new & (self._zero_rate < _RARE)))
             self._zero_rate += _WEIGHT * (zero - self._zero_rate)
             np.copyto(mean, levels, where=new & ~zero)
             off[zero | new] = 0.0

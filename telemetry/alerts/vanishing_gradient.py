@@ -109,15 +109,16 @@ class VanishingGradient(CourseRule):
             state.update_share = np.where(state.faint_steps > 0, _update_share(record), np.nan)
         self._undecided = False
         found = None
-        if not state.is_usual:
+        if not state.are_large:
             faint = (state.faint_steps > 0) & (state.since_zero > _SINCE_ZERO)
             if np.count_nonzero(faint):
                 fading = self._from_the_first(faint, share, norms > 0)
                 fading |= self._on_branches(faint, share)
                 found = self._alert(record, share, fading) if fading.any() else None
-                faint &= np.isnan(state.update_share)
+                self._undecided = bool((faint & np.isnan(state.update_share)).any())
+        if not state.are_used:
             never = (state.largest_share == -np.inf) & (state.zero_steps == self._zero_steps)
-            self._undecided = bool((faint | never).any())
+            self._undecided |= bool(never.any())
             if found is None and record.full:
                 found = self._zero(record)
         if found is None and self._lasts(norms):
@@ -247,7 +248,8 @@ class Shares:
         mark_before: Its share at the power of two before.
         was_lost: 1 if it was small from the first, or the loss rose when it became so.
         update_share: log10 of its update ratio over the largest; NaN if unknown, or not small.
-        is_usual: Whether no share is small, nor was at the step before.
+        are_used: Whether no norm is zero.
+        are_large: Whether no share is small but that of a norm which is zero.
     """
 
     faint_steps: NDArray[np.float64]
@@ -259,7 +261,8 @@ class Shares:
     mark_before: NDArray[np.float64]
     was_lost: NDArray[np.float64]
     update_share: NDArray[np.float64]
-    is_usual: bool = False
+    are_used: bool = False
+    are_large: bool = False
 
     @staticmethod
     def of(names: Sequence[str], before: Sequence[str], state: Mapping[str, Any]) -> Shares:
@@ -272,17 +275,19 @@ class Shares:
 
     def add(self, share: NDArray[np.float64], limit: float, loss_is_worse: bool) -> None:
         """Add the shares of one step; ``-inf`` where the norm is zero."""
+        zero, small = share == -np.inf, share < limit
         self.since_zero += 1
         np.fmax(self.largest_share, share, out=self.largest_share)
-        was_usual = self.is_usual
-        self.is_usual = bool(share[share.argmin()] >= limit)
-        if was_usual and self.is_usual:  # then all the rest is as it was
+        zeros, was_large = int(np.count_nonzero(zero)), self.are_large
+        if zeros or not self.are_used:
+            self.since_zero[zero] = 0.0
+            self.zero_steps = np.where(zero, self.zero_steps + 1, 0.0)
+            self.first_share = np.where(zero | ~np.isnan(self.first_share), self.first_share, share)
+        self.are_used, self.are_large = zeros == 0, int(np.count_nonzero(small)) == zeros
+        if was_large and self.are_large:  # then all the rest is as it was
             self.mark_before, self.last_mark = self.last_mark, share
             return
-        zero, faint = share == -np.inf, (share > -np.inf) & (share < limit)
-        self.since_zero[zero] = 0.0
-        self.zero_steps = np.where(zero, self.zero_steps + 1, 0.0)
-        self.first_share = np.where(zero | ~np.isnan(self.first_share), self.first_share, share)
+        faint = small & ~zero
         self.update_share[~faint] = np.nan
         self.faint_steps = np.where(faint, self.faint_steps + 1, 0.0)
         lost = (self.first_share < limit) | loss_is_worse | (self.was_lost > 0)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.alerts.history import Ranked, middle
+from telemetry.alerts.memory import restore, to_plain
 from telemetry.movers import NORMAL_CONSISTENT
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -28,3 +29,13 @@ def test_what_is_ranked_is_that_of_the_last_values(values: list[float], length: 
     assert (ranked.lowest, ranked.median, ranked.highest) == (last[0], last[half], last[-1])
     off = sorted(abs(value - last[half]) for value in last)
     assert ranked.deviation == pytest.approx(NORMAL_CONSISTENT * off[half], rel=1e-15)
+
+
+def test_what_is_restored_is_ranked_anew() -> None:
+    used, saved = Ranked(3), Ranked(3)
+    for value in (1.0, 2.0, 3.0):
+        used.add(value)
+        saved.add(10 * value)
+    restore(used, to_plain(saved))
+    used.add(5.0)
+    assert used.ordered == [5.0, 20.0, 30.0]
