@@ -166,10 +166,11 @@ class RunFiles:
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, and give the directory up."""
-        each_within(
-            timeout_s,
-            lambda left_s: self.flight.close(),
-            self._plain.close,
-            *([] if self._writer is None else [self._writer.close]),
-        )
+        if os.getpid() == self._process_id:  # in a fork, a lock may never be released
+            each_within(
+                timeout_s,
+                lambda left_s: self.flight.close(),
+                self._plain.close,
+                *([] if self._writer is None else [self._writer.close]),
+            )
         self._claim.release()
