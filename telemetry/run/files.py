@@ -158,7 +158,8 @@ class RunFiles:
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, and give the directory up."""
-        self.flight.close()
-        writers = [self._plain] if self._writer is None else [self._plain, self._writer]
-        each_within(timeout_s, *(writer.close for writer in writers))
+        if os.getpid() == self._process_id:  # in a fork, a lock may never be released
+            self.flight.close()
+            writers = [self._plain] if self._writer is None else [self._plain, self._writer]
+            each_within(timeout_s, *(writer.close for writer in writers))
         self._claim.release()
