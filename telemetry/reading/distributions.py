@@ -81,8 +81,9 @@ def distribution(tables: Sequence[tuple[int, NDArray[np.float64]]]) -> Distribut
 def _quantiles(table: NDArray[np.float64], shares: Sequence[float]) -> NDArray[np.float64]:
     below = np.concatenate([[0.0], np.cumsum(table[:, 2])])
     edges = np.concatenate([table[:1, 0], table[:, 1]])
-    quantiles: NDArray[np.float64] = np.interp(np.array(shares) * below[-1], below, edges)
-    return quantiles
+    scale = float(np.abs(edges).max()) or 1.0  # so that no slope between two edges overflows
+    quantiles: NDArray[np.float64] = np.interp(np.array(shares) * below[-1], below, edges / scale)
+    return quantiles * scale
 
 
 def _edges(low: float, high: float, unit: float) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from telemetry.reading.distributions import distribution, histogram_table
@@ -54,6 +54,7 @@ def test_equal_values_make_one_bar() -> None:
 numbers = st.floats(width=64) | st.sampled_from([-1.7e308, 1.7e308, 5e-324, 0.0, 1.0])
 
 
+@example([[(0.0, 3.99e292, 1e-20)]])
 @given(st.lists(st.lists(st.tuples(numbers, numbers, numbers), max_size=4), max_size=3))
 @pytest.mark.filterwarnings("error")
 def test_anything_is_refused_or_drawn(steps: list[list[tuple[float, float, float]]]) -> None:
