@@ -29,6 +29,7 @@ from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.gathering import Gathering
 from telemetry.ranks.inbox import Inbox, exchange, join
 from telemetry.ranks.meeting import FAN_OUT
+from telemetry.ranks.merging import NO_ROWS, Table
 from telemetry.ranks.part import Part
 from telemetry.ranks.rank_part import Common, RankPart, merge
 from telemetry.ranks.share import WHOLE, Share
@@ -140,20 +141,15 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
         modules=tuple(Module(name=name, type_name="Linear") for name in names),
         parameters=tuple(parameters),
     )
-    count = len(parameters)
-    ones = np.ones(count)
+    rows = range(len(parameters))
+    ones, numbers = np.ones(len(rows), np.bool_), dice.random(len(rows))
     stage = StagePart(
         stage=0,
         layout_id="0123456789abcdef",
         layout=layout if with_layout else None,
-        copies=np.zeros(count, np.int64),
-        norms=dice.random(count),
-        present=ones > 0,
-        finite=ones > 0,
-        before=dice.random(count),
-        parameter_copies=np.zeros(count, np.int64),
-        moved=dice.random(count),
-        sizes=dice.random(count),
+        grads=Table.of(rows, norm=dice.random(len(rows)), present=ones, finite=ones),
+        before=Table.of(rows, before=dice.random(len(rows))),
+        updates=Table.of(rows, moved=dice.random(len(rows)), size=numbers),
     )
     return RankPart(
         step=0,
@@ -161,7 +157,7 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
         size=world_size,
         ranks=frozenset({rank}),
         measured=frozenset({rank}),
-        stages=(stage,),
+        stages={stage.key: stage},
         tensors=TensorTable.of(rank, tensors),
         common=Common(rank=rank),
     )
@@ -174,7 +170,7 @@ def measure_size(layers: int) -> Size:
     encode_s = time.thread_time() - began
     return Size(
         layers=layers,
-        tensors=len(part.tensors.rows),
+        tensors=len(part.tensors.table.rows),
         first_bytes=len(encode(make_part(layers, 0, 1024, with_layout=True))),
         bytes=len(payload),
         encode_s=encode_s,
@@ -187,20 +183,24 @@ def measure_light(machine: Sequence[RankPart]) -> Light:
             part,
             tensors=EMPTY,
             measured=frozenset[int](),
-            stages=tuple(
-                replace(stage, before=None, parameter_copies=None, moved=None, sizes=None)
-                for stage in part.stages
-            ),
+            stages={
+                key: replace(stage, before=NO_ROWS, updates=NO_ROWS)
+                for key, stage in part.stages.items()
+            },
         )
         for part in machine
     ]
     payloads = [encode(part) for part in parts]
     return Light(
-        parameters=len(parts[0].stages[0].norms),
+        parameters=2 * layers_of(parts[0]),
         bytes=len(payloads[0]),
         encode_s=least_s(lambda: encode(parts[0])),
         merge_s=least_s(lambda: merge_payloads(payloads)),
     )
+
+
+def layers_of(part: RankPart) -> int:
+    return sum(len(stage.grads.rows) for stage in part.stages.values()) // 2
 
 
 def least_s(call: Callable[[], object]) -> float:
@@ -254,7 +254,7 @@ def simulate(ranks: int, machine: Sequence[RankPart]) -> Tree:
         below = decode(payload)
     return Tree(
         ranks=ranks,
-        layers=len(machine[0].stages[0].norms) // 2,
+        layers=layers_of(machine[0]),
         levels=len(levels),
         arrival_s=arrival_s,
         first_rank_s=cpu_s,

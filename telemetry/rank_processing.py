@@ -133,7 +133,7 @@ class RankProcessor:
             return
         recorder.abandoned = self.abandoned
         part = decode(merged.payload)
-        means = {name: figure.mean for name, figure in part.scalars.items()}
+        means = part.scalars.means()
         if means and not part.phase:
             self._loss.see(part.step, means)
             recorder.log(LoggedScalars(step=part.step, wall_time=part.wall_time, values=means))
