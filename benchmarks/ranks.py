@@ -1,12 +1,10 @@
-"""What merging the records of many ranks costs: bytes, levels of the tree, seconds.
+"""What merging the records of many ranks costs: bytes, seconds.
 
 Every part is measured for itself: how large what one rank sends is, how long a rank takes to merge
 what those below it sent, and how long that takes to arrive through a store on this machine. The
-time for many ranks is put together from these. A tree is simulated from its lowest level upwards,
-at each level with the bytes that the level below has made; ranks at the same level are on different
-machines and work at the same time, so one of them is merged, the one with most below it, and its
-neighbours are taken for equally full, which they are not: this is an upper bound. CPU times are
-those of the thread that merges. A real network adds its own latency.
+time for many ranks is put together from these: leaders are on different machines and work at the
+same time, so one of them is merged, and the others are taken for equal to it. CPU times are those
+of the thread that merges. A real network adds its own latency.
 
 It also measures what the training thread pays for each step.
 """
@@ -28,7 +26,6 @@ from telemetry.ranks.channel import BUSY_S, IDLE_S, Channel
 from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.gathering import Gathering
 from telemetry.ranks.inbox import Inbox, exchange, join
-from telemetry.ranks.meeting import FAN_OUT
 from telemetry.ranks.merging import NO_ROWS, Table
 from telemetry.ranks.part import Part
 from telemetry.ranks.rank_part import Common, RankPart, merge
@@ -84,7 +81,7 @@ class Light:
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """What a full step costs in one tree.
+    """What a full step costs.
 
     Attributes:
         ranks: How many there are.
@@ -213,53 +210,33 @@ def least_s(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def children_by_level(ranks: int) -> list[int]:
-    """How many leaders send to the busiest leader of each level, from the lowest level up."""
-    machines = -(-ranks // PER_MACHINE)
-    found, width, above = [0], 1, 0
-    while above + width < machines:
-        above += width
-        width *= FAN_OUT
-        found.append(min(FAN_OUT, machines - above))
-    return found
-
-
 def simulate(ranks: int, machine: Sequence[RankPart]) -> Tree:
-    """One path through the tree, each rank on it with real bytes from all below it.
+    """What the ranks of a machine send to its leader, and the leaders to the first rank.
 
     Args:
         ranks: How many there are.
         machine: What those of one machine measured.
     """
-    own = [replace(part, size=ranks) for part in machine[:ranks]]
-    below: RankPart | None = None
-    payload = b""
-    arrival_s = cpu_s = 0.0
-    largest = waiting = 0
-    levels = children_by_level(ranks)
-    for children in levels:
-        parts = [encode(part) for part in own]
-        if below is not None:
-            size = len(below.ranks)
-            for child in range(children):
-                begin = PER_MACHINE + child * size
-                moved = replace(below, ranks=frozenset(range(begin, begin + size)))
-                parts.append(encode(moved))
-        sent = parts[1:]
-        carried_s = carry(sent)
-        payload, cpu_s = gather(parts)
-        arrival_s += carried_s + cpu_s + IDLE_S / 2 + BUSY_S
-        largest = max(largest, *(len(part) for part in sent))
-        waiting = sum(len(part) for part in parts)
-        below = decode(payload)
+    own = [encode(replace(part, size=ranks)) for part in machine[:ranks]]
+    machines = -(-ranks // PER_MACHINE)
+    levels = [own]
+    arrival_s = 0.0
+    payload, cpu_s = gather(own)
+    if machines > 1:
+        arrival_s = carry(own[1:]) + cpu_s + IDLE_S / 2 + BUSY_S
+        led = decode(payload)
+        begins = range(PER_MACHINE, PER_MACHINE * machines, PER_MACHINE)
+        moved = (replace(led, ranks=frozenset(range(b, b + PER_MACHINE))) for b in begins)
+        levels.append([*own, *map(encode, moved)])
+        payload, cpu_s = gather(levels[-1])
     return Tree(
         ranks=ranks,
         layers=layers_of(machine[0]),
         levels=len(levels),
-        arrival_s=arrival_s,
+        arrival_s=arrival_s + carry(levels[-1][1:]) + cpu_s + IDLE_S / 2 + BUSY_S,
         first_rank_s=cpu_s,
-        largest_bytes=largest,
-        waiting_bytes=waiting,
+        largest_bytes=max(len(part) for part in levels[-1][1:]),
+        waiting_bytes=sum(len(part) for part in levels[-1]),
     )
 
 
@@ -279,12 +256,12 @@ def gather(payloads: Sequence[bytes]) -> tuple[bytes, float]:
     parts = [Part(ranks=decode(payload).ranks, payload=payload) for payload in payloads]
     size = 1 + max(max(part.ranks) for part in parts)
     gathering = Gathering(
-        world_size=size, merge=merge_payloads, patience_s=1.0, start_s=0.0, forwards_late=False
+        world_size=size, merge=merge_payloads, patience_s=1.0, start_s=1.0, forwards_late=False
     )
     began = time.thread_time()
     for part in parts:
         gathering.add(Part.from_bytes(part.to_bytes()), 0.0)
-    whole = gathering.take(0.0)
+        whole = gathering.take(0.0, hurry=part is parts[-1])
     assert whole is not None
     return whole.payload, time.thread_time() - began
 

@@ -108,9 +108,9 @@ class TensorTable:
         parts = list(zip(some, kept, strict=True))
         rows = np.concatenate([np.repeat(at, one.bucket_sizes) for one, at in parts])
         codes = rows * _CODES + np.concatenate([one.buckets for one in some]) + LAST_BUCKET
-        counts = np.concatenate([one.counts for one in some])[rows >= 0]
-        order, starts = group(codes[rows >= 0, None])
-        row, bucket = np.divmod(codes[rows >= 0][order[starts]], _CODES)
+        codes, counts = codes[rows >= 0], np.concatenate([one.counts for one in some])[rows >= 0]
+        order, starts = group(codes[:, None])
+        row, bucket = np.divmod(codes[order[starts]], _CODES)
         return TensorTable(
             table=table,
             bucket_sizes=np.bincount(row, minlength=len(table.rows)),
