@@ -163,7 +163,7 @@ class Table:
 
     def __getitem__(self, name: str) -> Array:
         """A column; empty if there are no rows."""
-        return self.columns[name] if len(self.rows) else np.empty((0, 2))[:, 0]
+        return self.columns[name] if len(self.rows) else np.empty(0)
 
 
 NO_ROWS = Table.of(())

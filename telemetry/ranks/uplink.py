@@ -12,7 +12,7 @@ from itertools import islice
 from torch import distributed
 
 from telemetry.ranks.address import Address, Peer, open_client, reach, sever
-from telemetry.ranks.inbox import exchange, join, leave
+from telemetry.ranks.inbox import Reply, exchange, join, leave
 from telemetry.ranks.meeting import Search, delete_keys
 
 MAX_BYTES = 64 * 2**20
@@ -108,9 +108,7 @@ class _Sender(threading.Thread):
         self._wake = threading.Event()
         self._abandoned = False
         self._peer: Peer | None = None
-        self.news: bytes | None = None  # what the other side has posted
-        self.dismissed = False  # whether it has said that it leaves
-        self.answers = 0
+        self.reply: Reply | None = None  # the latest of the other side
         self.address: Address | None = None  # where it sends, as soon as that is known
         self.start()
 
@@ -155,11 +153,10 @@ class _Sender(threading.Thread):
             stopping = self._stopping.is_set()
             first, parts = self._outbox.to_send()
             reply = exchange(store, child, first, parts)
-            self.answers += 1
             if self._abandoned:
                 break
             self._outbox.take(reply.taken)
-            self.news, self.dismissed = reply.news, reply.leaves
+            self.reply = reply
             if reply.leaves or (stopping and self._outbox.is_empty):
                 break
             self._wake.wait(POLL_S if self._outbox.is_empty else _BUSY_S)
@@ -202,7 +199,7 @@ class Uplink:
         self._pause_s = 0.0
         self._sender = _Sender(self._outbox, search, 0.0)
         self._abandoned: list[_Sender] = []
-        self._answers = 0
+        self._reply: Reply | None = None
         self._answered_at = 0.0
         self.ended = False  # the first rank has left
 
@@ -215,10 +212,11 @@ class Uplink:
     def look(self, now: float) -> bytes:
         """Go elsewhere if need be; returns the latest news, empty if there are none."""
         sender = self._sender
-        if sender.answers != self._answers or sender.address is None:
-            self._answers, self._answered_at = sender.answers, now
-        if sender.news is not None:
-            self._news, self._pause_s = sender.news, 0.0
+        reply = sender.reply
+        if reply is not self._reply or sender.address is None:
+            self._reply, self._answered_at = reply, now
+        if reply is not None:
+            self._news, self._pause_s = reply.news, 0.0
         hangs = now - self._answered_at > self._patience_s and not self._is_at_first
         if not self.ended and (hangs or not sender.is_alive()):
             self._go_elsewhere()
@@ -241,7 +239,8 @@ class Uplink:
         return self._sender.address is not None and self._sender.address == self._search.first
 
     def _go_elsewhere(self) -> None:
-        if self._sender.dismissed and self._is_at_first:
+        reply = self._sender.reply
+        if reply is not None and reply.leaves and self._is_at_first:
             self.ended = True
             return
         self._sender.abandon()
@@ -251,4 +250,4 @@ class Uplink:
         elif self._search.first is not None:
             self._search.only_first = True
         self._sender = _Sender(self._outbox, self._search, self._pause_s)
-        self._answers, self._pause_s = 0, min(2 * self._pause_s + 0.5, _LONGEST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s + 0.5, _LONGEST_PAUSE_S)

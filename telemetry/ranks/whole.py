@@ -59,7 +59,8 @@ class Whole:
         for key, stage in part.stages.items():
             if stage.layout is not None:
                 self._layouts[key] = stage.layout
-        self._host_of.update({rank: host for host, ranks in part.hosts.items() for rank in ranks})
+        new = {rank: host for host, ranks in part.hosts.items() for rank in ranks}
+        self._host_of = {**self._host_of, **new} if new else self._host_of
         keys = tuple(sorted(part.stages))
         if any(key not in self._layouts for key in keys):
             return None
@@ -75,10 +76,7 @@ class Whole:
         record = replace(
             record,
             clipped_fraction=self._clipped_fraction(record),
-            ranks=replace(
-                facts := _facts(part, joined),
-                hosts={rank: self._host_of[rank] for rank in _named(facts) & set(self._host_of)},
-            ),
+            ranks=replace(_facts(part, joined), hosts=self._host_of),
         )
         if own is None:
             return record
@@ -204,14 +202,18 @@ def _name_of(row: Row, joined: JoinedLayouts) -> str | Output:
 
 def _facts(part: RankPart, joined: JoinedLayouts) -> RankFacts:
     bad = part.first_nonfinite
+    rms: dict[str, dict[Output, Spread]] = {kind: {} for kind in _OF_OUTPUTS}
+    for row, spread in part.tensors.table.spreads().items():
+        if row.kind in rms and not joined.is_placeholder(row.stage, row.name):
+            rms[row.kind][Output(joined.name(row.stage, row.name), row.place)] = spread
     return RankFacts(
         size=part.size,
         held=part.ranks,
         measured=part.measured,
         scalars=part.scalars.spreads(),
         step_s=part.own.spreads().get("step_s"),
-        activation_rms=_spreads(part, joined, "outputs"),
-        activation_grad_rms=_spreads(part, joined, "output_grads"),
+        activation_rms=rms["outputs"],
+        activation_grad_rms=rms["output_grads"],
         diverged=tuple(
             Divergence(
                 parameter=joined.layout.parameters[at[index]].name,
@@ -226,27 +228,6 @@ def _facts(part: RankPart, joined: JoinedLayouts) -> RankFacts:
         first_nonfinite=None if bad is None else (bad.rank, bad.where),
         not_known=tuple(sorted(part.not_known)),
     )
-
-
-def _spreads(part: RankPart, joined: JoinedLayouts, kind: str) -> Mapping[Output, Spread]:
-    return {
-        Output(joined.name(row.stage, row.name), row.place): spread
-        for row, spread in part.tensors.table.spreads().items()
-        if row.kind == kind and not joined.is_placeholder(row.stage, row.name)
-    }
-
-
-def _named(facts: RankFacts) -> set[int]:
-    """Ranks that are named anywhere in the facts."""
-    spreads = [*facts.scalars.values(), *facts.activation_rms.values()]
-    spreads += facts.activation_grad_rms.values()
-    if facts.step_s is not None:
-        spreads.append(facts.step_s)
-    named = {rank for spread in spreads for rank in (spread.low_rank, spread.high_rank)}
-    named |= {rank for found in facts.diverged for rank in (found.rank, found.other)}
-    if facts.first_nonfinite is not None:
-        named.add(facts.first_nonfinite[0])
-    return named
 
 
 class JoinedLayouts:
