@@ -1,12 +1,10 @@
-"""What merging the records of many ranks costs: bytes, levels of the tree, seconds.
+"""What merging the records of many ranks costs: bytes, seconds.
 
 Every part is measured for itself: how large what one rank sends is, how long a rank takes to merge
 what those below it sent, and how long that takes to arrive through a store on this machine. The
-time for many ranks is put together from these. A tree is simulated from its lowest level upwards,
-at each level with the bytes that the level below has made; ranks at the same level are on different
-machines and work at the same time, so one of them is merged, the one with most below it, and its
-neighbours are taken for equally full, which they are not: this is an upper bound. CPU times are
-those of the thread that merges. A real network adds its own latency.
+time for many ranks is put together from these: leaders are on different machines and work at the
+same time, so one of them is merged, and the others are taken for equal to it. CPU times are those
+of the thread that merges. A real network adds its own latency.
 
 It also measures what the training thread pays for each step.
 """
@@ -28,7 +26,7 @@ from telemetry.ranks.channel import BUSY_S, IDLE_S, Channel
 from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.gathering import Gathering
 from telemetry.ranks.inbox import Inbox, exchange, join
-from telemetry.ranks.meeting import FAN_OUT
+from telemetry.ranks.merging import NO_ROWS, Table
 from telemetry.ranks.part import Part
 from telemetry.ranks.rank_part import Common, RankPart, merge
 from telemetry.ranks.share import WHOLE, Share
@@ -83,7 +81,7 @@ class Light:
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """What a full step costs in one tree.
+    """What a full step costs.
 
     Attributes:
         ranks: How many there are.
@@ -140,20 +138,15 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
         modules=tuple(Module(name=name, type_name="Linear") for name in names),
         parameters=tuple(parameters),
     )
-    count = len(parameters)
-    ones = np.ones(count)
+    rows = range(len(parameters))
+    ones, numbers = np.ones(len(rows), np.bool_), dice.random(len(rows))
     stage = StagePart(
         stage=0,
         layout_id="0123456789abcdef",
         layout=layout if with_layout else None,
-        copies=np.zeros(count, np.int64),
-        norms=dice.random(count),
-        present=ones > 0,
-        finite=ones > 0,
-        before=dice.random(count),
-        parameter_copies=np.zeros(count, np.int64),
-        moved=dice.random(count),
-        sizes=dice.random(count),
+        grads=Table.of(rows, norm=dice.random(len(rows)), present=ones, finite=ones),
+        before=Table.of(rows, before=dice.random(len(rows))),
+        updates=Table.of(rows, moved=dice.random(len(rows)), size=numbers),
     )
     return RankPart(
         step=0,
@@ -161,7 +154,7 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
         size=world_size,
         ranks=frozenset({rank}),
         measured=frozenset({rank}),
-        stages=(stage,),
+        stages={stage.key: stage},
         tensors=TensorTable.of(rank, tensors),
         common=Common(rank=rank),
     )
@@ -174,7 +167,7 @@ def measure_size(layers: int) -> Size:
     encode_s = time.thread_time() - began
     return Size(
         layers=layers,
-        tensors=len(part.tensors.rows),
+        tensors=len(part.tensors.table.rows),
         first_bytes=len(encode(make_part(layers, 0, 1024, with_layout=True))),
         bytes=len(payload),
         encode_s=encode_s,
@@ -187,20 +180,24 @@ def measure_light(machine: Sequence[RankPart]) -> Light:
             part,
             tensors=EMPTY,
             measured=frozenset[int](),
-            stages=tuple(
-                replace(stage, before=None, parameter_copies=None, moved=None, sizes=None)
-                for stage in part.stages
-            ),
+            stages={
+                key: replace(stage, before=NO_ROWS, updates=NO_ROWS)
+                for key, stage in part.stages.items()
+            },
         )
         for part in machine
     ]
     payloads = [encode(part) for part in parts]
     return Light(
-        parameters=len(parts[0].stages[0].norms),
+        parameters=2 * layers_of(parts[0]),
         bytes=len(payloads[0]),
         encode_s=least_s(lambda: encode(parts[0])),
         merge_s=least_s(lambda: merge_payloads(payloads)),
     )
+
+
+def layers_of(part: RankPart) -> int:
+    return sum(len(stage.grads.rows) for stage in part.stages.values()) // 2
 
 
 def least_s(call: Callable[[], object]) -> float:
@@ -213,53 +210,33 @@ def least_s(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def children_by_level(ranks: int) -> list[int]:
-    """How many leaders send to the busiest leader of each level, from the lowest level up."""
-    machines = -(-ranks // PER_MACHINE)
-    found, width, above = [0], 1, 0
-    while above + width < machines:
-        above += width
-        width *= FAN_OUT
-        found.append(min(FAN_OUT, machines - above))
-    return found
-
-
 def simulate(ranks: int, machine: Sequence[RankPart]) -> Tree:
-    """One path through the tree, each rank on it with real bytes from all below it.
+    """What the ranks of a machine send to its leader, and the leaders to the first rank.
 
     Args:
         ranks: How many there are.
         machine: What those of one machine measured.
     """
-    own = [replace(part, size=ranks) for part in machine[:ranks]]
-    below: RankPart | None = None
-    payload = b""
-    arrival_s = cpu_s = 0.0
-    largest = waiting = 0
-    levels = children_by_level(ranks)
-    for children in levels:
-        parts = [encode(part) for part in own]
-        if below is not None:
-            size = len(below.ranks)
-            for child in range(children):
-                begin = PER_MACHINE + child * size
-                moved = replace(below, ranks=frozenset(range(begin, begin + size)))
-                parts.append(encode(moved))
-        sent = parts[1:]
-        carried_s = carry(sent)
-        payload, cpu_s = gather(parts)
-        arrival_s += carried_s + cpu_s + IDLE_S / 2 + BUSY_S
-        largest = max(largest, *(len(part) for part in sent))
-        waiting = sum(len(part) for part in parts)
-        below = decode(payload)
+    own = [encode(replace(part, size=ranks)) for part in machine[:ranks]]
+    machines = -(-ranks // PER_MACHINE)
+    levels = [own]
+    arrival_s = 0.0
+    payload, cpu_s = gather(own)
+    if machines > 1:
+        arrival_s = carry(own[1:]) + cpu_s + IDLE_S / 2 + BUSY_S
+        led = decode(payload)
+        begins = range(PER_MACHINE, PER_MACHINE * machines, PER_MACHINE)
+        moved = (replace(led, ranks=frozenset(range(b, b + PER_MACHINE))) for b in begins)
+        levels.append([*own, *map(encode, moved)])
+        payload, cpu_s = gather(levels[-1])
     return Tree(
         ranks=ranks,
-        layers=len(machine[0].stages[0].norms) // 2,
+        layers=layers_of(machine[0]),
         levels=len(levels),
-        arrival_s=arrival_s,
+        arrival_s=arrival_s + carry(levels[-1][1:]) + cpu_s + IDLE_S / 2 + BUSY_S,
         first_rank_s=cpu_s,
-        largest_bytes=largest,
-        waiting_bytes=waiting,
+        largest_bytes=max(len(part) for part in levels[-1][1:]),
+        waiting_bytes=sum(len(part) for part in levels[-1]),
     )
 
 
@@ -279,12 +256,12 @@ def gather(payloads: Sequence[bytes]) -> tuple[bytes, float]:
     parts = [Part(ranks=decode(payload).ranks, payload=payload) for payload in payloads]
     size = 1 + max(max(part.ranks) for part in parts)
     gathering = Gathering(
-        world_size=size, merge=merge_payloads, patience_s=1.0, start_s=0.0, forwards_late=False
+        world_size=size, merge=merge_payloads, patience_s=1.0, start_s=1.0, forwards_late=False
     )
     began = time.thread_time()
     for part in parts:
         gathering.add(Part.from_bytes(part.to_bytes()), 0.0)
-    whole = gathering.take(0.0)
+        whole = gathering.take(0.0, hurry=part is parts[-1])
     assert whole is not None
     return whole.payload, time.thread_time() - began
 

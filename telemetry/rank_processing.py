@@ -133,7 +133,7 @@ class RankProcessor:
             return
         recorder.abandoned = self.abandoned
         part = decode(merged.payload)
-        means = {name: figure.mean for name, figure in part.scalars.items()}
+        means = part.scalars.means()
         if means and not part.phase:
             self._loss.see(part.step, means)
             recorder.log(LoggedScalars(step=part.step, wall_time=part.wall_time, values=means))
@@ -188,16 +188,13 @@ class RankProcessor:
         scalars = {} if in_phase else self._scalars.get(step.step, {})
         record = step.record(scalars, self._loss.tag)
         if not record.phase:
-            self._forget_scalars(record.step)
+            self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
             self._eval_mode = record.eval_mode
         if self._recorder is not None and (record.full or record.phase):
             self._own[record.step, record.phase] = record
             while len(self._own) > _OWN_KEPT:
                 del self._own[next(iter(self._own))]
         self._send_part(self._maker.part(record, captured))
-
-    def _forget_scalars(self, step: int) -> None:
-        self._scalars = {s: v for s, v in self._scalars.items() if s > step}
 
     def _send_part(self, part: RankPart) -> None:
         if self._recorder is not None:

@@ -104,7 +104,7 @@ def test_ranks_has_a_row_for_each_size_and_each_tree(json_file: Path) -> None:
     assert all(size["bytes"] <= 2000 * size["tensors"] for size in figures["sizes"])
     assert [light["parameters"] for light in figures["light"]] == [6, 12]
     assert all(light["merge_s"] > light["encode_s"] > 0 for light in figures["light"])
-    assert [(tree["ranks"], tree["levels"]) for tree in figures["trees"]] == [(8, 1), (1024, 4)]
+    assert [(tree["ranks"], tree["levels"]) for tree in figures["trees"]] == [(8, 1), (1024, 2)]
     assert all(tree["arrival_s"] > tree["first_rank_s"] > 0 for tree in figures["trees"])
     assert figures["training_thread_us"] < 100
 

@@ -16,10 +16,10 @@ from telemetry.loss import LossChoice
 from telemetry.pipeline import FullSteps, Pipeline, Processor, every
 from telemetry.rank_processing import RankProcessor
 from telemetry.ranks.encoding import encode
+from telemetry.ranks.merging import Table
 from telemetry.ranks.part import Part
-from telemetry.ranks.rank_part import Common, Figure, RankPart, merge_figures
+from telemetry.ranks.rank_part import Common, RankPart
 from telemetry.ranks.stage_part import StagePart
-from telemetry.ranks.tensor_table import TensorTable
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.rule import Rule
 from telemetry.tag_names import plain
@@ -37,10 +37,9 @@ def merged(step: int) -> Part:
         stage=0,
         layout_id="a",
         layout=LAYOUT if step == 0 else None,
-        copies=np.zeros(1, np.int64),
-        norms=np.array([3.0]),
-        present=np.ones(1, bool),
-        finite=np.ones(1, bool),
+        grads=Table.of(
+            range(1), norm=np.array([3.0]), present=np.ones(1, bool), finite=np.ones(1, bool)
+        ),
     )
     everyone = frozenset({0, 1})
     part = RankPart(
@@ -48,11 +47,10 @@ def merged(step: int) -> Part:
         wall_time=float(step),
         size=2,
         ranks=everyone,
-        stages=(stage,),
-        tensors=TensorTable.of(0, {}),
+        stages={stage.key: stage},
         common=Common(rank=0),
-        scalars=merge_figures({"loss": Figure.of(rank, 1.0 + rank)} for rank in (0, 1)),
-        own=merge_figures({"step_s": Figure.of(rank, 0.5 + rank)} for rank in (0, 1)),
+        scalars=Table.merge_all(Table.of_figures(rank, {"loss": 1.0 + rank}) for rank in (0, 1)),
+        own=Table.merge_all(Table.of_figures(rank, {"step_s": 0.5 + rank}) for rank in (0, 1)),
     )
     return Part(place=2 * step + 1, ranks=everyone, payload=encode(part))
 

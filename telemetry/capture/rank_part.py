@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.capture.captured import CapturedStep
+from telemetry.ranks.merging import NO_ROWS, Table
 from telemetry.ranks.meshes import Standing
 from telemetry.ranks.observer import RankNotes
-from telemetry.ranks.rank_part import Common, Figure, Nonfinite, RankPart
+from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
 from telemetry.ranks.share import WHOLE, Share
-from telemetry.ranks.stage_part import Checks, StagePart
-from telemetry.ranks.tensor_table import EMPTY, Row, TensorTable
+from telemetry.ranks.stage_part import Addend, StagePart, checks_of
+from telemetry.ranks.tensor_table import Row, TensorTable
 from telemetry.records import Layout, StepRecord, TensorRecord
 
 
@@ -36,7 +37,7 @@ class PartMaker:
         """What this rank measured; ``captured`` is None if one call has read the step."""
         rank, notes = self._standing.rank, RankNotes() if captured is None else captured.ranks
         full = record.full or bool(record.phase)
-        bad = self._nonfinite(record)
+        bad, stage = self._nonfinite(record), self._stage(record, captured, notes)
         return RankPart(
             step=record.step,
             wall_time=record.wall_time,
@@ -44,7 +45,7 @@ class PartMaker:
             measured=frozenset((rank,) if record.full else ()),
             size=self._standing.size,
             ranks=frozenset((rank,)),
-            stages=(self._stage(record, captured, notes),),
+            stages={stage.key: stage},
             tensors=TensorTable.of(rank, _tensors(record, notes, self._standing)),
             common=Common(
                 rank=rank,
@@ -53,7 +54,7 @@ class PartMaker:
                 skipped_steps=record.skipped_steps,
                 skipped=record.skipped,
             ),
-            scalars=_figures(rank, record.scalars),
+            scalars=Table.of_figures(rank, record.scalars),
             own=self._own(record),
             hosts={self._host: frozenset((rank,))} if full else {},
             nonfinite=bad is not None,
@@ -73,10 +74,8 @@ class PartMaker:
             wall_time=time.time(),
             size=self._standing.size,
             ranks=frozenset((rank,)),
-            stages=(),
-            tensors=EMPTY,
             common=Common(rank=rank),
-            scalars=_figures(rank, scalars),
+            scalars=Table.of_figures(rank, scalars),
         )
 
     def _stage(
@@ -88,13 +87,17 @@ class PartMaker:
             names = "\n".join(parameter.name for parameter in layout.parameters)
             self._layout_id = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
             self._sent_layout = layout
-        copies = moved = sizes = before = None
+        rows, before, updates = range(len(layout.parameters)), NO_ROWS, NO_ROWS
+        copies = _copies(layout, notes.grads, standing)
         if captured is not None and record.full:
-            copies = _copies(layout, notes.parameters, standing)
             moved, sizes = _updates(captured, record)
+            updates = Table.of(
+                rows, _copies(layout, notes.parameters, standing), moved=moved, size=sizes
+            )
         # The schedule of a pipeline divides gradients by the number of micro-batches later.
         if captured is not None and not standing.is_in_pipeline:
-            before = captured.norms_before_clipping(record.grad_norms, record.grad_present)
+            norms = captured.norms_before_clipping(record.grad_norms, record.grad_present)
+            before = NO_ROWS if norms is None else Table.of(rows, copies, before=norms)
         sums = [
             (index, notes.parameters[index].shard, total)
             for indices, totals in notes.bit_sums
@@ -104,28 +107,29 @@ class PartMaker:
             stage=standing.stage,
             layout_id=self._layout_id,
             layout=layout if record.full or record.phase or is_new else None,
-            copies=_copies(layout, notes.grads, standing),
-            norms=record.grad_norms,
-            present=record.grad_present,
-            finite=record.grad_finite,
+            grads=Table.of(
+                rows,
+                copies,
+                norm=record.grad_norms,
+                present=record.grad_present,
+                finite=record.grad_finite,
+            ),
             before=before,
-            parameter_copies=copies,
-            moved=moved,
-            sizes=sizes,
+            updates=updates,
             addends=_addends(record, notes),
-            checks=Checks.of(standing.rank, sums),
+            checks=checks_of(standing.rank, sums),
             nan_buffers=frozenset(record.nan_buffers),
             nonfinite_parameters=frozenset(record.nonfinite_parameters),
         )
 
-    def _own(self, record: StepRecord) -> dict[str, Figure]:
+    def _own(self, record: StepRecord) -> Table:
         """The seconds since the step before, if that is known."""
         if record.phase:
-            return {}
+            return NO_ROWS
         last, self._last = self._last, (record.step, record.wall_time)
         if last is None or last[0] != record.step - 1:
-            return {}
-        return {"step_s": Figure.of(self._standing.rank, record.wall_time - last[1])}
+            return NO_ROWS
+        return Table.of_figures(self._standing.rank, {"step_s": record.wall_time - last[1]})
 
     def _nonfinite(self, record: StepRecord) -> Nonfinite | None:
         """Where this rank has NaN or infinity of its own.
@@ -142,10 +146,6 @@ class PartMaker:
         if record.loss is not None and not math.isfinite(record.loss):
             found.append("the loss")
         return Nonfinite(rank=self._standing.rank, where=found[0]) if found else None
-
-
-def _figures(rank: int, scalars: Mapping[str, float]) -> dict[str, Figure]:
-    return {name: Figure.of(rank, value) for name, value in scalars.items()}
 
 
 def _tensors(
@@ -209,7 +209,7 @@ def _updates(
     return moved, sizes
 
 
-def _addends(record: StepRecord, notes: RankNotes) -> dict[int, NDArray[np.float64]]:
+def _addends(record: StepRecord, notes: RankNotes) -> dict[Addend, NDArray[np.float64]]:
     """Gradients of which this rank holds an addend, as the optimizer used them."""
     addends = {}
     for index, copy in notes.addends.items():
@@ -217,6 +217,7 @@ def _addends(record: StepRecord, notes: RankNotes) -> dict[int, NDArray[np.float
         norm, used = float(np.linalg.norm(values)), float(record.grad_norms[index])
         # Without a scaler's factor.
         factor = used / norm if norm > 0 and math.isfinite(norm) and math.isfinite(used) else 1.0
-        is_mean = notes.grads[index].reduction == "mean"
-        addends[index] = values * factor / (notes.grads[index].reduced if is_mean else 1)
+        share = notes.grads[index]
+        count = share.reduced if share.reduction == "mean" else 1
+        addends[Addend(index, share.copy, values.size)] = values * factor / count
     return addends

@@ -1,10 +1,11 @@
 """One rank's end of the channel between ranks: what it measured goes up, announcements come down.
 
-Ranks form a tree, node first (:mod:`telemetry.ranks.meeting`). Each rank that has others below it
-hosts a ``torch.distributed.TCPStore``, to which those send (:mod:`telemetry.ranks.inbox`); it
-merges what belongs to one step (:mod:`telemetry.ranks.gathering`) and sends that on
-(:mod:`telemetry.ranks.uplink`). The first rank has the whole. Announcements are posted on each of
-these stores, where the ranks below ask for them four times a second, and whenever they send.
+The ranks of a machine send to the one that leads it, and the leaders to the first rank
+(:mod:`telemetry.ranks.meeting`). Each of these hosts a ``torch.distributed.TCPStore`` for that
+(:mod:`telemetry.ranks.inbox`) and merges what belongs to one step
+(:mod:`telemetry.ranks.gathering`); leaders send that on (:mod:`telemetry.ranks.uplink`). The first
+rank has the whole. Announcements are posted on each of these stores, where the ranks below ask for
+them four times a second, and whenever they send.
 
 No collective takes part, no process group is made, and no rank waits for another except on its
 background threads, each time for a bounded time and with bounded memory.
@@ -25,7 +26,7 @@ from queue import Empty, SimpleQueue
 from telemetry.failures import Failures
 from telemetry.ranks.gathering import Gathering, Merge, RunningClock
 from telemetry.ranks.inbox import Inbox
-from telemetry.ranks.meeting import Meeting, Search, most_levels
+from telemetry.ranks.meeting import Meeting, Search
 from telemetry.ranks.part import LAP, Kind, News, Part, named
 from telemetry.ranks.raising import Agreement, Vote
 from telemetry.ranks.uplink import LAST_S, Uplink
@@ -33,8 +34,8 @@ from telemetry.ranks.uplink import LAST_S, Uplink
 log = logging.getLogger("telemetry")
 
 PATIENCE_S = 5.0
-"""How long a step waits for late ranks at the lowest level; further up a multiple, so that a level
-has heard from the one below, which waited."""
+"""How long it takes until a rank is late; a leader waits twice as long for those below it, and the
+first rank three times, so that it has heard from the leaders, which waited."""
 
 CLOSE_S = 20.0
 BUSY_S, IDLE_S = 0.02, 0.2
@@ -97,7 +98,7 @@ class Channel:
 
     def _connect(self) -> None:
         if self._rank == 0:
-            self._meeting = Meeting(self._name, self._open_inbox(0))
+            self._meeting = Meeting(self._name, self._open_inbox())
         else:
             greeting = Part(kind=Kind.JOINED, ranks=frozenset({self._rank}))
             search = Search(self._name, self._rank, self._open_inbox)
@@ -165,12 +166,8 @@ class Channel:
             pass
 
     def _receive(self) -> None:
-        arrived = [] if self._inbox is None else self._inbox.collect()
-        for data in arrived:
+        for data in () if self._inbox is None else self._inbox.collect():
             self._take(Part.from_bytes(data))
-        if arrived and self._uplink is not None and self._gathering is not None:
-            here = self._gathering.members | {self._rank}
-            self._uplink.outbox.greeting = Part(kind=Kind.JOINED, ranks=here).to_bytes()
 
     def _send(self, step: int, payload: bytes, phase: str) -> None:
         place, ranks = self._places.next(step, phase), frozenset({self._rank})
@@ -227,21 +224,19 @@ class Channel:
             if self._vote.choose(voters, self._now):
                 self._post(replace(self._news, raise_at=self._vote.decided))
 
-    def _open_inbox(self, level: int) -> Inbox:
-        """On the first rank; and on a thread of the uplink's if this rank turns out to be one to
-        which others send."""
+    def _open_inbox(self) -> Inbox:
+        """On the first rank; and on a thread of the uplink's if this rank leads its machine."""
         if self._inbox is not None:
             return self._inbox
-        patience_s = self._patience_s * (1 + most_levels(self._world_size) - level)
-        start_s = patience_s if self._rank == 0 else self._patience_s / 4
+        is_first, patience_s = self._rank == 0, self._patience_s
         inbox = Inbox()
         inbox.post(self._posted)
         self._gathering = Gathering(
             world_size=self._world_size,
             merge=self._merge,
-            patience_s=patience_s,
-            start_s=self._now + start_s,
-            forwards_late=self._rank != 0,
+            patience_s=(3 if is_first else 2) * patience_s,
+            start_s=self._now + (3 * patience_s if is_first else patience_s / 4),
+            forwards_late=not is_first,
         )
         self._inbox = inbox
         return inbox

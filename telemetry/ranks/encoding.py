@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.ranks.rank_part import Common, Figure, Nonfinite, RankPart
-from telemetry.ranks.stage_part import Checks, StagePart
-from telemetry.ranks.tensor_table import Row, Spreads, TensorTable
-from telemetry.ranks.units import Units
-from telemetry.records import Layout, Module, Parameter, Spread
+from telemetry.ranks.merging import Table
+from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
+from telemetry.ranks.stage_part import Addend, StagePart
+from telemetry.ranks.tensor_table import Piece, Row, TensorTable
+from telemetry.records import Layout, Module, Parameter
 
-FORMAT = b"telemetry-ranks-2\n"
+FORMAT = b"telemetry-ranks-3\n"
 """What the bytes begin with; another version has another number."""
 
 MAX_BYTES = 1 << 30
 """Of a part that is not compressed. 20,000 modules with four tensors each take about 200 MB."""
 
-_PARTS = (RankPart, StagePart, TensorTable, Row, Units, Spreads, Checks, Common, Figure, Nonfinite)
-_CLASSES = {cls.__name__: cls for cls in (*_PARTS, Spread, Layout, Module, Parameter)}
-_TUPLE, _SET, _MAPPING, _ARRAY = "()", "{}", "{:}", "[]"
+_PARTS = (RankPart, StagePart, TensorTable, Table, Row, Piece, Addend, Common, Nonfinite)
+_CLASSES = {cls.__name__: cls for cls in (*_PARTS, Layout, Module, Parameter)}
+_TUPLE, _SET, _MAPPING, _ARRAY, _RANGE = "()", "{}", "{:}", "[]", ".."
 
 _DTYPES = ("<f8", "<f4", "<i8", "<i4", "<i2", "|b1")
 _LEVEL = 1  # higher ones take several times as long for a tenth less
@@ -89,8 +89,10 @@ class _Columns:
         if isinstance(value, frozenset):
             return [_SET, *map(self.plain, sorted(value))]
         if isinstance(value, tuple | list):
-            kind = type(value).__name__ if isinstance(value, Row) else _TUPLE
+            kind = type(value).__name__ if hasattr(value, "_fields") else _TUPLE
             return [kind, *map(self.plain, value)]
+        if isinstance(value, range):
+            return [_RANGE, len(value)]
         if is_dataclass(value):
             named = [self.plain(getattr(value, field.name)) for field in fields(value)]
             return [type(value).__name__, *named]
@@ -121,10 +123,11 @@ def _restored(plain: Any, body: memoryview) -> Any:
         return tuple(restored)
     if kind == _SET:
         return frozenset(restored)
+    if kind == _RANGE:
+        return range(*restored)
     cls: Any = _CLASSES[kind]
-    if cls is Row:
-        return Row(*restored)
-    return cls(**dict(zip([field.name for field in fields(cls)], restored, strict=True)))
+    names = cls._fields if issubclass(cls, tuple) else [field.name for field in fields(cls)]
+    return cls(**dict(zip(names, restored, strict=True)))
 
 
 def _array(body: memoryview, at: int, dtype: str, shape: list[int]) -> NDArray[Any]:

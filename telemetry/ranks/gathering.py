@@ -60,11 +60,9 @@ class Gathering:
         start_s: How long nothing is complete unless it holds all ranks of the world, because
             others may not have joined yet.
         forwards_late: Whether what comes after its step has ended is handed on by itself, because
-            further on the step may not have ended yet. Otherwise it is left out and counted.
-        max_bytes: How many bytes may wait.
-
-    Attributes:
-        late: How many parts came too late.
+            further on the step may not have ended yet. Otherwise it is left out.
+        max_bytes: How many bytes may wait. If there are half as many, what is there of the next
+            step is merged before the rest comes.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class Gathering:
         self._joined = np.zeros(world_size, np.bool_)
         self._left = np.zeros(world_size, np.bool_)
         self._silent = np.zeros(world_size, np.bool_)
-        self.late = 0
 
     @property
     def members(self) -> frozenset[int]:
@@ -130,8 +127,6 @@ class Gathering:
             self._put(part, self._open.setdefault(key, _Open(since=now)).parts)
         elif self._forwards_late:
             self._stragglers.append(part)
-        else:
-            self.late += 1
 
     def take(self, now: float, *, hurry: bool = False) -> Part | None:
         """The next step that is complete by now or has waited long enough, merged.
@@ -148,6 +143,8 @@ class Gathering:
         if not self._open:
             return None
         key = min(self._open)
+        if self._bytes > self._max_bytes / 2:
+            self._merge_early(self._open[key])
         awaited = self._awaited(*key, now)
         waited_s = now - np.maximum(self._heard[awaited], self._open[key].since)
         if (waited_s < self._patience_s).any() and self._bytes <= self._max_bytes and not hurry:
@@ -184,6 +181,10 @@ class Gathering:
             self._bytes -= len(other.payload)
         parts.append(part)
         self._bytes += len(part.payload)
+
+    def _merge_early(self, step: _Open) -> None:
+        parts, step.parts = step.parts, []
+        self._put(self._whole(parts), step.parts)
 
     def _whole(self, parts: list[Part]) -> Part:
         self._bytes -= sum(len(part.payload) for part in parts)

@@ -1,4 +1,4 @@
-"""A rank's own store, to which the ranks below it in the tree send.
+"""A rank's own store, to which the ranks below it send.
 
 Keys on it: ``children`` and ``gone`` count the connections that were opened and given up.
 Connection ``n`` sends its parts as ``n/0``, ``n/1``, ... and then rings ``bell``, another counter.

@@ -43,7 +43,7 @@ class Part:
         return self.place % LAP // 2
 
     def to_bytes(self) -> bytes:
-        head = [self.kind, self.place, self.phase, ranges_of(self.ranks)]
+        head = [self.kind, self.place, self.phase, sorted(self.ranks)]
         return json.dumps(head).encode() + b"\n" + self.payload
 
     @staticmethod
@@ -52,7 +52,7 @@ class Part:
         head, _, payload = data.partition(b"\n")
         kind, place, phase, ranks = json.loads(head)
         return Part(
-            kind=Kind(kind), place=place, phase=phase, ranks=ranks_of(ranks), payload=payload
+            kind=Kind(kind), place=place, phase=phase, ranks=frozenset(ranks), payload=payload
         )
 
 
@@ -95,11 +95,3 @@ def ranges_of(ranks: Iterable[int]) -> str:
 def named(ranks: Collection[int]) -> str:
     """Ranks in a message: ``rank 7``, ``ranks 0-3``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges_of(ranks)}"
-
-
-def ranks_of(ranges: str) -> frozenset[int]:
-    """The inverse of :func:`ranges_of`."""
-    bounds = (text.partition("-") for text in ranges.split(",") if text)
-    return frozenset(
-        rank for first, _, last in bounds for rank in range(int(first), int(last or first) + 1)
-    )

@@ -1,19 +1,19 @@
-"""A rank's way up the tree: finds whom to send to, sends, and goes elsewhere if need be."""
+"""A rank's way up: finds whom to send to, sends, and goes elsewhere if need be."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 
 from torch import distributed
 
 from telemetry.ranks.address import Address, Peer, open_client, reach, sever
-from telemetry.ranks.inbox import exchange, join, leave
-from telemetry.ranks.meeting import Search, default_store, delete_keys
+from telemetry.ranks.inbox import Reply, exchange, join, leave
+from telemetry.ranks.meeting import Search, delete_keys
 
 MAX_BYTES = 64 * 2**20
 MAX_SENT = 64
@@ -34,18 +34,17 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 30.0
 class Outbox:
     """What is yet to be sent, and what was sent and nobody has taken so far; used by two threads.
 
-    If more than ``max_bytes`` wait, the oldest records are left out and counted; notices never are.
-    Everybody new is sent ``greeting`` first: who is here.
+    If more than ``max_bytes`` wait, the oldest records are left out; notices never are. Everybody
+    new is sent ``greeting`` first: who is here.
     """
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, greeting: bytes, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._waiting: deque[tuple[bytes, bool]] = deque()
         self._bytes = 0
         self._taken = self._sent = 0  # Of this connection; _taken is the number of the oldest.
-        self.greeting = b""
-        self.dropped = 0
+        self._greeting = greeting
 
     def put(self, data: bytes, *, droppable: bool) -> None:
         with self._lock:
@@ -58,8 +57,8 @@ class Outbox:
         """Begin with somebody new, who gets all that nobody has taken."""
         with self._lock:
             self._taken = self._sent = 0
-            self._waiting.appendleft((self.greeting, False))
-            self._bytes += len(self.greeting)
+            self._waiting.appendleft((self._greeting, False))
+            self._bytes += len(self._greeting)
 
     def to_send(self) -> tuple[int, list[bytes]]:
         """What may be sent now, and the number of the first of it on this connection."""
@@ -93,7 +92,6 @@ class Outbox:
             if droppable:
                 del self._waiting[index]
                 self._bytes -= len(data)
-                self.dropped += 1
                 return True
         return False
 
@@ -101,19 +99,17 @@ class Outbox:
 class _Sender(threading.Thread):
     """Sends what is in the outbox to one other rank, until told to stop. Its calls may hang."""
 
-    def __init__(self, outbox: Outbox, find: Callable[[], Address | None], pause_s: float) -> None:
+    def __init__(self, outbox: Outbox, search: Search, pause_s: float) -> None:
         super().__init__(name="telemetry-send", daemon=True)
         self._outbox = outbox
-        self._find = find
+        self._search = search
         self._pause_s = pause_s
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._abandoned = False
         self._peer: Peer | None = None
-        self.news: bytes | None = None  # what the other side has posted
-        self.dismissed = False  # whether it has said that it leaves
-        self.answers = 0
-        self.found = False  # whether it is known where to send
+        self.reply: Reply | None = None  # the latest of the other side
+        self.address: Address | None = None  # where it sends, as soon as that is known
         self.start()
 
     def run(self) -> None:
@@ -145,11 +141,10 @@ class _Sender(threading.Thread):
             self.join(_SEVER_S)
 
     def _send_all(self) -> None:
-        address = self._search()
-        if address is None:
+        self.address = self._look_for()
+        if self.address is None:
             return
-        self.found = True
-        self._peer = reach(address)
+        self._peer = reach(self.address)
         store = open_client(self._peer)
         child = join(store)
         if not self._abandoned:
@@ -158,33 +153,29 @@ class _Sender(threading.Thread):
             stopping = self._stopping.is_set()
             first, parts = self._outbox.to_send()
             reply = exchange(store, child, first, parts)
-            self.answers += 1
             if self._abandoned:
                 break
             self._outbox.take(reply.taken)
-            self.news, self.dismissed = reply.news, reply.leaves
+            self.reply = reply
             if reply.leaves or (stopping and self._outbox.is_empty):
                 break
             self._wake.wait(POLL_S if self._outbox.is_empty else _BUSY_S)
             self._wake.clear()
         leave(store)
 
-    def _search(self) -> Address | None:
+    def _look_for(self) -> Address | None:
         """Where to send, as soon as that is known; asks ever more seldom.
 
         A run may end before its ranks have met, so at the end it goes on for some seconds.
         """
-        pause_s = _FIRST_PAUSE_S
-        while (address := self._find()) is None:
-            if self._stopping.wait(pause_s):
-                return self._search_last()
-            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-        return address
-
-    def _search_last(self) -> Address | None:
-        give_up = time.monotonic() + _SEARCH_S
-        while (address := self._find()) is None and distributed.is_initialized():
-            if self._abandoned or self._outbox.is_empty or time.monotonic() > give_up:
+        pause_s, give_up = _FIRST_PAUSE_S, math.inf
+        while (address := self._search.find()) is None:
+            if not self._stopping.wait(pause_s):
+                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            give_up = min(give_up, time.monotonic() + _SEARCH_S)
+            is_over = time.monotonic() > give_up or not distributed.is_initialized()
+            if is_over or self._abandoned or self._outbox.is_empty:
                 return None
             time.sleep(_FIRST_PAUSE_S)
         return address
@@ -202,33 +193,31 @@ class Uplink:
 
     def __init__(self, search: Search, greeting: bytes, patience_s: float) -> None:
         self._search = search
-        self.outbox = Outbox()
-        self.outbox.greeting = greeting
+        self._outbox = Outbox(greeting)
         self._patience_s = patience_s
         self._news = b""
-        self._at_first = False
         self._pause_s = 0.0
-        self._keys: tuple[str, ...] = ()
-        self._sender = _Sender(self.outbox, self._find_place, 0.0)
+        self._sender = _Sender(self._outbox, search, 0.0)
         self._abandoned: list[_Sender] = []
-        self._answers = 0
+        self._reply: Reply | None = None
         self._answered_at = 0.0
         self.ended = False  # the first rank has left
 
     def put(self, data: bytes, *, droppable: bool) -> None:
         """Send a part, or keep it until it can be sent; of too many records the oldest go."""
         if not self.ended:
-            self.outbox.put(data, droppable=droppable)
+            self._outbox.put(data, droppable=droppable)
             self._sender.hurry()
 
     def look(self, now: float) -> bytes:
         """Go elsewhere if need be; returns the latest news, empty if there are none."""
         sender = self._sender
-        if sender.answers != self._answers or not sender.found:
-            self._answers, self._answered_at = sender.answers, now
-        if sender.news is not None:
-            self._news, self._pause_s = sender.news, 0.0
-        hangs = now - self._answered_at > self._patience_s and not self._at_first
+        reply = sender.reply
+        if reply is not self._reply or sender.address is None:
+            self._reply, self._answered_at = reply, now
+        if reply is not None:
+            self._news, self._pause_s = reply.news, 0.0
+        hangs = now - self._answered_at > self._patience_s and not self._is_at_first
         if not self.ended and (hangs or not sender.is_alive()):
             self._go_elsewhere()
         return self._news
@@ -243,30 +232,22 @@ class Uplink:
         for sender in [self._sender, *self._abandoned]:
             sender.abandon()
             sender.end(LAST_S)
-        delete_keys(self._keys)
+        delete_keys(self._search.keys)
+
+    @property
+    def _is_at_first(self) -> bool:
+        return self._sender.address is not None and self._sender.address == self._search.first
 
     def _go_elsewhere(self) -> None:
-        if self._sender.dismissed and self._at_first:
+        reply = self._sender.reply
+        if reply is not None and reply.leaves and self._is_at_first:
             self.ended = True
             return
         self._sender.abandon()
         self._abandoned = [s for s in [*self._abandoned, self._sender] if s.is_alive()]
-        if self._at_first and not self._news:
-            self._search.forget()
-        self._at_first = self._search.first is not None
-        find = self._find_first if self._at_first else self._find_place
-        self._sender = _Sender(self.outbox, find, self._pause_s)
-        self._answers, self._pause_s = 0, min(2 * self._pause_s + 0.5, _LONGEST_PAUSE_S)
-
-    def _find_first(self) -> Address | None:
-        return self._search.first
-
-    def _find_place(self) -> Address | None:
-        if not distributed.is_initialized():
-            return None
-        place = self._search.go_on(default_store())
-        if place is None:
-            return None
-        self._keys = place.keys
-        self._at_first = place.parent == place.first
-        return place.parent
+        if self._is_at_first and not self._news:
+            self._search.first = None  # nobody is there: that is what a former run has left
+        elif self._search.first is not None:
+            self._search.only_first = True
+        self._sender = _Sender(self._outbox, self._search, self._pause_s)
+        self._pause_s = min(2 * self._pause_s + 0.5, _LONGEST_PAUSE_S)

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.ranks.rank_part import RankPart
-from telemetry.ranks.stage_part import StagePart
-from telemetry.ranks.tensor_table import Row, Spreads
+from telemetry.ranks.stage_part import StagePart, differing
+from telemetry.ranks.tensor_table import Row
 from telemetry.records import (
     Divergence,
     Layout,
@@ -56,11 +56,12 @@ class Whole:
         Returns:
             None if a layout is not known: the part of that rank that held it was lost.
         """
-        for stage in part.stages:
+        for key, stage in part.stages.items():
             if stage.layout is not None:
-                self._layouts[stage.key] = stage.layout
-        self._host_of.update({rank: host for host, ranks in part.hosts.items() for rank in ranks})
-        keys = tuple(stage.key for stage in part.stages)
+                self._layouts[key] = stage.layout
+        new = {rank: host for host, ranks in part.hosts.items() for rank in ranks}
+        self._host_of = {**self._host_of, **new} if new else self._host_of
+        keys = tuple(sorted(part.stages))
         if any(key not in self._layouts for key in keys):
             return None
         joined = self._joined.get(keys)
@@ -75,10 +76,7 @@ class Whole:
         record = replace(
             record,
             clipped_fraction=self._clipped_fraction(record),
-            ranks=replace(
-                facts := _facts(part, joined),
-                hosts={rank: self._host_of[rank] for rank in _named(facts) & set(self._host_of)},
-            ),
+            ranks=replace(_facts(part, joined), hosts=self._host_of),
         )
         if own is None:
             return record
@@ -94,22 +92,27 @@ class Whole:
         return self._clipped / self._full
 
 
+def _stages_of(part: RankPart) -> list[StagePart]:
+    """In the order of the stages."""
+    return [part.stages[key] for key in sorted(part.stages)]
+
+
 def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
-    layout, stages = joined.layout, part.stages
+    layout, stages = joined.layout, _stages_of(part)
     count = len(layout.parameters)
     norms, present, finite = np.zeros(count), np.zeros(count, bool), np.ones(count, bool)
     before, lowest = np.full(count, np.nan), np.full(count, np.iinfo(np.int64).max)
     ratios: dict[str, float] = {}
-    for stage, at in zip(part.stages, joined.places, strict=True):
-        new = stage.present & (~present[at] | (stage.copies < lowest[at]))
+    for stage, at in zip(stages, joined.places, strict=True):
+        grads = stage.grads
+        new = grads["present"] & (~present[at] | (grads.copies < lowest[at]))
         places = at[new]
-        norms[places], present[places] = _whole_norms(stage)[new], True
-        finite[places], lowest[places] = stage.finite[new], stage.copies[new]
-        stage_before = stage.whole_before()
-        before[places] = np.nan if stage_before is None else stage_before[new]
+        norms[places], present[places] = stage.whole_norms()[new], True
+        finite[places], lowest[places] = grads["finite"][new], grads.copies[new]
+        before[places] = stage.whole_before()[new]
         ratios |= _update_ratios(stage, [layout.parameters[index].name for index in at])
     total_before = None
-    if any(stage.before is not None for stage in stages):
+    if any(stage.before.rows for stage in stages):
         total_before = float(np.linalg.norm(before[present]))
     record = StepRecord(
         step=part.step,
@@ -120,7 +123,7 @@ def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
         grad_finite=finite,
         phase=part.phase,
         learning_rates=part.common.learning_rates,
-        scalars={name: figure.mean for name, figure in part.scalars.items()},
+        scalars=part.scalars.means(),
         loss_scale=part.common.loss_scale,
         skipped_steps=part.common.skipped_steps,
         skipped=part.common.skipped,
@@ -131,13 +134,6 @@ def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
         update_ratios={p.name: ratios[p.name] for p in layout.parameters if p.name in ratios},
     )
     return replace(record, **_tensors(part, joined))
-
-
-def _whole_norms(stage: StagePart) -> NDArray[np.float64]:
-    norms = stage.norms.copy()
-    for index, norm in stage.whole_norms().items():
-        norms[index] = norm
-    return norms
 
 
 def _flat_sizes(record: StepRecord, part: RankPart) -> dict[str, int]:
@@ -162,11 +158,12 @@ def _in_order(layout: Layout, names: frozenset[str]) -> tuple[str, ...]:
 
 def _update_ratios(stage: StagePart, names: Sequence[str]) -> dict[str, float]:
     """``||after - before|| / ||before||``: inf if zeros moved, NaN if they stayed."""
-    if stage.moved is None or stage.sizes is None:
+    if not stage.updates.rows:
         return {}
+    sizes = stage.updates["size"]
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = stage.moved / stage.sizes
-    measured = ~np.isnan(stage.sizes)
+        ratios = stage.updates["moved"] / sizes
+    measured = ~np.isnan(sizes)
     return {names[i]: float(ratios[i]) for i in np.flatnonzero(measured).tolist()}
 
 
@@ -178,8 +175,8 @@ def _tensors(part: RankPart, joined: JoinedLayouts) -> dict[str, Any]:
             continue
         found.setdefault(row.kind, {})[_name_of(row, joined)] = record
     names = [p.name for p in joined.layout.parameters]
-    for stage, at in zip(part.stages, joined.places, strict=True):
-        for index, values in stage.addends.items() if part.full else ():
+    for stage, at in zip(_stages_of(part), joined.places, strict=True):
+        for index, values in stage.added().items() if part.full else ():
             name = joined.layout.parameters[at[index]].name
             found.setdefault("grads", {})[name] = TensorRecord(sketch=sketch_array(values))
     last = len(joined.layout.modules)
@@ -204,16 +201,19 @@ def _name_of(row: Row, joined: JoinedLayouts) -> str | Output:
 
 
 def _facts(part: RankPart, joined: JoinedLayouts) -> RankFacts:
-    step = part.own.get("step_s")
     bad = part.first_nonfinite
+    rms: dict[str, dict[Output, Spread]] = {kind: {} for kind in _OF_OUTPUTS}
+    for row, spread in part.tensors.table.spreads().items():
+        if row.kind in rms and not joined.is_placeholder(row.stage, row.name):
+            rms[row.kind][Output(joined.name(row.stage, row.name), row.place)] = spread
     return RankFacts(
         size=part.size,
         held=part.ranks,
         measured=part.measured,
-        scalars={name: f.spread for name, f in part.scalars.items() if f.spread is not None},
-        step_s=None if step is None else step.spread,
-        activation_rms=_spreads(part, joined, "outputs"),
-        activation_grad_rms=_spreads(part, joined, "output_grads"),
+        scalars=part.scalars.spreads(),
+        step_s=part.own.spreads().get("step_s"),
+        activation_rms=rms["outputs"],
+        activation_grad_rms=rms["output_grads"],
         diverged=tuple(
             Divergence(
                 parameter=joined.layout.parameters[at[index]].name,
@@ -221,42 +221,13 @@ def _facts(part: RankPart, joined: JoinedLayouts) -> RankFacts:
                 other=other,
                 declared=shard >= 0,
             )
-            for stage, at in zip(part.stages, joined.places, strict=True)
-            for index, rank, other, shard in stage.checks.differing()
+            for stage, at in zip(_stages_of(part), joined.places, strict=True)
+            for index, rank, other, shard in differing(stage.checks)
         ),
         nonfinite=part.nonfinite,
         first_nonfinite=None if bad is None else (bad.rank, bad.where),
         not_known=tuple(sorted(part.not_known)),
     )
-
-
-def _spreads(part: RankPart, joined: JoinedLayouts, kind: str) -> Mapping[Output, Spread]:
-    rms: Spreads = part.tensors.rms
-    return {
-        Output(joined.name(row.stage, row.name), row.place): Spread(
-            low=float(rms.low[index]),
-            low_rank=int(rms.low_rank[index]),
-            high=float(rms.high[index]),
-            high_rank=int(rms.high_rank[index]),
-        )
-        for index, row in enumerate(part.tensors.rows)
-        if row.kind == kind
-        and rms.low_rank[index] >= 0
-        and not joined.is_placeholder(row.stage, row.name)
-    }
-
-
-def _named(facts: RankFacts) -> set[int]:
-    """Ranks that are named anywhere in the facts."""
-    spreads = [*facts.scalars.values(), *facts.activation_rms.values()]
-    spreads += facts.activation_grad_rms.values()
-    if facts.step_s is not None:
-        spreads.append(facts.step_s)
-    named = {rank for spread in spreads for rank in (spread.low_rank, spread.high_rank)}
-    named |= {rank for found in facts.diverged for rank in (found.rank, found.other)}
-    if facts.first_nonfinite is not None:
-        named.add(facts.first_nonfinite[0])
-    return named
 
 
 class JoinedLayouts:

@@ -51,7 +51,7 @@ class RankFacts:
         size: How many ranks train together.
         held: Which of them this record holds.
         measured: Which of these measured the step in full.
-        hosts: Names of the hosts of the ranks that are named here, as far as known.
+        hosts: Names of the ranks' hosts, as far as known.
         scalars: Of what the user logged.
         step_s: Of the seconds from the step before to this one; None if not known.
         activation_rms: Of the root mean square of what each module returned on each rank.

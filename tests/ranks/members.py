@@ -181,7 +181,7 @@ class Member:
     def has_tried(self) -> None:
         """Wait until this rank has reached the one above, or has failed to."""
         uplink = self.channels["run"]._uplink
-        while uplink._pause_s == 0 and uplink._sender.news is None:
+        while uplink._pause_s == 0 and uplink._sender.reply is None:
             time.sleep(0.01)
 
     def expects(self, rank: int) -> None:

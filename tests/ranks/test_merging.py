@@ -15,12 +15,13 @@ from moments_close import assert_moments_close
 from numpy.typing import NDArray
 
 from telemetry.ranks.encoding import FORMAT, decode, encode
-from telemetry.ranks.rank_part import Common, Figure, RankPart, merge, merge_figures
+from telemetry.ranks.merging import Table
+from telemetry.ranks.rank_part import Common, RankPart, merge
 from telemetry.ranks.share import Share
-from telemetry.ranks.stage_part import Checks, StagePart
-from telemetry.ranks.tensor_table import Row, TensorTable
+from telemetry.ranks.stage_part import StagePart, checks_of, differing, merge_checks
+from telemetry.ranks.tensor_table import EMPTY, Row, TensorTable
 from telemetry.ranks.whole import Whole
-from telemetry.records import Layout, Module, Parameter, TensorRecord
+from telemetry.records import Layout, Module, Parameter, Spread, TensorRecord
 from telemetry.sketch import sketch_array
 
 ROW = Row(0, "weights", "layer.weight")
@@ -60,7 +61,7 @@ def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.Dat
     while len(parts) > 1:
         parts = data.draw(st.permutations(parts))
         parts = [merge(parts[:2]), *parts[2:]]
-    (norm,) = parts[0].stages[0].norms
+    (norm,) = parts[0].stages[0, "a"].grads["norm"]
     assert norm == pytest.approx(math.hypot(*norms), rel=1e-14)
 
 
@@ -102,10 +103,17 @@ def test_many_units_keep_zeros_and_signs() -> None:
 
 
 def test_what_was_logged_is_the_mean_over_the_ranks_that_logged_it() -> None:
-    parts = [{"loss": Figure.of(0, 1.0)}, {"loss": Figure.of(2, 4.0)}, {"other": Figure.of(1, 7.0)}]
-    merged = merge_figures(parts)
-    assert merged["loss"].mean == 2.5
-    assert merged["other"].mean == 7.0
+    logged = [(0, {"loss": 1.0}), (2, {"loss": 4.0}), (1, {"other": 7.0}), (3, {"none": math.nan})]
+    merged = Table.merge_all([Table.of_figures(rank, figures) for rank, figures in logged])
+    assert merged.means() == {
+        "loss": 2.5,
+        "other": 7.0,
+        "none": pytest.approx(math.nan, nan_ok=True),
+    }
+    assert merged.spreads() == {
+        "loss": Spread(low=1.0, low_rank=0, high=4.0, high_rank=2),
+        "other": Spread(low=7.0, low_rank=1, high=7.0, high_rank=1),
+    }
 
 
 @pytest.mark.parametrize(
@@ -120,13 +128,13 @@ def test_what_was_logged_is_the_mean_over_the_ranks_that_logged_it() -> None:
 def test_the_copy_that_differs_from_most_is_named(
     sums: list[int], expected: list[tuple[int, int, int, int]]
 ) -> None:
-    checks = [Checks.of(rank, [(0, 0, total), (1, 0, 9)]) for rank, total in enumerate(sums)]
+    checks = [checks_of(rank, [(0, 0, total), (1, 0, 9)]) for rank, total in enumerate(sums)]
     forth, back = checks[0], checks[-1]
     for check in checks[1:]:
-        forth = Checks.merge_all([forth, check])
+        forth = merge_checks([forth, check])
     for check in checks[-2::-1]:
-        back = Checks.merge_all([check, back])
-    assert forth.differing() == back.differing() == expected
+        back = merge_checks([check, back])
+    assert differing(forth) == differing(back) == expected
 
 
 def test_stages_whose_parameters_have_equal_names_are_told_apart() -> None:
@@ -140,7 +148,7 @@ def test_stages_whose_parameters_have_equal_names_are_told_apart() -> None:
 
 def test_a_layout_need_not_be_sent_again() -> None:
     whole, full = Whole(), part(0, 1.0)
-    light = replace(full, step=1, stages=(replace(full.stages[0], layout=None),))
+    light = replace(full, step=1, stages={(0, "a"): replace(full.stages[0, "a"], layout=None)})
     assert whole.record(light) is None
     assert whole.record(full) is not None
     record = whole.record(light)
@@ -203,17 +211,16 @@ def part(rank: int, norm: float, *, stage: int = 0, table: TensorTable | None = 
         stage=stage,
         layout_id="a",
         layout=layout,
-        copies=np.zeros(1, np.int64),
-        norms=np.array([norm]),
-        present=np.ones(1, bool),
-        finite=np.isfinite([norm]),
+        grads=Table.of(
+            range(1), norm=np.array([norm]), present=np.ones(1, bool), finite=np.isfinite([norm])
+        ),
     )
     return RankPart(
         step=0,
         wall_time=0.0,
         size=8,
         ranks=frozenset((rank,)),
-        stages=(own,),
-        tensors=TensorTable.of(rank, {}) if table is None else table,
+        stages={own.key: own},
+        tensors=EMPTY if table is None else table,
         common=Common(rank=rank),
     )

@@ -1,0 +1,225 @@
+"""How what several ranks have becomes one: each field and each column has one reduction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any, TypeVar, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.moments import COUNTS, POWER_SUMS
+from telemetry.records import Spread
+
+T = TypeVar("T")
+Array = NDArray[Any]
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+
+def merge_all(parts: Sequence[T]) -> T:
+    """One dataclass of several; each field is ``Annotated`` with what makes one value of many."""
+    if len(parts) == 1:
+        return parts[0]
+    cls: Any = type(parts[0])
+    reductions = _reductions(cls).items()
+    merged: T = cls(
+        **{name: of([getattr(part, name) for part in parts]) for name, of in reductions}
+    )
+    return merged
+
+
+@cache
+def _reductions(cls: type) -> dict[str, Callable[[list[Any]], Any]]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+def same(values: Sequence[T]) -> T:
+    return values[0]
+
+
+def least(values: Iterable[Any]) -> Any:
+    """Of those that are not None."""
+    return min((value for value in values if value is not None), default=None)
+
+
+def union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
+    return frozenset().union(*sets)
+
+
+def by_key(one_of: Callable[[list[Any]], Any]) -> Callable[[Iterable[Mapping[Any, Any]]], Any]:
+    """A reduction of mappings, from that of the values of one key."""
+
+    def merged(mappings: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
+        found: dict[Any, list[Any]] = {}
+        for mapping in mappings:
+            for key, value in mapping.items():
+                found.setdefault(key, []).append(value)
+        return {key: one_of(values) for key, values in found.items()}
+
+    return merged
+
+
+def sums(arrays: Sequence[Array]) -> Array:
+    return reduce(np.add, arrays)
+
+
+def minima(arrays: Sequence[Array]) -> Array:
+    """NaN where one is."""
+    return reduce(np.minimum, arrays)
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+def _norm(one: Array, other: Array) -> Array:
+    """Root of the sum of squares; NaN where one is, also beside infinity."""
+    nan: Array = np.isnan(one) | np.isnan(other)
+    return np.where(nan, np.nan, np.hypot(one, other))
+
+
+def _lowest(one: Array, other: Array) -> Array:
+    """Of figures and whose they are, ``[k, 2]``, the lower; of equal ones, the lower rank's."""
+    (value, rank), (new, new_rank) = one.T, other.T
+    unknown = np.isnan(value) & ~np.isnan(new)
+    lower = unknown | (new < value) | ((new == value) & (new_rank < rank))
+    return np.where(lower[:, None], other, one)
+
+
+_SUM, _NORM, _LOWEST = (np.add, 0.0), (_norm, 0.0), (_lowest, (math.nan, -1.0))
+
+REDUCTIONS: Mapping[str, tuple[Callable[[Array, Array], Array], Any]] = {
+    **dict.fromkeys((*COUNTS, *POWER_SUMS, "total", "ranks"), _SUM),
+    "min": (np.fmin, math.nan),
+    "max": (np.fmax, math.nan),
+    "calls": (np.maximum, 0),
+    **dict.fromkeys(("low", "high"), _LOWEST),
+    **dict.fromkeys(("norm", "before", "moved", "size"), _NORM),
+    "present": (np.logical_or, False),
+    "finite": (np.logical_and, True),
+}
+"""By the name of a column how those of two ranks become one, and what a row has before the first.
+
+``low`` and ``high`` hold a figure, ``high`` its negative, and whose it is: float64 ``[rows, 2]``.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """Columns of numbers; merging takes a handful of NumPy calls.
+
+    Attributes:
+        rows: What they are about, each once.
+        copies: Which copy of each was read, int64 ``[rows]``: of several only the lowest counts.
+            See :class:`telemetry.ranks.share.Share`.
+        columns: Arrays ``[rows, ...]`` by their names in :data:`REDUCTIONS`.
+    """
+
+    rows: tuple[Any, ...] | range
+    copies: NDArray[np.int64]
+    columns: Mapping[str, Array]
+
+    def __post_init__(self) -> None:
+        if any(len(column) != len(self.rows) for column in (self.copies, *self.columns.values())):
+            raise ValueError("its columns do not fit together")
+
+    @staticmethod
+    def of(rows: Sequence[Any], copies: Array | None = None, **columns: Array) -> Table:
+        copies = np.zeros(len(rows), np.int64) if copies is None else copies
+        rows = rows if isinstance(rows, range) else tuple(rows)
+        return Table(rows=rows, copies=copies, columns=columns)
+
+    @staticmethod
+    def of_figures(rank: int, figures: Mapping[str, float]) -> Table:
+        """Numbers that each rank has of its own, by name."""
+        values = np.array(list(figures.values()), np.float64)
+        return Table.of(
+            tuple(figures), total=values, ranks=np.ones(len(values)), **spreads(rank, values)
+        )
+
+    @staticmethod
+    def merge_all(tables: Iterable[Table]) -> Table:
+        some = [table for table in tables if len(table.rows)]
+        return merge_tables(some)[0] if some else NO_ROWS
+
+    def means(self) -> dict[Any, float]:
+        """Of the figures of several ranks."""
+        means = self["total"] / self["ranks"]
+        return dict(zip(self.rows, means.tolist(), strict=True))
+
+    def spreads(self) -> dict[Any, Spread]:
+        """The smallest and the largest of the ranks' figures; none where all are NaN."""
+        pairs = zip(self.rows, self["low"].tolist(), self["high"].tolist(), strict=True)
+        return {
+            row: Spread(low=low, low_rank=int(rank), high=-high, high_rank=int(high_rank))
+            for row, (low, rank), (high, high_rank) in pairs
+            if rank >= 0
+        }
+
+    def __getitem__(self, name: str) -> Array:
+        """A column; empty if there are no rows."""
+        return self.columns[name] if len(self.rows) else np.empty(0)
+
+
+NO_ROWS = Table.of(())
+
+
+def spreads(rank: int, figures: Array) -> dict[str, Array]:
+    """The columns ``low`` and ``high`` of one rank."""
+    ranks = np.where(np.isnan(figures), -1.0, rank)
+    return {
+        "low": np.column_stack([figures, ranks]),
+        "high": np.column_stack([-figures, ranks]),
+    }
+
+
+def merge_tables(tables: Sequence[Table]) -> tuple[Table, list[NDArray[np.int64]]]:
+    """As if one rank had held what all of them did; in whatever order.
+
+    Returns:
+        Also for each table where its rows went, -1 where another copy counts.
+    """
+    rows, places = _union([table.rows for table in tables])
+    copies = np.full(len(rows), np.iinfo(np.int64).max)
+    for table, at in zip(tables, places, strict=True):
+        copies[at] = np.minimum(copies[at], table.copies)
+    counting = [t.copies == copies[at] for t, at in zip(tables, places, strict=True)]
+    columns: dict[str, Array] = {}
+    for name, like in tables[0].columns.items():
+        merge, nothing = REDUCTIONS[name]
+        merged = np.empty((len(rows), *like.shape[1:]), like.dtype)
+        merged[:] = nothing
+        for table, at, counts in zip(tables, places, counting, strict=True):
+            some = at[counts]
+            with np.errstate(over="ignore", invalid="ignore"):
+                merged[some] = merge(merged[some], table.columns[name][counts])
+        columns[name] = merged
+    kept = [np.where(counts, at, -1) for at, counts in zip(places, counting, strict=True)]
+    return Table(rows=rows, copies=copies, columns=columns), kept
+
+
+def _union(
+    lists: Sequence[tuple[Any, ...] | range],
+) -> tuple[tuple[Any, ...] | range, list[NDArray[np.int64]]]:
+    """All rows, each once, and for each list the places of its rows among them."""
+    if all(rows == lists[0] for rows in lists):
+        return lists[0], [np.arange(len(lists[0]))] * len(lists)
+    index: dict[Any, int] = {}
+    for rows in lists:
+        for row in rows:
+            index.setdefault(row, len(index))
+    return tuple(index), [np.array([index[r] for r in rows], np.int64) for rows in lists]
+
+
+def group(keys: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """An order that brings equal rows of ``[k, n]`` together, and where in it each group starts."""
+    order = np.lexsort(keys.T[::-1])
+    ordered = keys[order]
+    is_new = np.ones(len(keys), np.bool_)
+    is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    return order, np.flatnonzero(is_new)
