@@ -190,7 +190,7 @@ def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
                 behind[before].append(module.name)
                 parameters = tuple(layout.parameters[index] for index in owned)
                 found[module.name] = module.type_name, parameters
-        ordered = [*behind[None], *(n for name in ordered for n in (name, *behind[name]))]
+        ordered = [*behind[None], *(n for name in ordered for n in (name, *behind.get(name, ())))]
     return tuple(
         Layer(name=name, type_name=kind, parameters=own, places=frozenset(places[name]))
         for name, (kind, own) in ((name, found[name]) for name in ordered)
