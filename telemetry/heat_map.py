@@ -138,6 +138,7 @@ def heat_map(
             350 pixels wide.
     """
     low, high = _range(matrix, log)
+    scale = (np.geomspace if log else np.linspace)(low, high, 256)
     rows, columns = matrix.shape
     width = columns * -(-least_width // columns)
     height = rows * -(-least_width * 2 // 3 // rows)
@@ -157,7 +158,7 @@ def heat_map(
         text_height=text,
         cells=[
             Cells(left, top, width, height, colors_of(matrix, low, high, log)),
-            Cells(*bar, colors_of(_scale(low, high, log), low, high, log)),
+            Cells(*bar, colors_of(scale[None], low, high, log)),
         ],
         texts=[
             *beside,
@@ -183,11 +184,6 @@ def _range(matrix: NDArray[np.floating], log: bool) -> tuple[float, float]:
         return 0.1, 1.0
     low, high = np.log10(np.quantile(positive, [0.002, 0.998]))
     return float(10.0 ** np.floor(low)), float(10.0 ** max(np.ceil(high), np.floor(low) + 1))
-
-
-def _scale(low: float, high: float, log: bool) -> NDArray[np.floating]:
-    """One row of numbers from the first color to the last."""
-    return (np.geomspace if log else np.linspace)(low, high, 256)[None]
 
 
 def colors_of(

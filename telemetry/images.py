@@ -21,7 +21,7 @@ MAX_IMAGES = 16
 _MAX_SIDE = 128  # pixels of one map, per side
 _VISIBLE_SIDE = 32  # smaller maps are enlarged until their longer side has at least these pixels
 _STRIP_HEIGHT = 4  # pixels of a map with a single row
-_PERCENTILES = (1.0, 99.0)
+_SHARES = (0.0, 0.01, 0.99, 1.0)  # of the values of a map, below: the least, black, white, most
 _NONFINITE_RGB = (255, 0, 255)
 _GAP_LEVEL = 48  # gray between the maps, distinct from black
 
@@ -136,28 +136,16 @@ def _copy(x: Tensor) -> Tensor:
 def _limits(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Black and white of each row: percentiles of its finite values, or their range if those agree.
 
-    Shapes ``[rows, 1]``. A row without a finite value has the limits NaN.
+    Shapes ``[rows, 1]``.
     """
     finite = np.isfinite(rows)
-    ordered = np.sort(np.where(finite, rows, np.nan), axis=1).astype(np.float64)  # NaN is last
-    last = np.maximum(finite.sum(axis=1, keepdims=True) - 1, 0)
-    lowest, highest = ordered[:, :1], np.take_along_axis(ordered, last, axis=1)
-    low, high = (_quantile(ordered, last, percent / 100) for percent in _PERCENTILES)
+    known = finite.any(axis=1, keepdims=True)  # of a row that is not, no pixel has a level
+    values = np.where(finite | ~known, np.where(known, rows, 0), np.nan).astype(np.float64)
+    quantile = np.quantile if finite.all() else np.nanquantile
+    lowest, low, high, highest = quantile(values, _SHARES, axis=1, keepdims=True)
     # More than 99 % of a sparse map are zeros; the rest is worth seeing.
     flat = ~(low < high)
     return np.where(flat, lowest, low), np.where(flat, highest, high)
-
-
-def _quantile(
-    ordered: NDArray[np.float64], last: NDArray[np.intp], share: float
-) -> NDArray[np.float64]:
-    """Between the two values of each row that are next to it, shape ``[rows, 1]``."""
-    place = last * share
-    below = place.astype(np.intp)
-    values = np.take_along_axis(ordered, np.hstack([below, np.minimum(below + 1, last)]), axis=1)
-    lower, upper = values[:, :1], values[:, 1:]
-    quantile: NDArray[np.float64] = lower + (upper - lower) * (place - below)
-    return quantile
 
 
 def _grid(

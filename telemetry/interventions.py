@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -204,31 +204,25 @@ def prune_activations(
     if not 0 <= _check_number("prune_activations", "threshold", threshold) < math.inf:
         raise ValueError(f"prune_activations(threshold={threshold}): must be finite, at least 0")
 
-    def prune(x: Tensor) -> Tensor:
-        if not (x.is_floating_point() or x.is_complex()):
-            return x
-        # A comparison with NaN is false, so NaN stays.
-        return x.masked_fill(x.detach().abs() < threshold, 0)
-
-    hook = _Hook(lambda args, output: map_tensors(output, prune))
+    hook = _Pruning(threshold)
     modules = select_modules(model, select, caller="prune_activations").values()
     pruning = Intervention([m.register_forward_hook(hook, prepend=True) for m in modules])
     drop_compiled_code()
     return pruning
 
 
-class _Hook(Inert):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+class _Pruning(Inert):
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
 
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
-        return self._function(*given)
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(output, self._prune)
 
-
-class _UncompiledHook(_Hook):
-    __call__ = graph_break(
-        "capture() of telemetry needs graph breaks; compile without fullgraph=True"
-    )(_Hook.__call__)
+    def _prune(self, x: Tensor) -> Tensor:
+        if not (x.is_floating_point() or x.is_complex()):
+            return x
+        # A comparison with NaN is false, so NaN stays.
+        return x.masked_fill(x.detach().abs() < self._threshold, 0)
 
 
 # --- capturing -----------------------------------------------------------------------------------
@@ -297,9 +291,13 @@ class Capturing(Intervention, Mapping[str, Captured]):
 
     def __init__(self, modules: Mapping[str, nn.Module], calls: int) -> None:
         self._calls = {name: _Calls(name, calls) for name in modules}
-        super().__init__(
-            [h for name, kept in self._calls.items() for h in kept.hook(modules[name])]
-        )
+        handles = []
+        for name, hook in self._calls.items():
+            handles.append(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
+            # Also called after an exception, to forget the inputs.
+            after = modules[name].register_forward_hook(hook, with_kwargs=True, always_call=True)
+            handles.append(after)
+        super().__init__(handles)
         weakref.finalize(self, _remove, self._handles).atexit = False
         drop_compiled_code()
 
@@ -329,40 +327,31 @@ class Capturing(Intervention, Mapping[str, Captured]):
                 _remove(call._handles)
 
 
-class _Calls:
-    """The latest calls of one module."""
+class _Calls(Inert):
+    """A hook before and after each call of a module, of which it keeps the latest."""
 
     def __init__(self, name: str, most: int) -> None:
         self._name = name or "the model"
         self._most = most
         self._failures = Failures()
-        self._running = threading.local()
+        # A stack for each thread: a module may call itself.
+        self._inputs: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
         self.kept: deque[Captured] = deque()
 
-    def hook(self, module: nn.Module) -> list[RemovableHandle]:
-        before, after = _UncompiledHook(self._before), _UncompiledHook(self._after)
-        return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            # Also called after an exception, to forget the inputs.
-            module.register_forward_hook(after, with_kwargs=True, always_call=True),
-        ]
-
-    def _before(self, args: Any, kwargs: Any) -> None:
+    @graph_break("capture() of telemetry needs graph breaks; compile without fullgraph=True")  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         if backward_task() != NO_TASK:  # checkpointing repeats a call
             return
-        # A stack for each thread: a module may call itself.
-        running = vars(self._running).setdefault("inputs", [])
-        running.append(())
-        with self._failures.contained(f"to capture the inputs of {self._name}"):
-            running[-1] = _copies((args, kwargs))
-
-    def _after(self, args: Any, kwargs: Any, output: Any) -> None:
-        if backward_task() != NO_TASK:
+        running = self._inputs[threading.get_ident()]
+        if not output:
+            running.append(())
+            with self._failures.contained(f"to capture the inputs of {self._name}"):
+                running[-1] = _copies((args, kwargs))
             return
         with self._failures.contained(f"to capture the outputs of {self._name}"):
-            inputs = self._running.inputs.pop()
-            found = list(tensors_in(output))
-            if output is not None and not any(map(is_being_traced, found)):
+            inputs, [returned] = running.pop(), output
+            found = tensors_in(returned)
+            if returned is not None and not any(map(is_being_traced, found)):
                 self._keep(inputs, found)
 
     def _keep(self, inputs: tuple[Tensor, ...], found: list[Tensor]) -> None:

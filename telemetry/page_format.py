@@ -21,15 +21,14 @@ measured. Sessions sort by age. From its first step on, a session replaces all e
 
 from __future__ import annotations
 
-import calendar
 import json
 import math
 import os
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from datetime import datetime, timezone
+from typing import Any, Literal, cast
 
 from telemetry import untrusted
 from telemetry.alert import Alert, alert_fields, parse_alert
@@ -79,16 +78,15 @@ def parse_chunk(tag: str) -> Chunk | None:
     found = _CHUNK.fullmatch(tag)
     if found is None:
         return None
-    kind: ChunkKind = "m" if found[1] == "m" else "n"
+    kind = cast(ChunkKind, found[1])
     return Chunk(kind=kind, session=found[2], layout=int(found[3]), number=int(found[4]))
 
 
 def new_session_id() -> str:
     """An id that sorts behind all earlier ones and differs between processes."""
-    seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S.%f")
     # os.urandom leaves the random numbers of the training alone.
-    return f"{stamp}.{nanoseconds // 1000:06d}-{os.urandom(2).hex()}"
+    return f"{stamp}-{os.urandom(2).hex()}"
 
 
 def session_start_s(session: str) -> float | None:
@@ -97,7 +95,8 @@ def session_start_s(session: str) -> float | None:
     if found is None:
         return None
     try:
-        return calendar.timegm(time.strptime(found[1], "%Y%m%d-%H%M%S")) + float(found[2] or 0)
+        stamp = datetime.strptime(f"{found[1]}{found[2] or '.0'}Z", "%Y%m%d-%H%M%S.%f%z")
+        return stamp.timestamp()
     except ValueError:
         return None
 

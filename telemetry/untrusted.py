@@ -185,16 +185,14 @@ def fields(**checks: Check[Any]) -> Check[dict[str, Any]]:
 def _at(place: str, check: Check[Checked], value: Any) -> Checked:
     try:
         return check(value)
-    except _MisplacedError as error:
-        raise _MisplacedError(place + error.place, error.problem) from None
     except ValueError as error:
-        raise _MisplacedError(place, str(error)) from None
+        below, problem = error.args if isinstance(error, _MisplacedError) else ("", str(error))
+        raise _MisplacedError(place + below, problem) from None
 
 
 class _MisplacedError(ValueError):
-    """An error with its place in the value: ``steps.loss[3]: must be a number``."""
+    """A place in the value, and the problem there: ``steps.loss[3]: must be a number``."""
 
-    def __init__(self, place: str, problem: str) -> None:
-        super().__init__(f"{place.removeprefix('.')}: {problem}")
-        self.place = place
-        self.problem = problem
+    def __str__(self) -> str:
+        place, problem = self.args
+        return f"{place.removeprefix('.')}: {problem}"

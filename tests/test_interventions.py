@@ -684,7 +684,7 @@ def test_a_compiled_model_can_be_looked_into(compiled_before: bool) -> None:
 def test_a_full_graph_cannot_be_captured() -> None:
     torch.compiler.reset()
     says_why = "reason" in inspect.signature(torch.compiler.disable).parameters
-    message = "compile without fullgraph=True" if says_why else "_Hook.__call__"
+    message = "compile without fullgraph=True" if says_why else "_Calls.__call__"
     model = torch.compile(nn.Linear(3, 3), backend="aot_eager", fullgraph=True)
     with capture(model), pytest.raises(torch._dynamo.exc.Unsupported, match=message):
         model(torch.ones(1, 3))

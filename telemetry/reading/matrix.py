@@ -7,29 +7,30 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.untrusted import MAX_WHOLE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A part of a matrix, both ends included. None means from the first, or to the last."""
+    """A part of a matrix, both ends included."""
 
-    first_step: int | None = None
-    last_step: int | None = None
+    first_step: int = 0
+    last_step: int = MAX_WHOLE
     first_layer: int = 0
-    last_layer: int | None = None
+    last_layer: int = MAX_WHOLE
 
     def holds(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each of the steps lies inside."""
-        inside = np.ones(len(steps), dtype=bool)
-        if self.first_step is not None:
-            inside &= steps >= self.first_step
-        if self.last_step is not None:
-            inside &= steps <= self.last_step
+        inside: NDArray[np.bool_] = (steps >= self.first_step) & (steps <= self.last_step)
         return inside
 
     def layers(self, count: int) -> slice:
         """Which of ``count`` layers lie inside."""
-        last = count - 1 if self.last_layer is None else min(self.last_layer, count - 1)
+        last = min(self.last_layer, count - 1)
         return slice(min(self.first_layer, count), max(last + 1, self.first_layer))
+
+
+WHOLE = Region()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

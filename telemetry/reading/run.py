@@ -136,17 +136,14 @@ def _table(**columns: NDArray[Any] | tuple[NDArray[np.intp], Sequence[str]]) -> 
     try:
         import pandas as pd
     except ImportError:
-        return {
-            name: np.array(column[1], str)[column[0]] if isinstance(column, tuple) else column
-            for name, column in columns.items()
-        }
-    table = {}
+        pd = None
+    table: dict[str, Any] = {}
     for name, column in columns.items():
         if isinstance(column, tuple):
             places, texts = column
-            number = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-            codes = np.array([number[text] for text in texts], np.intp)[places]
-            table[name] = pd.Categorical.from_codes(codes, list(number))
+            distinct = list(dict.fromkeys(texts))
+            known = np.array(texts, str) if pd is None else pd.Categorical(texts, distinct)
+            table[name] = known[places]
         else:
             table[name] = column
-    return pd.DataFrame(table)
+    return table if pd is None else pd.DataFrame(table)

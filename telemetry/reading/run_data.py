@@ -24,7 +24,7 @@ from telemetry.page_format import (
     decode_layout,
     parse_layout_tag,
 )
-from telemetry.reading.matrix import Matrix, Region, in_order
+from telemetry.reading.matrix import WHOLE, Matrix, Region, in_order
 from telemetry.reading.numbers import CALL_TAGS, EVERY_STEP, NumberCache, Numbers, of_modules
 from telemetry.reading.sessions import (
     Layer,
@@ -102,7 +102,7 @@ class RunData:
                 of_ranks=any(_OF_RANKS & set(s.statistic_names) for s in structure.segments),
             )
 
-    def matrix(self, statistic: str, region: Region | None = None) -> Matrix:
+    def matrix(self, statistic: str, region: Region = WHOLE) -> Matrix:
         """One statistic of all layers at all steps, or of a region of both.
 
         Raises:
@@ -112,7 +112,7 @@ class RunData:
             raise KeyError(statistic)
         with self._lock:
             self._refresh()
-            return self._matrix(statistic, region or Region())
+            return self._matrix(statistic, region)
 
     def _matrix(self, statistic: str, region: Region) -> Matrix:
         count = len(self._structure.layers)
@@ -147,7 +147,7 @@ class RunData:
                         matrix = self._matrix(statistic.name, region)
                         found[statistic.name] = matrix.steps, matrix.values[:, 0]
             norms: dict[str, list[Numbers]] = defaultdict(list)
-            for segment, (steps, values) in self._read("n", Region())[1]:
+            for segment, (steps, values) in self._read("n", WHOLE)[1]:
                 place = segment.layout.position.get(name)
                 for index in () if place is None else segment.layout.owned[place]:
                     parameter = segment.layout.parameters[index].name
@@ -263,7 +263,7 @@ def windows(
         first = min(overview.first_step for overview in overviews)
         region = Region(first_step=first, last_step=max(o.last_step for o in overviews))
     matrices = [[run.matrix(name, region) for name in statistics] for run in runs]
-    first, last = region.first_step or 0, region.last_step or 0
+    first, last = region.first_step, region.last_step
     if first < last and any(matrix.sampled for of_run in matrices for matrix in of_run):
         middle = (first + last) // 2
         yield from windows(runs, statistics, Region(first_step=first, last_step=middle))
@@ -273,11 +273,8 @@ def windows(
 
 
 def _reaches(tag: NumberTag, region: Region) -> bool:
-    if tag.after + 1 >= tag.segment.end:
-        return False
-    if region.first_step is not None and tag.last < region.first_step:
-        return False
-    return region.last_step is None or tag.after < region.last_step
+    counts = tag.after + 1 < tag.segment.end
+    return counts and tag.last >= region.first_step and tag.after < region.last_step
 
 
 def _cut(

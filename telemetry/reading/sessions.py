@@ -178,25 +178,23 @@ def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
     """The newest layout's modules; a module of older layouts only follows its predecessor there."""
     found: dict[str, tuple[str, tuple[Parameter, ...]]] = {}
     places: dict[str, set[int]] = defaultdict(set)
-    follower: dict[str | None, str | None] = {None: None}  # a linked list; None is both of its ends
+    ordered: list[str] = []
     for layout in newest_first:
+        behind: dict[str | None, list[str]] = defaultdict(list)
         before: str | None = None
         for place, (module, owned) in enumerate(zip(layout.modules, layout.owned, strict=True)):
             places[module.name].add(place)
-            if module.name not in found:
-                follower[before], follower[module.name] = module.name, follower[before]
+            if module.name in found:
+                before = module.name
+            else:
+                behind[before].append(module.name)
                 parameters = tuple(layout.parameters[index] for index in owned)
                 found[module.name] = module.type_name, parameters
-            before = module.name
-    ordered = []
-    name = follower[None]
-    while name is not None:
-        type_name, own = found[name]
-        ordered.append(
-            Layer(name=name, type_name=type_name, parameters=own, places=frozenset(places[name]))
-        )
-        name = follower[name]
-    return tuple(ordered)
+        ordered = [*behind[None], *(n for name in ordered for n in (name, *behind.get(name, ())))]
+    return tuple(
+        Layer(name=name, type_name=kind, parameters=own, places=frozenset(places[name]))
+        for name, (kind, own) in ((name, found[name]) for name in ordered)
+    )
 
 
 def _group(

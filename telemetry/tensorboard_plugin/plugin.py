@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
 
@@ -17,11 +18,11 @@ from werkzeug.exceptions import BadRequest, NotFound
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.page_format import PLUGIN_NAME, NewerFormatError
 from telemetry.reading import payloads
-from telemetry.reading.matrix import Region, thin
+from telemetry.reading.matrix import WHOLE, Region, thin
 from telemetry.reading.run_data import RunData
 from telemetry.reading.sessions import Layer
 from telemetry.tensorboard_plugin.provider_source import ProviderSource
-from telemetry.tensorboard_plugin.requests import answer, number, required_number, send, text
+from telemetry.tensorboard_plugin.requests import answer, number, send, text
 from telemetry.tensorboard_plugin.run_table import RunTable, list_runs
 from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, bundle, read_static_files
 
@@ -91,21 +92,16 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             return {"newerFormat": str(error)}
 
     def _serve_movers(self, request: wrappers.Request) -> dict[str, Any]:
-        step = required_number(request, "step")
+        step = number(request, "step")
         return payloads.movers(self._run(request), step)
 
     def _serve_matrix(self, request: wrappers.Request) -> bytes:
-        region = Region(
-            first_step=number(request, "first_step"),
-            last_step=number(request, "last_step"),
-            first_layer=number(request, "first_layer") or 0,
-            last_layer=number(request, "last_layer"),
-        )
+        ends = {name: number(request, name, end) for name, end in asdict(WHOLE).items()}
         statistic = text(request, "statistic")
         names = [known.name for known in PAGE_STATISTICS]
         if statistic not in names:
             raise BadRequest(f"statistic must be one of {', '.join(names)}")
-        matrix = self._run(request).matrix(statistic, region)
+        matrix = self._run(request).matrix(statistic, Region(**ends))
         return payloads.matrix(thin(matrix, max_layers=MAX_ROWS, max_cells=MAX_CELLS))
 
     def _serve_scalars(self, request: wrappers.Request) -> bytes:
@@ -124,7 +120,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return payloads.images(run.source, layer)
 
     def _serve_image(self, request: wrappers.Request) -> wrappers.Response:
-        tag, step = text(request, "tag"), required_number(request, "step")
+        tag, step = text(request, "tag"), number(request, "step")
         png = payloads.picture(self._run(request).source, tag, step)
         if png is None:
             raise NotFound(f"no picture of {tag} at step {step}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,8 +62,7 @@ def read_tags(
     """
     if not any(wanted.values()):
         return {}
-    runs = list(wanted)
-    tags = {tag for tags in wanted.values() for tag in tags}
+    named = {tag for tags in wanted.values() for tag in tags}
     reason: object
     try:
         found: Mapping[str, Mapping[str, Sequence[Any]]] = _methods(provider, plugin_name)[1](
@@ -70,7 +70,7 @@ def read_tags(
             experiment_id=experiment,
             plugin_name=plugin_name,
             downsample=most,
-            run_tag_filter=RunTagFilter(runs=runs, tags=tags),
+            run_tag_filter=RunTagFilter(runs=list(wanted), tags=named),
         )
         return {run: dict(data) for run, data in found.items()}
     except _UNDECODABLE as error:
@@ -79,21 +79,20 @@ def read_tags(
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             raise
         reason = error.details()
-    if len(runs) > 1:
-        halves = [{run: wanted[run] for run in half} for half in _halved(runs)]
-    elif len(tags) > 1:
-        halves = [{runs[0]: half} for half in _halved(wanted[runs[0]])]
-    else:
+    pairs = [(run, tag) for run, tags in wanted.items() for tag in tags]
+    if len(pairs) == 1:
+        [(run, tag)] = pairs
         if problems is None:
-            log.warning("telemetry: run %r: %s", runs[0], reason)
+            log.warning("telemetry: run %r: %s", run, reason)
         else:
-            problems.add(next(iter(tags)), reason)
+            problems.add(tag, reason)
         return {}
-    joined: dict[str, dict[str, Sequence[Any]]] = {}
-    for half in halves:
-        read = read_tags(provider, experiment, plugin_name, half, most, problems)
+    joined: dict[str, dict[str, Sequence[Any]]] = defaultdict(dict)
+    for half in pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]:
+        part = {run: [tag for of, tag in half if of == run] for run, _ in half}
+        read = read_tags(provider, experiment, plugin_name, part, most, problems)
         for run, data in read.items():
-            joined.setdefault(run, {}).update(data)
+            joined[run].update(data)
     return joined
 
 
@@ -106,10 +105,6 @@ def _methods(
     if plugin_name == "images":
         return provider.list_blob_sequences, provider.read_blob_sequences
     return provider.list_tensors, provider.read_tensors
-
-
-def _halved(items: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    return items[: len(items) // 2], items[len(items) // 2 :]
 
 
 class ProviderSource:

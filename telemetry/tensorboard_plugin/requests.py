@@ -50,21 +50,14 @@ def text(request: wrappers.Request, name: str) -> str:
     return str(value)
 
 
-def number(request: wrappers.Request, name: str) -> int | None:
-    """An optional whole number of 0 or more."""
-    if name not in request.args:
-        return None
-    value = request.args[name]
+def number(request: wrappers.Request, name: str, default: int | None = None) -> int:
+    """A whole number of 0 or more; required if there is no default."""
+    if default is not None and name not in request.args:
+        return default
+    value = text(request, name)
     if not (value.isascii() and value.isdigit()) or len(value) > 16 or int(value) > MAX_WHOLE:
         raise BadRequest(f"{name} must be a whole number of 0 or more")
     return int(value)
-
-
-def required_number(request: wrappers.Request, name: str) -> int:
-    value = number(request, name)
-    if value is None:
-        raise BadRequest(f"{name} is missing")
-    return value
 
 
 def send(

@@ -175,9 +175,8 @@ class RunTable:
                 states[run] = tag, series.max_step, series.max_wall_time
         with self._lock:
             known = {run: self._losses.get((experiment, run), (None,))[0] for run in states}
-        stale = {run: [state[0]] for run, state in states.items() if known[run] != state}
-        found = read_tags(self._provider, experiment, "scalars", stale)
-        with self._lock:
+            stale = {run: [state[0]] for run, state in states.items() if known[run] != state}
+            found = read_tags(self._provider, experiment, "scalars", stale)
             for run, (tag,) in stale.items():
                 summary = _loss(tag, found.get(run, {}).get(tag, ()))
                 self._losses[experiment, run] = states[run], summary
