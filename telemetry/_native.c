@@ -707,65 +707,6 @@ INLINE double squared_norm(const Tensor *tensor)
     return total;
 }
 
-/* --- samples ---------------------------------------------------------------------------------- */
-
-/* Runs of RUN values, the first values of two runs ``step`` apart; all values if that is 0. */
-typedef struct {
-    Tensor tensor;
-    int64_t step;
-    int64_t count; /* values in the sample */
-} Sample;
-
-/* Copy values of a sample; ``first`` is the place among them of one that begins a run. */
-static void copy_values(const Sample *sample, int64_t first, int64_t count, char *target)
-{
-    int64_t size = item_size(sample->tensor.dtype), run = RUN * size;
-    const char *values = sample->tensor.values;
-    if (!sample->step)
-        memcpy(target, values + first * size, (size_t)(count * size));
-    for (int64_t i = first / RUN; sample->step && i < (first + count) / RUN; i++, target += run)
-        memcpy(target, values + i * sample->step * size, (size_t)run);
-}
-
-/* Sum of the squares of how far values have moved from ``before``, and of those before. */
-INLINE void compare(const Sample *sample, const char *before, double squares[2])
-{
-    Block old, new;
-    double runs[BLOCK], moved[LANES] = {0}, sizes[LANES] = {0};
-    int64_t size = item_size(sample->tensor.dtype);
-    for (int64_t first = 0; first < sample->count; first += BLOCK) {
-        int64_t left = sample->count - first;
-        int part = left < BLOCK ? (int)left : BLOCK;
-        Tensor was = {before + first * size, part, sample->tensor.dtype}, is = was;
-        is.values = sample->tensor.values + first * size;
-        if (sample->step) {
-            copy_values(sample, first, part, (char *)runs);
-            is.values = (const char *)runs;
-        }
-        read_block(&was, 0, part, &old);
-        read_block(&is, 0, part, &new);
-        int i = 0;
-        for (; !old.wide && i < part / LANES * LANES; i += LANES) {
-            SIMD for (int j = 0; j < LANES; j++)
-            {
-                double x = old.narrow[i + j], by = new.narrow[i + j] - x;
-                moved[j] += by * by;
-                sizes[j] += x * x;
-            }
-        }
-        for (; i < part; i++) {
-            double x = value_of(&old, i), by = value_of(&new, i) - x;
-            moved[0] += by * by;
-            sizes[0] += x * x;
-        }
-    }
-    squares[0] = squares[1] = 0;
-    for (int j = 0; j < LANES; j++) {
-        squares[0] += moved[j];
-        squares[1] += sizes[j];
-    }
-}
-
 /* --- processors ------------------------------------------------------------------------------- */
 
 /* What is compiled once for each set of instructions. */
@@ -773,7 +714,6 @@ typedef struct {
     const char *instructions;
     void (*measure)(const Tensor *, int64_t, int, Statistics *);
     double (*squared_norm)(const Tensor *);
-    void (*compare)(const Sample *, const char *, double *);
 } Kernels;
 
 /* ``WIDTH`` sums of each power, or the registers would not hold those of four. */
@@ -787,11 +727,7 @@ typedef struct {
     {                                                                                            \
         return squared_norm(tensor);                                                             \
     }                                                                                            \
-    TARGET static void compare_##NAME(const Sample *sample, const char *before, double *squares) \
-    {                                                                                            \
-        compare(sample, before, squares);                                                        \
-    }                                                                                            \
-    static const Kernels NAME = {INSTRUCTIONS, measure_##NAME, squared_norm_##NAME, compare_##NAME};
+    static const Kernels NAME = {INSTRUCTIONS, measure_##NAME, squared_norm_##NAME};
 
 DEFINE_KERNELS(baseline, "baseline", , 8)
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -1232,62 +1168,6 @@ static PyObject *python_take_norms(PyObject *module, PyObject *const *args, Py_s
     return PyFloat_FromDouble(found < 0 ? -1.0 : total);
 }
 
-/* --- samples ---------------------------------------------------------------------------------- */
-
-/* Fill a sample from a tuple of 4 integers; 0 if they do not fit each other. */
-static int fill_sample(PyObject *numbers, Sample *sample)
-{
-    if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != 4) {
-        PyErr_SetString(PyExc_TypeError, "samples are tuples of 4 integers");
-        return 0;
-    }
-    long dtype = PyLong_AsLong(PyTuple_GetItem(numbers, 2));
-    sample->step = PyLong_AsLongLong(PyTuple_GetItem(numbers, 3));
-    if (!fill_tensor(PyTuple_GetItem(numbers, 0), PyTuple_GetItem(numbers, 1), (int)dtype,
-                     &sample->tensor))
-        return 0;
-    int64_t count = sample->tensor.count, step = sample->step;
-    if (step < 0 || (step && count < RUN)) {
-        PyErr_SetString(PyExc_ValueError, "sample_step does not fit the count");
-        return 0;
-    }
-    sample->count = step ? ((count - RUN) / step + 1) * RUN : count;
-    return 1;
-}
-
-static PyObject *python_copy_sample(PyObject *module, PyObject *numbers)
-{
-    (void)module;
-    Sample sample;
-    if (!fill_sample(numbers, &sample))
-        return NULL;
-    int64_t bytes = sample.count * item_size(sample.tensor.dtype);
-    PyObject *result = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)bytes);
-    if (result != NULL)
-        copy_values(&sample, 0, sample.count, PyByteArray_AsString(result));
-    return result;
-}
-
-static PyObject *python_compare_sample(PyObject *module, PyObject *const *args,
-                                       Py_ssize_t arg_count)
-{
-    (void)module;
-    Sample sample;
-    double squares[2];
-    if (arg_count != 2 || !PyByteArray_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "compare_sample() takes a sample and a bytearray");
-        return NULL;
-    }
-    if (!fill_sample(args[0], &sample))
-        return NULL;
-    if (PyByteArray_Size(args[1]) != sample.count * item_size(sample.tensor.dtype)) {
-        PyErr_SetString(PyExc_ValueError, "the count is not that of the copy");
-        return NULL;
-    }
-    kernels->compare(&sample, PyByteArray_AsString(args[1]), squares);
-    return Py_BuildValue("dd", squares[0], squares[1]);
-}
-
 /* --- bins ------------------------------------------------------------------------------------- */
 
 /* Values in bins whose edges are ascending. ``below`` has, for all values with the same upper 16
@@ -1374,8 +1254,6 @@ static PyMethodDef methods[] = {
     {"measure_tensors", METHOD(python_measure_tensors), METH_FASTCALL, NULL},
     {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
     {"take_norms", METHOD(python_take_norms), METH_FASTCALL, NULL},
-    {"copy_sample", python_copy_sample, METH_O, NULL},
-    {"compare_sample", METHOD(python_compare_sample), METH_FASTCALL, NULL},
     {"count_bins", METHOD(python_count_bins), METH_FASTCALL, NULL},
     {"instructions", python_instructions, METH_NOARGS, NULL},
     {"use_instructions", python_use_instructions, METH_O, NULL},

@@ -105,23 +105,6 @@ def count_bins(address: int, count: int, below: bytes, edges: bytes, /) -> bytea
         ValueError: ``below`` or ``edges`` has another length.
     """
 
-def copy_sample(tensor: tuple[int, int, int, int], /) -> bytearray:
-    """A sample of a tensor, its values one after the other.
-
-    The tensor is given by the address of its first element, its number of elements, ``ord`` of the
-    letter of its dtype, and ``sample_step`` as for :func:`measure`: 0 stands for all elements.
-
-    Raises:
-        ValueError: The numbers do not fit each other.
-    """
-
-def compare_sample(tensor: tuple[int, int, int, int], before: bytearray, /) -> tuple[float, float]:
-    """Sum of the squares of how far a sample has moved from its copy, and of the copy's values.
-
-    Raises:
-        ValueError: The numbers do not fit each other, or the copy.
-    """
-
 def instructions() -> list[str]:
     """Sets of instructions for which there is code that this processor can execute.
 

@@ -75,11 +75,6 @@ def read_in_every_way(native: ModuleType, address: int, count: int, letter: str)
                 native.measure((address, rows * units * inner, dtype, units, inner, 0, 4))
     for step in (16, 17, 1009):
         native.measure((address, count, dtype, 0, 1, step, 4))
-    for step in (0, 16, 17, 1009):
-        if not step or count >= 16:
-            sample = (address, count, dtype, step)
-            moved, size = native.compare_sample(sample, native.copy_sample(sample))
-            assert (moved == 0 and size >= 0) or np.isnan(moved)  # NaN or Inf less itself
     (square,) = np.frombuffer(native.squared_norms([address], [count], letter.encode()))
     assert (square >= 0) | np.isnan(square)
 

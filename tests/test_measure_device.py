@@ -129,7 +129,7 @@ def test_the_measurer_brings_everything_over_in_one_copy() -> None:
 def test_a_tensor_that_cannot_be_reduced_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(tensor: object) -> Tensor:
+    def fail(tensor: object, axis: int | None) -> Tensor:
         raise torch.OutOfMemoryError
 
     measurer = Measurer()

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from require import needs_tensor_reader
 from torch import Tensor
 
-from telemetry.measure import host, native
-from telemetry.measure.sampling import FULL_ELEMENTS, block_sample, sample_step
+from telemetry.measure import native
+from telemetry.measure.sampling import sample_step
 from telemetry.measure.tensors import values_of
 from telemetry.records import TensorRecord
 from telemetry.sketch import bucket_indices, sketch_array
@@ -54,7 +54,8 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
 def measure(tensor: Tensor, units: int = 0, inner: int = 1, sample_step: int = 0) -> TensorRecord:
     dtype = native.DTYPES[tensor.dtype]
     place = tensor.data_ptr(), tensor.numel(), dtype
-    return native.measure((*place, units, inner, sample_step, 4))()
+    request = *place, units, inner, sample_step, 4
+    return native.record_of(_native.measure(request), request)
 
 
 def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
@@ -204,7 +205,7 @@ def test_a_tensor_object_is_read_like_its_values(tensor: Tensor, axis: int | Non
     values = values_of(tensor, axis)
     assert found is not None
     assert values is not None
-    record, expected = found(), host.measure(values, 4)()
+    record, expected = found(), native.measure(values, 4)()
     for name, value in vars(expected.sketch).items():
         np.testing.assert_array_equal(getattr(record.sketch, name), value, err_msg=name)
     np.testing.assert_array_equal(record.unit_min, expected.unit_min)
@@ -276,29 +277,6 @@ def test_norms_show_what_is_not_finite_and_nothing_else(place: int) -> None:
     assert np.isnan(native.squared_norms([tensor])[0])
 
 
-# --- samples -------------------------------------------------------------------------------------
-
-
-@needs_extension
-@pytest.mark.parametrize("size", [1, 2049, FULL_ELEMENTS, FULL_ELEMENTS + 1, 1_000_001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int8])
-def test_a_sample_is_compared_with_its_copy(size: int, dtype: torch.dtype) -> None:
-    tensor = torch.arange(size).remainder(60).to(dtype)
-    sample = block_sample(tensor).to(torch.float64, copy=True)
-    place = native.place_of_sample(tensor)
-    assert place is not None
-    copy = native.copy_sample(place)
-    assert torch.frombuffer(copy, dtype=dtype).double().equal(sample.flatten())
-    tensor += 3
-    moved, before = 9 * sample.numel(), float(sample.square().sum())
-    assert native.compare_sample(place, copy) == (moved, before)
-    larger = native.place_of_sample(torch.zeros(size + 100_000, dtype=dtype))
-    assert larger is not None
-    with pytest.raises(ValueError, match="not that of the copy"):
-        native.compare_sample(larger, copy)
-    assert native.place_of_sample(torch.zeros(4, 4)[:, :2]) is None
-
-
 # --- calls ---------------------------------------------------------------------------------------
 
 
@@ -330,18 +308,6 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
     for wrong in ((address,), address):
         with pytest.raises(TypeError, match="tuples of 7"):
             _native.measure(wrong)  # type: ignore[arg-type]
-    for sample in ((address, 6, ord("f"), -1), (address, 6, ord("f"), 16), (address, -1, 102, 0)):
-        with pytest.raises(ValueError, match="count"):
-            _native.copy_sample(sample)
-    with pytest.raises(ValueError, match="count"):
-        _native.compare_sample((address, 6, ord("f"), 0), bytearray(23))
-    for refused in ((address,), [address, 6, 102, 0]):
-        with pytest.raises(TypeError):
-            _native.copy_sample(refused)  # type: ignore[arg-type]
-        with pytest.raises(TypeError):
-            _native.compare_sample(refused, bytearray())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="bytearray"):
-        _native.compare_sample((address, 6, ord("f"), 0), b"")  # type: ignore[arg-type]
     edges = np.array([0.0, np.inf]).tobytes()
     for below in (bytes(4), bytes(1 << 17)):
         with pytest.raises(ValueError, match="65536 cells"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import TypeAlias
 
 import numpy as np
@@ -270,18 +269,11 @@ class Updates:
     """
 
     def __init__(self, parameters: Indexed) -> None:
-        self._on_host: list[tuple[int, Tensor, bytearray]] = []
-        self._others: list[tuple[int, Tensor, Tensor]] = []
+        self._before: list[tuple[int, Tensor, Tensor]] = []
         for index, parameter in parameters:
             values = plain(parameter)
-            if values is None or values.numel() == 0:
-                continue
-            place = native.place_of_sample(values)
-            if place is not None:
-                self._on_host.append((index, parameter, native.copy_sample(place)))
-            else:
-                self._others.append((index, parameter, block_sample(values).clone()))
-        self._squares: dict[int, tuple[float, float]] = {}
+            if values is not None and values.numel():
+                self._before.append((index, parameter, block_sample(values).clone()))
         self._moved: list[Norms] = []
         self._sizes: list[Norms] = []
 
@@ -289,31 +281,23 @@ class Updates:
         """The step has been taken; forget the parameters."""
         moved: list[tuple[int, Tensor]] = []
         sizes: list[tuple[int, Tensor]] = []
-        for index, parameter, before in self._on_host:
-            after = plain(parameter)
-            place = None if after is None else native.place_of_sample(after)
-            if place is not None:
-                with suppress(ValueError):  # it is no longer of this size
-                    self._squares[index] = native.compare_sample(place, before)
-        for index, parameter, old in self._others:
+        for index, parameter, old in self._before:
             values = plain(parameter)
             new = None if values is None else block_sample(values)
             if new is not None and new.shape == old.shape:
                 moved.append((index, new - old))
                 sizes.append((index, old))
-        if moved:
-            self._moved, self._sizes = take_norms(moved), take_norms(sizes)
-        self._on_host, self._others = [], []
+        self._moved, self._sizes = take_norms(moved), take_norms(sizes)
+        self._before = []
 
     def read(self) -> Iterator[tuple[int, float, float, float]]:
         """Of each parameter its index, norms of its update and of itself before, and their ratio.
 
         The ratio is inf if zeros moved, NaN if they stayed. Waits for an accelerator.
         """
-        found = [(index, math.sqrt(m), math.sqrt(b)) for index, (m, b) in self._squares.items()]
-        for moved, sizes in zip(self._moved, self._sizes, strict=True):
-            found += zip(moved.indices, moved.read()[0], sizes.read()[0], strict=True)
-        for index, moved_norm, size in found:
+        for group, sizes in zip(self._moved, self._sizes, strict=True):
+            moved, before = group.read()[0], sizes.read()[0]
             with np.errstate(divide="ignore", invalid="ignore"):
-                ratio = float(np.float64(moved_norm) / size)
-            yield index, float(moved_norm), float(size), ratio
+                ratios = moved / before
+            figures = moved.tolist(), before.tolist(), ratios.tolist()
+            yield from zip(group.indices, *figures, strict=True)

@@ -31,9 +31,6 @@ _FIGURES = (*_SUMS, *EXTREMES)
 CODES_AT = len(_FIGURES)
 _UNITS_AT = CODES_AT + CODES
 
-# Dtypes whose extremes PyTorch computes without a conversion.
-_ORDERED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
 
 class DeviceTensors:
     """The statistics of one step's tensors on one device: a row of numbers for each tensor."""
@@ -49,11 +46,9 @@ class DeviceTensors:
         count = values.tensor.numel()
         values = values.collapsed()
         self._streams.add(current_stream(values.tensor.device))
-        parts = [_statistics(values.tensor)]
-        if values.unit_axis is not None:
-            parts += _unit_extremes(values.tensor, values.unit_axis)
-        start, self._end = self._end, self._end + sum(map(len, parts))
-        self._rows += parts
+        row = _statistics(values.tensor, values.unit_axis)
+        start, self._end = self._end, self._end + len(row)
+        self._rows.append(row)
         return partial(self._record, slice(start, self._end), count)
 
     def send(self) -> int:
@@ -96,39 +91,32 @@ def moments_of(row: Tensor, count: int) -> Moments:
     return moments if moments.finite_count else replace(moments, min=nan, max=nan)
 
 
-def _statistics(tensor: Tensor) -> Tensor:
-    """Sums, extremes and code counts, shape ``[10 + 4096]``, float64."""
-    device, exact = tensor.device, torch.float64
-    sums = torch.zeros(len(_SUMS), dtype=exact, device=device)
-    codes = torch.zeros(CODES, dtype=exact, device=device)
-    low = torch.full((1,), inf, dtype=exact, device=device)
-    high = torch.full((1,), -inf, dtype=exact, device=device)
+def _statistics(tensor: Tensor, axis: int | None) -> Tensor:
+    """Sums, extremes, code counts, then minimum and maximum of each unit; float64, in one axis.
+
+    The extremes of a unit with a NaN are NaN.
+    """
+    size = 0 if axis is None else tensor.shape[axis]
+    sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=tensor.device)
+    codes = torch.zeros(CODES, dtype=torch.float64, device=tensor.device)
+    low, high = _extremes(1, tensor.device)
+    lowest, highest = _extremes(size, tensor.device)
     for index in pieces(tensor.shape, PIECE_ELEMENTS):
         x = working(tensor[index])
-        sums += _sums(x, exact)
+        sums += _sums(x, torch.float64)
         codes += _code_counts(x)
         _lower(low, x.nan_to_num(inf, inf, inf).amin())
         _raise(high, x.nan_to_num(-inf, -inf, -inf).amax())
-    return torch.cat([sums, low, high, codes])
+        if axis is not None:
+            units = x.reshape(unit_shape(x.shape, axis))
+            _lower(lowest[index[axis]], units.amin((0, 2)))
+            _raise(highest[index[axis]], units.amax((0, 2)))
+    return torch.cat([sums, low, high, codes, lowest, highest])
 
 
-def _unit_extremes(tensor: Tensor, axis: int) -> list[Tensor]:
-    """Minimum and maximum of each unit, shape ``[units]``, float64; NaN for a unit with a NaN."""
-    exact = torch.float64
-    if tensor.dtype in _ORDERED:  # without temporary memory
-        others = [other for other in range(tensor.ndim) if other != axis]
-        if not others:
-            return [tensor.to(exact), tensor.to(exact)]
-        return [tensor.amin(others).to(exact), tensor.amax(others).to(exact)]
-    size = tensor.shape[axis]
-    low = torch.full((size,), inf, dtype=exact, device=tensor.device)
-    high = torch.full((size,), -inf, dtype=exact, device=tensor.device)
-    for index in pieces(tensor.shape, PIECE_ELEMENTS):
-        x = working(tensor[index])
-        units = x.reshape(unit_shape(x.shape, axis))
-        _lower(low[index[axis]], units.amin((0, 2)))
-        _raise(high[index[axis]], units.amax((0, 2)))
-    return [low, high]
+def _extremes(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    low = torch.full((count,), inf, dtype=torch.float64, device=device)
+    return low, -low
 
 
 def _sums(x: Tensor, exact: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from telemetry.measure import host, native
+from telemetry.measure import native
 from telemetry.measure.device import DeviceTensors
 from telemetry.measure.native import Pending
 from telemetry.measure.tensors import values_of
@@ -58,39 +58,30 @@ class Measurer:
         """
         pending = native.measure_one(tensor, unit_axis, powers)
         if pending is None:
-            return self._add_other(tensor, unit_axis, powers)
-        with self._lock:
-            self._pending.append(pending)
-            return len(self._pending) - 1
+            pending = self._measure_other(tensor, unit_axis, powers)
+        return None if pending is None else self._append(pending)
 
     def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
         """The same of many tensors without units, for less than one by one."""
         found: list[int | None] = []
-        for tensor, pending in zip(tensors, native.measure_all(tensors, powers), strict=True):
-            if pending is None:
-                found.append(self._add_other(tensor, None, powers))
-                continue
-            with self._lock:
-                found.append(len(self._pending))
-                self._pending.append(pending)
+        for tensor, plain in zip(tensors, native.measure_all(tensors, powers), strict=True):
+            pending = plain or self._measure_other(tensor, None, powers)
+            found.append(None if pending is None else self._append(pending))
         return found
 
-    def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
+    def _measure_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> Pending | None:
         """Measure what is not plain."""
         values = values_of(tensor, unit_axis)
         if values is None:
             return None
         pending: Pending = _empty
-        if values.tensor.numel():
-            if values.tensor.is_cpu:
-                pending = host.measure(values, powers)
-            else:
-                with self._lock:
-                    device = self._devices.setdefault(values.tensor.device, DeviceTensors())
-                    pending = device.add(values)
-        if values.implied_zeros:
-            pending = partial(_with_zeros, pending, values.implied_zeros)
-        return self._append(pending)
+        if values.tensor.is_cpu and values.tensor.numel():
+            pending = native.measure(values, powers)
+        elif values.tensor.numel():
+            with self._lock:
+                device = self._devices.setdefault(values.tensor.device, DeviceTensors())
+                pending = device.add(values)
+        return partial(_with_zeros, pending, zeros) if (zeros := values.implied_zeros) else pending
 
     def _append(self, pending: Pending) -> int:
         with self._lock:

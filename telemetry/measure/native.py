@@ -1,4 +1,4 @@
-"""Passes tensors to the C extension, and turns its answers into records."""
+"""Measures tensors in CPU memory: by the C extension in a single read, or piece by piece."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from math import inf, nan
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from telemetry.measure.sampling import sample_step
-from telemetry.measure.tensors import in_memory_order
+from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
 from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records import TensorRecord
-from telemetry.sketch import Sketch
+from telemetry.sketch import Sketch, sketch_array
 
 log = logging.getLogger("telemetry")
 
@@ -31,8 +33,6 @@ native = "NumPy, because TELEMETRY_NATIVE is 0"
 if os.environ.get("TELEMETRY_NATIVE") != "0":
     try:
         from telemetry import _native
-        from telemetry._native import compare_sample as compare_sample
-        from telemetry._native import copy_sample as copy_sample
     except ImportError as error:
         native = f"NumPy, because the C extension cannot be loaded: {error}"
         log.info(
@@ -77,19 +77,18 @@ _NUMBERS = struct.Struct("=4q6d")
 _NAMES = (*COUNTS[1:], *EXTREMES, *POWER_SUMS)
 
 
-Request = tuple[int, int, int, int, int, int, int]
-"""A tensor to measure; it must be held until it is.
-
-It is contiguous, not empty and in CPU memory. The numbers are the address of its first element, how
-many elements there are, its dtype (see :data:`DTYPES`); how many units its shape ``[outer, units,
-inner]`` has (0 for no extremes of units) and ``inner``; how many elements there are between the
-starts of two runs of the sample (0 to count all); and of which powers there are sums: 2 or 4.
-"""
-
-
-def measure(request: Request) -> Pending:
-    """Read a tensor now. Returns a function that gives its record."""
-    return partial(_record, _native.measure(request), request)
+def measure(values: Values, powers: int) -> Pending:
+    """Read a non-empty tensor now. The sums of its first 2 or 4 ``powers`` are known then."""
+    tensor, axis, _ = values
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None or not tensor.is_contiguous():
+        record = _in_pieces(values.collapsed(), powers)
+        return lambda: record
+    count, units, inner = tensor.numel(), 0, 1
+    if axis is not None:
+        _, units, inner = unit_shape(tensor.shape, axis)
+    request = tensor.data_ptr(), count, dtype, units, inner, sample_step(count), powers
+    return partial(record_of, _native.measure(request), request)
 
 
 def measure_one(tensor: Tensor, unit_axis: int | None, powers: int) -> Pending | None:
@@ -101,7 +100,7 @@ def measure_one(tensor: Tensor, unit_axis: int | None, powers: int) -> Pending |
     if TENSORS is None or type(tensor) not in _TYPES or tensor.is_neg():
         return None
     (found,) = _native.measure_tensors([tensor], unit_axis, _TYPES, TENSORS, sample_step, powers)
-    return None if found is None else partial(_record, *found)
+    return None if found is None else partial(record_of, *found)
 
 
 def measure_all(tensors: Sequence[Tensor], powers: int) -> list[Pending | None]:
@@ -110,10 +109,11 @@ def measure_all(tensors: Sequence[Tensor], powers: int) -> list[Pending | None]:
         return [None] * len(tensors)
     plain = [t if type(t) in _TYPES and not t.is_neg() else None for t in tensors]
     found = _native.measure_tensors(plain, None, _TYPES, TENSORS, sample_step, powers)
-    return [None if one is None else partial(_record, *one) for one in found]
+    return [None if one is None else partial(record_of, *one) for one in found]
 
 
-def _record(found: bytearray, request: Request) -> TensorRecord:
+def record_of(found: bytearray, request: tuple[int, ...]) -> TensorRecord:
+    """Of what the extension has answered to a request, see ``_native.pyi``."""
     _, count, _, units, *_ = request
     numbers = dict(zip(_NAMES, _NUMBERS.unpack_from(found), strict=True))
     filled = (len(found) - _NUMBERS.size - 8 * units) // 10
@@ -138,24 +138,41 @@ def squared_norms(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
     Args:
         tensors: Contiguous or dense, in CPU memory and of one of :data:`DTYPES`.
     """
-    addresses, counts, dtypes = [], [], bytearray()
-    for tensor in tensors:
-        addresses.append(tensor.data_ptr())
-        counts.append(tensor.numel())
-        dtypes.append(DTYPES[tensor.dtype])
-    return np.frombuffer(_native.squared_norms(addresses, counts, bytes(dtypes)), np.float64)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    counts = [tensor.numel() for tensor in tensors]
+    dtypes = bytes([DTYPES[tensor.dtype] for tensor in tensors])
+    return np.frombuffer(_native.squared_norms(addresses, counts, dtypes), np.float64)
 
 
-def place_of_sample(tensor: Tensor) -> tuple[int, int, int, int] | None:
-    """Where the values of a tensor are, or of a :func:`~telemetry.measure.block_sample` of it.
+def _in_pieces(values: Values, powers: int) -> TensorRecord:
+    """Measures a copy of each piece of a tensor, in its working dtype."""
+    tensor, axis = values.tensor, values.unit_axis
+    size = 0 if axis is None else tensor.shape[axis]
+    low, high = np.full(size, inf, np.float32), np.full(size, -inf, np.float32)
+    sketches = []
+    for index in pieces(tensor.shape, SERIAL_ELEMENTS):
+        piece = working(tensor[index]).contiguous()
+        record = _of_piece(piece, axis, powers)
+        sketches.append(record.sketch)
+        if axis is not None and record.unit_min is not None and record.unit_max is not None:
+            with np.errstate(invalid="ignore"):  # of signaling NaN
+                np.minimum(low[index[axis]], record.unit_min, out=low[index[axis]])
+                np.maximum(high[index[axis]], record.unit_max, out=high[index[axis]])
+    sketch = Sketch.merge_all(sketches)
+    unknown: dict[str, Any] = dict.fromkeys(POWER_SUMS[powers:], nan)
+    sketch = replace(sketch, **unknown)
+    if axis is None:
+        return TensorRecord(sketch=sketch)
+    return TensorRecord(sketch=sketch, unit_min=low, unit_max=high)
 
-    For :func:`copy_sample` and :func:`compare_sample`. None for what the extension does not read:
-    it is on another device, has gaps, or the like.
-    """
-    if not tensor.is_cpu or tensor.dtype not in DTYPES:
-        return None
-    tensor = tensor if tensor.is_contiguous() else in_memory_order(tensor, None).tensor
-    if not tensor.is_contiguous():
-        return None
-    count = tensor.numel()
-    return tensor.data_ptr(), count, DTYPES[tensor.dtype], sample_step(count)
+
+def _of_piece(piece: Tensor, axis: int | None, powers: int) -> TensorRecord:
+    if piece.dtype in DTYPES:
+        return measure(Values(tensor=piece, unit_axis=axis), powers)()
+    array = piece.numpy()
+    if axis is None:
+        return TensorRecord(sketch=sketch_array(array))
+    units = array.reshape(unit_shape(array.shape, axis))
+    with np.errstate(over="ignore", invalid="ignore"):
+        low, high = (extreme((0, 2)).astype(np.float32) for extreme in (units.min, units.max))
+    return TensorRecord(sketch=sketch_array(array), unit_min=low, unit_max=high)
