@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from telemetry import Alert, HookLogger, Rule, StepRecord
-from telemetry.records import Layout
+from telemetry.records import Layout, TensorRecord
 from telemetry.rule import as_rule
+from telemetry.sketch import Sketch
 
 
 class Plain(Rule):
@@ -96,3 +97,6 @@ def test_what_such_rules_imported_and_read_warns_for_a_release() -> None:
     )
     with pytest.warns(DeprecationWarning, match="left_out is gone"):
         assert record.left_out == frozenset()
+    tensor = TensorRecord(sketch=Sketch.of_zeros(2))
+    with pytest.warns(DeprecationWarning, match="now called TensorRecord.variation"):
+        assert tensor.spread == tensor.variation

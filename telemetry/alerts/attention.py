@@ -9,14 +9,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from telemetry.alert import Alert
-from telemetry.alerts.episode import Episode
+from telemetry.alerts.episode import EpisodeRule
 from telemetry.plain_text import called
 from telemetry.records import Output, StepRecord, TensorRecord
-from telemetry.rule import Rule
 from telemetry.sketch import edges
 
 
-class AttentionCollapse(Rule):
+class AttentionCollapse(EpisodeRule):
     """A note when attention weights have hardly any entropy left.
 
     Each row of attention weights is a distribution over S tokens, with an entropy of 0 (one token)
@@ -34,17 +33,10 @@ class AttentionCollapse(Rule):
     """
 
     name = "attention_collapse"
-    _episode: Episode
-
-    def __init__(
-        self,
-        *,
-        # attention_one_hot and logits_grow (benchmarks/runs) have 0.01 to 0.04, their healthy twin
-        # 0.97; at 0.1 a token sees 1.3 of 24 others.
-        fraction: float = 0.1,
-    ) -> None:
-        self._fraction = fraction
-        self._episode = Episode(2)
+    # attention_one_hot and logits_grow (benchmarks/runs) have 0.01 to 0.04, their healthy twin
+    # 0.97; at 0.1 a token sees 1.3 of 24 others.
+    fraction = 0.1
+    _calm = 2
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         if not record.outputs:
@@ -56,27 +48,21 @@ class AttentionCollapse(Rule):
         }
         if not entropies:
             return ()
-        low = {o: e for o, e in entropies.items() if e < self._fraction}
-        found = self._alert(record, low, len(entropies)) if low else None
+        low = {o: e for o, e in entropies.items() if e < self.fraction}
+        found = self._found(record, low, len(entropies)) if low else None
         return self._episode.update(record.step, found)
 
-    def _alert(self, record: StepRecord, low: dict[Output, float], count: int) -> Alert:
+    def _found(self, record: StepRecord, low: dict[Output, float], count: int) -> Alert:
         worst = min(low, key=lambda output: low[output])
-        return Alert(
-            kind=self.name,
-            severity="note",
-            step=record.step,
-            module_name=worst.module_name,
-            value=low[worst],
-            threshold=self._fraction,
-            message=(
-                f"The attention weights of {called(str(worst))} have {low[worst]:.1%} of the "
-                f"entropy of even ones, so each token sees hardly more than one; the same holds "
-                f"for {len(low)} of {count} layers.\n"
-                "If the loss is not as low as it should be, normalize queries and keys, scale the "
-                "logits by 1 / sqrt(d), and lower the learning rate or warm it up."
-            ),
+        message = (
+            f"The attention weights of {called(str(worst))} have {low[worst]:.1%} of the "
+            f"entropy of even ones, so each token sees hardly more than one; the same holds "
+            f"for {len(low)} of {count} layers.\n"
+            "If the loss is not as low as it should be, normalize queries and keys, scale the "
+            "logits by 1 / sqrt(d), and lower the learning rate or warm it up."
         )
+        place = worst.module_name
+        return self._alert(record.step, place, low[worst], self.fraction, message, "note")
 
 
 def _is_attention(record: StepRecord, output: Output) -> bool:
@@ -103,7 +89,7 @@ def _entropy(weights: TensorRecord) -> float | None:
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
-class LogitGrowth(Rule):
+class LogitGrowth(EpisodeRule):
     """A note when attention logits that a module returns are very large.
 
     Softmax then returns 0 and 1 alone, and no gradient. All models in Wortsman et al. 2023,
@@ -119,11 +105,8 @@ class LogitGrowth(Rule):
     """
 
     name = "logit_growth"
-    _episode: Episode
-
-    def __init__(self, *, largest: float = 1e4) -> None:
-        self._largest = largest
-        self._episode = Episode(2)
+    largest = 1e4
+    _calm = 2
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         if not record.outputs:
@@ -134,24 +117,16 @@ class LogitGrowth(Rule):
             if _LOGITS.search(name)
         }
         name = max(found, key=lambda name: found[name], default="")
-        high = found.get(name, 0.0) > self._largest
-        alert = self._alert(record, name, found[name]) if high else None
+        high = found.get(name, 0.0) > self.largest
+        alert = self._found(record, name, found[name]) if high else None
         return self._episode.update(record.step, alert)
 
-    def _alert(self, record: StepRecord, name: str, value: float) -> Alert:
-        return Alert(
-            kind=self.name,
-            severity="note",
-            step=record.step,
-            module_name=name,
-            value=value,
-            threshold=self._largest,
-            message=(
-                f"The largest attention logit of {called(name)} is {value:.3g}.\n"
-                "People usually normalize queries and keys, and lower the learning rate or warm it "
-                "up."
-            ),
+    def _found(self, record: StepRecord, name: str, value: float) -> Alert:
+        message = (
+            f"The largest attention logit of {called(name)} is {value:.3g}.\n"
+            "People usually normalize queries and keys, and lower the learning rate or warm it up."
         )
+        return self._alert(record.step, name, value, self.largest, message, "note")
 
 
 # A masked logit of minus infinity is not finite, and counts in neither extreme.

@@ -8,7 +8,7 @@ from typing import Any
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import Course
-from telemetry.alerts.memory import restore, to_plain
+from telemetry.alerts.memory import differ, restore, to_plain
 from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
@@ -110,16 +110,18 @@ class OneCause(Rule):
         return {name: to_plain(part) for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there. A rule takes all of its state, or begins anew.
+        """Continue from there. A rule takes all of its state that it knows, or begins anew.
 
         Raises:
-            ValueError: Some rules begin anew, or do not exist.
+            ValueError: Some rules begin anew, or in part, or do not exist; the others go on.
         """
         parts, misfits = self._parts(), [name for name in state if name not in self._parts()]
         misfits = [f"there is no rule {name}" for name in misfits]
         for name, part in parts.items():
             try:
                 restore(part, state[name])
+                if differ(to_plain(part), state[name]):
+                    misfits.append(f"{name} begins anew in part")
             except (TypeError, ValueError, KeyError):
                 misfits.append(f"{name} begins anew")
         if misfits:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, get_args
@@ -11,19 +10,19 @@ from typing import Any, get_args
 from telemetry.alert import Severity
 from telemetry.alerts.attention import AttentionCollapse, LogitGrowth
 from telemetry.alerts.causes import OneCause
-from telemetry.alerts.course import Course, CourseRule
+from telemetry.alerts.course import Course
 from telemetry.alerts.dead_units import DeadUnits
-from telemetry.alerts.eval_mode import EvalMode
+from telemetry.alerts.episode import DefaultRule
 from telemetry.alerts.exploding_activation import ExplodingActivation
 from telemetry.alerts.exploding_gradient import ExplodingGradient
 from telemetry.alerts.judging import Suspicion
+from telemetry.alerts.loop_mistakes import EvalMode, LearningRateZero, SameBatch
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.alerts.loss_spike import LossSpike
 from telemetry.alerts.loss_stuck import LossStuck
-from telemetry.alerts.no_learning import LearningRateZero, NoLearning
+from telemetry.alerts.no_learning import NoLearning
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.ranks_diverge import RanksDiverge
-from telemetry.alerts.same_batch import SameBatch
 from telemetry.alerts.saturated_units import SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
@@ -33,7 +32,7 @@ Settings = Mapping[str, "float | str"]
 """Parameters of one rule by name, and ``severity``."""
 
 # Causes before consequences: if several faults begin at one step, the first is reported.
-_RULES: Mapping[str, Callable[..., Rule]] = {
+_RULES: Mapping[str, type[DefaultRule]] = {
     rule.name: rule
     for rule in (
         UntrainedParameters,
@@ -86,8 +85,7 @@ def rules_from(config: Mapping[str, Settings | None]) -> tuple[Rule, ...]:
         if settings is not None:
             arguments: dict[str, Any] = {k: v for k, v in settings.items() if k != "severity"}
             rule = make(**arguments)
-            if isinstance(rule, CourseRule):
-                rule.course = course
+            rule.course = course
             rules.append(rule)
     severities: dict[str, Any] = {
         name: settings["severity"]
@@ -109,7 +107,7 @@ def _check(name: str, settings: Settings | None) -> None:
             f"HookLogger(alerts={{{name!r}: {settings!r}}}): must be a dict of parameters, or None "
             "to leave the rule out"
         )
-    known = list(inspect.signature(_RULES[name]).parameters)
+    known = _RULES[name].parameters()
     for parameter, value in settings.items():
         where = f"HookLogger(alerts={{{name!r}: {{{parameter!r}: {value!r}}}}})"
         if parameter == "severity":

@@ -17,9 +17,8 @@ from telemetry.alerts.history import (
     middle,
 )
 from telemetry.records import StepRecord
-from telemetry.rule import Rule
 
-__all__ = ["AFTER_JUMP", "FAR_ABOVE", "LARGE_STEP", "NEVER", "Course", "CourseRule"]
+__all__ = ["AFTER_JUMP", "FAR_ABOVE", "LARGE_STEP", "NEVER", "Course"]
 
 
 class Course:
@@ -110,17 +109,6 @@ class Course:
             self.since_large_step = 0
         if self.norm.since_jump > _JUST:
             self._ratios.add(ratio)
-
-
-class CourseRule(Rule):
-    """A rule that also looks at how the run develops.
-
-    Attributes:
-        course: Its own; may be replaced by one that several rules share.
-    """
-
-    def __init__(self) -> None:
-        self.course = Course()
 
 
 # As update_ratio of loss_divergence: at 0.1 the healthy rare_positive_weighted alarms; tried 0.4.

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alert import Alert
-from telemetry.alerts.episode import Episode
+from telemetry.alert import Alert, Severity
+from telemetry.alerts.episode import EpisodeRule
 from telemetry.alerts.modules import Forward
 from telemetry.layers.module_types import DROPOUTS, TWO_SIDED
 from telemetry.plain_text import called
 from telemetry.records import Output, StepRecord, TensorRecord
-from telemetry.rule import Rule
 
 
-class DeadUnits(Rule):
+class DeadUnits(EpisodeRule):
     """Alerts when units of a layer are silent in each of several batches.
 
     A unit is silent in a batch
@@ -43,25 +42,18 @@ class DeadUnits(Rule):
     """
 
     name = "dead_units"
+    # Healthy layers have 47 % at most, dead ones 96 %. At 0.75 the vanishing mlp_overwrite_tiny is
+    # missed; at 0.99 mlp_dies_slowly is found 50 steps later.
+    fraction = 0.9
+    batches = 2  # the fewest that confirm each other; tried 1 and 4
+    # By eye; tried 50, and 5000, with which alerts come up to 60 steps later.
+    samples = 500.0
+    _calm = 3  # by eye: one more than begin it
     _silence: dict[Output, _Silence]
     wants_full: bool = False  # a layer is silent, but not for long enough
-    _episode: Episode
 
-    def __init__(
-        self,
-        *,
-        # Healthy layers have 47 % at most, dead ones 96 %. At 0.75 the vanishing
-        # mlp_overwrite_tiny is missed; at 0.99 mlp_dies_slowly is found 50 steps later.
-        fraction: float = 0.9,
-        batches: int = 2,  # the fewest that confirm each other; tried 1 and 4
-        # By eye; tried 50, and 5000, with which alerts come up to 60 steps later.
-        samples: float = 500.0,
-    ) -> None:
-        self._fraction = fraction
-        self._batches = batches
-        self._samples = samples
+    def _set_up(self) -> None:
         self._silence = {}
-        self._episode = Episode(_CALM_LOOKS)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         if not record.full:
@@ -75,12 +67,12 @@ class DeadUnits(Rule):
         if not dead and self._lasts(record):
             return ()
         if self._episode.is_on:  # it grows worse with the first layer that has no unit left
-            dead.sort(key=lambda output: self._silence[output].whole < self._batches)
+            dead.sort(key=lambda output: self._silence[output].whole < self.batches)
         # If nothing gets a gradient, the loss does not depend on the model.
         gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
         wanted = record.total_grad_norm > 0 or any(gradients)
         # Layers behind a dead one see only constants: the first is the cause.
-        found = self._alert(record, dead) if dead and wanted else None
+        found = self._found(record, dead) if dead and wanted else None
         return self._episode.update(record.step, found)
 
     def _lasts(self, record: StepRecord) -> bool:
@@ -96,41 +88,35 @@ class DeadUnits(Rule):
     ) -> bool:
         """Add this batch to those before; whether the units are dead now."""
         before = self._silence.pop(output, None)
-        if _share(silent) < self._fraction:
+        if _share(silent) < self.fraction:
             return False
         samples = tensor.sketch.finite_count / silent.size
         whole = int(silent.all())
         now = _Silence(silent=silent, batches=1, samples=samples, since=step, whole=whole)
         if before is not None and before.silent.shape == silent.shape:
             both = before.joined(now)
-            now = both if both.share >= self._fraction else now
+            now = both if both.share >= self.fraction else now
         self._silence[output] = now
-        witnessed = now.samples * now.silent.sum() ** 0.5 >= self._samples
-        enough = bool(now.batches >= self._batches and witnessed)
+        witnessed = now.samples * now.silent.sum() ** 0.5 >= self.samples
+        enough = bool(now.batches >= self.batches and witnessed)
         self.wants_full |= not enough
         return enough and (now.is_nearly_complete or step - now.since >= _PARTLY)
 
-    def _alert(self, record: StepRecord, dead: list[Output]) -> Alert:
+    def _found(self, record: StepRecord, dead: list[Output]) -> Alert:
         silence = self._silence[dead[0]]
-        size, is_whole = silence.silent.size, silence.whole >= self._batches
+        size, is_whole = silence.silent.size, silence.whole >= self.batches
         count = size if is_whole else int(silence.silent.sum())
         batches = silence.whole if is_whole else silence.batches
         first, *others = (called(str(output)) for output in dead[:4])
         also = f" The same holds for units of {', '.join(others)}." if others else ""
         module = record.layout.modules[record.layout.position[dead[0].module_name]]
-        return Alert(
-            kind=self.name,
-            severity="error" if is_whole or record.total_grad_norm == 0 else "warning",
-            step=record.step,
-            module_name=module.name,
-            value=count / size,
-            threshold=self._fraction,
-            message=(
-                f"{count} of {size} units of {first} are zero for every input of {batches} "
-                f"batches and cannot learn.{also}\n"
-                f"{_DROPPED if module.type_name in DROPOUTS else _ADVICE}"
-            ),
+        severity: Severity = "error" if is_whole or record.total_grad_norm == 0 else "warning"
+        message = (
+            f"{count} of {size} units of {first} are zero for every input of {batches} "
+            f"batches and cannot learn.{also}\n"
+            f"{_DROPPED if module.type_name in DROPOUTS else _ADVICE}"
         )
+        return self._alert(record.step, module.name, count / size, self.fraction, message, severity)
 
 
 _ADVICE = (
@@ -145,7 +131,6 @@ _PARTLY = 50  # steps
 _NEARLY_ALL = 0.93  # or all but one; in sparsity_too_strong they are 0.945
 _FEWEST_UNITS = 2  # a single unit is no layer
 _NEGLIGIBLE = 1e-3  # SiLU(x) / x is less below x = -6.9; tried 0.0002 and 0.005
-_CALM_LOOKS = 3  # by eye: one more than begin it
 
 
 @dataclass(frozen=True, kw_only=True)

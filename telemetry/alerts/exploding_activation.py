@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterable
 
 from telemetry.alert import Alert
-from telemetry.alerts.course import CourseRule
-from telemetry.alerts.episode import Episode
+from telemetry.alerts.episode import EpisodeRule
 from telemetry.alerts.growth import forward_growth
 from telemetry.plain_text import called
 from telemetry.records import Output, StepRecord
 
 
-class ExplodingActivation(CourseRule):
+class ExplodingActivation(EpisodeRule):
     """Compares the variation of each module's output with the largest RMS that it has had.
 
     The variation (:attr:`TensorRecord.variation`), because what is the same for every input is no
@@ -29,22 +28,15 @@ class ExplodingActivation(CourseRule):
     """
 
     name = "exploding_activation"
+    factor = 100.0  # by eye; tried 10 and 1000
+    depth_factor = 1e4  # as in ExplodingGradient; tried 1e3 and 1e5
+    _calm = 3  # by eye: one more than begin it
     _highest: dict[Output, float]
     _looks: int = 0
     _began_deep: bool | None = None
-    _episode: Episode
 
-    def __init__(
-        self,
-        *,
-        factor: float = 100.0,  # by eye; tried 10 and 1000
-        depth_factor: float = 1e4,  # as in ExplodingGradient; tried 1e3 and 1e5
-    ) -> None:
-        super().__init__()
-        self._factor = factor
-        self._depth_decades = math.log10(depth_factor)
+    def _set_up(self) -> None:
         self._highest = {}
-        self._episode = Episode(_CALM_LOOKS)
 
     @property
     def wants_full(self) -> bool:
@@ -59,7 +51,7 @@ class ExplodingActivation(CourseRule):
         self._looks = self._looks + 1 if found else 0
         overflown = not record.all_grads_finite  # there will be no second look
         certain = self._looks >= 2 or overflown
-        if not found and self._began_deep and forward_growth(record).decades > self._depth_decades:
+        if not found and self._began_deep and self._is_deep(record):
             return ()  # as in the beginning
         return self._episode.update(record.step, found if certain else None)
 
@@ -68,28 +60,27 @@ class ExplodingActivation(CourseRule):
         for output, tensor in record.outputs.items():
             name, now = output.module_name, tensor.variation
             highest = self._highest.get(output, 0.0)
-            if highest and now > self._factor * highest and self.course.loss.is_worse:
+            if highest and now > self.factor * highest and self.course.loss.is_worse:
                 times = now / highest
                 if found is None:
-                    seen = (
-                        f"The output of {called(name)} is {times:.2g} times as large as ever before"
-                    )
-                    found = _alert(record, name, times, self._factor, seen, _STEPS_TOO_LARGE)
+                    seen = f"The output of {called(name)} is {times:.2g} times as large as ever"
+                    message = f"{seen} before.\n{_STEPS_TOO_LARGE}"
+                    found = self._alert(record.step, name, times, self.factor, message)
             elif highest < tensor.sketch.rms < math.inf:
                 self._highest[output] = tensor.sketch.rms
         growth = forward_growth(record)
-        deep = growth.decades > self._depth_decades
+        deep = self._is_deep(record)
         self._began_deep = deep if self._began_deep is None else self._began_deep
         if found is None and self.course.is_young and deep and self._began_deep:
             where, times = growth.stretch, 10**growth.decades
             assert where is not None
             seen = f"Activations grow {times:.2g}-fold through the network, most of all in "
-            seen += where.shared
-            found = _alert(record, where.first, times, 10**self._depth_decades, seen, _WEIGHTS)
+            message = f"{seen}{where.shared}.\n{_WEIGHTS}"
+            found = self._alert(record.step, where.first, times, self.depth_factor, message)
         return found
 
-
-_CALM_LOOKS = 3  # by eye: one more than begin it
+    def _is_deep(self, record: StepRecord) -> bool:
+        return forward_growth(record).decades > math.log10(self.depth_factor)
 
 
 _WEIGHTS = (
@@ -99,22 +90,3 @@ _WEIGHTS = (
 _STEPS_TOO_LARGE = (
     "People usually lower the learning rate or warm it up, clip gradients, and add normalization."
 )
-
-
-def _alert(
-    record: StepRecord,
-    module_name: str | None,
-    value: float,
-    threshold: float,
-    seen: str,
-    advice: str,
-) -> Alert:
-    return Alert(
-        kind=ExplodingActivation.name,
-        severity="warning",
-        step=record.step,
-        module_name=module_name,
-        value=value,
-        threshold=threshold,
-        message=f"{seen}.\n{advice}",
-    )

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable
 
 from telemetry.alert import Alert
-from telemetry.alerts.course import FAR_ABOVE, CourseRule
-from telemetry.alerts.episode import Episode
+from telemetry.alerts.course import FAR_ABOVE
+from telemetry.alerts.episode import EpisodeRule
 from telemetry.alerts.growth import Blame, Stretch, backward_growth, forward_growth, gain
 from telemetry.alerts.history import History
 from telemetry.records import StepRecord
 
 
-class ExplodingGradient(CourseRule):
+class ExplodingGradient(EpisodeRule):
     """Compares the gradients with the run's own past, and the layers with each other.
 
     *In time*: the rule compares the total norm with the highest of the last 100 steps.
@@ -49,6 +49,10 @@ class ExplodingGradient(CourseRule):
     """
 
     name = "exploding_gradient"
+    factor = 1000.0  # healthy runs stay within 10; tried 100 and 10,000
+    lasting_factor = 30.0  # by eye; tried 6 and 300
+    depth_factor = 1e4  # at 1e5 resnet_nonorm_explodes is found a step later; tried 1e3
+    _calm = 50  # after which NormTrend takes a norm for usual
     _depths: History
     _gains: History
     _from_loss: float = 0.0
@@ -59,24 +63,14 @@ class ExplodingGradient(CourseRule):
     _deep_looks: int = 0
     _began_deep: bool | None = None
     _remains: bool = False
-    _episode: Episode
 
-    def __init__(
-        self,
-        *,
-        factor: float = 1000.0,  # healthy runs stay within 10; tried 100 and 10,000
-        lasting_factor: float = 30.0,  # by eye; tried 6 and 300
-        # At 1e5 resnet_nonorm_explodes is found a step later; tried 1e3.
-        depth_factor: float = 1e4,
-    ) -> None:
-        super().__init__()
-        self._decades = math.log10(factor)
-        self._lasting_decades = math.log10(lasting_factor)
-        self._depth_decades = math.log10(depth_factor)
+    def _set_up(self) -> None:
+        self._decades = math.log10(self.factor)
+        self._lasting_decades = math.log10(self.lasting_factor)
+        self._depth_decades = math.log10(self.depth_factor)
         self._depths = History(50)
         self._gains = History(10)
         self._blame = Blame()
-        self._episode = Episode(_CALM_STEPS)
 
     @property
     def wants_full(self) -> bool:
@@ -118,7 +112,7 @@ class ExplodingGradient(CourseRule):
             return None
         total = record.total_grad_norm
         falls = ", while the loss falls without bound" if is_unbounded else ""
-        return self._alert(
+        return self._found(
             record,
             value=total,
             threshold=norm.usual * 10**self._lasting_decades,
@@ -160,7 +154,7 @@ class ExplodingGradient(CourseRule):
             self._depths.add(smaller)
         if self._deep_looks < 2 and not certain:
             return None
-        return self._alert(
+        return self._found(
             record,
             value=10**product,
             threshold=10**self._depth_decades,
@@ -177,14 +171,14 @@ class ExplodingGradient(CourseRule):
         just_jumped = self.course.gradients_led and self.course.norm.since_jump < _LASTING
         if self._episode.is_on or not (self._deep_looks or just_jumped):
             return None
-        return self._alert(
+        return self._found(
             record,
             value=math.inf,
             threshold=10**self._depth_decades,
             seen="Gradients grew until the numbers overflowed",
         )
 
-    def _alert(
+    def _found(
         self,
         record: StepRecord,
         *,
@@ -208,15 +202,9 @@ class ExplodingGradient(CourseRule):
         elif confined is not None:
             where, advice = confined, advice or _ONE_LAYER
             seen += f", and without {confined} it would be nearly the same"
-        return Alert(
-            kind=self.name,
-            severity="error",
-            step=record.step,
-            module_name=where.first if where is not None else None,
-            value=value,
-            threshold=threshold,
-            message=f"{seen}.\n{advice or (_BATCH if batch else _STEPS_TOO_LARGE)}",
-        )
+        message = f"{seen}.\n{advice or (_BATCH if batch else _STEPS_TOO_LARGE)}"
+        place = where.first if where is not None else None
+        return self._alert(record.step, place, value, threshold, message, "error")
 
 
 _LASTING = 10  # by eye, in steps; tried 2 and 50
@@ -227,7 +215,6 @@ _SMALLER_SHARE = 1 / 3  # at 2/3 resnet_nonorm_explodes is missed; tried 1/6
 _DEEPER = 1.0  # at 0.5 gpt_lr100, which diverges, is called exploding, too; tried 2
 _WAIT_FOR_RATE = 5  # by eye, in steps: loss_divergence needs three losses; tried 1 and 25
 _CERTAIN = 1.5  # a factor of 30, by eye; tried 0.75 and 3
-_CALM_STEPS = 50  # after which NormTrend takes a norm for usual
 
 _WEIGHTS = (
     "People usually make the initial weights smaller (He or Xavier initialization), scale down the "

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from telemetry.alert import Alert
-from telemetry.alerts.course import AFTER_JUMP, LARGE_STEP, NEVER, CourseRule, Rise
-from telemetry.alerts.episode import Episode
+from telemetry.alerts.course import AFTER_JUMP, LARGE_STEP, NEVER, Rise
+from telemetry.alerts.episode import EpisodeRule
 from telemetry.alerts.history import middle
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.records import Output, StepRecord
 
 
-class LossDivergence(CourseRule):
+class LossDivergence(EpisodeRule):
     """Alerts when steps move the weights too far and the loss has risen since.
 
     A loss may rise for good reasons: a harder task, an annealed term, two networks that compete.
@@ -40,23 +40,16 @@ class LossDivergence(CourseRule):
     """
 
     name = "loss_divergence"
+    update_ratio = LARGE_STEP
+    losses = 3  # at 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
+    _calm = 10  # losses, as many as of a rate that was survived (LossSpike)
     _ratio: float = 0.0
     _since_large: int = NEVER
     _sums: SummedGradients
     _rise: Rise | None = None
-    _episode: Episode
 
-    def __init__(
-        self,
-        *,
-        update_ratio: float = LARGE_STEP,
-        losses: int = 3,  # at 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
-    ) -> None:
-        super().__init__()
-        self._update_ratio = update_ratio
-        self._losses = losses
+    def _set_up(self) -> None:
         self._sums = SummedGradients()
-        self._episode = Episode(_CALM_STEPS)
 
     @property
     def wants_full(self) -> bool:
@@ -73,19 +66,19 @@ class LossDivergence(CourseRule):
         self._since_large += 1
         ratio = course.ratio_at(max(record.learning_rates, default=0.0))
         ratio = course.step_ratio if record.update_ratios else ratio
-        if ratio >= self._update_ratio:
+        if ratio >= self.update_ratio:
             self._since_large, self._ratio = 0, ratio
         if self._sums.is_sure:
-            return self._episode.update(record.step, _summed(record))
+            return self._episode.update(record.step, self._summed(record))
         if record.loss is None or not math.isfinite(record.loss):
             return ()
         diverges = self._diverges() if self._rise is None else self._goes_on(record.loss)
-        return self._episode.update(record.step, self._alert(record) if diverges else None)
+        return self._episode.update(record.step, self._found(record) if diverges else None)
 
     def _diverges(self) -> bool:
         course, loss = self.course, self.course.loss
         is_new = course.is_young and loss.excess > _FAR
-        enough = self._losses - (is_new or course.follows_rate_jump)
+        enough = self.losses - (is_new or course.follows_rate_jump)
         lost = loss.has_lost and course.age > _BEGINNING
         high = loss.steps_far_above >= enough or lost
         if not high or self._since_large > AFTER_JUMP or course.gradients_led:
@@ -101,43 +94,28 @@ class LossDivergence(CourseRule):
         self._rise = self._rise.followed_by(loss)
         return not self._rise.is_undone(loss)
 
-    def _alert(self, record: StepRecord) -> Alert:
+    def _found(self, record: StepRecord) -> Alert:
         rate, lowest = self.course.rate_rise
         at = f" at a learning rate of {rate:.3g}" if rate > 0 else ""
         if 0 < lowest * _RISEN <= rate:
             at = f" since the learning rate rose from {lowest:.3g} to {rate:.3g}"
         ratio = f"{self._ratio:.0%} of" if self._ratio < 10 else f"{self._ratio:.2g} times"
-        return Alert(
-            kind=self.name,
-            severity="warning",
-            step=record.step,
-            module_name=None,
-            value=self._ratio,
-            threshold=self._update_ratio,
-            message=(
-                f"The loss has risen to {record.loss:.4g}, far above earlier ones, and one "
-                f"optimizer step moves the weights by {ratio} their norm{at}.\n"
-                "People usually divide the learning rate by 3 to 10, and warm it up."
-            ),
+        message = (
+            f"The loss has risen to {record.loss:.4g}, far above earlier ones, and one "
+            f"optimizer step moves the weights by {ratio} their norm{at}.\n"
+            "People usually divide the learning rate by 3 to 10, and warm it up."
         )
+        return self._alert(record.step, None, self._ratio, self.update_ratio, message)
 
-
-def _summed(record: StepRecord) -> Alert:
-    return Alert(
-        kind=LossDivergence.name,
-        severity="warning",
-        step=record.step,
-        module_name=None,
-        value=record.total_grad_norm,
-        threshold=0.0,
-        message=(
+    def _summed(self, record: StepRecord) -> Alert:
+        norm = record.total_grad_norm
+        message = (
             "The gradients of each step are added to those of the steps before, which nobody "
-            f"zeroes: their norm is {record.total_grad_norm:.3g} by now, and steps become ever "
-            "larger.\n"
+            f"zeroes: their norm is {norm:.3g} by now, and steps become ever larger.\n"
             "Call optimizer.zero_grad() in every step, before backward(). To accumulate gradients, "
             "step once for all of them, and zero them then."
-        ),
-    )
+        )
+        return self._alert(record.step, None, norm, 0.0, message)
 
 
 _JUST = 2  # steps after a jump of the learning rate that are measured in full; tried 1 and 4
@@ -146,7 +124,6 @@ _FAR = 3.0  # times the loss itself; meta_learning, which learns, has 2.4 in its
 # learns, alarms at step 16.
 _BEGINNING = 100
 _RISEN = 3.0  # as a jump in course
-_CALM_STEPS = 10  # as many as of a rate that was survived (LossSpike)
 
 
 class SummedGradients:

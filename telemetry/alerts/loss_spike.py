@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from telemetry.alert import Alert, Severity
-from telemetry.alerts.course import CourseRule, Rise
+from telemetry.alerts.course import Rise
+from telemetry.alerts.episode import DefaultRule
 from telemetry.alerts.history import Past, median
 from telemetry.alerts.modules import FEW, NormRing
 from telemetry.plain_text import steps_in_words
@@ -21,7 +22,7 @@ class _Loss(NamedTuple):
     value: float
 
 
-class LossSpike(CourseRule):
+class LossSpike(DefaultRule):
     """Alerts when the loss of some steps lies far above all of the hundred before, for a reason.
 
     How far a loss lies above its past is counted in ranges: highest minus lowest of a hundred
@@ -52,6 +53,13 @@ class LossSpike(CourseRule):
     """
 
     name = "loss_spike"
+    # The healthy warm_restarts (realruns) stays 0.5 ranges below its past; learning rates x 40 to
+    # x 300 bring 0.3 to 360.
+    rate_distance = 0.25
+    distance = 2.0  # GANs and PPO stay below 0.3
+    # A batch with one example of a rare class, weighted 100 times (rare_class_1to200), is 5 above;
+    # targets in a wrong unit (target_spike) are 80,000.
+    batch_distance = 100.0
     _norms: NormRing
     _past: Past
     _first: tuple[float, ...] = ()
@@ -63,21 +71,7 @@ class LossSpike(CourseRule):
     _rise: Rise | None = None
     _calm: int = 0
 
-    def __init__(
-        self,
-        *,
-        # The healthy warm_restarts (realruns) stays 0.5 ranges below its past; learning rates x 40
-        # to x 300 bring 0.3 to 360.
-        rate_distance: float = 0.25,
-        distance: float = 2.0,  # GANs and PPO stay below 0.3
-        # A batch with one example of a rare class, weighted 100 times (rare_class_1to200), is 5
-        # above; targets in a wrong unit (target_spike) are 80,000.
-        batch_distance: float = 100.0,
-    ) -> None:
-        super().__init__()
-        self._rate_distance = rate_distance
-        self._distance = distance
-        self._batch_distance = batch_distance
+    def _set_up(self) -> None:
         self._norms = NormRing()
         self._past = Past(_JUST)
         self._high = deque(maxlen=_LASTING + 1)
@@ -127,8 +121,8 @@ class LossSpike(CourseRule):
 
     def _is_high(self, loss: float) -> bool:
         ranges = self._past.ranges_above(loss)
-        if ranges >= self._rate_distance or not self.course.loss.is_worse or ranges == -math.inf:
-            return ranges >= self._rate_distance
+        if ranges >= self.rate_distance or not self.course.loss.is_worse or ranges == -math.inf:
+            return ranges >= self.rate_distance
         return self._rate_jump() >= _RATE_JUMP
 
     # --- reasons ---------------------------------------------------------------------------------
@@ -139,24 +133,24 @@ class LossSpike(CourseRule):
         jump = self._rate_jump()
         if len(losses) >= 2 and jump >= _RATE_JUMP:
             highest = max(max(rates, default=0.0) for rates in self._rates)
-            return self._alert(
+            return self._found(
                 f"after the learning rate had jumped {jump:.3g}-fold to {highest:.3g}",
                 "People usually limit what a schedule can return, lower the learning rate or warm "
                 "it up, and go on from a checkpoint before the spike.",
             )
         since = self._high[0].step
-        if self._begun is not None or len(losses) != 3 or least < self._distance:
+        if self._begun is not None or len(losses) != 3 or least < self.distance:
             return None
         early = [mover for mover in self._norms.movers(since) if mover.step < since]
         if len(early) >= FEW * self._norms.count():
-            return self._alert(
+            return self._found(
                 f"and gradients had left their past {steps_in_words(since - early[0].step)} before",
                 "People usually clip gradients, lower the learning rate or Adam's beta2, and go on "
                 "from a checkpoint before the spike without the batches around it.",
             )
         if self._might_jump(self._rates[-1]):
             return None
-        return self._alert(
+        return self._found(
             "at once, though neither the learning rate nor the weights had changed: the batches, "
             "their targets or the loss are others than before",
             "A new task, harder data or another weight of a term do that. If that is not meant, "
@@ -170,12 +164,12 @@ class LossSpike(CourseRule):
             return
         past, highest = self._past, max(self._high_losses)
         deviations = (past.highest - past.lowest) / past.deviation if past.deviation else 0.0
-        least = max(self._batch_distance * _MANY / len(past), deviations**2)
+        least = max(self.batch_distance * _MANY / len(past), deviations**2)
         known = max(past.highest, self._highest_batch)
         self._highest_batch = max(self._highest_batch, highest)
         if past.ranges_above(highest) < least or highest - known < least * (known - past.lowest):
             return
-        found = self._alert(
+        found = self._found(
             f"and was back {steps_in_words(len(self._high))} later: it was the batch",
             "Look at that batch: inputs and targets in another unit, a wrong label or mask. People "
             "usually clip gradients so that one batch cannot do harm.",
@@ -219,23 +213,16 @@ class LossSpike(CourseRule):
 
     # --- what is said ----------------------------------------------------------------------------
 
-    def _alert(self, reason: str, advice: str, severity: Severity = "warning") -> Alert:
+    def _found(self, reason: str, advice: str, severity: Severity = "warning") -> Alert:
         step, loss = self._high[0]
         peak = max(self._high, key=lambda high: high.value)
         rise = f", and to {peak.value:.4g} at step {peak.step}" if peak.value > loss else ""
-        return Alert(
-            kind=self.name,
-            severity=severity,
-            step=step,
-            module_name=None,
-            value=loss,
-            threshold=self._past.highest,
-            message=(
-                f"The loss, usually {self._past.median:.4g}, jumped to {loss:.4g} at step {step}"
-                f"{rise}, {reason}."
-                f"{self._norms.in_words(step)}\n{advice}"
-            ),
+        message = (
+            f"The loss, usually {self._past.median:.4g}, jumped to {loss:.4g} at step {step}"
+            f"{rise}, {reason}."
+            f"{self._norms.in_words(step)}\n{advice}"
         )
+        return self._alert(step, None, loss, self._past.highest, message, severity)
 
     def _until_over(self, step: int, loss: float) -> Iterable[Alert]:
         begun, rise = self._begun, self._rise

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from telemetry.alert import Alert
-from telemetry.alerts.episode import Episode
+from telemetry.alerts.episode import EpisodeRule
 from telemetry.alerts.history import middle
 from telemetry.records import StepRecord
-from telemetry.rule import Rule
 
 
-class LossStuck(Rule):
+class LossStuck(EpisodeRule):
     """A note when the loss is after hundreds of steps still that of a model that knows nothing.
 
     That is its first value, or ln C, the cross entropy of guessing among the C outputs of the last
@@ -35,19 +34,18 @@ class LossStuck(Rule):
     """
 
     name = "loss_stuck"
+    reduction = 0.03
+    steps = 100
+    _calm = 2
     _first: tuple[float, ...] = ()
     _losses: deque[float]
     _moves: float = 0.0
     _classes: int = 0
     _given: tuple[float, ...] = ()
     _varies: bool = False
-    _episode: Episode
 
-    def __init__(self, *, reduction: float = 0.03, steps: int = 100) -> None:
-        self._reduction = reduction
-        self._needed = steps
-        self._losses = deque(maxlen=2 * steps)
-        self._episode = Episode(_CALM)
+    def _set_up(self) -> None:
+        self._losses = deque(maxlen=2 * self.steps)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         if record.update_ratios:
@@ -62,16 +60,16 @@ class LossStuck(Rule):
         if len(self._first) < _FIRST:
             self._first = (*self._first, loss)
         self._losses.append(loss)
-        if len(self._losses) < 2 * self._needed or record.step % _LOOK:
+        if len(self._losses) < 2 * self.steps or record.step % _LOOK:
             return ()
         return self._episode.update(record.step, self._find(record))
 
     def _find(self, record: StepRecord) -> Alert | None:
         first, losses = _median(self._first), np.array(self._losses)
-        now = float(np.mean(losses[-self._needed :]))
-        if self._varies and _is_constant(losses[-self._needed :]) and now > _NOTHING * abs(first):
-            return self._alert(record, now, now, "the same at each, though the batches differ")
-        if not _is_noise(losses[-self._needed :]) or not self._moves > _MOVES:
+        now = float(np.mean(losses[-self.steps :]))
+        if self._varies and _is_constant(losses[-self.steps :]) and now > _NOTHING * abs(first):
+            return self._found(record, now, now, "the same at each, though the batches differ")
+        if not _is_noise(losses[-self.steps :]) or not self._moves > _MOVES:
             return None
         if not first > 0 or float(losses.std()) > _NOISE * now:
             return None
@@ -79,28 +77,22 @@ class LossStuck(Rule):
         least = float(np.median(blocks, axis=1).min())
         guess = math.log(self._classes) if self._classes > 2 else math.nan
         moves = f"though the weights move by {self._moves:.1g} of their norm at each step"
-        if abs(now - guess) < self._reduction * guess:
+        if abs(now - guess) < self.reduction * guess:
             what = f"which is ln {self._classes}: a guess among {self._classes} classes"
-            return self._alert(record, now, guess, f"{what}, {moves}")
-        if least > (1 - self._reduction) * first and now < (1 + self._reduction) * first:
-            return self._alert(record, now, first, f"as in the first steps, {moves}")
+            return self._found(record, now, guess, f"{what}, {moves}")
+        if least > (1 - self.reduction) * first and now < (1 + self.reduction) * first:
+            return self._found(record, now, first, f"as in the first steps, {moves}")
         return None
 
-    def _alert(self, record: StepRecord, now: float, reference: float, what: str) -> Alert:
-        return Alert(
-            kind=self.name,
-            severity="note",
-            step=record.step,
-            module_name=None,
-            value=now,
-            threshold=(1 - self._reduction) * reference,
-            message=(
-                f"The loss of the last {self._needed} steps is {now:.4g}, {what}.\n"
-                "Check that each target belongs to its input, that the output depends on the "
-                "input, weight decay and learning rate; a small part of the data should be learned "
-                "by heart within some hundred steps."
-            ),
+    def _found(self, record: StepRecord, now: float, reference: float, what: str) -> Alert:
+        message = (
+            f"The loss of the last {self.steps} steps is {now:.4g}, {what}.\n"
+            "Check that each target belongs to its input, that the output depends on the input, "
+            "weight decay and learning rate; a small part of the data should be learned by heart "
+            "within some hundred steps."
         )
+        limit = (1 - self.reduction) * reference
+        return self._alert(record.step, None, now, limit, message, "note")
 
 
 def _is_noise(losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
@@ -133,7 +125,6 @@ def _median(values: Sequence[float]) -> float:
 
 _FIRST = 10  # losses that say where the run began; by eye
 _LOOK = 100  # every so many steps, because a look takes time
-_CALM = 2
 _MOVES = 1e-5  # ten thousand such steps move a weight by a tenth; below it no_learning looks
 _NOISE = 0.25  # of the loss: policy losses are noise around 0; by eye
 _ROUNDING = 1e-5

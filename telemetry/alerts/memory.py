@@ -33,6 +33,13 @@ def to_plain(value: object) -> Any:
     return {name: to_plain(getattr(value, name)) for name in get_type_hints(type(value))}
 
 
+def differ(now: object, before: object) -> bool:
+    """Whether one of two plain states has attributes that the other, of another release, lacks."""
+    if not (isinstance(now, Mapping) and isinstance(before, Mapping)):
+        return False
+    return now.keys() != before.keys() or any(differ(now[name], before[name]) for name in now)
+
+
 def restore(target: object, plain: object) -> None:
     """Let an object remember what :func:`to_plain` returned for it; all or nothing.
 

@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from telemetry.alert import Alert
-from telemetry.alerts.episode import CALM_STEPS, Episode
+from telemetry.alerts.episode import CALM_STEPS, EpisodeRule
 from telemetry.alerts.origins import Origin, is_bad, origins
 from telemetry.records import StepRecord
-from telemetry.rule import Rule
 
 
-class Nonfinite(Rule):
+class Nonfinite(EpisodeRule):
     """Alerts when the loss, a parameter, its gradient or a buffer is NaN or infinite.
 
     Such values inside of the network show where the fault began, but are not one by themselves:
@@ -54,6 +53,7 @@ class Nonfinite(Rule):
     """
 
     name = "nonfinite"
+    losses = 10  # a scaler halves its factor at each skipped step, and first needs several
     _bad_losses: int = 0
     _loss_step: int = -1
     _seen: int = -1
@@ -65,14 +65,10 @@ class Nonfinite(Rule):
     _calm_steps: int = 0
     _loss: _Ends
     _norm: _Ends
-    _episode: Episode
 
-    # Ten: a scaler halves its factor at each skipped step, and needs several in the beginning.
-    def __init__(self, *, losses: int = 10) -> None:
-        self._losses = losses
+    def _set_up(self) -> None:
         self._usual = set()
         self._loss, self._norm = _Ends(), _Ends()
-        self._episode = Episode(1)
 
     @property
     def wants_full(self) -> bool:
@@ -86,7 +82,7 @@ class Nonfinite(Rule):
         self._bad_losses = 0 if has_stepped else self._bad_losses
         self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
         self._loss_step = step
-        if self._bad_losses != self._losses or not self._has_stepped or self._episode.is_on:
+        if self._bad_losses != self.losses or not self._has_stepped or self._episode.is_on:
             return ()
         self._calm_steps = 0
         return self._episode.update(step, self._no_step(step))
@@ -104,7 +100,7 @@ class Nonfinite(Rule):
         self._was_good = record.all_grads_finite
         if found is not None:
             self._calm_steps = 0
-            return self._episode.update(record.step, self._alert(record, found))
+            return self._episode.update(record.step, self._found(record, found))
         if record.loss is not None:
             self._loss.add(record.loss)
         self._norm.add(record.total_grad_norm)
@@ -117,37 +113,26 @@ class Nonfinite(Rule):
 
     def _no_step(self, step: int) -> Alert:
         why = ": the gradient scaler skips every step" if self._has_scaler else " after them"
-        return Alert(
-            kind=self.name,
-            severity="error",
-            step=step,
-            module_name=None,
-            value=float(self._losses),
-            threshold=float(self._losses),
-            message=(
-                f"{self._losses} losses in a row are NaN or infinite and the optimizer does not "
-                f"step{why}, waiting will not help.\n"
-                "People usually look for a NaN in the weights, go back to a checkpoint, and use "
-                "bfloat16 or a lower learning rate."
-            ),
+        message = (
+            f"{self.losses} losses in a row are NaN or infinite and the optimizer does not step"
+            f"{why}, waiting will not help.\n"
+            "People usually look for a NaN in the weights, go back to a checkpoint, and use "
+            "bfloat16 or a lower learning rate."
         )
+        return self._alert(step, None, self.losses, self.losses, message, "error")
 
-    def _alert(self, record: StepRecord, origin: Origin) -> Alert:
+    def _found(self, record: StepRecord, origin: Origin) -> Alert:
         where, advice = origin.where, origin.advice
         known = (("the loss", self._loss), ("the gradient norm", self._norm))
         what, growth = max(known, key=lambda pair: pair[1].times)
         if growth.times >= _OVERFLOWS:
             where += f", after {what} had grown {growth.times:.1g}-fold: the numbers overflowed"
             advice = _TOO_LARGE
-        return Alert(
-            kind=self.name,
-            severity="error",
-            step=record.step,
-            module_name=origin.module_name,
-            value=float((~record.grad_finite).sum()),
-            threshold=0.0,
-            message=f"NaN or infinity, first seen in {where}.\n{advice}",
+        message, count = (
+            f"NaN or infinity, first seen in {where}.\n{advice}",
+            (~record.grad_finite).sum(),
         )
+        return self._alert(record.step, origin.module_name, count, 0.0, message, "error")
 
 
 @dataclass

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from telemetry.alert import Alert
-from telemetry.alerts.episode import CALM_STEPS, Episode
+from telemetry.alerts.episode import CALM_STEPS, DefaultRule, Episode
 from telemetry.plain_text import printable
 from telemetry.records import Divergence, RankFacts, StepRecord
-from telemetry.rule import Rule
 
 
-class RanksDiverge(Rule):
+class RanksDiverge(DefaultRule):
     """Alerts when parameters that should be equal on several ranks differ, or one rank is lost.
 
     Copies of a parameter, as DDP and HSDP keep them, begin equal and take equal steps. Once their
@@ -30,7 +29,7 @@ class RanksDiverge(Rule):
     _apart: set[str]
     _alone: Episode
 
-    def __init__(self) -> None:
+    def _set_up(self) -> None:
         self._apart = set()
         self._alone = Episode(CALM_STEPS)
 
@@ -41,8 +40,8 @@ class RanksDiverge(Rule):
         diverged = self._copies_that_differ(facts)
         if diverged and not self._reported:
             self._reported = True
-            yield _diverged(record, facts, diverged)
-        yield from self._alone.update(record.step, _alone(record, facts))
+            yield self._diverged(record, facts, diverged)
+        yield from self._alone.update(record.step, self._found_alone(record, facts))
 
     def _copies_that_differ(self, facts: RankFacts) -> Sequence[Divergence]:
         if not self._looked and len(facts.measured) > 1:
@@ -50,47 +49,31 @@ class RanksDiverge(Rule):
             self._apart = {found.parameter for found in facts.diverged if not found.declared}
         return [found for found in facts.diverged if found.parameter not in self._apart]
 
-
-def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]) -> Alert:
-    first, count = diverged[0], len(diverged)
-    owner = {p.name: p.module_name for p in record.layout.parameters}
-    more = f" and {count - 1} more parameters" if count > 1 else ""
-    return Alert(
-        kind=RanksDiverge.name,
-        severity="error",
-        step=record.step,
-        module_name=owner.get(first.parameter),
-        value=float(count),
-        threshold=0.0,
-        message=(
+    def _diverged(
+        self, record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]
+    ) -> Alert:
+        first, count = diverged[0], len(diverged)
+        owner = {p.name: p.module_name for p in record.layout.parameters}
+        more = f" and {count - 1} more parameters" if count > 1 else ""
+        message = (
             f"{printable(first.parameter)}{more} on {facts.called(first.rank)} is no longer equal "
             f"to that on {facts.called(first.other)}.\n"
             "People usually look for code that runs on some ranks only and changes parameters or "
             "random numbers, for parameters that DDP does not know of, and for faulty memory; then "
             "they go back to a checkpoint."
-        ),
-    )
+        )
+        place = owner.get(first.parameter)
+        return self._alert(record.step, place, count, 0.0, message, "error")
 
-
-def _is_alone(facts: RankFacts) -> bool:
-    """Whether one rank of several holds NaN or infinity of its own."""
-    return facts.nonfinite == 1 and len(facts.held) > 1
-
-
-def _alone(record: StepRecord, facts: RankFacts) -> Alert | None:
-    if facts.first_nonfinite is None or not _is_alone(facts) or record.skipped:
-        return None
-    rank, where = facts.first_nonfinite
-    return Alert(
-        kind=RanksDiverge.name,
-        severity="error",
-        step=record.step,
-        module_name=None,
-        value=1.0,
-        threshold=0.0,
-        message=(
+    def _found_alone(self, record: StepRecord, facts: RankFacts) -> Alert | None:
+        """One rank of several holds NaN or infinity of its own."""
+        is_alone = facts.nonfinite == 1 and len(facts.held) > 1
+        if facts.first_nonfinite is None or not is_alone or record.skipped:
+            return None
+        rank, where = facts.first_nonfinite
+        message = (
             f"NaN or infinity on {facts.called(rank)} alone, first seen in {printable(where)}.\n"
             "People usually look at the samples that this rank was given, and exclude the host if "
             "it happens there again."
-        ),
-    )
+        )
+        return self._alert(record.step, None, 1.0, 0.0, message, "error")

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from telemetry.alert import Alert
-from telemetry.alerts.course import CourseRule
-from telemetry.alerts.episode import Episode
+from telemetry.alerts.episode import EpisodeRule
 from telemetry.alerts.modules import Forward
 from telemetry.layers import table
 from telemetry.layers.module_types import (
@@ -26,7 +25,7 @@ from telemetry.records import Output, StepRecord
 from telemetry.sketch import Sketch
 
 
-class SaturatedUnits(CourseRule):
+class SaturatedUnits(EpisodeRule):
     """Alerts when most outputs of a layer lie where its activation function is flat.
 
     There it passes hardly any gradient. Which part is flat depends on the type of the module. Of
@@ -50,25 +49,18 @@ class SaturatedUnits(CourseRule):
     """
 
     name = "saturated_units"
+    # Healthy hidden layers have 21 % at most, faulty ones 90 % or more; the exception are the gates
+    # of highway_carry_gates, which _FLATTEST is for. Tried 0.4 and 0.95.
+    fraction = 0.8
+    looks = 2  # the fewest that confirm each other; tried 1 and 4
+    _calm = 3  # by eye: one more than begin it
     _layers: dict[Output, _Layer]
     _ranges: dict[Output, tuple[float, float]]
     _undecided: bool = False
-    _episode: Episode
 
-    def __init__(
-        self,
-        *,
-        # Healthy hidden layers have 21 % at most, faulty ones 90 % or more; the exception are the
-        # gates of highway_carry_gates, which _FLATTEST is for. Tried 0.4 and 0.95.
-        fraction: float = 0.8,
-        looks: int = 2,  # the fewest that confirm each other; tried 1 and 4
-    ) -> None:
-        super().__init__()
-        self._fraction = fraction
-        self._looks_needed = looks
+    def _set_up(self) -> None:
         self._layers = {}
         self._ranges = {}
-        self._episode = Episode(_CALM_LOOKS)
 
     @property
     def wants_full(self) -> bool:
@@ -84,7 +76,7 @@ class SaturatedUnits(CourseRule):
         shares = list(self._flat_shares(record))
         for output, share in shares:
             if self._is_faulty(output, share, record.step) and found is None:
-                found = _alert(record, output, share, self._fraction)
+                found = self._found(record, output, share)
         layer = self._episode.module_name
         if found is None and any(
             output.module_name == layer and share >= _FINE for output, share in shares
@@ -92,9 +84,28 @@ class SaturatedUnits(CourseRule):
             return ()
         return self._episode.update(record.step, found)
 
+    def _found(self, record: StepRecord, output: Output, share: float) -> Alert:
+        name, layout = output.module_name, record.layout
+        what = f"{share:.0%} of the outputs of {called(str(output))}"
+        if any(parameter.module_name == name for parameter in layout.parameters):
+            message = (
+                f"{what} are so large that what follows is most likely flat there; hardly any "
+                "gradient comes back.\n"
+                "People usually make its weights smaller or normalize: queries and keys where they "
+                "go into a softmax, else what goes into the activation."
+            )
+        else:
+            kind = printable(layout.modules[layout.position[name]].type_name)
+            message = (
+                f"{what} lie on the flat part of {kind}; hardly any gradient gets through.\n"
+                "People usually scale or center the inputs, make the initial weights smaller, and "
+                "add normalization before the activation."
+            )
+        return self._alert(record.step, name, share, self.fraction, message)
+
     def _is_faulty(self, output: Output, share: float, step: int) -> bool:
         layer = self._layers.setdefault(output, _Layer())
-        if share < self._fraction:
+        if share < self.fraction:
             layer.looks, layer.is_suspect = 0, False
             layer.fine_at = step if share < _FINE else layer.fine_at
             return False
@@ -102,8 +113,8 @@ class SaturatedUnits(CourseRule):
         sudden = layer.fine_at is None or step - layer.fine_at <= _SUDDEN
         if self.course.loss.is_worse or (sudden and not self.course.loss.is_better):
             layer.is_suspect = True
-        self._undecided |= layer.looks < self._looks_needed
-        return layer.is_suspect and layer.looks >= self._looks_needed
+        self._undecided |= layer.looks < self.looks
+        return layer.is_suspect and layer.looks >= self.looks
 
     def _flat_shares(self, record: StepRecord) -> Iterator[tuple[Output, float]]:
         """Outputs of hidden layers, and the share of each that is flat, in forward order."""
@@ -154,7 +165,6 @@ _FINE = 0.5  # by eye; tried 0.25 and 0.95
 _SUDDEN = 20  # by eye, in steps: two full measurements in faultbench; tried 10 and 40
 # By eye; tried 0.14 and 0.95. Beyond 1, where nothing counts, lecun_tanh_saturates is missed.
 _BLOCKED = 0.7
-_CALM_LOOKS = 3  # by eye: one more than begin it
 _FAINT = 1e-3  # by eye; tried 0.0005 and 0.002
 _LARGE = 10.0  # tanh has slope 1e-8 there; tried 2 and 50
 # Bounded functions return 1 at most, and few sums of them are much larger. At 0.4
@@ -206,35 +216,3 @@ def _received(record: StepRecord, output: Output) -> float | None:
             rms, units = record.outputs[output].sketch.rms, parameter.shape[0]
             return float(rms * units**0.5 / weight.sketch.norm)
     return None
-
-
-def _alert(record: StepRecord, output: Output, share: float, fraction: float) -> Alert:
-    name, position = output.module_name, record.layout.position
-    if any(parameter.module_name == name for parameter in record.layout.parameters):
-        seen = (
-            f"{share:.0%} of the outputs of {called(str(output))} are so large that what follows "
-            "is most likely flat there; hardly any gradient comes back"
-        )
-        advice = (
-            "People usually make its weights smaller or normalize: queries and keys where they go "
-            "into a softmax, else what goes into the activation."
-        )
-    else:
-        kind = record.layout.modules[position[name]].type_name
-        seen = (
-            f"{share:.0%} of the outputs of {called(str(output))} lie on the flat part of "
-            f"{printable(kind)}; hardly any gradient gets through"
-        )
-        advice = (
-            "People usually scale or center the inputs, make the initial weights smaller, and add "
-            "normalization before the activation."
-        )
-    return Alert(
-        kind=SaturatedUnits.name,
-        severity="warning",
-        step=record.step,
-        module_name=name,
-        value=share,
-        threshold=fraction,
-        message=f"{seen}.\n{advice}",
-    )

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert, Severity
+from telemetry.alerts.episode import DefaultRule
 from telemetry.plain_text import called
 from telemetry.records import Layout, Parameter, StepRecord
-from telemetry.rule import Rule
 
 
-class UntrainedParameters(Rule):
+class UntrainedParameters(DefaultRule):
     """Names parameters that require a gradient and never get one, or that no optimizer steps.
 
     Told once, after ``steps`` steps. It is a warning where gradients come and no optimizer takes
@@ -34,6 +34,10 @@ class UntrainedParameters(Rule):
     """
 
     name = "untrained_parameters"
+    # An auxiliary head of Inception has an eighth, a pooler of BERT a hundredth; a branch that is
+    # detached by mistake usually a third or more. By eye between them.
+    share = 0.2
+    steps = 90  # as long as within 100 steps: rare parts should have had their turn
     _steps: int
     _looks: int
     _trained: NDArray[np.bool_]
@@ -45,16 +49,7 @@ class UntrainedParameters(Rule):
     _told: NDArray[np.bool_]
     _is_new: bool
 
-    def __init__(
-        self,
-        *,
-        # An auxiliary head of Inception has an eighth, a pooler of BERT a hundredth; a branch that
-        # is detached by mistake usually a third or more. By eye between them.
-        share: float = 0.2,
-        steps: int = 90,  # as long as within 100 steps: rare parts should have had their turn
-    ) -> None:
-        self._share = share
-        self._needed = steps
+    def _set_up(self) -> None:
         self._begin(0)
         self._trainable = self._trained_before = self._told = np.zeros(0, bool)
 
@@ -72,7 +67,7 @@ class UntrainedParameters(Rule):
     @property
     def wants_full(self) -> bool:
         """Whether it is time to tell, and which parameters have a gradient is not known enough."""
-        late = self._needed - _LATE <= self._steps <= self._needed + _LATE
+        late = self.steps - _LATE <= self._steps <= self.steps + _LATE
         if not (late and self._is_new and self._looks < _LOOKS):
             return False
         return bool((self._trainable & ~self._trained).any())
@@ -93,18 +88,18 @@ class UntrainedParameters(Rule):
             self._ran |= [p.module_name in ran for p in record.layout.parameters]
         self._steps += 1
         self._trained |= record.grad_present
-        if self._steps < self._needed or self._looks < _LOOKS or record.total_grad_norm == 0:
+        if self._steps < self.steps or self._looks < _LOOKS or record.total_grad_norm == 0:
             return ()
         left = self._trainable & ~self._trained & ~self._told
         left &= self._reached | self._ran | ~_one_of_many(record.layout, self._trained)
         left &= self._reached | ~self._trained_before
-        alerts = [self._alert(record, left)] if left.any() else []
+        alerts = [self._found(record, left)] if left.any() else []
         self._told = self._told | left
         self._trained_before = self._trained_before | self._trained
         self._begin(count, is_new=False)
         return alerts
 
-    def _alert(self, record: StepRecord, left: NDArray[np.bool_]) -> Alert:
+    def _found(self, record: StepRecord, left: NDArray[np.bool_]) -> Alert:
         layout = record.layout
         sizes = np.array([parameter.size for parameter in layout.parameters])
         share = float(sizes[left].sum() / sizes[self._trainable].sum())
@@ -118,19 +113,12 @@ class UntrainedParameters(Rule):
         elif (left & self._reached).any():
             what = "gets gradients, and no optimizer steps it"
         else:
-            lost = share >= self._share and (left & self._held).any()
+            lost = share >= self.share and (left & self._held).any()
             severity = "warning" if lost else "note"
             what = f"requires a gradient, and had none in {self._steps} steps"
         advice = _NOT_STEPPED if (left & self._reached).any() else _NOT_REACHED
-        return Alert(
-            kind=self.name,
-            severity=severity,
-            step=record.step,
-            module_name=names[0],
-            value=share,
-            threshold=self._share,
-            message=f"{shown}{more} ({share:.1%} of the trainable elements) {what}.\n{advice}",
-        )
+        message = f"{shown}{more} ({share:.1%} of the trainable elements) {what}.\n{advice}"
+        return self._alert(record.step, names[0], share, self.share, message, severity)
 
 
 _NOT_STEPPED = (

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
-from telemetry.alerts.course import FAR_ABOVE, CourseRule
-from telemetry.alerts.episode import CALM_STEPS, Episode
+from telemetry.alerts.course import FAR_ABOVE
+from telemetry.alerts.episode import CALM_STEPS, EpisodeRule
 from telemetry.alerts.growth import Stretch
 from telemetry.alerts.modules import carried
 from telemetry.layers import table
@@ -20,7 +20,7 @@ from telemetry.plain_text import called
 from telemetry.records import StepRecord
 
 
-class VanishingGradient(CourseRule):
+class VanishingGradient(EpisodeRule):
     """Compares the modules' gradient norms with the largest of them, at each step.
 
     Where that has exploded, what it was before counts.
@@ -57,33 +57,24 @@ class VanishingGradient(CourseRule):
     """
 
     name = "vanishing_gradient"
+    factor = 300.0  # at 30 the healthy cnn_sigmoid_ok alarms; tried 3000
+    update_factor = 300.0  # by eye, as factor; tried 30 and 3000
+    branch_factor = 30.0  # by eye; tried 3 and 300
+    steps = 3  # at 6 mlp_overwrite_tiny is missed; tried 1
+    branch_steps = 10  # by eye; tried 5 and 20
+    # Zero at the first step alone are lora and resnet_zero_gamma, at every other one gan_ring.
+    zero_steps = 20
+    zero_share = 0.2  # as in UntrainedParameters; multitask_switch has a tenth
+    _calm = CALM_STEPS
     _names: tuple[str, ...] = ()
     _state: Shares
     _undecided: bool = False
-    _episode: Episode
 
-    def __init__(
-        self,
-        *,
-        factor: float = 300.0,  # at 30 the healthy cnn_sigmoid_ok alarms; tried 3000
-        update_factor: float = 300.0,  # by eye, as factor; tried 30 and 3000
-        branch_factor: float = 30.0,  # by eye; tried 3 and 300
-        steps: int = 3,  # at 6 mlp_overwrite_tiny is missed; tried 1
-        branch_steps: int = 10,  # by eye; tried 5 and 20
-        # Zero at the first step alone are lora and resnet_zero_gamma, at every other one gan_ring.
-        zero_steps: int = 20,
-        zero_share: float = 0.2,  # as in UntrainedParameters; multitask_switch has a tenth
-    ) -> None:
-        super().__init__()
-        self._decades = math.log10(factor)
-        self._update_decades = math.log10(update_factor)
-        self._branch_decades = math.log10(branch_factor)
-        self._steps = steps
-        self._branch_steps = branch_steps
-        self._zero_steps = zero_steps
-        self._zero_share = zero_share
+    def _set_up(self) -> None:
+        self._decades = math.log10(self.factor)
+        self._update_decades = math.log10(self.update_factor)
+        self._branch_decades = math.log10(self.branch_factor)
         self._state = Shares.of((), (), {})
-        self._episode = Episode(CALM_STEPS)
 
     @property
     def wants_full(self) -> bool:
@@ -114,10 +105,10 @@ class VanishingGradient(CourseRule):
             if np.count_nonzero(faint):
                 fading = self._from_the_first(faint, share, norms > 0)
                 fading |= self._on_branches(faint, share)
-                found = self._alert(record, share, fading) if fading.any() else None
+                found = self._found(record, share, fading) if fading.any() else None
                 self._undecided = bool((faint & np.isnan(state.update_share)).any())
         if not state.are_used:
-            never = (state.largest_share == -np.inf) & (state.zero_steps == self._zero_steps)
+            never = (state.largest_share == -np.inf) & (state.zero_steps == self.zero_steps)
             self._undecided |= bool(never.any())
             if found is None and record.full:
                 found = self._zero(record)
@@ -145,7 +136,7 @@ class VanishingGradient(CourseRule):
     ) -> NDArray[np.bool_]:
         """Vanished gradients from the first module on without a gap; unused modules are no gap."""
         state = self._state
-        fading = faint & (state.faint_steps >= self._steps)
+        fading = faint & (state.faint_steps >= self.steps)
         fading &= state.update_share < -self._update_decades
         fading &= np.logical_and.accumulate(fading | ~used)
         return _unless_rising(fading, share, state.mark_before)
@@ -154,7 +145,7 @@ class VanishingGradient(CourseRule):
         self, faint: NDArray[np.bool_], share: NDArray[np.float64]
     ) -> NDArray[np.bool_]:
         state = self._state
-        fading = faint & (state.faint_steps >= self._branch_steps)
+        fading = faint & (state.faint_steps >= self.branch_steps)
         fading &= share < -self._decades - self._branch_decades
         fading &= state.update_share < -self._update_decades - self._branch_decades
         fading &= state.was_lost > 0
@@ -165,7 +156,7 @@ class VanishingGradient(CourseRule):
 
     def _zero(self, record: StepRecord) -> Alert | None:
         """Modules that ran and have had no gradient for long, though layers behind them have."""
-        zero = self._state.zero_steps >= self._zero_steps
+        zero = self._state.zero_steps >= self.zero_steps
         if not zero.any() or len(record.trainable) != len(record.grad_present):
             return None
         layout = record.layout
@@ -185,51 +176,37 @@ class VanishingGradient(CourseRule):
         branch = gone & ~first & ~holds(record.reached)
         elements = [parameter.size for parameter in layout.parameters]
         sizes = np.bincount(layout.owners, elements)[layout.owning]
-        if sizes[branch].sum() < self._zero_share * sizes[holds(record.trainable)].sum():
+        if sizes[branch].sum() < self.zero_share * sizes[holds(record.trainable)].sum():
             branch[:] = False
         gone = first | branch
-        return self._alert_of_zero(record, gone) if gone.any() else None
+        return self._found_zero(record, gone) if gone.any() else None
 
-    def _alert(
+    def _found(
         self, record: StepRecord, share: NDArray[np.float64], fading: NDArray[np.bool_]
     ) -> Alert:
         first = int(np.flatnonzero(fading)[0])
         name, times = self._names[first], 10 ** -share[first]
-        return Alert(
-            kind=self.name,
-            severity="warning",
-            step=record.step,
-            module_name=name,
-            value=float(10 ** share[first]),
-            threshold=10**-self._decades,
-            message=(
-                f"The gradient of {called(name)} is {times:.2g} times smaller than the largest, "
-                "and the optimizer hardly moves it; the same holds for "
-                f"{int(fading.sum())} of {len(share)} layers.\n"
-                "People usually replace sigmoid and tanh by ReLU or GELU, add normalization or "
-                "skip connections, and use He or Xavier initialization."
-            ),
+        message = (
+            f"The gradient of {called(name)} is {times:.2g} times smaller than the largest, "
+            "and the optimizer hardly moves it; the same holds for "
+            f"{int(fading.sum())} of {len(share)} layers.\n"
+            "People usually replace sigmoid and tanh by ReLU or GELU, add normalization or skip "
+            "connections, and use He or Xavier initialization."
         )
+        value, limit = float(10 ** share[first]), 10**-self._decades
+        return self._alert(record.step, name, value, limit, message)
 
-    def _alert_of_zero(self, record: StepRecord, gone: NDArray[np.bool_]) -> Alert:
+    def _found_zero(self, record: StepRecord, gone: NDArray[np.bool_]) -> Alert:
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
-        return Alert(
-            kind=self.name,
-            severity="warning",
-            step=record.step,
-            module_name=names[0],
-            value=0.0,
-            threshold=10**-self._decades,
-            message=(
-                f"No gradient reaches {Stretch(names[0], names[-1])}: for "
-                f"{int(self._state.zero_steps[gone].min())} steps "
-                f"it is exactly zero, while layers behind learn ({len(names)} of {len(gone)} do "
-                "not).\n"
-                "Check what lies between: detach(), no_grad(), a state that is not handed on, a "
-                "factor of zero, activations that let nothing through; a part that should stay as "
-                "it is is better frozen by requires_grad_(False)."
-            ),
+        steps = int(self._state.zero_steps[gone].min())
+        message = (
+            f"No gradient reaches {Stretch(names[0], names[-1])}: for {steps} steps it is exactly "
+            f"zero, while layers behind learn ({len(names)} of {len(gone)} do not).\n"
+            "Check what lies between: detach(), no_grad(), a state that is not handed on, a factor "
+            "of zero, activations that let nothing through; a part that should stay as it is is "
+            "better frozen by requires_grad_(False)."
         )
+        return self._alert(record.step, names[0], 0.0, 10**-self._decades, message)
 
 
 @dataclass(kw_only=True)

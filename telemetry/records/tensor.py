@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -78,6 +79,13 @@ class TensorRecord:
         with np.errstate(invalid="ignore"):
             ranges = np.subtract(high, low, dtype=np.float64)
         return min(std, math.sqrt(float(ranges @ ranges) / ranges.size) / 2)
+
+    @property
+    def spread(self) -> float:
+        """The former name of :attr:`variation`. For one more release."""
+        message = "TensorRecord.spread is now called TensorRecord.variation"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.variation
 
     def scaled(self, factor: float) -> TensorRecord:
         """As if all elements had been multiplied by a positive, finite factor."""

@@ -4,7 +4,7 @@ import torch
 from small_runs import net, train
 from torch import nn
 
-from telemetry.alerts.eval_mode import EvalMode
+from telemetry.alerts.loop_mistakes import EvalMode
 
 
 def test_a_model_left_in_evaluation_mode_is_noted_until_it_trains_again() -> None:

@@ -7,7 +7,7 @@ from small_runs import net, train
 from torch.optim import SGD
 
 from telemetry import Alert
-from telemetry.alerts.no_learning import LearningRateZero
+from telemetry.alerts.loop_mistakes import LearningRateZero
 
 
 def train_with(rate: Callable[[int], float], steps: int) -> list[Alert]:

@@ -132,3 +132,17 @@ def test_what_does_not_fit_changes_nothing(damage: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError, KeyError)):
         restore(target, {**to_plain(Outer(1.0)), "inner": {"_values": [9.0]}, **damage})
     assert repr(to_plain(target)) == before
+
+
+def test_state_of_another_release_is_told() -> None:
+    [rule], [new] = default_rules(), default_rules()
+    state = rule.state_dict()
+    state["dead_units"]["once"] = state["course"]["norm"].pop("above")
+    del state["eval_mode"]
+    with pytest.raises(ValueError, match="anew") as told:
+        new.load_state_dict(state)
+    assert set(str(told.value).split(", ")) == {
+        "dead_units begins anew in part",
+        "course begins anew in part",
+        "eval_mode begins anew",
+    }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_runs import draw, net, train
 
-from telemetry.alerts.same_batch import SameBatch
+from telemetry.alerts.loop_mistakes import SameBatch
 
 
 @pytest.mark.parametrize("every", [1, 10, 100])
