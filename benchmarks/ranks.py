@@ -35,7 +35,7 @@ from telemetry.ranks.tensor_table import EMPTY, Row, TensorTable
 from telemetry.records import Layout, Module, Parameter, TensorRecord
 from telemetry.sketch import sketch_array
 
-WORLDS = (8, 64, 1024, 16_384)
+WORLDS = (8, 64, 1024)
 PER_MACHINE = 8
 UNITS = 256
 ELEMENTS = 4096
