@@ -13,7 +13,7 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -51,9 +51,12 @@ def find(owner: object, name: str, loss: str) -> Any:
 
 def backward_task() -> int:
     """Number of the backward pass that this thread is in; :data:`NO_TASK` outside of one."""
-    loss = "probes by autograd.grad and recomputation by checkpointing count as training"
-    task = find(torch._C, "_current_graph_task_id", loss)
-    return NO_TASK if task is None else int(task())
+    try:  # each call costs, for each hook asks
+        return torch._C._current_graph_task_id()
+    except AttributeError:
+        loss = "probes by autograd.grad and recomputation by checkpointing count as training"
+        find(torch._C, "_current_graph_task_id", loss)
+        return NO_TASK
 
 
 def at_end_of_backward(callback: Callable[[], object], *, deferred: int = 0) -> bool:
@@ -211,12 +214,14 @@ def calling_scaler() -> GradScaler | None:
     return None
 
 
-def callers(most: int) -> Iterator[FrameType]:
+def callers(most: int) -> list[FrameType]:
     """The innermost frames of this thread's call stack, from the caller's outwards."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and most > 0:
-        yield frame
-        frame, most = frame.f_back, most - 1
+    found: list[FrameType] = []
+    while frame is not None and len(found) < most:
+        found.append(frame)
+        frame = frame.f_back
+    return found
 
 
 def scaler_exists() -> bool:
