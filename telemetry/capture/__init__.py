@@ -7,13 +7,12 @@ begin, forward passes, backward passes, optimizer steps, end. It leaves behind a
 
 :mod:`budget` says how much is affordable, :mod:`modules` puts hooks on what is watched,
 :mod:`parameters` takes norms, :mod:`unseen` says what was not seen and why. Most steps need none of
-this: :mod:`light` reads their gradients by one call, which makes a :class:`LightStep`.
+this: one call reads their gradients, which makes a :class:`LightStep`.
 """
 
 from telemetry.capture.budget import Budget
 from telemetry.capture.capture import Capture, Content
-from telemetry.capture.captured import CapturedStep
-from telemetry.capture.light import LightStep
+from telemetry.capture.captured import CapturedStep, LightStep
 
 __all__ = [
     "Budget",

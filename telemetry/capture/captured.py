@@ -13,18 +13,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from telemetry import images
 from telemetry.capture.parameters import Norms, Updates
-from telemetry.capture.scaler import ScalerReading, SkippedSteps
 from telemetry.failures import Failures
 from telemetry.measure import Measurements
 from telemetry.ranks.observer import RankNotes
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
+from telemetry.torch_private import initial_scale, scaler_state
 from telemetry.torch_private.host_copy import HostCopy
 
 _STEP_BYTES = 2560
 """What any step takes, its objects together."""
+
+_LIGHT_STEP_BYTES = 512
+"""What one takes that a single call has read, besides its numbers."""
 
 _OBSERVATION_BYTES = 3072
 """What leads to the record of a tensor in CPU memory: 10 bytes for each bucket and 8 for each unit,
@@ -53,6 +58,98 @@ class Observation(NamedTuple):
     name: Name
     measurement: int
     scaled: bool
+
+
+# --- GradScaler: the factor that is on the gradients, and the steps that it skipped ---------------
+
+# No hook runs for a step that is skipped. But the scaler then shrinks its factor, so the factors at
+# two steps that were taken show how many were skipped in between.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScalerReading:
+    """A scaler at one optimizer step, perhaps still on its way to the host."""
+
+    step: int
+    scale: HostCopy
+    growth_tracker: HostCopy
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    initial_scale: float | None
+    found_inf: HostCopy | None  # of optimizers that skip steps by themselves, as fused ones do
+
+    @property
+    def factor(self) -> float:
+        """On the loss, and so on all gradients of the step's backward passes."""
+        return float(self.scale.wait())
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer was called but left the parameters as they are."""
+        return self.found_inf is not None and bool(self.found_inf.wait())
+
+
+def read_scaler(scaler: GradScaler, optimizer: Optimizer, step: int) -> ScalerReading | None:
+    """The scaler that is calling ``optimizer.step()``; None where it cannot be read."""
+    state = scaler_state(scaler)
+    if state is None:
+        return None
+    scale, tracker = state
+    found_inf = getattr(optimizer, "found_inf", None)
+    return ScalerReading(
+        step=step,
+        scale=HostCopy(scale),
+        growth_tracker=HostCopy(tracker),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        initial_scale=initial_scale(scaler),
+        found_inf=HostCopy(found_inf) if found_inf is not None else None,
+    )
+
+
+class SkippedSteps:
+    """Counts skipped steps from one reading to the next; call it once a step, in order."""
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._expected: tuple[int, float] | None = None
+
+    def __call__(self, reading: ScalerReading, *, overflown_passes: int = 0) -> int:
+        """Steps skipped so far; none are counted where a reading between is missing.
+
+        Args:
+            reading: Of the step that was just taken.
+            overflown_passes: For the first reading, the most that can have been skipped: backward
+                passes before it that led to none.
+        """
+        scale, tracker = reading.factor, int(reading.growth_tracker.wait())
+        if self._expected is None and reading.initial_scale is not None:
+            self._total += min(overflown_passes, _times_shrunk(reading, reading.initial_scale))
+        elif self._expected is not None and self._expected[0] == reading.step:
+            self._total += _times_shrunk(reading, self._expected[1])
+        if reading.skipped:
+            after = scale * reading.backoff_factor
+        elif tracker + 1 == reading.growth_interval:
+            after = scale * reading.growth_factor
+        else:
+            after = scale
+        # A step that a fused optimizer skipped was called, so it was counted as one.
+        self._expected = reading.step + 1, after
+        self._total += reading.skipped
+        return self._total
+
+
+def _times_shrunk(reading: ScalerReading, expected: float) -> int:
+    """How often a scaler backed off to come from the expected factor to the one that was read."""
+    shrunk = expected / reading.factor if reading.factor > 0 else math.inf
+    if not 1 < shrunk < math.inf:
+        return 0
+    return round(math.log(shrunk, 1 / reading.backoff_factor))
+
+
+# --- steps ----------------------------------------------------------------------------------------
 
 
 class RunTotals:
@@ -110,8 +207,8 @@ class CapturedStep:
         learning_rates: Of every optimizer known by then, of each parameter group.
         before_clipping: Of each parameter that a backward pass has reached, the norms that were
             taken at the end of the last one, and its place among them.
-        overflow_ends: Of each device, how many observations there were when a gradient last was
-            not finite.
+        overflow_ends: Of each backward pass whether a gradient was not finite, bool ``[]``, and how
+            many observations there were at its end.
         ranks: How the tensors relate to those of all ranks together.
     """
 
@@ -127,7 +224,7 @@ class CapturedStep:
     square: float = 0.0
     learning_rates: dict[int, Sequence[float | HostCopy]] = field(default_factory=dict)
     before_clipping: dict[int, tuple[Norms, int]] = field(default_factory=dict)
-    overflow_ends: Sequence[HostCopy] = ()
+    overflow_ends: list[tuple[HostCopy, int]] = field(default_factory=list)
     eval_mode: bool = False
     parameter_norms: list[Norms] = field(default_factory=list)
     buffer_names: Sequence[str] = ()
@@ -288,7 +385,7 @@ class CapturedStep:
         if self.scaler is None or not finite:
             return 0
         # A backward pass with a gradient that was not ended a step that did not happen.
-        return max((int(end.wait()) for end in self.overflow_ends), default=0)
+        return max((end for found, end in self.overflow_ends if found.wait()), default=0)
 
     def _tensors(self, overflown: int) -> dict[str, Any]:
         """By kind and name the merged observations, without the first ``overflown`` of all."""
@@ -328,3 +425,42 @@ class CapturedStep:
                 'under torch.compiler.set_stance("force_eager") figures are right',
                 kind="compiled",
             )
+
+
+class LightStep(NamedTuple):
+    """What one call has read of a step. A tuple, for between two steps of training each call costs.
+
+    Attributes:
+        step: Its number.
+        wall_time: When it ended, seconds since the epoch.
+        layout: Of the model at that time.
+        groups: How many parameter groups there are.
+        row: Their learning rates, and behind them the norm of each parameter's gradient, negative
+            where there is none; float64 ``[groups + parameters]``.
+    """
+
+    step: int
+    wall_time: float
+    layout: Layout
+    groups: int
+    row: NDArray[np.float64]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held until :meth:`record`, about."""
+        return _LIGHT_STEP_BYTES + self.row.nbytes
+
+    def record(self, scalars: Mapping[str, float], loss_tag: str | None = None) -> StepRecord:
+        """As :meth:`CapturedStep.record`; what is not finite was not read by one call."""
+        norms = self.row[self.groups :]
+        return StepRecord(
+            step=self.step,
+            wall_time=self.wall_time,
+            layout=self.layout,
+            grad_norms=np.maximum(norms, 0.0),
+            grad_present=norms >= 0,
+            grad_finite=np.isfinite(norms),
+            learning_rates=tuple(self.row[: self.groups].tolist()),
+            scalars=scalars,
+            loss_tag=loss_tag,
+        )

@@ -1,10 +1,11 @@
-"""The objects that PyTorch calls for modules and tensors, and the tensors inside of values."""
+"""The objects that PyTorch and compiled graphs call for modules and tensors; tensors in values."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from telemetry.capture import compiled
 from telemetry.failures import Failures
 from telemetry.records import Output
 from telemetry.torch_private import undisturbed
-from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
+from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED, keep_in_graph
 
 if TYPE_CHECKING:
     from telemetry.capture.capture import Capture
@@ -153,7 +153,7 @@ class ForwardHook(ModuleHook):
         # Which axis of its outputs counts units or channels.
         last = "last" if isinstance(module, _UNITS_LAST) else "unknown"
         self.units = "first" if isinstance(module, _CHANNELS_FIRST) else last
-        self._number = compiled.register(self)
+        self._number = _register(self)
 
     def rename(self, name: str) -> None:
         """Go by this name of the module: layers before it may have been added or removed."""
@@ -185,9 +185,9 @@ class ForwardHook(ModuleHook):
         if not (capture.armed if torch.is_grad_enabled() else capture.in_phase):
             return
         for place, tensor in enumerate(tensors_in(output)):
-            compiled.observe(tensor, self._number, place)
+            torch.ops.telemetry.observe(tensor, self._number, place, False)
             if tensor.requires_grad and capture.output_grads:
-                compiled.observe_gradient(tensor, self._number, place)
+                _observe_gradient(tensor, self._number, place)
 
     @guarded("to observe {0.called} in a compiled graph")
     def in_graph(self, tensor: Tensor, place: int, backward: bool) -> None:
@@ -223,6 +223,59 @@ class GradHook(Inert):
         if step is not None and hook is not None:
             step.on_output_grad(hook, self._place, grad)
 
+
+# --- compiled graphs ------------------------------------------------------------------------------
+
+# torch.compile traces a hook only if it finds it at the first compiled call, and would either break
+# the graph at what our hooks do or trace it into the graph. So under the compiler a hook emits
+# ``telemetry::observe``, which the compiler takes as opaque and runs as it is.
+
+_SCHEMA = "observe(Tensor x, Tensor number, int index, bool backward) -> ()"
+_observers: weakref.WeakValueDictionary[int, ForwardHook] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _register(observer: ForwardHook) -> Tensor:
+    """A number for the hook, which is held weakly.
+
+    It is a tensor of shape ``[]``: an int would be a constant of the graph, and each of several
+    equal layers would be compiled anew.
+    """
+    number = next(_numbers)
+    _observers[number] = observer
+    return torch.tensor(number, device="cpu")
+
+
+def _observe_gradient(output: Tensor, number: Tensor, index: int) -> None:
+    def show_gradient(grad: Tensor) -> Tensor:
+        torch.ops.telemetry.observe(grad, number, index, True)
+        return grad
+
+    output.register_hook(show_gradient)
+
+
+def _show(x: Tensor, number: Tensor, index: int, backward: bool) -> None:
+    observer = _observers.get(int(number))
+    if observer is not None:
+        observer.in_graph(x, index, backward)
+
+
+def _define() -> tuple[torch.library.Library, Callable[..., None]]:
+    library = torch.library.Library("telemetry", "DEF")
+    # A graph that is replayed runs no Python. Before PyTorch 2.8 there is no such tag.
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    library.define(_SCHEMA, tags=() if unsafe is None else (unsafe,))
+    library.impl("observe", _show, "CompositeExplicitAutograd")
+    library.impl("observe", lambda x, number, index, backward: None, "Meta")
+    operator = torch.ops.telemetry.observe.default
+    keep_in_graph(operator)
+    return library, operator
+
+
+_LIBRARY, _OPERATOR = _define()
+
+
+# --- tensors inside of values ---------------------------------------------------------------------
 
 _DEEPEST = 8
 """Containers inside of each other; one that holds itself would have no end."""

@@ -14,18 +14,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from telemetry import images
-from telemetry.capture.captured import CapturedStep, Kind, Name, Observation
+from telemetry.capture.captured import CapturedStep, Kind, Name, Observation, read_scaler
 from telemetry.capture.hooks import ForwardHook, GradHook, guarded, tensors_in
 from telemetry.capture.parameters import (
     PLAIN,
     Indexed,
-    Norms,
     Updates,
     described,
     local,
     take_norms,
 )
-from telemetry.capture.scaler import read_scaler
 from telemetry.capture.unseen import StepsUnseen
 from telemetry.measure import Measurer, fingerprint
 from telemetry.records import Output, Parameter
@@ -111,7 +109,6 @@ class Step:
         self._running: dict[int, _Pass] = {}
         self._probed: list[Observation] = []
         self._handles: list[Any] = []
-        self._overflow_ends: dict[torch.device, Tensor] = {}
         self._optimizers: set[int] = set()
         self._updates: dict[int, Updates] = {}
 
@@ -338,21 +335,15 @@ class Step:
         observations += ended.observations
         parameters = ended.accumulated.values()
         for group in take_norms(capture.table.grads_of(parameters)):
-            self._mark_overflow(group)
+            nonfinite = group.nonfinite()
+            if nonfinite is not None:
+                captured.overflow_ends.append((HostCopy(nonfinite), len(observations)))
             for place, index in enumerate(group.indices):
                 captured.before_clipping[index] = group, place
         message = self.unseen.after_pass(captured.passes, next(iter(parameters)))
         if message is not None:
             self.guard.failures.log_once(message)
             capture.observe(training=False)
-
-    def _mark_overflow(self, norms: Norms) -> None:
-        """Remember on the device where the last pass with a non-finite gradient ends."""
-        nonfinite = norms.nonfinite()
-        if nonfinite is not None:
-            end = nonfinite.to(torch.int64) * len(self._detail.observations)
-            known = self._overflow_ends.get(end.device)
-            self._overflow_ends[end.device] = end if known is None else torch.maximum(known, end)
 
     # --- optimizer steps --------------------------------------------------------------------------
 
@@ -491,8 +482,6 @@ class Step:
         captured = self.captured
         captured.step, captured.wall_time = self.number, time.time()
         captured.layout = self._capture.modules.layout(self.order, self.parameters)
-        # First: finish() sends what waits on a GPU to the host.
-        captured.overflow_ends = [HostCopy(end) for end in self._overflow_ends.values()]
         if self.full:
             self._detail.measurements = self._measurer.finish()
         return captured

@@ -1,7 +1,7 @@
 """Measures tensors during training: exact moments, histograms, and extremes of each unit.
 
 :mod:`measurer` takes the tensors of a step. :mod:`tensors` says which values of a tensor to measure
-and how they lie in memory. :mod:`host` (CPU: :mod:`native`, or NumPy) or :mod:`device`
+and how they lie in memory. :mod:`native` (CPU: the C extension, or NumPy) or :mod:`device`
 (accelerators) reads them.
 """
 

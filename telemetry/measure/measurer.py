@@ -59,14 +59,21 @@ class Measurer:
         pending = native.measure_one(tensor, unit_axis, powers)
         if pending is None:
             pending = self._measure_other(tensor, unit_axis, powers)
-        return None if pending is None else self._append(pending)
+        if pending is None:
+            return None
+        with self._lock:
+            self._pending.append(pending)
+            return len(self._pending) - 1
 
     def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
         """The same of many tensors without units, for less than one by one."""
         found: list[int | None] = []
         for tensor, plain in zip(tensors, native.measure_all(tensors, powers), strict=True):
             pending = plain or self._measure_other(tensor, None, powers)
-            found.append(None if pending is None else self._append(pending))
+            with self._lock:
+                found.append(None if pending is None else len(self._pending))
+                if pending is not None:
+                    self._pending.append(pending)
         return found
 
     def _measure_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> Pending | None:
@@ -82,11 +89,6 @@ class Measurer:
                 device = self._devices.setdefault(values.tensor.device, DeviceTensors())
                 pending = device.add(values)
         return partial(_with_zeros, pending, zeros) if (zeros := values.implied_zeros) else pending
-
-    def _append(self, pending: Pending) -> int:
-        with self._lock:
-            self._pending.append(pending)
-            return len(self._pending) - 1
 
     def finish(self) -> Measurements:
         """Everything since the last call, for any thread to reduce. Begins the next step."""

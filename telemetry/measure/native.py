@@ -138,10 +138,12 @@ def squared_norms(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
     Args:
         tensors: Contiguous or dense, in CPU memory and of one of :data:`DTYPES`.
     """
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    counts = [tensor.numel() for tensor in tensors]
-    dtypes = bytes([DTYPES[tensor.dtype] for tensor in tensors])
-    return np.frombuffer(_native.squared_norms(addresses, counts, dtypes), np.float64)
+    addresses, counts, dtypes = [], [], bytearray()
+    for tensor in tensors:
+        addresses.append(tensor.data_ptr())
+        counts.append(tensor.numel())
+        dtypes.append(DTYPES[tensor.dtype])
+    return np.frombuffer(_native.squared_norms(addresses, counts, bytes(dtypes)), np.float64)
 
 
 def _in_pieces(values: Values, powers: int) -> TensorRecord:

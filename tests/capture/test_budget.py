@@ -20,7 +20,7 @@ from twins import Recorder, assert_left_alone
 from telemetry import HookLogger
 from telemetry.capture import Budget
 from telemetry.capture import step as step_module
-from telemetry.capture.light import LightReader
+from telemetry.capture.capture import LightReader
 from telemetry.measure import Measurer
 
 BARE_STEP_S = 1.0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import HookLogger, StepRecord
-from telemetry.capture.light import LightReader
+from telemetry.capture.capture import LightReader
 from telemetry.capture.parameters import ParameterTable
 from telemetry.records import Layout
 from telemetry.testing import capture_run
