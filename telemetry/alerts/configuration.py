@@ -11,19 +11,16 @@ from telemetry.alert import Severity
 from telemetry.alerts.attention import AttentionCollapse, LogitGrowth
 from telemetry.alerts.causes import OneCause
 from telemetry.alerts.course import Course
-from telemetry.alerts.dead_units import DeadUnits
 from telemetry.alerts.episode import DefaultRule
-from telemetry.alerts.exploding_activation import ExplodingActivation
-from telemetry.alerts.exploding_gradient import ExplodingGradient
+from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.judging import Suspicion
 from telemetry.alerts.loop_mistakes import EvalMode, LearningRateZero, SameBatch
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.alerts.loss_spike import LossSpike
-from telemetry.alerts.loss_stuck import LossStuck
-from telemetry.alerts.no_learning import NoLearning
+from telemetry.alerts.no_learning import LossStuck, NoLearning
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.ranks_diverge import RanksDiverge
-from telemetry.alerts.saturated_units import SaturatedUnits
+from telemetry.alerts.units import DeadUnits, SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.rule import Rule

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.modules import carried
+from telemetry.alerts.history import carried
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.plain_text import called

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
 
 from telemetry.movers import NORMAL_CONSISTENT
 
@@ -20,6 +23,14 @@ def middle(values: Collection[float]) -> float:
     """The middle value, or the mean of two: NumPy's median of a few values, none of them NaN."""
     ordered, half = sorted(values), len(values) // 2
     return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def carried(
+    values: NDArray[np.float64], before: Sequence[str], names: Sequence[str], fill: float
+) -> NDArray[np.float64]:
+    """Values of the layers ``before``, for those of ``names``; ``fill`` for new ones."""
+    known = dict(zip(before, values.tolist(), strict=False))
+    return np.array([known.get(name, fill) for name in names], np.float64)
 
 
 class History:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
-from telemetry.alerts.modules import carried
+from telemetry.alerts.history import carried
 from telemetry.failures import Failures
 from telemetry.records import StepRecord
 from telemetry.rule import Rule

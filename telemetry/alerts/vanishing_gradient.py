@@ -14,7 +14,7 @@ from telemetry.alert import Alert
 from telemetry.alerts.course import FAR_ABOVE
 from telemetry.alerts.episode import CALM_STEPS, EpisodeRule
 from telemetry.alerts.growth import Stretch
-from telemetry.alerts.modules import carried
+from telemetry.alerts.history import carried
 from telemetry.layers import table
 from telemetry.plain_text import called
 from telemetry.records import StepRecord

@@ -13,8 +13,8 @@ from torch.optim import SGD
 from telemetry.alert import Alert, Severity, Stage
 from telemetry.alerts.causes import OneCause
 from telemetry.alerts.configuration import _RULES, rules_from
-from telemetry.alerts.dead_units import DeadUnits
 from telemetry.alerts.loss_divergence import LossDivergence
+from telemetry.alerts.units import DeadUnits
 from telemetry.records import Layout, StepRecord
 from telemetry.rule import as_rule
 

@@ -11,8 +11,7 @@ from small_runs import Batch, draw, net, train
 from torch import nn
 from torch.optim import SGD, Adam
 
-from telemetry.alerts.exploding_activation import ExplodingActivation
-from telemetry.alerts.exploding_gradient import ExplodingGradient
+from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.records import StepRecord
 from telemetry.testing import alerts_of, capture_run

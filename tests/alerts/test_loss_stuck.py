@@ -4,7 +4,7 @@ import torch
 from small_runs import draw, net, train
 from torch.optim import SGD
 
-from telemetry.alerts.loss_stuck import LossStuck
+from telemetry.alerts.no_learning import LossStuck
 
 
 def test_targets_that_do_not_belong_to_their_inputs_are_noted_once() -> None:

@@ -9,8 +9,7 @@ import torch
 from small_runs import train
 from torch import Tensor, nn
 
-from telemetry.alerts.dead_units import DeadUnits
-from telemetry.alerts.saturated_units import SaturatedUnits
+from telemetry.alerts.units import DeadUnits, SaturatedUnits
 
 UNITS = 32
 

@@ -1,0 +1,502 @@
+"""Units that do not learn: they are zero for every input, or on the flat part of their curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.alert import Alert, Severity
+from telemetry.alerts.episode import EpisodeRule
+from telemetry.layers import table
+from telemetry.layers.module_types import (
+    AFFINE,
+    BOUNDED,
+    CONVOLUTIONS,
+    DROPOUTS,
+    NORMALIZATIONS,
+    POOLING,
+    RESHAPING,
+    STANDARD,
+    TWO_SIDED,
+    UNBOUNDED,
+    Bounded,
+    Flat,
+    bucket_of,
+)
+from telemetry.plain_text import called, printable
+from telemetry.records import Output, StepRecord, TensorRecord, once
+from telemetry.sketch import Sketch
+
+
+class DeadUnits(EpisodeRule):
+    """Alerts when units of a layer are silent in each of several batches.
+
+    A unit is silent in a batch
+
+    - after an activation module: if it is zero for all samples, or negligible (a thousandth of the
+      input) for inputs that are all negative, as after SiLU;
+    - before a functional activation: if it is negative for all samples, and at least as large a
+      share of the gradients that come back is exactly zero.
+
+    Zero outputs of modules with parameters of their own count only if these get no gradient;
+    otherwise it is a branch that begins at zero. Activations with two flat ends saturate instead.
+
+    The rule alerts when nearly all units of a layer are silent in ``batches`` full measurements in
+    a row, with enough samples to distinguish rarely active units from dead ones. If only a share
+    ``fraction`` is, it takes 50 steps: the layers before go on to change, and units near the limit
+    come back. It is an error when all are, and over when a third is active again.
+
+    Args:
+        fraction: Share of the units of one module's output.
+        batches: Number of full measurements in a row.
+        samples: Number of values of each unit, times the square root of the number of silent units,
+            because several silent units confirm each other.
+    """
+
+    name = "dead_units"
+    # Healthy layers have 47 % at most, dead ones 96 %. At 0.75 the vanishing mlp_overwrite_tiny is
+    # missed; at 0.99 mlp_dies_slowly is found 50 steps later.
+    fraction = 0.9
+    batches = 2  # the fewest that confirm each other; tried 1 and 4
+    # By eye; tried 50, and 5000, with which alerts come up to 60 steps later.
+    samples = 500.0
+    _calm = 3  # by eye: one more than begin it
+    _silence: dict[Output, _Silence]
+    wants_full: bool = False  # a layer is silent, but not for long enough
+
+    def _set_up(self) -> None:
+        self._silence = {}
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        if not record.full:
+            return ()
+        self.wants_full = False
+        dead = [
+            output
+            for output, silent in _silent_units(record)
+            if self._is_dead(output, silent, record.outputs[output], record.step)
+        ]
+        if not dead and self._lasts(record):
+            return ()
+        if self._episode.is_on:  # it grows worse with the first layer that has no unit left
+            dead.sort(key=lambda output: self._silence[output].whole < self.batches)
+        # If nothing gets a gradient, the loss does not depend on the model.
+        gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
+        wanted = record.total_grad_norm > 0 or any(gradients)
+        # Layers behind a dead one see only constants: the first is the cause.
+        found = self._found(record, dead) if dead and wanted else None
+        return self._episode.update(record.step, found)
+
+    def _lasts(self, record: StepRecord) -> bool:
+        """Whether most units of the layer that was reported are still silent."""
+        name = self._episode.module_name
+        return name is not None and any(
+            output.module_name == name and _share(silent) > _REVIVED
+            for output, silent in _silent_units(record)
+        )
+
+    def _is_dead(
+        self, output: Output, silent: NDArray[np.bool_], tensor: TensorRecord, step: int
+    ) -> bool:
+        """Add this batch to those before; whether the units are dead now."""
+        before = self._silence.pop(output, None)
+        if _share(silent) < self.fraction:
+            return False
+        samples = tensor.sketch.finite_count / silent.size
+        whole = int(silent.all())
+        now = _Silence(silent=silent, batches=1, samples=samples, since=step, whole=whole)
+        if before is not None and before.silent.shape == silent.shape:
+            both = before.joined(now)
+            now = both if both.share >= self.fraction else now
+        self._silence[output] = now
+        witnessed = now.samples * now.silent.sum() ** 0.5 >= self.samples
+        enough = bool(now.batches >= self.batches and witnessed)
+        self.wants_full |= not enough
+        return enough and (now.is_nearly_complete or step - now.since >= _PARTLY)
+
+    def _found(self, record: StepRecord, dead: list[Output]) -> Alert:
+        silence = self._silence[dead[0]]
+        size, is_whole = silence.silent.size, silence.whole >= self.batches
+        count = size if is_whole else int(silence.silent.sum())
+        batches = silence.whole if is_whole else silence.batches
+        first, *others = (called(str(output)) for output in dead[:4])
+        also = f" The same holds for units of {', '.join(others)}." if others else ""
+        module = record.layout.modules[record.layout.position[dead[0].module_name]]
+        severity: Severity = "error" if is_whole or record.total_grad_norm == 0 else "warning"
+        message = (
+            f"{count} of {size} units of {first} are zero for every input of {batches} "
+            f"batches and cannot learn.{also}\n"
+            f"{_DROPPED if module.type_name in DROPOUTS else _ADVICE}"
+        )
+        return self._alert(record.step, module.name, count / size, self.fraction, message, severity)
+
+
+_ADVICE = (
+    "People usually lower the learning rate, check biases, initialization and penalties, and use "
+    "LeakyReLU or GELU."
+)
+_DROPPED = "Check the probability of this dropout: it is the share that is dropped."
+# The largest healthy share is 0.47; that of sparsity_too_strong goes up and down from 0.86 to 0.98.
+_REVIVED = 2 / 3
+# In labels_shuffled, whose loss has nothing to learn, 0.906 are silent for 30 steps.
+_PARTLY = 50  # steps
+_NEARLY_ALL = 0.93  # or all but one; in sparsity_too_strong they are 0.945
+_FEWEST_UNITS = 2  # a single unit is no layer
+_NEGLIGIBLE = 1e-3  # SiLU(x) / x is less below x = -6.9; tried 0.0002 and 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Silence:
+    """Units of one output that were silent in all of some batches, bool ``[units]``.
+
+    Attributes:
+        whole: For how many batches, up to the latest, every unit has been: those that were active
+            in the first ones may have died since.
+    """
+
+    silent: NDArray[np.bool_]
+    batches: int
+    samples: float
+    since: int
+    whole: int = 0
+
+    @property
+    def is_nearly_complete(self) -> bool:
+        """Whether it is all units but one, or nearly all."""
+        active = np.count_nonzero(~self.silent)
+        return bool(active <= max(1, (1 - _NEARLY_ALL) * self.silent.size))
+
+    @property
+    def share(self) -> float:
+        return _share(self.silent)
+
+    def joined(self, other: _Silence) -> _Silence:
+        """Units that were silent in the batches of both."""
+        return _Silence(
+            silent=self.silent & other.silent,
+            batches=self.batches + other.batches,
+            samples=self.samples + other.samples,
+            since=min(self.since, other.since),
+            whole=self.whole + other.whole if other.whole else 0,
+        )
+
+
+def _share(units: NDArray[np.bool_]) -> float:
+    return np.count_nonzero(units) / units.size  # faster than their mean
+
+
+def _silent_units(record: StepRecord) -> Iterable[tuple[Output, NDArray[np.bool_]]]:
+    """Outputs that get a gradient, and which of their units are silent, in forward order."""
+    forward, idle = Forward.of(record), _idle_modules(record)
+    for index, output in enumerate(forward.outputs):
+        tensor, gradient = record.outputs[output], record.output_grads.get(output)
+        if gradient is None or tensor.zero_units is None or tensor.zero_units.size < _FEWEST_UNITS:
+            continue
+        if forward.types[index] in TWO_SIDED:
+            continue
+        if not forward.owned[index]:
+            before = record.outputs[forward.outputs[index - 1]] if index > 0 else tensor
+            yield output, tensor.zero_units | _is_negligible(tensor, before)
+            continue
+        silent = np.zeros_like(tensor.unit_min, dtype=np.bool_)
+        if output.module_name in idle:
+            silent |= tensor.zero_units
+        after = forward.types[index + 1] if index + 1 < len(forward.outputs) else ""
+        if after not in TWO_SIDED:
+            silent |= _is_cut_off(tensor, gradient)
+        yield output, silent
+
+
+def _is_negligible(output: TensorRecord, before: TensorRecord) -> NDArray[np.bool_]:
+    """Units whose inputs were all negative, and whose outputs are negligible."""
+    assert output.unit_min is not None
+    assert output.unit_max is not None
+    if before.unit_max is None or before.unit_max.shape != output.unit_max.shape:
+        return np.zeros(output.unit_max.shape, dtype=np.bool_)
+    negative: NDArray[np.bool_] = before.unit_max < 0
+    if not negative.any():
+        return negative
+    largest = np.maximum(np.abs(output.unit_min), np.abs(output.unit_max))
+    return negative & (largest <= -_NEGLIGIBLE * before.unit_max)
+
+
+def _is_cut_off(output: TensorRecord, gradient: TensorRecord) -> NDArray[np.bool_]:
+    """Negative units, if at least as large a share of the gradients is exactly zero."""
+    assert output.unit_max is not None
+    negative: NDArray[np.bool_] = output.unit_max < 0
+    cut_off = gradient.sketch.zero_fraction >= _share(negative)
+    return negative if cut_off else np.zeros_like(negative)
+
+
+def _idle_modules(record: StepRecord) -> set[str]:
+    """Modules with parameters all of whose gradients exist and are exactly zero."""
+    zero, layout = record.grad_present & (record.grad_norms == 0), record.layout
+    if not zero.any():
+        return set()
+    idle = set(layout.owners[zero].tolist()) - set(layout.owners[~zero].tolist())
+    return {layout.modules[index].name for index in idle}
+
+
+class SaturatedUnits(EpisodeRule):
+    """Alerts when most outputs of a layer lie where its activation function is flat.
+
+    There it passes hardly any gradient. Which part is flat depends on the type of the module. Of
+    tanh and sigmoid, three quarters of these outputs must also lie where hardly any slope is left,
+    which healthy networks do not reach. For modules of unknown type and without parameters, the
+    flat part is the ends of the range that their outputs have had, if hardly any gradient passes
+    them. Functions that are not modules show in their neighbors: a layer's outputs are large, what
+    the next layer receives is not, and hardly any gradient comes back.
+
+    A gate that scales whole feature maps, as in squeeze and excitation, may be open or closed: what
+    it scales keeps its gradients.
+
+    The network's own outputs may be flat because predictions are right, so only layers that are
+    followed by others with parameters count. Hidden layers may become flat by training (binary
+    codes), so a layer must have been flat from the beginning, or have become flat within 20 steps
+    without an improvement of the loss, or while the loss rose.
+
+    Args:
+        fraction: Share of the outputs that are flat.
+        looks: Number of full measurements in a row.
+    """
+
+    name = "saturated_units"
+    # Healthy hidden layers have 21 % at most, faulty ones 90 % or more; the exception are the gates
+    # of highway_carry_gates, which _FLATTEST is for. Tried 0.4 and 0.95.
+    fraction = 0.8
+    looks = 2  # the fewest that confirm each other; tried 1 and 4
+    _calm = 3  # by eye: one more than begin it
+    _layers: dict[Output, _Layer]
+    _ranges: dict[Output, tuple[float, float]]
+    _undecided: bool = False
+
+    def _set_up(self) -> None:
+        self._layers = {}
+        self._ranges = {}
+
+    @property
+    def wants_full(self) -> bool:
+        """Whether a layer is flat, but not for long enough."""
+        return self._undecided and not self._episode.is_on
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self.course.follow(record)
+        if not record.full or not record.all_grads_finite:
+            return ()
+        self._undecided = False
+        found = None
+        shares = list(self._flat_shares(record))
+        for output, share in shares:
+            if self._is_faulty(output, share, record.step) and found is None:
+                found = self._found(record, output, share)
+        layer = self._episode.module_name
+        if found is None and any(
+            output.module_name == layer and share >= _FINE for output, share in shares
+        ):
+            return ()
+        return self._episode.update(record.step, found)
+
+    def _found(self, record: StepRecord, output: Output, share: float) -> Alert:
+        name, layout = output.module_name, record.layout
+        what = f"{share:.0%} of the outputs of {called(str(output))}"
+        if any(parameter.module_name == name for parameter in layout.parameters):
+            message = (
+                f"{what} are so large that what follows is most likely flat there; hardly any "
+                "gradient comes back.\n"
+                "People usually make its weights smaller or normalize: queries and keys where they "
+                "go into a softmax, else what goes into the activation."
+            )
+        else:
+            kind = printable(layout.modules[layout.position[name]].type_name)
+            message = (
+                f"{what} lie on the flat part of {kind}; hardly any gradient gets through.\n"
+                "People usually scale or center the inputs, make the initial weights smaller, and "
+                "add normalization before the activation."
+            )
+        return self._alert(record.step, name, share, self.fraction, message)
+
+    def _is_faulty(self, output: Output, share: float, step: int) -> bool:
+        layer = self._layers.setdefault(output, _Layer())
+        if share < self.fraction:
+            layer.looks, layer.is_suspect = 0, False
+            layer.fine_at = step if share < _FINE else layer.fine_at
+            return False
+        layer.looks += 1
+        sudden = layer.fine_at is None or step - layer.fine_at <= _SUDDEN
+        if self.course.loss.is_worse or (sudden and not self.course.loss.is_better):
+            layer.is_suspect = True
+        self._undecided |= layer.looks < self.looks
+        return layer.is_suspect and layer.looks >= self.looks
+
+    def _flat_shares(self, record: StepRecord) -> Iterator[tuple[Output, float]]:
+        """Outputs of hidden layers, and the share of each that is flat, in forward order."""
+        forward = Forward.of(record)
+        for index in forward.hidden:
+            output, type_name = forward.outputs[index], forward.types[index]
+            after = forward.outputs[index + 1]
+            if type_name in BOUNDED:
+                if not forward.is_gate(index):
+                    yield output, _share_flat(record, output, BOUNDED[type_name])
+            elif forward.owned[index]:
+                if forward.types[index + 1] in AFFINE:
+                    yield output, _share_lost(record, output, after)
+            elif type_name not in STANDARD and index > 0:
+                yield output, self._share_at_ends(record, output, forward.outputs[index - 1])
+
+    def _share_at_ends(self, record: StepRecord, output: Output, before: Output) -> float:
+        """Share of a module's outputs at the ends of its range; 0 if gradients pass it."""
+        sketch = record.outputs[output].sketch
+        low, high = self._ranges.get(output, (math.inf, -math.inf))
+        low, high = min(low, sketch.min), max(high, sketch.max)
+        self._ranges[output] = low, high
+        gradient = record.output_grads.get(before)
+        if gradient is None or _share_faint(gradient.sketch) < _BLOCKED or low == high:
+            return 0.0
+        if low == 0:  # a kind of ReLU: zero is its flat part, and not a fault
+            return Flat(high=high).share(sketch)
+        return Flat(low=low, high=high).share(sketch)
+
+
+@dataclass(kw_only=True)
+class _Layer:
+    """What the rule remembers of one layer.
+
+    Attributes:
+        looks: Number of full measurements in a row at which it was flat.
+        fine_at: The last step at which it was not; None if it never was.
+        is_suspect: Whether it became flat in a way that training does not explain.
+    """
+
+    looks: int = 0
+    fine_at: int | None = None
+    is_suspect: bool = False
+
+
+_FLATTEST = 0.75  # so that nearly closed gates pass; by eye; tried 0.375 and 0.95
+_FINE = 0.5  # by eye; tried 0.25 and 0.95
+_SUDDEN = 20  # by eye, in steps: two full measurements in faultbench; tried 10 and 40
+# By eye; tried 0.14 and 0.95. Beyond 1, where nothing counts, lecun_tanh_saturates is missed.
+_BLOCKED = 0.7
+_FAINT = 1e-3  # by eye; tried 0.0005 and 0.002
+_LARGE = 10.0  # tanh has slope 1e-8 there; tried 2 and 50
+# Bounded functions return 1 at most, and few sums of them are much larger. At 0.4
+# rnncell_saturated is missed; tried 1 and 10.
+_SMALL = 2.0
+
+
+def _share_flat(record: StepRecord, output: Output, function: Bounded) -> float:
+    """Share of outputs where the function is flat, if most are where it is flattest.
+
+    The first share is the layer's ``saturation`` in :data:`telemetry.layers.STATISTICS`.
+    """
+    share = table(record).value(record.layout.position[output.module_name], "saturation") or 0.0
+    if function.flattest is None:
+        return share
+    return min(share, function.flattest.share(record.outputs[output].sketch) / _FLATTEST)
+
+
+def _share_faint(sketch: Sketch) -> float:
+    """Share of the values that are a thousand times smaller than the RMS."""
+    if not sketch.finite_count or sketch.sum_squares == 0:
+        return 1.0
+    limit = bucket_of(_FAINT * sketch.rms)
+    return float(sketch.counts[np.abs(sketch.buckets) < limit].sum() / sketch.finite_count)
+
+
+def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
+    """Share of a layer's positive outputs that get no gradient because a bounded function follows.
+
+    Negative outputs prove nothing, as a ReLU may follow. What the next layer receives is estimated
+    from what it returns and from the norm of its weights.
+    """
+    sketch, gradient = record.outputs[output].sketch, record.output_grads.get(output)
+    received = _received(record, after)
+    if gradient is None or received is None or received > _SMALL or sketch.rms < _LARGE:
+        return 0.0
+    negative = Flat(low=-math.ulp(0.0)).share(sketch)
+    faint = _share_faint(gradient.sketch)
+    return max(faint - negative, 0.0) / (1 - negative) if negative < 1 else 0.0
+
+
+def _received(record: StepRecord, output: Output) -> float | None:
+    """RMS of the input of a linear or convolutional layer: ``rms_out * sqrt(out) / ||W||``."""
+    for parameter in record.layout.parameters:
+        if parameter.module_name == output.module_name and len(parameter.shape) > 1:
+            weight = record.weights.get(parameter.name)
+            if weight is None or weight.sketch.norm == 0:
+                return None
+            rms, units = record.outputs[output].sketch.rms, parameter.shape[0]
+            return float(rms * units**0.5 / weight.sketch.norm)
+    return None
+
+
+_KEEP_POSITIONS = CONVOLUTIONS | {"Linear"} | NORMALIZATIONS | UNBOUNDED | DROPOUTS
+"""Modules that return as many positions as they are given, or fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """The outputs in forward order, and the type of module that returned each.
+
+    Attributes:
+        outputs: The outputs.
+        types: Names of the classes of their modules, in the same order.
+        owned: Whether their modules own parameters, in the same order.
+        positions: How many elements each unit has, samples and pixels together, in the same order;
+            NaN where units are not told apart.
+    """
+
+    outputs: Sequence[Output]
+    types: Sequence[str]
+    owned: Sequence[bool]
+    positions: Sequence[float]
+
+    @staticmethod
+    @once
+    def of(record: StepRecord) -> Forward:
+        """The outputs measured at this step."""
+        layout = record.layout
+        place = {output: layout.position[output.module_name] for output in record.outputs}
+        outputs = sorted(place, key=place.__getitem__)
+        owning = set(layout.owning.tolist())
+        return Forward(
+            outputs=outputs,
+            types=[layout.modules[place[output]].type_name for output in outputs],
+            owned=[place[output] in owning for output in outputs],
+            positions=[_positions(record.outputs[output]) for output in outputs],
+        )
+
+    @property
+    def hidden(self) -> range:
+        """Indices of the outputs that are followed by another module with parameters."""
+        last_owner = max((i for i, owned in enumerate(self.owned) if owned), default=0)
+        return range(last_owner)
+
+    def is_gate(self, index: int) -> bool:
+        """Whether a hidden output only scales what flows past it, as in squeeze and excitation.
+
+        It was pooled, and what follows is a feature map all the same.
+        """
+        after = index + 1
+        if self.types[after] not in _KEEP_POSITIONS:
+            return False
+        if self.positions[after] > self.positions[index]:
+            return True
+        # The last maps of a network may have no more than one position.
+        before = [self.types[i] for i in range(index - 1, -1, -1)]
+        since_pooling = next((i for i, kind in enumerate(before) if kind in POOLING), None)
+        return (
+            since_pooling is not None
+            and self.types[after] in CONVOLUTIONS
+            and all(kind in _KEEP_POSITIONS | RESHAPING for kind in before[:since_pooling])
+        )
+
+
+def _positions(output: TensorRecord) -> float:
+    if output.unit_min is None or output.unit_min.size == 0:
+        return math.nan
+    return output.sketch.count / output.unit_min.size
