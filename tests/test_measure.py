@@ -378,8 +378,8 @@ def test_block_sample_is_a_view_of_evenly_spread_runs() -> None:
     assert torch.equal(block_sample(tensor.T), sample)
     assert block_sample(tensor[:, ::2]).numel() > 0.9 * SAMPLE_ELEMENTS
     flat = tensor.view(-1)
-    assert block_sample(flat[:FULL_ELEMENTS]).shape == (FULL_ELEMENTS,)
-    assert block_sample(flat[: FULL_ELEMENTS + 1]).shape[1] == 16
+    assert block_sample(flat[:SAMPLE_ELEMENTS]).shape == (SAMPLE_ELEMENTS,)
+    assert block_sample(flat[: SAMPLE_ELEMENTS + 1]).shape[1] == 16
 
 
 # --- units ---------------------------------------------------------------------------------------

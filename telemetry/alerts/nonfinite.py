@@ -10,7 +10,7 @@ from typing import NamedTuple
 from telemetry.alert import Alert
 from telemetry.alerts.episode import CALM_STEPS, EpisodeRule
 from telemetry.layers.module_types import STANDARD
-from telemetry.measure.sampling import FULL_ELEMENTS
+from telemetry.measure.sampling import SAMPLE_ELEMENTS
 from telemetry.plain_text import called, printable
 from telemetry.records import Module, StepRecord, TensorRecord
 
@@ -238,7 +238,7 @@ def _broken_by_step(record: StepRecord) -> Iterator[str]:
         weight = record.weights.get(parameter.name)
         ratio = record.update_ratios.get(parameter.name, 0.0)
         # Of larger ones there is only a sample; that may be all zeros, which have no ratio.
-        known = weight is not None and weight.sketch.norm > 0 and parameter.size <= FULL_ELEMENTS
+        known = weight is not None and weight.sketch.norm > 0 and parameter.size <= SAMPLE_ELEMENTS
         if known and not math.isfinite(ratio):
             yield parameter.name
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from telemetry.measure import block_sample, native
+from telemetry.measure.sampling import SAMPLE_ELEMENTS
 from telemetry.records import Parameter
 from telemetry.selection import clean_name, cleaned
 from telemetry.torch_private import norms_of, undisturbed
@@ -231,11 +232,13 @@ def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
     Args:
         tensors: Each with an index; what has no norm (see :func:`plain`) is left out.
     """
+    found = [(index, plain(tensor)) for index, tensor in tensors]
+    return _norms_of_plain([(i, v) for i, v in found if v is not None and not v.is_meta])
+
+
+def _norms_of_plain(tensors: Indexed) -> list[Norms]:
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for index, tensor in tensors:
-        values = plain(tensor)
-        if values is None or values.is_meta:
-            continue
+    for index, values in tensors:
         if values.is_cpu and values.dtype in native.DTYPES:
             groups.setdefault((_CPU, torch.float64), []).append((index, values.contiguous()))
             continue
@@ -272,8 +275,9 @@ class Updates:
         self._before: list[tuple[int, Tensor, Tensor]] = []
         for index, parameter in parameters:
             values = plain(parameter)
-            if values is not None and values.numel():
-                self._before.append((index, parameter, block_sample(values).clone()))
+            if values is not None and (count := values.numel()):
+                few = values if count <= SAMPLE_ELEMENTS else block_sample(values)
+                self._before.append((index, parameter, few.clone()))
         self._moved: list[Norms] = []
         self._sizes: list[Norms] = []
 
@@ -283,11 +287,13 @@ class Updates:
         sizes: list[tuple[int, Tensor]] = []
         for index, parameter, old in self._before:
             values = plain(parameter)
-            new = None if values is None else block_sample(values)
-            if new is not None and new.shape == old.shape:
+            if values is None:
+                continue
+            new = values if values.numel() <= SAMPLE_ELEMENTS else block_sample(values)
+            if new.shape == old.shape:
                 moved.append((index, new - old))
                 sizes.append((index, old))
-        self._moved, self._sizes = take_norms(moved), take_norms(sizes)
+        self._moved, self._sizes = _norms_of_plain(moved), _norms_of_plain(sizes)
         self._before = []
 
     def read(self) -> Iterator[tuple[int, float, float, float]]:

@@ -143,9 +143,10 @@ class Step:
         """The model is called with ``given``."""
         self._awaits_input = True
         self._given.clear()
-        sizes = [t.size(0) for t in tensors_in(given) if t.dim() and not is_being_traced(t)]
+        tensors = tensors_in(given)
+        sizes = [t.size(0) for t in tensors if t.dim() and not is_being_traced(t)]
         self._detail.examples += sizes[0] if sizes else 0
-        self._observe_inputs("", given)
+        self._observe_inputs("", tensors)
 
     def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
         """A module was called with ``args`` and returned ``output``.
@@ -157,7 +158,7 @@ class Step:
         given = args if self._awaits_input else ()
         self._awaits_input = False
         if given:
-            self._observe_inputs(hook.name, given)
+            self._observe_inputs(hook.name, tensors_in(given))
         self.order.setdefault(hook.name)
         for place, tensor in enumerate(tensors_in(output)):
             if is_being_traced(tensor):
@@ -186,14 +187,14 @@ class Step:
         if hook.convolves and place == 0:
             self._take_images(hook, (), tensor)
 
-    def _observe_inputs(self, name: str, given: Any) -> None:
+    def _observe_inputs(self, name: str, given: list[Tensor]) -> None:
         """Measure what comes from outside, each tensor once though it is handed on."""
         capture, captured = self._capture, self.captured
         ranks = capture.ranks
         taken = ranks is None or ranks.takes_inputs(captured.ranks, name, capture.model())
         if captured.phase or not capture.content.activations or not taken:
             return
-        for tensor in tensors_in(given):
+        for tensor in given:
             if id(tensor) in self._given or is_being_traced(tensor):
                 continue
             self._given.add(id(tensor))

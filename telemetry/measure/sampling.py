@@ -33,23 +33,28 @@ _NEGATIVE = CODES // 2
 
 
 def block_sample(tensor: Tensor) -> Tensor:
-    """About 32,768 elements evenly spaced in a larger tensor, always at the same places.
+    """About 32,768 elements spread evenly over a larger tensor, always at the same places.
+
+    Not more, for PyTorch's loops over as many run on the calling thread.
 
     Returns:
         Shape ``[k, 16]``, on the same device; a view if the tensor is dense. The whole tensor if
-        it has at most 65,536 elements.
+        it has at most 32,768 elements.
     """
-    step = sample_step(tensor.numel())
-    if step == 0:
+    if tensor.numel() <= SAMPLE_ELEMENTS:
         return tensor
-    return _runs(in_memory_order(tensor, None).tensor.contiguous().view(-1), step)
+    flat = in_memory_order(tensor, None).tensor.contiguous().view(-1)
+    return _runs(flat, _distance(tensor.numel()))
 
 
 @lru_cache(maxsize=4096)
 def sample_step(count: int) -> int:
-    """Elements between the starts of two runs of a sample; 0 if all elements are taken."""
-    if count <= FULL_ELEMENTS:
-        return 0
+    """Elements between the starts of two runs of a histogram's sample; 0 if all are counted."""
+    return 0 if count <= FULL_ELEMENTS else _distance(count)
+
+
+@lru_cache(maxsize=4096)
+def _distance(count: int) -> int:
     step = -(-_RUN * count // SAMPLE_ELEMENTS)
     while any(step % divisor == 0 for divisor in range(2, int(step**0.5) + 1)):
         step += 1
