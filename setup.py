@@ -23,8 +23,8 @@ class BuildExtension(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "telemetry._native",
-            ["telemetry/_native.c"],
+            "telemetry.measure._native",
+            ["telemetry/measure/_native.c"],
             define_macros=[("Py_LIMITED_API", "0x030A0000")] if LIMITED else [],
             py_limited_api=LIMITED,
             optional=not os.environ.get("TELEMETRY_REQUIRE_NATIVE"),  # set for releases

@@ -33,7 +33,7 @@ from telemetry.ranks.share import WHOLE, Share
 from telemetry.ranks.stage_part import StagePart
 from telemetry.ranks.tensor_table import EMPTY, Row, TensorTable
 from telemetry.records import Layout, Module, Parameter, TensorRecord
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 
 WORLDS = (8, 64, 1024)
 PER_MACHINE = 8

@@ -48,10 +48,10 @@ from telemetry.alert import alert_fields
 from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
 from telemetry.failures import Failures
-from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.pipeline import FullSteps, every
 from telemetry.records import Layout, Module, Output, Parameter, TensorRecord
-from telemetry.sketch import Sketch
+from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
+from telemetry.records.sketch import Sketch
 from telemetry.testing import capture_run
 
 FACTS = ("step", "wall_time", "scalars", "eval_mode", "loss_scale", "skipped_steps", "skipped")

@@ -28,7 +28,7 @@ from torch.utils import tensorboard
 
 from telemetry import SummaryWriter
 from telemetry.events import FileWriter, summaries
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 from telemetry.writing.bulk import histogram_values
 
 TAG = "grad_norm/0007.encoder.layers.2"

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from telemetry.records import Parameter as Parameter
     from telemetry.records import StepRecord as StepRecord
     from telemetry.records import TensorRecord as TensorRecord
+    from telemetry.records.sketch import Sketch as Sketch
     from telemetry.rule import Rule as Rule
     from telemetry.run.logger import HookLogger as HookLogger
-    from telemetry.sketch import Sketch as Sketch
 
 _HOMES = {
     "Alert": "telemetry.alert",
@@ -41,7 +41,7 @@ _HOMES = {
     "Parameter": "telemetry.records",
     "Run": "telemetry.reading.run",
     "Rule": "telemetry.rule",
-    "Sketch": "telemetry.sketch",
+    "Sketch": "telemetry.records.sketch",
     "StepRecord": "telemetry.records",
     "SummaryWriter": "telemetry.events.summary_writer",
     "TelemetryAlert": "telemetry.alert",

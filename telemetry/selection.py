@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import nn
 
-from telemetry.plain_text import type_of
+from telemetry.shared.plain_text import type_of
 
 T = TypeVar("T")
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]

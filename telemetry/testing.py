@@ -17,9 +17,9 @@ from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.failures import Failures
-from telemetry.loss import LossChoice
 from telemetry.pipeline import FullSteps, every
 from telemetry.records import StepRecord
+from telemetry.records.loss import LossChoice
 from telemetry.rule import AnyRule, as_rule
 from telemetry.selection import Selection, Selectors
 

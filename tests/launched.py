@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 
 from telemetry import HookLogger
-from telemetry.first_rank import is_first_rank
+from telemetry.ranks.first_rank import is_first_rank
 
 STEPS = 4
 

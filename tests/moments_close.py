@@ -6,7 +6,7 @@ from math import sqrt
 
 import numpy as np
 
-from telemetry.moments import COUNTS, POWER_SUMS, Moments
+from telemetry.records.moments import COUNTS, POWER_SUMS, Moments
 
 
 def assert_moments_close(actual: Moments, expected: Moments, *, rtol: float) -> None:

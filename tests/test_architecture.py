@@ -11,20 +11,19 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "telemetry"
 
-# Parts of the package (a module, or a subpackage with all its files), from the lowest layer up.
+# Parts of the package (a module, a subpackage with all its files, or one file of a subpackage),
+# from the lowest layer up.
 LAYERS = [
-    {"_native", "moments", "plain_text", "sparkline", "untrusted", "version"},
-    {"heat_map", "movers", "sketch", "tag_names"},
-    {"loss"},
-    {"alert", "records", "failures", "torch_private", "first_rank"},
-    {"measure", "rule", "selection"},
-    {"layers", "images", "events"},
-    {"page_format", "ranks"},
-    {"capture", "alerts", "flight", "writing", "reading"},
+    {"shared", "version"},
+    {"alert", "failures", "records", "torch_private"},
+    {"layers", "rule", "selection"},
+    {"measure", "shared.page_format"},
+    {"events", "ranks"},
+    {"alerts", "capture", "flight", "reading", "writing"},
     {"interventions"},
     {"pipeline"},
-    {"rank_processing"},
-    {"run", "testing"},
+    {"run"},
+    {"testing"},
     {"integrations"},
     {"tensorboard_plugin"},
     {"commands"},
@@ -35,28 +34,19 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 
 # What reads and draws records starts within a moment; importing torch takes seconds.
 TORCH_FREE = {
-    "_native",
-    "heat_map",
-    "loss",
-    "moments",
-    "movers",
-    "sketch",
-    "plain_text",
-    "sparkline",
-    "tag_names",
-    "untrusted",
-    "version",
     "alert",
+    "commands",
+    "events",
+    "failures",
+    "flight",
+    "layers",
+    "reading",
     "records",
     "rule",
-    "failures",
-    "layers",
-    "events",
-    "page_format",
-    "flight",
-    "reading",
+    "shared",
+    "shared.page_format",
     "tensorboard_plugin",
-    "commands",
+    "version",
 }
 USES_TORCH = {f"telemetry.events.{name}" for name in ("given_writer", "summary_writer")}
 
@@ -78,9 +68,9 @@ class Module:
 
 
 def part(name: str) -> str:
-    """Which part in ``LAYERS`` a dotted module name belongs to."""
+    """Which part in ``LAYERS`` a dotted module name belongs to; a file may be one by itself."""
     _, _, rest = name.partition(".")
-    return rest.partition(".")[0]
+    return rest if rest in LAYER_OF else rest.partition(".")[0]
 
 
 def read_modules(package: Path) -> dict[str, Module]:
@@ -147,25 +137,25 @@ def test_modules_import_only_from_lower_layers() -> None:
     [
         ("measure.py", "from telemetry.testing import HookLogger", "not in a lower layer"),
         ("measure.py", "from telemetry import HookLogger", "not in a lower layer"),
-        ("measure.py", "from telemetry import selection", "not in a lower layer"),
-        ("measure.py", "from . import selection", "not in a lower layer"),
+        ("measure.py", "from telemetry import testing", "not in a lower layer"),
+        ("measure.py", "from . import testing", "not in a lower layer"),
         ("measure.py", "def f():\n    import telemetry.testing", "not in a lower layer"),
         ("measure.py", "if TYPE_CHECKING:\n    from .testing import X", "not in a lower layer"),
         ("capture/__init__.py", "from ..testing import HookLogger", "not in a lower layer"),
         ("capture/__init__.py", "from ..selektion import x", "does not exist"),
-        ("sketch.py", "import torch.nn as nn", "must do without torch"),
+        ("records/sketch.py", "import torch.nn as nn", "must do without torch"),
         ("reading/files.py", "def f():\n    from torch import Tensor", "must do without torch"),
         ("reading/files.py", "from telemetry.selection import x", "needs torch"),
         ("reading/files.py", "from telemetry.events.summary_writer import x", "needs torch"),
         ("helpers.py", "", "has no layer"),
-        ("measure.py", "from .sketch import Sketch\nimport torch", None),
-        ("capture/__init__.py", "from .hooks import attach\nfrom ..sketch import Sketch", None),
+        ("measure.py", "from .records.sketch import Sketch\nimport torch", None),
+        ("capture/__init__.py", "from .hooks import x\nfrom ..records.sketch import y", None),
         ("events/writer.py", "from telemetry.events import hooks\nimport numpy", None),
     ],
 )
 def test_each_rule_is_checked(tmp_path: Path, path: str, code: str, fault: str | None) -> None:
     package = tmp_path / "telemetry"
-    for name in ["__init__", "testing", "selection", "sketch", "capture/__init__"]:
+    for name in ["__init__", "testing", "selection", "records/sketch", "capture/__init__"]:
         write(package / f"{name}.py", "")
     for name in ["capture/hooks", "events/__init__", "events/hooks", "events/summary_writer"]:
         write(package / f"{name}.py", "")

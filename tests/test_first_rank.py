@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.first_rank import is_first_rank, rank_and_world_size
+from telemetry.ranks.first_rank import is_first_rank, rank_and_world_size
 
 SCRIPT = Path(__file__).parent / "launched.py"
 VARIABLES = [

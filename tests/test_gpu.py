@@ -22,7 +22,7 @@ from twins import Loop, assert_left_alone, run
 
 from telemetry import HookLogger
 from telemetry.measure import Measurer
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 from telemetry.torch_private.host_copy import HostCopy
 
 pytestmark = pytest.mark.gpu

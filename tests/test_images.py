@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
-from telemetry.images import (
+from telemetry.measure.images import (
     encode_png,
     feature_map_grid,
     filter_grid,

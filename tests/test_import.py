@@ -80,7 +80,7 @@ def test_a_missing_extension_is_logged_once_with_what_it_costs(
     code = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-sys.modules["telemetry._native"] = None
+sys.modules["telemetry.measure._native"] = None
 import telemetry, telemetry.measure
 assert telemetry.native.startswith("NumPy, because the C extension cannot be loaded")
 """

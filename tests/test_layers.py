@@ -11,7 +11,7 @@ import pytest
 
 from telemetry.layers import MATRIX_STATISTICS, STATISTICS, make_table, table
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 from telemetry.testing import alerts_of
 
 LAYOUT = Layout(

@@ -15,7 +15,7 @@ from telemetry.measure.device import DeviceTensors
 from telemetry.measure.sampling import FULL_ELEMENTS
 from telemetry.measure.tensors import WORKING_DTYPE, values_of
 from telemetry.records import TensorRecord
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 
 
 @pytest.fixture(params=[device.PIECE_ELEMENTS, 1000], ids=["one piece", "many pieces"])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.layers.module_types import saturated_share
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 
 INPUTS = st.lists(st.floats(-12, 12), min_size=1, max_size=50).map(np.array)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from telemetry.movers import Mover, movers
+from telemetry.layers.movers import Mover, movers
 
 NAMES = ["calm", "late", "early", "falls", "unknown"]
 

@@ -30,12 +30,12 @@ from telemetry.measure import native
 from telemetry.measure.sampling import sample_step
 from telemetry.measure.tensors import values_of
 from telemetry.records import TensorRecord
-from telemetry.sketch import bucket_indices, sketch_array
+from telemetry.records.sketch import bucket_indices, sketch_array
 
 ROOT = Path(__file__).parents[1]
 
 if native.available:
-    from telemetry import _native
+    from telemetry.measure import _native
 
 
 def needs_extension(test: Callable[..., None]) -> Any:
@@ -355,7 +355,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     sanitize = "-fsanitize=address,undefined"
     build = ["gcc", "-shared", "-fPIC", "-O1", "-g", "-fopenmp-simd", "-Wall", "-Wextra", "-Werror"]
     build += [sanitize, "-fno-sanitize-recover=all", "-DPy_LIMITED_API=0x030A0000"]
-    build += [f"-I{sysconfig.get_paths()['include']}", str(ROOT / "telemetry/_native.c")]
+    build += [f"-I{sysconfig.get_paths()['include']}", str(ROOT / "telemetry/measure/_native.c")]
     done = subprocess.run([*build, "-o", str(extension)], capture_output=True, text=True)
     if "Python.h" in done.stderr or "cannot find" in done.stderr:
         pytest.skip(done.stderr)

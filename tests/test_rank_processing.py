@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 from serialized import summary_of
 
-from telemetry import rank_processing
 from telemetry.alert import Alert
 from telemetry.failures import Failures
-from telemetry.loss import LossChoice
-from telemetry.pipeline import FullSteps, Pipeline, Processor, every
-from telemetry.rank_processing import RankProcessor
+from telemetry.pipeline import FullSteps, Pipeline, Processor, every, rank_processing
+from telemetry.pipeline.rank_processing import RankProcessor
 from telemetry.ranks.encoding import encode
 from telemetry.ranks.merging import Table
 from telemetry.ranks.part import Part
 from telemetry.ranks.rank_part import Common, RankPart
 from telemetry.ranks.stage_part import StagePart
 from telemetry.records import Layout, Module, Parameter, StepRecord
+from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
-from telemetry.tag_names import plain
+from telemetry.shared.tag_names import plain
 from telemetry.writing.board import Board
 
 LAYOUT = Layout(

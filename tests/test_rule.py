@@ -14,8 +14,8 @@ from torch import nn
 
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from telemetry.records import Layout, TensorRecord
+from telemetry.records.sketch import Sketch
 from telemetry.rule import as_rule
-from telemetry.sketch import Sketch
 
 
 class Plain(Rule):

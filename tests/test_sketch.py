@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from telemetry.moments import POWER_SUMS
-from telemetry.sketch import LAST_BUCKET, Sketch, bucket_indices, edges, sketch_array
+from telemetry.records.moments import POWER_SUMS
+from telemetry.records.sketch import LAST_BUCKET, Sketch, bucket_indices, edges, sketch_array
 
 EDGES = edges().astype(np.float64)
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import EpisodeRule
-from telemetry.plain_text import called
 from telemetry.records import Output, StepRecord, TensorRecord
-from telemetry.sketch import edges
+from telemetry.records.sketch import edges
+from telemetry.shared.plain_text import called
 
 
 class AttentionCollapse(EpisodeRule):

@@ -9,9 +9,9 @@ from typing import Any
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import Course
 from telemetry.alerts.memory import differ, restore, to_plain
-from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
+from telemetry.shared.plain_text import steps_in_words
 
 _EXPLOSIONS = {"exploding_gradient", "exploding_activation"}
 _LOSS = {"loss_divergence", "loss_spike"}

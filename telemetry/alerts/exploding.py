@@ -10,8 +10,8 @@ from telemetry.alerts.course import FAR_ABOVE
 from telemetry.alerts.episode import EpisodeRule
 from telemetry.alerts.growth import Blame, Stretch, backward_growth, forward_growth, gain
 from telemetry.alerts.history import History
-from telemetry.plain_text import called
 from telemetry.records import Output, StepRecord
+from telemetry.shared.plain_text import called
 
 
 class ExplodingActivation(EpisodeRule):

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from telemetry.alerts.history import carried
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
-from telemetry.plain_text import called
 from telemetry.records import StepRecord, TensorRecord, once
+from telemetry.shared.plain_text import called
 
 
 class Stretch(NamedTuple):

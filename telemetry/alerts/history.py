@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.movers import NORMAL_CONSISTENT
+from telemetry.layers.movers import NORMAL_CONSISTENT
 
 
 def median(values: Collection[float]) -> float:

@@ -15,9 +15,9 @@ from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import Rise
 from telemetry.alerts.episode import DefaultRule
 from telemetry.alerts.history import Past, median
-from telemetry.movers import LOOK_BACK, Mover, movers
-from telemetry.plain_text import called, steps_in_words
+from telemetry.layers.movers import LOOK_BACK, Mover, movers
 from telemetry.records import StepRecord
+from telemetry.shared.plain_text import called, steps_in_words
 
 
 class _Loss(NamedTuple):

@@ -11,8 +11,8 @@ from telemetry.alert import Alert
 from telemetry.alerts.episode import CALM_STEPS, EpisodeRule
 from telemetry.layers.module_types import STANDARD
 from telemetry.measure.sampling import SAMPLE_ELEMENTS
-from telemetry.plain_text import called, printable
 from telemetry.records import Module, StepRecord, TensorRecord
+from telemetry.shared.plain_text import called, printable
 
 
 class Nonfinite(EpisodeRule):

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from telemetry.alert import Alert
 from telemetry.alerts.episode import CALM_STEPS, DefaultRule, Episode
-from telemetry.plain_text import printable
 from telemetry.records import Divergence, RankFacts, StepRecord
+from telemetry.shared.plain_text import printable
 
 
 class RanksDiverge(DefaultRule):

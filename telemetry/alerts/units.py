@@ -27,9 +27,9 @@ from telemetry.layers.module_types import (
     Flat,
     bucket_of,
 )
-from telemetry.plain_text import called, printable
 from telemetry.records import Output, StepRecord, TensorRecord, once
-from telemetry.sketch import Sketch
+from telemetry.records.sketch import Sketch
+from telemetry.shared.plain_text import called, printable
 
 
 class DeadUnits(EpisodeRule):

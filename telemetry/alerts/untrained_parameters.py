@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.episode import DefaultRule
-from telemetry.plain_text import called
 from telemetry.records import Layout, Parameter, StepRecord
+from telemetry.shared.plain_text import called
 
 
 class UntrainedParameters(DefaultRule):

@@ -16,8 +16,8 @@ from telemetry.alerts.episode import CALM_STEPS, EpisodeRule
 from telemetry.alerts.growth import Stretch
 from telemetry.alerts.history import carried
 from telemetry.layers import table
-from telemetry.plain_text import called
 from telemetry.records import StepRecord
+from telemetry.shared.plain_text import called
 
 
 class VanishingGradient(EpisodeRule):

@@ -38,7 +38,7 @@ from telemetry.torch_private import (
 from telemetry.torch_private.ranks import calling_stage
 
 if available:
-    from telemetry import _native
+    from telemetry.measure import _native
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from telemetry import images
 from telemetry.capture.parameters import Norms, Updates
 from telemetry.failures import Failures
-from telemetry.measure import Measurements
+from telemetry.measure import Measurements, images
 from telemetry.ranks.observer import RankNotes
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.torch_private import initial_scale, scaler_state

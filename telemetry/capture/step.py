@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from telemetry import images
 from telemetry.capture.captured import CapturedStep, Kind, Name, Observation, read_scaler
 from telemetry.capture.hooks import ForwardHook, GradHook, guarded, tensors_in
 from telemetry.capture.parameters import (
@@ -25,7 +24,7 @@ from telemetry.capture.parameters import (
     take_norms,
 )
 from telemetry.capture.unseen import StepsUnseen
-from telemetry.measure import Measurer, fingerprint
+from telemetry.measure import Measurer, fingerprint, images
 from telemetry.records import Output, Parameter
 from telemetry.selection import cleaned
 from telemetry.torch_private import (

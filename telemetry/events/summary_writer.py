@@ -29,7 +29,7 @@ from telemetry.events.file_writer import FileWriter
 from telemetry.measure.native import available
 
 if available:
-    from telemetry import _native
+    from telemetry.measure import _native
 
 # A cell is what the float64 numbers with the same upper 16 bits have in common: a sign, an
 # exponent and 4 bits of mantissa. Its far end is at most 1/16 above its near one.

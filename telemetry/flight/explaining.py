@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from telemetry.flight.file import first_movers, flight_files, read_flight
-from telemetry.movers import Mover
-from telemetry.plain_text import called, printable
-from telemetry.sparkline import sparkline
+from telemetry.layers.movers import Mover
+from telemetry.shared.plain_text import called, printable
+from telemetry.shared.sparkline import sparkline
 
 MAX_FILES = 32
 """Four times as many as one run writes."""

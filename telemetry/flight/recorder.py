@@ -17,7 +17,7 @@ from telemetry.failures import Failures
 from telemetry.flight.file import MAX_ALERTS, Fault, KeptStep, encode_flight
 from telemetry.layers import table
 from telemetry.records import StepRecord
-from telemetry.untrusted import MAX_TEXT
+from telemetry.shared.untrusted import MAX_TEXT
 
 log = logging.getLogger("telemetry")
 

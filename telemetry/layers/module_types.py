@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telemetry.sketch import Sketch, bucket_indices
+from telemetry.records.sketch import Sketch, bucket_indices
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from telemetry.layers.module_types import saturated_share
 from telemetry.records import Module, Output, Spread, StepRecord, TensorRecord
-from telemetry.sketch import Sketch
+from telemetry.records.sketch import Sketch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

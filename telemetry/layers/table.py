@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from telemetry.layers.record import LayerRecord, figure, layers_of
 from telemetry.records import StepRecord, TensorRecord, once
-from telemetry.sketch import Sketch
+from telemetry.records.sketch import Sketch
 
 MISSING = -1.0
 """Stands for a value that was not measured, among values that are never negative."""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from telemetry.measure.sampling import CODES, histogram_of_codes
 from telemetry.measure.tensors import Values, pieces, unit_shape, working
-from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
 from telemetry.records import TensorRecord
-from telemetry.sketch import Sketch
+from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
+from telemetry.records.sketch import Sketch
 from telemetry.torch_private.host_copy import HostCopy, current_stream, send
 
 # Bounds the temporary memory, about 40 bytes for each element of a piece.

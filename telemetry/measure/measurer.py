@@ -14,7 +14,7 @@ from telemetry.measure.device import DeviceTensors
 from telemetry.measure.native import Pending
 from telemetry.measure.tensors import values_of
 from telemetry.records import TensorRecord
-from telemetry.sketch import Sketch
+from telemetry.records.sketch import Sketch
 
 
 class Measurer:

@@ -18,21 +18,21 @@ from torch import Tensor
 
 from telemetry.measure.sampling import sample_step
 from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
-from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records import TensorRecord
-from telemetry.sketch import Sketch, sketch_array
+from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
+from telemetry.records.sketch import Sketch, sketch_array
 
 log = logging.getLogger("telemetry")
 
 available = False
-"""Whether ``telemetry._native`` is installed and not switched off by ``TELEMETRY_NATIVE=0``."""
+"""Whether the extension is installed and not switched off by ``TELEMETRY_NATIVE=0``."""
 
 native = "NumPy, because TELEMETRY_NATIVE is 0"
 """What measures tensors in CPU memory, in words."""
 
 if os.environ.get("TELEMETRY_NATIVE") != "0":
     try:
-        from telemetry import _native
+        from telemetry.measure import _native
     except ImportError as error:
         native = f"NumPy, because the C extension cannot be loaded: {error}"
         log.info(

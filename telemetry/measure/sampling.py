@@ -2,7 +2,7 @@
 
 A code is the upper 12 bits of a float32 number after rounding it to bfloat16: sign, exponent and
 three bits of mantissa. Codes 0..2047 are the buckets 0, 1, ... of positive numbers, 2048..4095
-those of negative ones; see :func:`telemetry.sketch.edges`.
+those of negative ones; see :func:`telemetry.records.sketch.edges`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from telemetry.measure.tensors import in_memory_order
-from telemetry.sketch import LAST_BUCKET
+from telemetry.records.sketch import LAST_BUCKET
 
 FULL_ELEMENTS = 65_536
 """The histogram of a larger tensor is that of a sample: it takes twice as long as the rest."""

@@ -15,12 +15,12 @@ from telemetry.capture import CapturedStep, LightStep
 from telemetry.events import summaries
 from telemetry.events.sink import Sink
 from telemetry.failures import Failures
-from telemetry.first_rank import is_first_rank
-from telemetry.loss import LossChoice
 from telemetry.pipeline.schedule import FullSteps
-from telemetry.plain_text import printable_lines
+from telemetry.ranks.first_rank import is_first_rank
 from telemetry.records import StepRecord
+from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
+from telemetry.shared.plain_text import printable_lines
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing.board import Board, needed_in_every_file
 

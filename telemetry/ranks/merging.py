@@ -11,8 +11,8 @@ from typing import Any, TypeVar, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.moments import COUNTS, POWER_SUMS
 from telemetry.records import Spread
+from telemetry.records.moments import COUNTS, POWER_SUMS
 
 T = TypeVar("T")
 Array = NDArray[Any]

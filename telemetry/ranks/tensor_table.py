@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
 from telemetry.ranks.merging import NO_ROWS, Table, by_key, group, merge_tables, minima, spreads
 from telemetry.ranks.share import Share
 from telemetry.records import TensorRecord
-from telemetry.sketch import LAST_BUCKET, Sketch
+from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
+from telemetry.records.sketch import LAST_BUCKET, Sketch
 
 _FIGURES = (*COUNTS, *POWER_SUMS, *EXTREMES)
 _CODES = 4096

@@ -23,7 +23,7 @@ from telemetry.records import (
     StepRecord,
     TensorRecord,
 )
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 
 _OF_OUTPUTS = ("outputs", "output_grads")
 _OF_PARAMETERS = ("grads", "weights", "second_moments")

@@ -18,8 +18,8 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.data_compat import migrate_value
 
 from telemetry.events import CorruptEventFileError, list_event_files, read_events
-from telemetry.page_format import PLUGIN_NAME
 from telemetry.reading.sources import Problems
+from telemetry.shared.page_format import PLUGIN_NAME
 
 MAX_KEPT_BYTES = {
     PLUGIN_NAME: 2 << 30,

@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 
 from telemetry.events.reading import events_from_end
-from telemetry.page_format import parse_chunk
-from telemetry.tag_names import TOTAL_GRAD_NORM, plain
+from telemetry.shared.page_format import parse_chunk
+from telemetry.shared.tag_names import TOTAL_GRAD_NORM, plain
 
 _TOTAL = plain(TOTAL_GRAD_NORM)
 _MARKS = (_TOTAL.encode(), b"telemetry/n/", b"telemetry/m/")

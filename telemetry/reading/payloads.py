@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from telemetry.alert import alert_fields
 from telemetry.layers import PAGE_STATISTICS
-from telemetry.page_format import FORMAT_VERSION
 from telemetry.reading import builtin_tags
 from telemetry.reading.distributions import distribution, histogram_table
 from telemetry.reading.matrix import Matrix
@@ -22,7 +21,8 @@ from telemetry.reading.numbers import Numbers
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
-from telemetry.tag_names import plain
+from telemetry.shared.page_format import FORMAT_VERSION
+from telemetry.shared.tag_names import plain
 
 MAX_PICTURE_PIXELS = 1 << 22
 """Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws."""

@@ -17,7 +17,7 @@ from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.log_dirs import only_log_dir, open_run
 from telemetry.reading.run_data import windows
-from telemetry.tag_names import plain
+from telemetry.shared.tag_names import plain
 
 Table: TypeAlias = Any
 """A ``pandas.DataFrame``; where pandas is not installed, a dict of arrays by column."""

@@ -13,17 +13,7 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.layers import MISSING, PAGE_STATISTICS
-from telemetry.movers import FEWEST_TO_SHOW, LOOK_BACK, Mover, movers
-from telemetry.page_format import (
-    ALERT_PREFIX,
-    LAYOUT_PREFIX,
-    PLUGIN_NAME,
-    ChunkKind,
-    NewerFormatError,
-    decode_alert,
-    decode_layout,
-    parse_layout_tag,
-)
+from telemetry.layers.movers import FEWEST_TO_SHOW, LOOK_BACK, Mover, movers
 from telemetry.reading.matrix import WHOLE, Matrix, Region, in_order
 from telemetry.reading.numbers import CALL_TAGS, EVERY_STEP, NumberCache, Numbers, of_modules
 from telemetry.reading.sessions import (
@@ -37,7 +27,17 @@ from telemetry.reading.sessions import (
 )
 from telemetry.reading.sources import RunSource
 from telemetry.records import Layout
-from telemetry.untrusted import MAX_WHOLE
+from telemetry.shared.page_format import (
+    ALERT_PREFIX,
+    LAYOUT_PREFIX,
+    PLUGIN_NAME,
+    ChunkKind,
+    NewerFormatError,
+    decode_alert,
+    decode_layout,
+    parse_layout_tag,
+)
+from telemetry.shared.untrusted import MAX_WHOLE
 
 _OF_RANKS = {statistic.name for statistic in PAGE_STATISTICS if statistic.of_ranks}
 

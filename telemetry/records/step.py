@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.loss import loss_among
+from telemetry.records.loss import loss_among
 from telemetry.records.ranks import RankFacts
 from telemetry.records.tensor import Output, TensorRecord
 
@@ -125,7 +125,7 @@ class StepRecord:
         learning_rates: Of each parameter group; of several optimizers, in the order in which they
             first stepped.
         scalars: What the user logged for this step, by name.
-        loss_tag: Which of them is the loss; None: as :func:`telemetry.loss.loss_among` says.
+        loss_tag: Which of them is the loss; None: see :func:`telemetry.records.loss.loss_among`.
         loss_scale: Factor of a ``GradScaler`` on the loss; all gradients here are without it.
         skipped_steps: Steps that a ``GradScaler`` has skipped so far.
         skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.sketch import Sketch
+from telemetry.records.sketch import Sketch
 
 
 class Output(NamedTuple):

@@ -19,12 +19,12 @@ from telemetry.events.given_writer import GivenWriter
 from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import SummaryWriter
 from telemetry.failures import Failures
-from telemetry.first_rank import Role, may_be_any_rank
 from telemetry.flight import FlightRecorder
-from telemetry.page_format import encode_alert, new_session_id
+from telemetry.ranks.first_rank import Role, may_be_any_rank
 from telemetry.run.arguments import FirstStep, log_dir_of
 from telemetry.run.claim import DirectoryClaim
 from telemetry.run.resuming import resolved
+from telemetry.shared.page_format import encode_alert, new_session_id
 
 _FLUSH_S = 0.75
 """A step waits in the pipeline, and on the page for as long, before it comes to the writer; two

@@ -20,8 +20,6 @@ from telemetry.alert import Alert, TelemetryAlert
 from telemetry.capture import Budget, Capture, Content
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
-from telemetry.first_rank import Ranks, rank_and_world_size, role_of
-from telemetry.loss import LossChoice
 from telemetry.pipeline import (
     CLOSE_TIMEOUT_S,
     FullSteps,
@@ -31,8 +29,10 @@ from telemetry.pipeline import (
     ReadyValues,
     every,
 )
-from telemetry.rank_processing import RankProcessor
+from telemetry.pipeline.rank_processing import RankProcessor
+from telemetry.ranks.first_rank import Ranks, rank_and_world_size, role_of
 from telemetry.ranks.observer import RankObserver
+from telemetry.records.loss import LossChoice
 from telemetry.run.arguments import (
     Alerts,
     FirstStep,
@@ -53,7 +53,7 @@ from telemetry.run.arguments import (
 from telemetry.run.files import RunFiles
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection, Selectors
-from telemetry.tag_names import RUN
+from telemetry.shared.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing import hparams, links
 from telemetry.writing.board import Board

@@ -16,11 +16,11 @@ from werkzeug import wrappers
 from werkzeug.exceptions import BadRequest, NotFound
 
 from telemetry.layers import PAGE_STATISTICS
-from telemetry.page_format import PLUGIN_NAME, NewerFormatError
 from telemetry.reading import payloads
 from telemetry.reading.matrix import WHOLE, Region, thin
 from telemetry.reading.run_data import RunData
 from telemetry.reading.sessions import Layer
+from telemetry.shared.page_format import PLUGIN_NAME, NewerFormatError
 from telemetry.tensorboard_plugin.provider_source import ProviderSource
 from telemetry.tensorboard_plugin.requests import answer, number, send, text
 from telemetry.tensorboard_plugin.run_table import RunTable, list_runs

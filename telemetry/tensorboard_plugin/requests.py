@@ -10,7 +10,7 @@ from tensorboard.backend import http_util
 from werkzeug import wrappers
 from werkzeug.exceptions import BadRequest, HTTPException
 
-from telemetry.untrusted import MAX_NAME, MAX_WHOLE
+from telemetry.shared.untrusted import MAX_NAME, MAX_WHOLE
 
 log = logging.getLogger(__name__)
 

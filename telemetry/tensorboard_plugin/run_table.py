@@ -16,7 +16,10 @@ from tensorboard.plugins.hparams import error as hparams_error
 from tensorboard.plugins.hparams import metadata
 
 from telemetry.alert import Alert
-from telemetry.page_format import (
+from telemetry.reading.builtin_tags import loss_of
+from telemetry.reading.log_dirs import natural_key
+from telemetry.reading.sessions import Sessions, session_of
+from telemetry.shared.page_format import (
     ALERT_PREFIX,
     LAYOUT_PREFIX,
     PLUGIN_NAME,
@@ -27,9 +30,6 @@ from telemetry.page_format import (
     parse_chunk,
     session_start_s,
 )
-from telemetry.reading.builtin_tags import loss_of
-from telemetry.reading.log_dirs import natural_key
-from telemetry.reading.sessions import Sessions, session_of
 from telemetry.tensorboard_plugin.provider_source import content_of, list_tags, read_tags
 
 _SILENT_S = 300.0

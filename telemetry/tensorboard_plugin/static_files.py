@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import PurePath
 
-from telemetry.heat_map import INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR
+from telemetry.shared.heat_map import INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR
 
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
 """By the ending of a file's name."""
@@ -61,7 +61,7 @@ def _variable(name: str) -> str:
 
 
 def _colors() -> bytes:
-    """A module with the colors of :mod:`telemetry.heat_map`."""
+    """A module with the colors of :mod:`telemetry.shared.heat_map`."""
     constants = {
         "VIRIDIS": VIRIDIS,
         "NAN_COLORS": NAN_COLORS,

@@ -12,10 +12,10 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
-from telemetry.page_format import LAYOUT_PREFIX, LOSS_PREFIX
-from telemetry.plain_text import printable
 from telemetry.records import StepRecord
-from telemetry.tag_names import RUN
+from telemetry.shared.page_format import LAYOUT_PREFIX, LOSS_PREFIX
+from telemetry.shared.plain_text import printable
+from telemetry.shared.tag_names import RUN
 from telemetry.writing import custom_scalars, tags
 from telemetry.writing.bulk import Bulk
 from telemetry.writing.curves import LearningRates, StepTimes, depth_values, rank_values

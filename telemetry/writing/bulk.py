@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from telemetry.events import summaries
 from telemetry.events.summaries import FLOAT32_MAX
-from telemetry.images import encode_png
-from telemetry.sketch import BUCKETS_PER_OCTAVE, LAST_BUCKET, Sketch, edges
+from telemetry.measure.images import encode_png
+from telemetry.records.sketch import BUCKETS_PER_OCTAVE, LAST_BUCKET, Sketch, edges
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from telemetry.events import summaries
 from telemetry.layers import STATISTICS, Statistic, table
 from telemetry.records import RankFacts, StepRecord
-from telemetry.tag_names import RUN, plain
+from telemetry.shared.tag_names import RUN, plain
 
 
 class LearningRates:

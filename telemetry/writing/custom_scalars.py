@@ -10,8 +10,8 @@ import re
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from telemetry.events import summaries
-from telemetry.loss import LOSS_TAGS
-from telemetry.tag_names import RUN
+from telemetry.records.loss import LOSS_TAGS
+from telemetry.shared.tag_names import RUN
 from telemetry.writing.curves import DEPTH_CURVES
 
 

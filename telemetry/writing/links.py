@@ -9,8 +9,8 @@ import shlex
 import sys
 from urllib.parse import quote
 
-from telemetry.first_rank import is_first_rank
-from telemetry.tag_names import TOTAL_GRAD_NORM
+from telemetry.ranks.first_rank import is_first_rank
+from telemetry.shared.tag_names import TOTAL_GRAD_NORM
 
 log = logging.getLogger("telemetry")
 

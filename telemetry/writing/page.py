@@ -11,7 +11,8 @@ from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.events.summaries import FLOAT32_MAX
 from telemetry.layers import MATRIX_STATISTICS, MISSING, RANK_STATISTICS, Statistic, table
-from telemetry.page_format import (
+from telemetry.records import Layout, StepRecord
+from telemetry.shared.page_format import (
     EVENTS_PER_TAG,
     NORM_BLOCK_BYTES,
     PLUGIN_NAME,
@@ -26,7 +27,6 @@ from telemetry.page_format import (
     loss_tag,
     new_session_id,
 )
-from telemetry.records import Layout, StepRecord
 
 _BLOCK_S = 0.75
 """The writer adds up to a second, so a step is in the file after at most two seconds."""

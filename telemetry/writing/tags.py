@@ -12,11 +12,19 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.layers import PARAMETER_STATISTICS, table
-from telemetry.plain_text import printable
 from telemetry.records import Layout, Output, Parameter, StepRecord
+from telemetry.records.sketch import Sketch
 from telemetry.selection import evenly
-from telemetry.sketch import Sketch
-from telemetry.tag_names import ALERTS, HISTOGRAMS, IMAGES, LAYERS, RUN, TOTAL_GRAD_NORM, numbered
+from telemetry.shared.plain_text import printable
+from telemetry.shared.tag_names import (
+    ALERTS,
+    HISTOGRAMS,
+    IMAGES,
+    LAYERS,
+    RUN,
+    TOTAL_GRAD_NORM,
+    numbered,
+)
 from telemetry.writing.bulk import Bulk
 
 MANY = 64
@@ -28,8 +36,8 @@ SHOWN_OF_MANY = 12
 def values_of(record: StepRecord, bulk: Bulk | None = None) -> Iterator[bytes]:
     """The values of one step; if it was not measured in full, only the total gradient norm.
 
-    Tags are ``statistic/NNNN.name`` (:func:`~telemetry.tag_names.numbered`), in those of a phase
-    behind the phase's name, and begin with the group in which TensorBoard shows them.
+    Tags are ``statistic/NNNN.name`` (:func:`~telemetry.shared.tag_names.numbered`), in those of a
+    phase behind the phase's name, and begin with the group in which TensorBoard shows them.
 
     Args:
         record: The step.

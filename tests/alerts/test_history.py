@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from telemetry.alerts.history import Ranked, middle
 from telemetry.alerts.memory import restore, to_plain
-from telemetry.movers import NORMAL_CONSISTENT
+from telemetry.layers.movers import NORMAL_CONSISTENT
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
 

@@ -13,7 +13,7 @@ import pytest
 from telemetry.alert import Alert
 from telemetry.flight import FlightRecorder, explain
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 
 
 def fly(

@@ -12,7 +12,7 @@ from telemetry.alert import Alert
 from telemetry.flight import FlightRecorder, flight_files, read_flight
 from telemetry.flight.file import MAX_MODULES
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 
 
 def write(log_dir: Path, *, modules: int, culprit: int = 0, steps: int = 3) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.flight import FlightRecorder, flight_files, read_flight
 from telemetry.flight import recorder as recorder_module
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 
 SEED = 7
 

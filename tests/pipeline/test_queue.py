@@ -21,13 +21,13 @@ from telemetry.events.background import BackgroundWriter
 from telemetry.events.sink import Sink as AnySink
 from telemetry.events.summaries import event_of
 from telemetry.failures import Failures
-from telemetry.loss import LossChoice
 from telemetry.measure import Measurer
 from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every
 from telemetry.pipeline import queue as pipeline_module
 from telemetry.records import Layout, StepRecord
+from telemetry.records.loss import LossChoice
 from telemetry.rule import AnyRule, Rule, as_rule
-from telemetry.tag_names import plain
+from telemetry.shared.tag_names import plain
 from telemetry.writing.board import Board
 
 LAYOUT = Layout(modules=(), parameters=())

@@ -22,7 +22,7 @@ from telemetry.ranks.stage_part import StagePart, checks_of, differing, merge_ch
 from telemetry.ranks.tensor_table import EMPTY, Row, TensorTable
 from telemetry.ranks.whole import Whole
 from telemetry.records import Layout, Module, Parameter, Spread, TensorRecord
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 
 ROW = Row(0, "weights", "layer.weight")
 VALUES = st.floats(allow_nan=True, allow_infinity=True, width=32)

@@ -18,12 +18,12 @@ from members import Process, every
 from numpy.typing import NDArray
 
 from telemetry.alerts.ranks_diverge import RanksDiverge
-from telemetry.moments import COUNTS
 from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.rank_part import RankPart, merge
 from telemetry.ranks.whole import Whole
 from telemetry.records import Output, StepRecord, TensorRecord
-from telemetry.sketch import LAST_BUCKET
+from telemetry.records.moments import COUNTS
+from telemetry.records.sketch import LAST_BUCKET
 from telemetry.testing import alerts_of
 
 ON_TWO = [

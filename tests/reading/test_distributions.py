@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from telemetry.reading.distributions import distribution, histogram_table
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 
 
 def point(values: np.ndarray, step: int = 0) -> tuple[int, np.ndarray]:

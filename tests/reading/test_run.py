@@ -22,7 +22,7 @@ from telemetry.reading import payloads
 from telemetry.reading.files import FileSource
 from telemetry.reading.last_step import event_files, last_step
 from telemetry.reading.log_dirs import open_run
-from telemetry.tag_names import plain
+from telemetry.shared.tag_names import plain
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.events import FileWriter, summaries
 from telemetry.layers import MATRIX_STATISTICS
-from telemetry.page_format import (
+from telemetry.reading.run_data import RunData
+from telemetry.records import Layout, Module, Parameter
+from telemetry.shared.page_format import (
     EVENTS_PER_TAG,
     PLUGIN_NAME,
     Chunk,
@@ -20,8 +22,6 @@ from telemetry.page_format import (
     encode_layout,
     layout_tag,
 )
-from telemetry.reading.run_data import RunData
-from telemetry.records import Layout, Module, Parameter
 
 COLUMN = {statistic.name: index for index, statistic in enumerate(MATRIX_STATISTICS)}
 ValuesOf = Callable[[int], NDArray[np.float32]]

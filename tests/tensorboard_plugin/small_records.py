@@ -8,7 +8,7 @@ import numpy as np
 from known_runs import layout_of
 
 from telemetry.records import Output, StepRecord, TensorRecord
-from telemetry.sketch import sketch_array
+from telemetry.records.sketch import sketch_array
 
 LAYOUT = layout_of([f"layer{i}" for i in range(4)])
 

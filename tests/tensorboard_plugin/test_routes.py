@@ -16,8 +16,8 @@ from known_runs import alert_at, layout_of, write_run
 
 from telemetry.events import FileWriter, summaries
 from telemetry.layers import MATRIX_STATISTICS, PAGE_STATISTICS
-from telemetry.page_format import PLUGIN_NAME, layout_tag
 from telemetry.reading import payloads
+from telemetry.shared.page_format import PLUGIN_NAME, layout_tag
 from telemetry.tensorboard_plugin import plugin
 from telemetry.tensorboard_plugin.loader import TelemetryLoader
 from telemetry.writing import hparams

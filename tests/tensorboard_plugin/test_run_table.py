@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from telemetry.page_format import Chunk, alert_tag, end_tag, layout_tag
+from telemetry.shared.page_format import Chunk, alert_tag, end_tag, layout_tag
 from telemetry.tensorboard_plugin.run_table import RunEntry, list_runs, run_entry
 
 FIRST, SECOND = "20260101-120000.000000-aaaa", "20260102-120000.000000-bbbb"

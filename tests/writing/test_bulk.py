@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from serialized import parsed, summary_of
 from tensorboard.util.tensor_util import make_ndarray
 
-from telemetry.sketch import Sketch, sketch_array
+from telemetry.records.sketch import Sketch, sketch_array
 from telemetry.writing.bulk import (
     _AT_ONCE,
     Bulk,

@@ -7,8 +7,8 @@ from serialized import parsed, summary_of, tags_of
 
 from telemetry.alert import Alert
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
-from telemetry.sketch import sketch_array
-from telemetry.tag_names import plain
+from telemetry.records.sketch import sketch_array
+from telemetry.shared.tag_names import plain
 from telemetry.writing.tags import alert_value, values_of
 
 LAYOUT = Layout(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.moments import POWER_SUMS, Moments
+from telemetry.records.moments import POWER_SUMS, Moments
 
 BUCKETS_PER_OCTAVE = 8
 LAST_BUCKET = 2039

@@ -16,7 +16,6 @@ from telemetry.capture import CapturedStep, LightStep
 from telemetry.capture.rank_part import PartMaker
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
-from telemetry.loss import LossChoice
 from telemetry.pipeline import FullSteps, Item, LoggedScalars, Processor, ReadyValues
 from telemetry.pipeline.queue import MAX_BYTES
 from telemetry.ranks.channel import CLOSE_S, Channel
@@ -26,6 +25,7 @@ from telemetry.ranks.part import News, Part, named
 from telemetry.ranks.rank_part import RankPart, merge
 from telemetry.ranks.whole import Whole
 from telemetry.records import StepRecord
+from telemetry.records.loss import LossChoice
 from telemetry.torch_private.host_copy import HostCopy
 
 _OWN_KEPT = 8

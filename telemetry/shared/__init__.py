@@ -1,0 +1,1 @@
+"""What several parts share: texts, names of tags, the page's format, pictures, files of others."""
