@@ -79,24 +79,6 @@ def read_in_every_way(native: ModuleType, address: int, count: int, letter: str)
     assert (square >= 0) | np.isnan(square)
 
 
-def count_in_bins(native: ModuleType, memory: Memory) -> None:
-    """Any finite numbers, and infinity, which is not to be given."""
-    edges = np.append(np.linspace(-2.0, 2.0, 41), np.inf)
-    cells = np.arange(1 << 16, dtype=np.uint64) << np.uint64(48)
-    ends = np.stack([cells, cells | np.uint64((1 << 48) - 1)]).view(np.float64)
-    below = edges[:-1].searchsorted(ends.min(axis=0), "right").astype(np.int32).tobytes()
-    for count in SIZES:
-        values = np.random.default_rng(count).normal(size=count)
-        with memory(values.nbytes) as address:
-            ctypes.memmove(address, values.tobytes(), values.nbytes)
-            found = np.frombuffer(native.count_bins(address, count, below, edges.tobytes()), int)
-            assert found.sum() == count
-            inside = (values >= edges[0]) & (values < edges[-2])
-            assert found[1:-1].tolist() == np.histogram(values[inside], edges[:-1])[0].tolist()
-            ctypes.memmove(address, np.full(count, np.inf).tobytes(), values.nbytes)
-            native.count_bins(address, count, below, edges.tobytes())
-
-
 def load(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location("_native", path)
     assert spec is not None
@@ -111,4 +93,3 @@ if __name__ == "__main__":
     for instructions in extension.instructions():
         extension.use_instructions(instructions)
         read_everything(extension, on_the_heap)
-    count_in_bins(extension, on_the_heap)

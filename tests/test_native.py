@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from moments_close import assert_moments_close
-from native_cases import LETTERS, count_in_bins, libc, read_everything
+from native_cases import LETTERS, libc, read_everything
 from numpy.typing import NDArray
 from require import needs_tensor_reader
 from torch import Tensor
@@ -308,16 +308,6 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
     for wrong in ((address,), address):
         with pytest.raises(TypeError, match="tuples of 7"):
             _native.measure(wrong)  # type: ignore[arg-type]
-    edges = np.array([0.0, np.inf]).tobytes()
-    for below in (bytes(4), bytes(1 << 17)):
-        with pytest.raises(ValueError, match="65536 cells"):
-            _native.count_bins(address, 3, below, edges)
-    with pytest.raises(ValueError, match="one edge"):
-        _native.count_bins(address, 3, bytes(1 << 18), b"")
-    with pytest.raises(ValueError, match="count"):
-        _native.count_bins(address, -1, bytes(1 << 18), edges)
-    with pytest.raises(TypeError, match="bytes"):
-        _native.count_bins(address, 3, bytes(1 << 18), [0.0])  # type: ignore[arg-type]
     for lists in (([address], [6, 6], b"f"), ([address], [6], b"ff"), ([address], [6])):
         with pytest.raises(ValueError, match="as long"):
             _native.squared_norms(*lists)
@@ -346,7 +336,6 @@ def before_a_page_that_must_not_be_read(size: int) -> Iterator[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_nothing_beyond_a_page_is_read() -> None:
     read_everything(_native, before_a_page_that_must_not_be_read)
-    count_in_bins(_native, before_a_page_that_must_not_be_read)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")

@@ -7,17 +7,14 @@ time; what is out of the ordinary is left to torch.
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensorboard.compat.proto.summary_pb2 import HistogramProto
 from torch.utils import tensorboard
 from torch.utils.tensorboard import summary
@@ -26,15 +23,6 @@ from torch.utils.tensorboard._convert_np import make_np
 from telemetry.events import summaries
 from telemetry.events.background import PATIENCE_S, each_within
 from telemetry.events.file_writer import FileWriter
-from telemetry.measure.native import available
-
-if available:
-    from telemetry.measure import _native
-
-# A cell is what the float64 numbers with the same upper 16 bits have in common: a sign, an
-# exponent and 4 bits of mantissa. Its far end is at most 1/16 above its near one.
-_CELL_SHIFT = 48
-_CELLS = 1 << 16
 
 
 class _File(FileWriter, tensorboard.FileWriter):  # type: ignore[misc]  # says whether it flushed
@@ -70,7 +58,6 @@ class SummaryWriter(tensorboard.SummaryWriter):
     # In torch they are annotated as None only.
     file_writer: FileWriter | None  # type: ignore[assignment]
     all_writers: dict[str, FileWriter] | None  # type: ignore[assignment]
-    _bins: _Bins | None = None
     _opening: AbstractContextManager[object] = nullcontext()  # of a copy, which writes nothing
 
     def __init__(
@@ -167,32 +154,9 @@ class SummaryWriter(tensorboard.SummaryWriter):
     ) -> None:
         value = None
         if isinstance(bins, str) and bins == "tensorflow" and max_bins is None:
-            if self._bins is None:
-                self._bins = _bins_of(tuple(self.default_bins))
-            value = self._bins.histogram(tag, values)
+            value = _histogram(tag, values, self.default_bins)
         if value is None:
             super().add_histogram(tag, values, global_step, bins, walltime, max_bins)
-        else:
-            self._write_values([value], global_step, walltime)
-
-    def add_histogram_raw(
-        self,
-        tag: str,
-        min: float,
-        max: float,
-        num: int,
-        sum: float,
-        sum_squares: float,
-        bucket_limits: Any,
-        bucket_counts: Any,
-        global_step: int | None = None,
-        walltime: float | None = None,
-    ) -> None:
-        figures = HistogramProto(min=min, max=max, num=num, sum=sum, sum_squares=sum_squares)
-        value = _raw_histogram(tag, figures, bucket_limits, bucket_counts)
-        if value is None:
-            given = (tag, min, max, num, sum, sum_squares, bucket_limits, bucket_counts)
-            super().add_histogram_raw(*given, global_step, walltime)
         else:
             self._write_values([value], global_step, walltime)
 
@@ -244,67 +208,30 @@ def _scalar(tag: str, value: Any) -> bytes:
     return bytes(summary.scalar(tag, value).SerializeToString())
 
 
-def _raw_histogram(tag: str, figures: HistogramProto, limits: Any, counts: Any) -> bytes | None:
-    """What ``add_histogram_raw`` writes of lists of numbers; None if it is left to torch."""
-    are_lists = type(limits) is list and type(counts) is list
-    if type(tag) is not str or not are_lists or not 0 < len(limits) == len(counts):
-        return None
-    floats = f"<{len(limits)}d"
-    try:
-        limits, counts = struct.pack(floats, *limits), struct.pack(floats, *counts)
-    except struct.error:  # no numbers
-        return None
-    return summaries.histogram_proto(tag, figures.SerializeToString(), limits, counts)
+def _histogram(tag: str, values: Any, bins: Sequence[float]) -> bytes | None:
+    """What ``add_histogram`` writes of these values; None if that is left to torch.
 
-
-class _Bins:
-    """Bins of histograms; the C extension takes one look into a table and one comparison a value.
-
-    That takes edges that grow by more than 1/16 from one to the next, as those of torch do; others
-    are left to torch.
+    Args:
+        bins: Edges, ascending, where a bin ends and the next begins.
     """
-
-    def __init__(self, edges: tuple[float, ...]) -> None:
-        self._edges = np.array([*edges, np.inf])
-        cells = np.arange(_CELLS, dtype=np.uint64) << np.uint64(_CELL_SHIFT)
-        ends = np.stack([cells, cells | np.uint64((1 << _CELL_SHIFT) - 1)]).view(np.float64)
-        # How many edges there are up to each cell's smallest number; all are up to NaN.
-        below = self._edges[:-1].searchsorted(ends.min(axis=0), "right")
-        up_to = self._edges[:-1].searchsorted(ends.max(axis=0), "right")
-        self._tables = below.astype(np.int32).tobytes(), self._edges.tobytes()
-        self._fit = bool((up_to - below <= 1).all())
-
-    def histogram(self, tag: str, values: Any) -> bytes | None:
-        """What ``add_histogram`` writes of these values; None if that is left to torch."""
-        found = make_np(values)
-        if not self._fit or type(tag) is not str or not found.size or found.dtype.kind not in "fiu":
-            return None
-        flat = found.astype(np.float64).reshape(-1)
-        low, high = np.minimum.reduce(flat), np.maximum.reduce(flat)
-        if not (self._edges[0] <= low and high < self._edges[-2]):  # or NaN
-            return None
-        counts = self._count(flat)
-        first, last = counts.nonzero()[0][[0, -1]].tolist()
-        figures = HistogramProto(
-            min=low, max=high, num=flat.size, sum=np.add.reduce(flat), sum_squares=flat.dot(flat)
-        )
+    found, edges = make_np(values), np.array([*bins, np.inf])
+    if type(tag) is not str or not found.size or found.dtype.kind not in "fiu":
+        return None
+    flat = found.astype(np.float64).reshape(-1)
+    low, high = np.minimum.reduce(flat), np.maximum.reduce(flat)
+    if not (edges[0] <= low and high < edges[-2]):  # or NaN
+        return None
+    places = edges.searchsorted(flat, "right")
+    counts = np.bincount(places, minlength=len(edges) - 1)[1:].astype(np.float64)
+    first, last = counts.nonzero()[0][[0, -1]].tolist()
+    histogram = HistogramProto(
+        min=low,
+        max=high,
+        num=flat.size,
+        sum=np.add.reduce(flat),
+        sum_squares=flat.dot(flat),
+        bucket_limit=edges[first : last + 2],
         # Readers know right edges alone; that of an empty bucket is where the first one begins.
-        shown = counts[first - 1 : last + 1] if first else np.append(0.0, counts[: last + 1])
-        limits = self._edges[first : last + 2]
-        return summaries.histogram_proto(
-            tag, figures.SerializeToString(), limits.tobytes(), shown.tobytes()
-        )
-
-    def _count(self, flat: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How many values lie in each bin, shape ``[bins]``; each lies in one."""
-        if available:
-            found = _native.count_bins(flat.ctypes.data, flat.size, *self._tables)
-            return np.frombuffer(found, np.int64)[1:-1].astype(np.float64)
-        places = self._edges.searchsorted(flat, "right")
-        return np.bincount(places, minlength=len(self._edges) - 1)[1:].astype(np.float64)
-
-
-@lru_cache(maxsize=4)
-def _bins_of(edges: tuple[float, ...]) -> _Bins:
-    """Making them takes milliseconds."""
-    return _Bins(edges)
+        bucket=counts[first - 1 : last + 1] if first else np.append(0.0, counts[: last + 1]),
+    )
+    return summaries.histogram_proto(tag, histogram)

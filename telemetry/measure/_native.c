@@ -1168,60 +1168,6 @@ static PyObject *python_take_norms(PyObject *module, PyObject *const *args, Py_s
     return PyFloat_FromDouble(found < 0 ? -1.0 : total);
 }
 
-/* --- bins ------------------------------------------------------------------------------------- */
-
-/* Values in bins whose edges are ascending. ``below`` has, for all values with the same upper 16
- * bits, the number of edges up to the least of them; at most one edge lies among them. Two values
- * are counted at the same time, because equal ones would wait for each other's count. */
-NOT_INLINE void count_bins(const double *values, int64_t count, const int32_t *below,
-                           const double *edges, int64_t *odd, int64_t *even)
-{
-    for (int64_t i = 0; i < count; i++) {
-        uint64_t bits;
-        memcpy(&bits, &values[i], sizeof bits);
-        int32_t place = below[bits >> 48];
-        place += values[i] >= edges[place];
-        (i & 1 ? odd : even)[place]++;
-    }
-}
-
-static PyObject *python_count_bins(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
-{
-    (void)module;
-    Tensor tensor;
-    if (arg_count != 4 || !PyBytes_Check(args[2]) || !PyBytes_Check(args[3])) {
-        PyErr_SetString(PyExc_TypeError, "count_bins() takes two integers and bytes twice");
-        return NULL;
-    }
-    if (!fill_tensor(args[0], args[1], 'd', &tensor))
-        return NULL;
-    Py_ssize_t bins = PyBytes_Size(args[3]) / (Py_ssize_t)sizeof(double);
-    if (PyBytes_Size(args[2]) != 65536 * (Py_ssize_t)sizeof(int32_t) || bins < 1) {
-        PyErr_SetString(PyExc_ValueError, "there are 65536 cells, and at least one edge");
-        return NULL;
-    }
-    PyObject *result = PyByteArray_FromStringAndSize(NULL, bins * (Py_ssize_t)sizeof(int64_t));
-    int64_t *counts = calloc((size_t)bins * 2 + 1, sizeof(int64_t)); /* one for infinity */
-    if (result != NULL && counts == NULL) {
-        PyErr_NoMemory();
-        Py_CLEAR(result);
-    }
-    if (result != NULL) {
-        const int32_t *below = (const int32_t *)(const void *)PyBytes_AsString(args[2]);
-        const double *edges = (const double *)(const void *)PyBytes_AsString(args[3]);
-        PyThreadState *state = tensor.count > GIL_KEPT ? PyEval_SaveThread() : NULL;
-        count_bins((const double *)(const void *)tensor.values, tensor.count, below, edges, counts,
-                   counts + bins);
-        for (Py_ssize_t i = 0; i < bins; i++)
-            counts[i] += counts[bins + i];
-        if (state != NULL)
-            PyEval_RestoreThread(state);
-        memcpy(PyByteArray_AsString(result), counts, (size_t)bins * sizeof(int64_t));
-    }
-    free(counts);
-    return result;
-}
-
 /* --- the module ------------------------------------------------------------------------------- */
 
 static PyObject *python_instructions(PyObject *module, PyObject *unused)
@@ -1254,7 +1200,6 @@ static PyMethodDef methods[] = {
     {"measure_tensors", METHOD(python_measure_tensors), METH_FASTCALL, NULL},
     {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
     {"take_norms", METHOD(python_take_norms), METH_FASTCALL, NULL},
-    {"count_bins", METHOD(python_count_bins), METH_FASTCALL, NULL},
     {"instructions", python_instructions, METH_NOARGS, NULL},
     {"use_instructions", python_use_instructions, METH_O, NULL},
     {NULL, NULL, 0, NULL},

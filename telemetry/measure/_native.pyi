@@ -88,23 +88,6 @@ def squared_norms(addresses: list[int], counts: list[int], dtypes: bytes, /) -> 
         ValueError: The arguments are not equally long, or a dtype is not known.
     """
 
-def count_bins(address: int, count: int, below: bytes, edges: bytes, /) -> bytearray:
-    """How many values of a float64 array lie in each of many bins.
-
-    Args:
-        address: Of the first value, aligned.
-        count: How many there are; none is infinite or NaN.
-        below: For all values with the same upper 16 bits, the number of edges that are not above
-            the least of them, int32 ``[65536]``. At most one more edge is among them.
-        edges: Ascending float64 ``[k]``; no value reaches the last one.
-
-    Returns:
-        int64 ``[k]``: values below the first edge, and from each edge but the last up to the next.
-
-    Raises:
-        ValueError: ``below`` or ``edges`` has another length.
-    """
-
 def instructions() -> list[str]:
     """Sets of instructions for which there is code that this processor can execute.
 
