@@ -13,6 +13,7 @@ import socket
 import time
 from collections import OrderedDict
 from pathlib import Path
+from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from telemetry import HookLogger
-from telemetry.writing.links import how_to_look
+from telemetry.writing.links import command
 
 FAULTS = (
     "none", "exploding", "vanishing", "nonfinite", "dead", "saturated", "lr_too_high", "lr_too_low",
@@ -71,7 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"alerts            {len(logger.alerts) or 'none'}")
     for alert in logger.alerts:
         print(f"  {alert.title}: {alert.message.splitlines()[0]}")
-    print(f"\nLook at it with:\n{how_to_look(log_dir)}")
+    page = f"http://localhost:6006/#telemetry&p.telemetry.run={quote(Path(log_dir).name, safe='')}"
+    print(f"\nLook at it with:\n{command(log_dir)} --port 6006\n  layers over steps: {page}")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -11,7 +11,7 @@ import pytest
 from plain_events import EventAccumulator
 
 import train_mnist
-from telemetry.writing.links import how_to_look
+from telemetry.writing.links import command
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,8 @@ def test_mnist_is_learned_and_raises_no_alert(
     assert accuracy is not None
     assert float(accuracy[1]) >= 97
     assert re.search(r"alerts +none", printed)
-    assert printed.endswith(f"{how_to_look(str(tmp_path))}\n")
+    assert f"{command(str(tmp_path))} --port 6006\n" in printed
+    assert printed.endswith(f"/#telemetry&p.telemetry.run={tmp_path.name}\n")
 
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
     events.Reload()

@@ -8,7 +8,7 @@ from typing import Any
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import Course
-from telemetry.alerts.memory import differ, restore, to_plain
+from telemetry.alerts.memory import lacks, restore, to_plain
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
 from telemetry.shared.plain_text import steps_in_words
@@ -120,7 +120,7 @@ class OneCause(Rule):
         for name, part in parts.items():
             try:
                 restore(part, state[name])
-                if differ(to_plain(part), state[name]):
+                if lacks(state[name], to_plain(part)):
                     misfits.append(f"{name} begins anew in part")
             except (TypeError, ValueError, KeyError):
                 misfits.append(f"{name} begins anew")
@@ -293,8 +293,8 @@ def _in_words(consequence: str) -> str:
     return f"{kind.replace('_', ' ')}{space}{where}"
 
 
+# Faults that do not pass with what caused them.
 _STATES = {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}
-"""Faults that do not pass with what caused them."""
 
 _OF_LARGE_STEPS = _EXPLOSIONS | {"dead_units", "saturated_units", "nonfinite"}
 _RATE_ADVICE = (

@@ -95,8 +95,8 @@ class Judge:
             yield rule.name if count == 1 else f"{rule.name} {count}", rule
 
 
+# What a rule had once, to pass over steps at which it would find nothing.
 _NO_LONGER_ASKED = ("quiet_steps", "pass_over", "narrow")
-"""What a rule had once, to pass over steps at which it would find nothing."""
 
 
 def _checked(found: object) -> Iterator[Alert]:

@@ -33,11 +33,11 @@ def to_plain(value: object) -> Any:
     return {name: to_plain(getattr(value, name)) for name in get_type_hints(type(value))}
 
 
-def differ(now: object, before: object) -> bool:
-    """Whether one of two plain states has attributes that the other, of another release, lacks."""
+def lacks(before: object, now: object) -> bool:
+    """Whether a plain state, of another release, lacks attributes that one of this release has."""
     if not (isinstance(now, Mapping) and isinstance(before, Mapping)):
         return False
-    return now.keys() != before.keys() or any(differ(now[name], before[name]) for name in now)
+    return not now.keys() <= before.keys() or any(lacks(before[name], now[name]) for name in now)
 
 
 def restore(target: object, plain: object) -> None:

@@ -434,8 +434,8 @@ def _received(record: StepRecord, output: Output) -> float | None:
     return None
 
 
+# Modules that return as many positions as they are given, or fewer.
 _KEEP_POSITIONS = CONVOLUTIONS | {"Linear"} | NORMALIZATIONS | UNBOUNDED | DROPOUTS
-"""Modules that return as many positions as they are given, or fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)

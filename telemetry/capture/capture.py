@@ -61,11 +61,11 @@ class Content:
                 raise TypeError(f"HookLogger({name}={value!r}): must be True or False")
 
 
+# Stands for the norm of a gradient that there is not.
 _ABSENT = -1.0
-"""Stands for the norm of a gradient that there is not."""
 
+# Whether a ``GradScaler`` calls is seen once in so many steps.
 _LOOK_STEPS = 8
-"""Whether a ``GradScaler`` calls is seen once in so many steps."""
 
 
 class LightReader:

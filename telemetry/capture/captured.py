@@ -24,24 +24,24 @@ from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.torch_private import initial_scale, scaler_state
 from telemetry.torch_private.host_copy import HostCopy
 
+# What any step takes, its objects together.
 _STEP_BYTES = 2560
-"""What any step takes, its objects together."""
 
+# What one takes that a single call has read, besides its numbers.
 _LIGHT_STEP_BYTES = 512
-"""What one takes that a single call has read, besides its numbers."""
 
+# What leads to the record of a tensor in CPU memory: 10 bytes for each bucket and 8 for each unit,
+# and 0.5 kB for the rest. Traced allocations of normal numbers: 1.7 kB for 1,000 of them, 2.9 kB
+# for 100,000, 3.3 kB for those of 64 channels.
 _OBSERVATION_BYTES = 3072
-"""What leads to the record of a tensor in CPU memory: 10 bytes for each bucket and 8 for each unit,
-and 0.5 kB for the rest. Traced allocations of normal numbers: 1.7 kB for 1,000 of them, 2.9 kB for
-100,000, 3.3 kB for those of 64 channels."""
 
+# A norm and the index of its parameter.
 _NORM_BYTES = 16
-"""A norm and the index of its parameter."""
 
 _NO_LAYOUT = Layout(modules=(), parameters=())
 
+# Clipping scales by at most 1, so a ratio of norms below this is no rounding.
 _CLIPPED = 1 - 1e-3
-"""Clipping scales by at most 1, so a ratio of norms below this is no rounding."""
 
 Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights", "second_moments"]
 """Named like the field of the :class:`StepRecord` that it becomes."""

@@ -277,8 +277,8 @@ _LIBRARY, _OPERATOR = _define()
 
 # --- tensors inside of values ---------------------------------------------------------------------
 
+# Containers inside of each other; one that holds itself would have no end.
 _DEEPEST = 8
-"""Containers inside of each other; one that holds itself would have no end."""
 
 
 def tensors_in(value: object, depth: int = 0) -> list[Tensor]:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("telemetry")
 
+# An optimizer ends steps no longer if so many of the latest ones went without it: it steps more
+# rarely than another, or a second stage of training has begun. A ``GradScaler`` skips single ones.
 _STEPS_LOOKED_AT = 8
 _STEPS_WITHOUT = 3
-"""An optimizer ends steps no longer if so many of the latest ones went without it: it steps more
-rarely than another, or a second stage of training has begun. A ``GradScaler`` skips single ones."""
 
 
 class Optimizers:

@@ -45,18 +45,18 @@ FEW_CALLS = 4
 """Bounds of one step: after so many observations only the first calls of each tensor are measured,
 the others counted."""
 
+# Tensors of one step that have a fingerprint; the step may have very many micro-batches.
 _FINGERPRINTS = 64
-"""Tensors of one step that have a fingerprint; the step may have very many micro-batches."""
 
 CHECKS = 32
 """So many outputs of compiled graphs, and of their gradients, are reduced by PyTorch, too: what is
 measured depends on the compiler."""
 
+# Of how many powers there are sums: of four where the kurtosis is shown, elsewhere of two.
 _POWERS: Mapping[Kind, int] = {"outputs": 4}
-"""Of how many powers there are sums: of four where the kurtosis is shown, elsewhere of two."""
 
+# Stands for the optimizer in a loop that has none.
 _BY_HAND = 0
-"""Stands for the optimizer in a loop that has none."""
 
 
 class _Pass(NamedTuple):

@@ -25,11 +25,11 @@ MAX_STEP_BYTES = 4 << 20
 MAX_FULL_BYTES = 12 << 20
 MAX_FILES = 8
 
+# Kinds of alerts of severity ``warning`` for which a file is written, too.
 _RECORDED = {"loss_spike"}
-"""Kinds of alerts of severity ``warning`` for which a file is written, too."""
 
+# Full measurements that are kept of ``steps`` steps, besides the latest two.
 _FULL_STEPS = 16
-"""Full measurements that are kept of ``steps`` steps, besides the latest two."""
 
 
 class FlightRecorder:

@@ -127,7 +127,7 @@ class Processor:
 
     def pending_s(self) -> float | None:
         """Seconds until :meth:`write_pending` is due; None if nothing is held back."""
-        return self._board.pending_s(time.time())
+        return self._board.page.pending_s(time.time())
 
     def write_pending(self) -> None:
         """Write what the board holds back."""
@@ -199,12 +199,12 @@ class Processor:
             return
         values = [of_loss(tag) for of_loss in self._await_loss]
         self._await_loss = []
-        if not self._loss_is_written and (value := self._board.loss_value(tag)) is not None:
+        if not self._loss_is_written and (value := self._board.page.loss_value(tag)) is not None:
             self._loss_is_written = True
             values.append(value)
         if values:
             repeat = needed_in_every_file(values)
-            self._write(values, self._board.last_step, time.time(), repeat=repeat)
+            self._write(values, self._board.page.last_step, time.time(), repeat=repeat)
 
     def record(self, record: StepRecord) -> None:
         """Judge and write a step."""
@@ -216,8 +216,8 @@ class Processor:
                 self._report(self._judge.judge(record), record.wall_time)
             finally:
                 self._full_steps.answer(record.step, wanted=self._judge.wants_full)
-        is_needed = self._board.is_needed(record)
-        step, wall_time, late = self._board.late_values(record)
+        is_needed = self._board.page.begins_layout(record)
+        step, wall_time, late = self._board.rates.late_values(record)
         if late:
             self._write(late, step, wall_time, droppable=True)
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.

@@ -28,18 +28,18 @@ from telemetry.records import StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.torch_private.host_copy import HostCopy
 
+# Full measurements of the first rank that are kept until they come back merged.
 _OWN_KEPT = 8
-"""Full measurements of the first rank that are kept until they come back merged."""
 
+# Steps that were announced, of which ranks that heard of them too late have nothing in full.
 _ANNOUNCED_KEPT = 8
-"""Steps that were announced, of which ranks that heard of them too late have nothing in full."""
 
+# A step that rules ask for is announced so much before, for all ranks to hear of it.
 _LEAD_STEPS = 16
 _LEAD_S = 2.0
-"""A step that rules ask for is announced so much before, for all ranks to hear of it."""
 
+# How often the first rank looks for steps that came back merged.
 _LOOK_S = 0.05
-"""How often the first rank looks for steps that came back merged."""
 
 _numbers = itertools.count()
 

@@ -21,12 +21,12 @@ from telemetry.torch_private.ranks import (
     localized_spec,
 )
 
+# Beginnings of the names of mesh dimensions along which ranks are given different data: parts of
+# the batch, of the sequences (context parallel), or tokens for their experts.
 _OF_DATA = (
     *("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"),
     *("cp", "ep", "expert"),
 )
-"""Beginnings of the names of mesh dimensions along which ranks are given different data: parts of
-the batch, of the sequences (context parallel), or tokens for their experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,8 @@ _OF_PARAMETERS = ("grads", "weights", "second_moments")
 
 _PLACEHOLDER = "Identity"
 
+# Clipping scales by at most 1, so a ratio of norms below this is no rounding.
 _CLIPPED = 1 - 1e-3
-"""Clipping scales by at most 1, so a ratio of norms below this is no rounding."""
 
 
 class Whole:

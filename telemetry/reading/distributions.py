@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 BINS = 80
+# Share of each step's values that the bins must cover.
 _COVERED = 0.999
-"""Share of each step's values that the bins must cover."""
 
 _VANISHED = 1e-6
 _MAX_EDGE = 1e300  # leaves room for sums; infinite edges stand for the largest number

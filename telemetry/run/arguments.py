@@ -28,8 +28,8 @@ FirstStep: TypeAlias = int | Literal["auto"]
 HistogramForm: TypeAlias = Literal["tensor", "classic"]
 OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise", "stop"] | None
 
+# What ``wandb.log`` and ``SummaryWriter.add_scalar`` take beside the scalars.
 _OF_OTHERS = {"step", "global_step", "walltime", "commit"}
-"""What ``wandb.log`` and ``SummaryWriter.add_scalar`` take beside the scalars."""
 
 
 def is_off(enabled: object) -> bool:

@@ -26,9 +26,9 @@ from telemetry.run.claim import DirectoryClaim
 from telemetry.run.resuming import resolved
 from telemetry.shared.page_format import encode_alert, new_session_id
 
+# A step waits in the pipeline, and on the page for as long, before it comes to the writer; two
+# seconds later it is in the file.
 _FLUSH_S = 0.75
-"""A step waits in the pipeline, and on the page for as long, before it comes to the writer; two
-seconds later it is in the file."""
 
 
 class RunFiles:

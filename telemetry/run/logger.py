@@ -61,10 +61,10 @@ from telemetry.writing.hparams import Hyperparameter
 
 log = logging.getLogger("telemetry")
 
+# The longest time for which a flush of the writer makes its caller wait for us.
 _HAND_ON_S = 30.0
-"""The longest time for which a flush of the writer makes its caller wait for us."""
+# The longest time for which a checkpoint waits for the disk.
 _CHECKPOINT_S = 10.0
-"""The longest time for which a checkpoint waits for the disk."""
 
 
 class HookLogger:

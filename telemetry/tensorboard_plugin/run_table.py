@@ -32,11 +32,11 @@ from telemetry.shared.page_format import (
 )
 from telemetry.tensorboard_plugin.provider_source import content_of, list_tags, read_tags
 
+# A run that is still going writes at least every few seconds, but it may pause to validate.
 _SILENT_S = 300.0
-"""A run that is still going writes at least every few seconds, but it may pause to validate."""
+# Alerts of a run that are read to find the first that is more than a note.
 _SILENT_STEPS = 50
 _MAX_ALERTS = 8
-"""Alerts of a run that are read to find the first that is more than a note."""
 _MAX_HPARAMS = 1000
 _MAX_TEXT = 200
 

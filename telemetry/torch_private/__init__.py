@@ -25,8 +25,8 @@ from torch.utils import _python_dispatch
 
 log = logging.getLogger("telemetry")
 
+# Calls between ``GradScaler.step`` and an optimizer's hook: 6 in PyTorch, more with wrappers.
 _MAX_FRAMES_BELOW_SCALER = 16
-"""Calls between ``GradScaler.step`` and an optimizer's hook: 6 in PyTorch, more with wrappers."""
 
 NO_TASK = -1
 """What :func:`backward_task` returns outside of a backward pass."""

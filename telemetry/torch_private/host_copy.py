@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Types of devices with CUDA's streams; ROCm has the same name.
 _WITH_STREAMS = {"cuda"}
-"""Types of devices with CUDA's streams; ROCm has the same name."""
 
 
 class HostCopy:

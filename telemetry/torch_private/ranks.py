@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from telemetry.torch_private import callers, find
 
+# Calls between a pipeline stage's forward pass and a hook on its module or a child of it.
 _MAX_FRAMES_BELOW_STAGE = 48
-"""Calls between a pipeline stage's forward pass and a hook on its module or a child of it."""
 
 _PROBES_OF_STAGES = {"_forward_metadata_inference", "_shape_inference"}
 

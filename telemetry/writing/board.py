@@ -47,6 +47,10 @@ class Board:
         session_id: As in :class:`~telemetry.writing.page.PageWriter`.
         bulk: Writes histograms and pictures.
         loss: The loss's tag, if the user has named it.
+
+    Attributes:
+        page: What the Telemetry page reads.
+        rates: Curves of learning rates, which may need a point before a record's own.
     """
 
     def __init__(
@@ -59,8 +63,8 @@ class Board:
     ) -> None:
         self._loss = loss
         self._bulk = bulk or Bulk()
-        self._page = PageWriter(session_id)
-        self._rates = LearningRates()
+        self.page = PageWriter(session_id)
+        self.rates = LearningRates()
         self._times = StepTimes()
         self._picture = HeatmapPicture(self._bulk) if pictures else None
         self._alert_count = 0
@@ -69,25 +73,17 @@ class Board:
         """The values to write once, at the beginning of the run."""
         return custom_scalars.custom_scalars_value(self._loss), self._alert_curve()
 
-    def is_needed(self, record: StepRecord) -> bool:
-        """Whether later values cannot be read without this record's."""
-        return self._page.begins_layout(record)
-
-    def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[bytes]]:
-        """Step, wall time and values of an event to write before the record's own."""
-        return self._rates.late_values(record)
-
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """The values to write in an event with the record's step."""
-        if self._page.begins_layout(record):
+        if self.page.begins_layout(record):
             yield from self._changes(record)
         yield from tags.values_of(record, self._bulk)
         if record.ranks is not None:
             yield from rank_values(record.ranks)
-        yield from self._rates.values_of(record)
+        yield from self.rates.values_of(record)
         yield from self._times.values_of(record)
         yield from depth_values(record)
-        yield from self._page.values_of(record)
+        yield from self.page.values_of(record)
         if self._picture is not None:
             yield from self._picture.values_of(record)
 
@@ -95,33 +91,20 @@ class Board:
         """The values to write in an event with the alert's step."""
         text, before = tags.alert_value(alert, self._alert_count), self._alert_curve()
         self._alert_count += 1
-        return text, self._page.alert_value(alert), before, self._alert_curve()  # drawn as a jump
-
-    @property
-    def last_step(self) -> int:
-        """Step of the latest record."""
-        return self._page.last_step
-
-    def loss_value(self, tag: str) -> bytes | None:
-        """Which scalar is the loss, to write in any event; None while nothing was recorded."""
-        return self._page.loss_value(tag)
-
-    def pending_s(self, now: float) -> float | None:
-        """Seconds that :meth:`pending_values` may still wait; None if nothing is pending."""
-        return self._page.pending_s(now)
+        return text, self.page.alert_value(alert), before, self._alert_curve()  # drawn as a jump
 
     def pending_values(self) -> tuple[int, Sequence[bytes]]:
         """The values held back so far, and the step of the event that takes them."""
-        return self._page.last_step, tuple(self._page.pending_values())
+        return self.page.last_step, tuple(self.page.pending_values())
 
     def end_values(self, exception: BaseException | None) -> tuple[int, Sequence[bytes]]:
         """The values to write when the logger is closed, and the step of their event."""
-        value = self._page.end_value(exception)
-        return self._page.last_step, () if value is None else (value, self._alert_curve())
+        value = self.page.end_value(exception)
+        return self.page.last_step, () if value is None else (value, self._alert_curve())
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
         """A line that says which layers are others than at the step before, if any are."""
-        before = self._page.layout
+        before = self.page.layout
         if before is None:
             return
         old, new = ({p.name: p.shape for p in one.parameters} for one in (before, record.layout))

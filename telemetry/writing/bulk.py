@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 Picture = tuple[str, NDArray[np.uint8]]
 """A tag, and pixels ``[height, width, 3]``."""
 
+# How many buckets may become one.
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""How many buckets may become one."""
 _PICTURES_SHARE = 1 / 3
 _HISTOGRAM_BYTES = 80  # a histogram has so many, its tag and its rows
 _ROW_BYTES, _CLASSIC_ROW_BYTES = 12, 16

@@ -28,8 +28,8 @@ from telemetry.shared.page_format import (
     new_session_id,
 )
 
+# The writer adds up to a second, so a step is in the file after at most two seconds.
 _BLOCK_S = 0.75
-"""The writer adds up to a second, so a step is in the file after at most two seconds."""
 
 
 class PageWriter:
