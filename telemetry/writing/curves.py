@@ -6,8 +6,9 @@ ranks have: who is the slowest, and how far what they log is apart.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from telemetry.events import summaries
 from telemetry.layers import STATISTICS, Statistic, table
@@ -135,26 +136,17 @@ def depth_values(record: StepRecord) -> Iterator[bytes]:
     """
     if not record.full or record.phase or record.skipped:
         return
-    layers = table(record)
+    layers, shares = table(record), list(QUANTILES.values())
     for name, statistic in DEPTH_CURVES.items():
-        known = filter(math.isfinite, layers.known_values(statistic.name).tolist())
-        values = sorted(value for value in known if value > 0 or not statistic.log)
-        for quantile, value in _quantiles(values, math.log10 if statistic.log else float):
-            yield summaries.scalar(f"{RUN}depth/{name}/{quantile}", value)
-
-
-def _quantiles(
-    values: Sequence[float], scale: Callable[[float], float]
-) -> Iterator[tuple[str, float]]:
-    """Like ``numpy.quantile`` of the ascending values to scale, which takes a hundred times as long
-    for a few; none of none.
-    """
-    last = len(values) - 1
-    for quantile, share in QUANTILES.items() if values else ():
-        place = share * last
-        below = int(place)
-        low, high = scale(values[below]), scale(values[min(below + 1, last)])
-        yield quantile, low + (high - low) * (place - below)
+        known = layers.known_values(statistic.name)
+        values = np.sort(known[np.isfinite(known) & ((known > 0) | (not statistic.log))])
+        if values.size:
+            last = values.size - 1
+            scaled = np.log10(values) if statistic.log else values
+            # As numpy.quantile, which takes twenty times as long for a few values.
+            quantiles = np.interp(np.multiply(shares, last), np.arange(last + 1), scaled)
+            for quantile, value in zip(QUANTILES, quantiles.tolist(), strict=True):
+                yield summaries.scalar(f"{RUN}depth/{name}/{quantile}", value)
 
 
 def rank_values(facts: RankFacts) -> Iterator[bytes]:
