@@ -15,6 +15,7 @@ from telemetry.shared.plain_text import steps_in_words
 
 _EXPLOSIONS = {"exploding_gradient", "exploding_activation"}
 _LOSS = {"loss_divergence", "loss_spike"}
+# Which faults may explain one.
 CAUSES: dict[str, set[str]] = {
     "exploding_activation": {
         "exploding_gradient",
@@ -36,7 +37,6 @@ CAUSES: dict[str, set[str]] = {
     "loss_stuck": {"learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"},
     "no_learning": {"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"},
 }
-"""Which faults may explain one."""
 
 
 class OneCause(Rule):

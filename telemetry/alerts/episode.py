@@ -12,9 +12,9 @@ from telemetry.alert import Alert, Severity
 from telemetry.alerts.course import Course
 from telemetry.rule import Rule
 
+# Steps without a finding after which a fault is over, for rules with no number of their own: two
+# full measurements of every ten steps; by eye.
 CALM_STEPS = 20
-"""Steps without a finding after which a fault is over, for rules with no number of their own: two
-full measurements of every ten steps; by eye."""
 
 
 class DefaultRule(Rule):

@@ -170,8 +170,8 @@ _FEWEST = 10
 _LEAST_RANGE = 1e-3  # of the highest, so that a constant has one
 
 
+# Number of steps since an event that has not happened.
 NEVER = 10**9
-"""Number of steps since an event that has not happened."""
 
 
 class NormTrend:

@@ -253,11 +253,11 @@ _FEW_BATCHES = 5  # of which LossTrend takes the median: more in a row are the r
 _CALM = 5  # losses, likewise
 
 
+# Steps after which it may still be asked about one.
 LATER = 20
-"""Steps after which it may still be asked about one."""
 
+# Of all layers; by eye, so that one noisy layer is no reason.
 FEW = 0.1
-"""Of all layers; by eye, so that one noisy layer is no reason."""
 
 
 class _Row(NamedTuple):

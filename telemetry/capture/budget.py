@@ -14,11 +14,11 @@ import torch
 
 log = logging.getLogger("telemetry")
 
+# Share of the budget for gradient norms; the rest remains for full measurements.
 NORMS_SHARE = 0.75
-"""Share of the budget for gradient norms; the rest remains for full measurements."""
 
+# After so many steps with norms it is decided anew at how many they are taken.
 DECISION_STEPS = 32
-"""After so many steps with norms it is decided anew at how many they are taken."""
 
 
 class Budget:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("telemetry")
 
+# Convolutions whose feature maps are drawn; more are thinned evenly over the depth.
 PICTURED_MODULES = 12
-"""Convolutions whose feature maps are drawn; more are thinned evenly over the depth."""
 
 
 class WatchedModules:

@@ -40,17 +40,17 @@ from telemetry.torch_private.host_copy import HostCopy
 if TYPE_CHECKING:
     from telemetry.capture.capture import Capture
 
+# Bounds of one step: after so many observations only the first calls of each tensor are measured,
+# the others counted.
 MANY_OBSERVATIONS = 8192
 FEW_CALLS = 4
-"""Bounds of one step: after so many observations only the first calls of each tensor are measured,
-the others counted."""
 
 # Tensors of one step that have a fingerprint; the step may have very many micro-batches.
 _FINGERPRINTS = 64
 
+# So many outputs of compiled graphs, and of their gradients, are reduced by PyTorch, too: what is
+# measured depends on the compiler.
 CHECKS = 32
-"""So many outputs of compiled graphs, and of their gradients, are reduced by PyTorch, too: what is
-measured depends on the compiler."""
 
 # Of how many powers there are sums: of four where the kurtosis is shown, elsewhere of two.
 _POWERS: Mapping[Kind, int] = {"outputs": 4}

@@ -14,9 +14,9 @@ from telemetry.selection import clean_name
 from telemetry.torch_private import scaler_exists
 from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED, graphs_compiled, is_compiled
 
+# Backward passes of one step after which something is wrong, if in half of them there is evidence
+# of it. Gradients may be accumulated over as many.
 PASSES_WITHOUT_STEP = 20
-"""Backward passes of one step after which something is wrong, if in half of them there is evidence
-of it. Gradients may be accumulated over as many."""
 
 NEVER_RAN = "the model never ran"
 

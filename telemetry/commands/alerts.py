@@ -13,8 +13,8 @@ from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import print_records
 from telemetry.shared.plain_text import printable
 
+# For each choice of ``--fail-on`` the severities that make the command fail.
 FAIL_ON = {"warning": {"warning", "error"}, "error": {"error"}, "never": set[str]()}
-"""For each choice of ``--fail-on`` the severities that make the command fail."""
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _RECORD = (
     "run", "step", "severity", "kind", "module_name", "stage", "value", "threshold", "message",

@@ -27,14 +27,14 @@ from telemetry.reading.sessions import Layer
 from telemetry.shared.plain_text import printable
 from telemetry.tensorboard_plugin.static_files import bundle, read_static_files
 
+# Of more layers, only those with alerts and some others keep histograms and pictures.
 MAX_ROWS = 1000
 MAX_CELLS = 250_000
 MAX_LAYERS_IN_DETAIL = 100
-"""Of more layers, only those with alerts and some others keep histograms and pictures."""
+# All pictures of a report together; browsers still open a report of this size.
 MAX_PICTURES_BYTES = 128 << 20
-"""All pictures of a report together; browsers still open a report of this size."""
+# Alerts of which a report says which layers moved first.
 MAX_ALERTS = 50
-"""Alerts of which a report says which layers moved first."""
 
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en">

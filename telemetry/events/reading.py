@@ -16,8 +16,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from telemetry.events import framing
 from telemetry.shared.untrusted import open_file
 
+# The most that TensorBoard's data server sends at once, and that our writer holds back.
 MAX_EVENT_BYTES = 256 << 20
-"""The most that TensorBoard's data server sends at once, and that our writer holds back."""
 
 _WINDOW_BYTES = 1 << 18
 _LARGE_WINDOW_BYTES = 1 << 24

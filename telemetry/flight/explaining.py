@@ -13,8 +13,8 @@ from telemetry.layers.movers import Mover
 from telemetry.shared.plain_text import called, printable
 from telemetry.shared.sparkline import sparkline
 
+# Four times as many as one run writes.
 MAX_FILES = 32
-"""Four times as many as one run writes."""
 MAX_ROWS = 30
 MAX_POINTS = 60
 

@@ -55,6 +55,7 @@ class Bounded:
 
 _TANH = Bounded(flat=Flat(low=-7 / 8, high=7 / 8), flattest=Flat(low=-0.9985, high=0.9985))
 
+# By the name of the module's class. An ``RNN`` has tanh by default.
 BOUNDED: Mapping[str, Bounded] = {
     # 1 - y^2 is 15/64 at 7/8, and less than 1/256 where bfloat16 rounds to 1.
     "Tanh": _TANH,
@@ -71,10 +72,9 @@ BOUNDED: Mapping[str, Bounded] = {
     # Its zeros are those of any ReLU.
     "ReLU6": Bounded(flat=Flat(high=6.0)),
 }
-"""By the name of the module's class. An ``RNN`` has tanh by default."""
 
+# Functions that are flat at both ends: none of their outputs means that a unit is off.
 TWO_SIDED = frozenset(name for name, function in BOUNDED.items() if function.flat.low > -math.inf)
-"""Functions that are flat at both ends: none of their outputs means that a unit is off."""
 
 
 def saturated_share(type_name: str, outputs: Sketch) -> float | None:
@@ -93,8 +93,8 @@ def saturated_share(type_name: str, outputs: Sketch) -> float | None:
     return function.flat.share(outputs)
 
 
+# The scale of their outputs does not depend on their inputs.
 LOOKUPS = frozenset(["Embedding", "EmbeddingBag"])
-"""The scale of their outputs does not depend on their inputs."""
 
 RESHAPING = frozenset(["Identity", "Flatten", "Unflatten", "ZeroPad2d", "PixelShuffle", "Upsample"])
 DROPOUTS = frozenset(["Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"])
@@ -102,6 +102,7 @@ POOLING = frozenset(
     ["MaxPool1d", "MaxPool2d", "MaxPool3d", "AvgPool1d", "AvgPool2d", "AvgPool3d"]
     + [f"Adaptive{kind}Pool{n}d" for kind in ("Avg", "Max") for n in (1, 2, 3)]
 )
+# Activations without two flat ends, and distributions, which are flat for other reasons.
 UNBOUNDED = frozenset(
     [
         "ReLU",
@@ -121,11 +122,10 @@ UNBOUNDED = frozenset(
         "LogSoftmax",
     ]
 )
-"""Activations without two flat ends, and distributions, which are flat for other reasons."""
 
+# Their outputs grow in proportion to what they are given.
 CONVOLUTIONS = frozenset(["Conv1d", "Conv2d", "Conv3d"])
 AFFINE = CONVOLUTIONS | frozenset(["Linear", *(f"ConvTranspose{n}d" for n in (1, 2, 3))])
-"""Their outputs grow in proportion to what they are given."""
 
 LINEAR = AFFINE | frozenset(["Bilinear", "LSTM", "GRU", "LSTMCell", "GRUCell"])
 NORMALIZATIONS = frozenset(
@@ -143,7 +143,7 @@ NORMALIZATIONS = frozenset(
     ]
 )
 
+# Modules that return finite numbers for finite inputs of usual size.
 STANDARD = (
     frozenset(BOUNDED) | LOOKUPS | RESHAPING | DROPOUTS | POOLING | UNBOUNDED | LINEAR
 ) | NORMALIZATIONS
-"""Modules that return finite numbers for finite inputs of usual size."""

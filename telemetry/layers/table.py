@@ -21,8 +21,8 @@ from telemetry.layers.record import LayerRecord, figure, layers_of
 from telemetry.records import StepRecord, TensorRecord, once
 from telemetry.records.sketch import Sketch
 
+# Stands for a value that was not measured, among values that are never negative.
 MISSING = -1.0
-"""Stands for a value that was not measured, among values that are never negative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,7 @@ def _of_known(of: Callable[[TensorRecord], float]) -> Callable[[LayerRecord], fl
     )
 
 
+# In the order in which they are shown.
 STATISTICS = (
     Statistic(
         name="grad_norm",
@@ -223,17 +224,16 @@ STATISTICS = (
         zero_is_silent=True,
     ),
 )
-"""In the order in which they are shown."""
 
+# What the Telemetry page and the commands show.
 PAGE_STATISTICS = tuple(statistic for statistic in STATISTICS if statistic.on_page)
-"""What the Telemetry page and the commands show."""
 
+# Columns of the matrix that a full step writes for the page. The page's other statistics are
+# derived from the parameters' gradient norms of every step.
 MATRIX_STATISTICS = tuple(s for s in PAGE_STATISTICS if not (s.every_step or s.of_ranks))
-"""Columns of the matrix that a full step writes for the page. The page's other statistics are
-derived from the parameters' gradient norms of every step."""
 
+# Further columns, where several ranks write one run.
 RANK_STATISTICS = tuple(s for s in PAGE_STATISTICS if s.of_ranks)
-"""Further columns, where several ranks write one run."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -300,11 +300,11 @@ def _weight_norms(record: StepRecord) -> Mapping[str, float]:
     return {name: norm for name, norm in found.items() if norm is not None}
 
 
+# One number per parameter and step: curves of this name, and how a record gives the values by the
+# parameters' names. Norms are those of the gradient as the optimizer used it, and of the parameter
+# before the step.
 PARAMETER_STATISTICS: Mapping[str, Callable[[StepRecord], Mapping[str, float]]] = {
     "grad_norm": _grad_norms,
     "update_ratio": lambda record: record.update_ratios,
     "weight_norm": _weight_norms,
 }
-"""One number per parameter and step: curves of this name, and how a record gives the values by the
-parameters' names. Norms are those of the gradient as the optimizer used it, and of the parameter
-before the step."""

@@ -62,11 +62,11 @@ _LETTERS = {
     "float32": "f",
     "float64": "d",
 }
+# The dtypes that the extension reads; none without the extension.
 DTYPES = {getattr(torch, name): ord(letter) for name, letter in _LETTERS.items() if available}
-"""The dtypes that the extension reads; none without the extension."""
 
+# Tells the extension where a tensor's elements are; None if it cannot be told so.
 TENSORS: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None) if available else None
-"""Tells the extension where a tensor's elements are; None if it cannot be told so."""
 
 _TYPES = (torch.Tensor, torch.nn.Parameter)
 

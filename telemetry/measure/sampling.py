@@ -18,11 +18,11 @@ from torch import Tensor
 from telemetry.measure.tensors import in_memory_order
 from telemetry.records.sketch import LAST_BUCKET
 
+# The histogram of a larger tensor is that of a sample: it takes twice as long as the rest.
 FULL_ELEMENTS = 65_536
-"""The histogram of a larger tensor is that of a sample: it takes twice as long as the rest."""
 
+# Approximate number of elements in a sample.
 SAMPLE_ELEMENTS = 32_768
-"""Approximate number of elements in a sample."""
 
 # A sample is runs of this many elements, a prime number of elements apart. A step that divides a
 # tensor's sizes, such as a power of two, would see only a few channels or columns.

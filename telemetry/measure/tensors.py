@@ -21,16 +21,15 @@ _FLOAT32 = ("float32", *_SMALL, *_FLOAT8)
 _COMPLEX = ("complex32", "bcomplex32", "complex64", "complex128")
 _FLOAT64 = ("float64", "int32", "uint32", "int64", "uint64", *_COMPLEX)
 
+# The dtype in which each measurable dtype of this PyTorch is reduced.
+#
+# Bit, quantized and 4-bit ones have none.
 WORKING_DTYPE: dict[torch.dtype, torch.dtype] = {
     getattr(torch, name): working
     for working, names in ((torch.float32, _FLOAT32), (torch.float64, _FLOAT64))
     for name in names
     if hasattr(torch, name)
 }
-"""The dtype in which each measurable dtype of this PyTorch is reduced.
-
-Bit, quantized and 4-bit ones have none.
-"""
 
 
 class Values(NamedTuple):

@@ -16,15 +16,15 @@ from telemetry.pipeline.processing import Item, LoggedScalars, ReadyValues
 
 log = logging.getLogger("telemetry")
 
+# While more bytes wait than the former, full measurements are reduced to their norms; while more
+# than the latter, steps are dropped.
 MAX_DETAIL_BYTES = 64 * 2**20
 MAX_BYTES = 2 * MAX_DETAIL_BYTES
-"""While more bytes wait than the former, full measurements are reduced to their norms; while more
-than the latter, steps are dropped."""
 
+# Once there is a step, the thread waits so long for others, or until there are so many: between
+# two steps of training our code leaves the core's cache, and one alone takes twice as long.
 STEPS_AT_ONCE = 12
 GATHER_S = 0.2
-"""Once there is a step, the thread waits so long for others, or until there are so many: between
-two steps of training our code leaves the core's cache, and one alone takes twice as long."""
 
 CLOSE_TIMEOUT_S = 60.0
 

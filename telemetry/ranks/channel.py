@@ -33,9 +33,9 @@ from telemetry.ranks.uplink import LAST_S, Uplink
 
 log = logging.getLogger("telemetry")
 
+# How long it takes until a rank is late; a leader waits twice as long for those below it, and the
+# first rank three times, so that it has heard from the leaders, which waited.
 PATIENCE_S = 5.0
-"""How long it takes until a rank is late; a leader waits twice as long for those below it, and the
-first rank three times, so that it has heard from the leaders, which waited."""
 
 CLOSE_S = 20.0
 BUSY_S, IDLE_S = 0.02, 0.2

@@ -23,11 +23,11 @@ from telemetry.ranks.stage_part import Addend, StagePart
 from telemetry.ranks.tensor_table import Piece, Row, TensorTable
 from telemetry.records import Layout, Module, Parameter
 
+# What the bytes begin with; another version has another number.
 FORMAT = b"telemetry-ranks-3\n"
-"""What the bytes begin with; another version has another number."""
 
+# Of a part that is not compressed. 20,000 modules with four tensors each take about 200 MB.
 MAX_BYTES = 1 << 30
-"""Of a part that is not compressed. 20,000 modules with four tensors each take about 200 MB."""
 
 _PARTS = (RankPart, StagePart, TensorTable, Table, Row, Piece, Addend, Common, Nonfinite)
 _CLASSES = {cls.__name__: cls for cls in (*_PARTS, Layout, Module, Parameter)}

@@ -27,8 +27,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from telemetry.ranks.address import Address, address_of, this_machine
 from telemetry.ranks.inbox import Inbox
 
+# How long to wait for a leader that was about to publish its address, before the first rank.
 PATIENCE_S = 5.0
-"""How long to wait for a leader that was about to publish its address, before the first rank."""
 
 _ASK_S = 0.1
 _LAST_S = 1.0

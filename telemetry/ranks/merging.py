@@ -93,6 +93,9 @@ def _lowest(one: Array, other: Array) -> Array:
 
 _SUM, _NORM, _LOWEST = (np.add, 0.0), (_norm, 0.0), (_lowest, (math.nan, -1.0))
 
+# By the name of a column how those of two ranks become one, and what a row has before the first.
+#
+# ``low`` and ``high`` hold a figure, ``high`` its negative, and whose it is: float64 ``[rows, 2]``.
 REDUCTIONS: Mapping[str, tuple[Callable[[Array, Array], Array], Any]] = {
     **dict.fromkeys((*COUNTS, *POWER_SUMS, "total", "ranks"), _SUM),
     "min": (np.fmin, math.nan),
@@ -103,10 +106,6 @@ REDUCTIONS: Mapping[str, tuple[Callable[[Array, Array], Array], Any]] = {
     "present": (np.logical_or, False),
     "finite": (np.logical_and, True),
 }
-"""By the name of a column how those of two ranks become one, and what a row has before the first.
-
-``low`` and ``high`` hold a figure, ``high`` its negative, and whose it is: float64 ``[rows, 2]``.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

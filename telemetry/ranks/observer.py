@@ -16,9 +16,9 @@ from telemetry.records import Output
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.torch_private.ranks import made_local
 
+# Elements of a gradient whose addends travel, to be added where they meet; of larger ones the norm
+# is not known.
 MOST_ADDED = 65_536
-"""Elements of a gradient whose addends travel, to be added where they meet; of larger ones the norm
-is not known."""
 
 _NOTE = "telemetry.ranks"
 _MOST_NODES = 4096

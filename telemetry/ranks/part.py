@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import groupby
 
+# Twice the steps that a run may have: see :class:`telemetry.ranks.channel.Places`.
 LAP = 2**44
-"""Twice the steps that a run may have: see :class:`telemetry.ranks.channel.Places`."""
 
 
 class Kind(IntEnum):

@@ -39,5 +39,5 @@ class Share:
     reduced: int = 1
 
 
+# All of it, or a part that adds up with those of all other ranks.
 WHOLE = Share()
-"""All of it, or a part that adds up with those of all other ranks."""

@@ -19,9 +19,9 @@ from telemetry.records.sketch import LAST_BUCKET, Sketch
 _FIGURES = (*COUNTS, *POWER_SUMS, *EXTREMES)
 _CODES = 4096
 
+# Extremes of more units are rounded to three bits of mantissa, at most 6 % off; zero, the sign and
+# what is not finite stay.
 EXACT_UNITS = 256
-"""Extremes of more units are rounded to three bits of mantissa, at most 6 % off; zero, the sign and
-what is not finite stay."""
 
 _ROUND, _MASK = np.uint32(1 << 19), np.uint32(0xFFF00000)
 
@@ -153,6 +153,7 @@ class TensorTable:
         }
 
 
+# That of a step that was not measured in full.
 EMPTY = TensorTable(
     table=NO_ROWS,
     bucket_sizes=np.empty(0, np.int64),
@@ -160,7 +161,6 @@ EMPTY = TensorTable(
     counts=np.empty(0),
     units={},
 )
-"""That of a step that was not measured in full."""
 
 
 def _shortened(counts: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -15,14 +15,14 @@ from telemetry.ranks.address import Address, Peer, open_client, reach, sever
 from telemetry.ranks.inbox import Reply, exchange, join, leave
 from telemetry.ranks.meeting import Search, delete_keys
 
+# How many parts, and how large ones, may wait on the other side, which holds them in memory. One
+# may, however large it is.
 MAX_BYTES = 64 * 2**20
 MAX_SENT = 64
 MAX_SENT_BYTES = 8 * 2**20
-"""How many parts, and how large ones, may wait on the other side, which holds them in memory. One
-may, however large it is."""
 
+# How long the threads have at the end; a store that is being opened takes the longest.
 LAST_S = 4.0
-"""How long the threads have at the end; a store that is being opened takes the longest."""
 
 POLL_S = 0.25
 _BUSY_S = 0.02

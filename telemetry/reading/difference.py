@@ -14,12 +14,12 @@ from telemetry.reading.run_data import RunData, windows
 from telemetry.shared.tag_names import plain
 
 _FORWARD, _BACKWARD, _UPDATE = 1, 2, 3
+# The order within a step in which statistics arise; the others do in the forward pass.
 ARISES = {
     **dict.fromkeys(("weight_norm", "weight_rms"), 0),
     **dict.fromkeys(("activation_grad_rms", "grad_norm", "grad_rms"), _BACKWARD),
     **dict.fromkeys(("update_ratio", "second_moment_rms", "nonfinite"), _UPDATE),
 }
-"""The order within a step in which statistics arise; the others do in the forward pass."""
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from telemetry.reading.sources import Problems, RunSource
 from telemetry.shared.page_format import EVENTS_PER_TAG, PLUGIN_NAME, ChunkKind
 from telemetry.shared.untrusted import MAX_WHOLE
 
+# Most that is read for one answer; if it would be more, steps are left out.
 READ_BYTES = 256 << 20
-"""Most that is read for one answer; if it would be more, steps are left out."""
+# Read with one call.
 CALL_TAGS = 100
-"""Read with one call."""
 _CACHE_BYTES = 512 << 20
 
+# Statistics that are computed from the parameters' gradient norms, ``n`` tags.
 EVERY_STEP = {statistic.name for statistic in PAGE_STATISTICS if statistic.every_step}
-"""Statistics that are computed from the parameters' gradient norms, ``n`` tags."""
 
 Numbers: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Steps ``[k]``, and for each of them the numbers of an ``m`` tag, ``[k, modules, statistics]``, or

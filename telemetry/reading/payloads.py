@@ -24,12 +24,12 @@ from telemetry.reading.sources import RunSource
 from telemetry.shared.page_format import FORMAT_VERSION
 from telemetry.shared.tag_names import plain
 
+# Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws.
 MAX_PICTURE_PIXELS = 1 << 22
-"""Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws."""
+# Even a picture that does not compress stays below this.
 MAX_PICTURE_BYTES = 4 * MAX_PICTURE_PIXELS
-"""Even a picture that does not compress stays below this."""
+# Layers that moved first; the page shows the first few.
 MAX_MOVERS = 100
-"""Layers that moved first; the page shows the first few."""
 
 _ALIGNMENT = 8
 

@@ -41,10 +41,10 @@ from telemetry.shared.untrusted import MAX_WHOLE
 
 _OF_RANKS = {statistic.name for statistic in PAGE_STATISTICS if statistic.of_ranks}
 
+# Alerts of one run; the page lists every one.
 MAX_ALERTS = 10_000
-"""Alerts of one run; the page lists every one."""
+# All alerts and distinct layouts of a run together: fifteen layouts of 20,000 modules.
 MAX_TEXT_BYTES = 32 << 20
-"""All alerts and distinct layouts of a run together: fifteen layouts of 20,000 modules."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

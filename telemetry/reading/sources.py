@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from telemetry.shared.plain_text import printable
 
+# Lines about one run; nobody reads more than that.
 MAX_PROBLEMS = 50
-"""Lines about one run; nobody reads more than that."""
 _MAX_LINE = 200  # characters
 
 

@@ -17,9 +17,9 @@ _WORDS = (
     *_OF_MANY_STEPS,
 )
 _WORD = f"(?:{'|'.join(_WORDS)})"
+# A regular expression: the tags of losses of training. Any other word makes it another number:
+# ``val``, ``kl``, ``aux``.
 LOSS_TAGS = rf"(?i)^(?:{_WORD}[\W_]*)*loss(?:es)?(?:[\W_]*{_WORD})*$"
-"""A regular expression: the tags of losses of training. Any other word makes it another number:
-``val``, ``kl``, ``aux``."""
 _LOSS_TAG = re.compile(LOSS_TAGS)
 
 _PATIENCE = 100  # by eye, in steps: a loss may be logged more rarely than the rest

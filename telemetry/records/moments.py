@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+# The fields of :class:`Moments` by how two tensors' are put together.
 COUNTS = ("count", "nan_count", "positive_inf_count", "negative_inf_count", "zero_count")
 EXTREMES = ("min", "max")
 POWER_SUMS = ("sum", "sum_squares", "sum_cubes", "sum_fourth_powers")
-"""The fields of :class:`Moments` by how two tensors' are put together."""
 
 # Beyond this many standard deviations from zero, rounding of the fourth powers' sum (1e-16 of it)
 # reaches 1e-4 of what is left when the mean is taken out.

@@ -9,11 +9,11 @@ from telemetry.shared.plain_text import printable
 RUN, LAYERS, HISTOGRAMS, IMAGES = "~run/", "~layers/", "~histograms/", "~images/"
 """What our tags begin with. TensorBoard shows as one group what has the same first part, sorted by
 ASCII: these few come after whatever the user calls theirs, and each says what is in it."""
+# What the tags of our texts begin with.
 ALERTS = "~alerts/"
-"""What the tags of our texts begin with."""
 
+# The L2 norm of all gradients together, at every step.
 TOTAL_GRAD_NORM = f"{RUN}grad_norm/total"
-"""The L2 norm of all gradients together, at every step."""
 
 _GROUP = re.compile(f"{RUN}|{LAYERS}|{HISTOGRAMS}|{IMAGES}")
 _NUMBERED = re.compile(r"(\w+)/(\d{4,9})\.(.*)", re.DOTALL)

@@ -22,18 +22,18 @@ from typing import Any, BinaryIO, TypeVar
 Checked = TypeVar("Checked")
 Check = Callable[[Any], Checked]
 
+# Python's objects take up to twenty times the size of their text, so this stays below 1 GB. A
+# layout of 20,000 modules has 2 MB, and so has a large flight file.
 MAX_JSON_BYTES = 32 << 20
-"""Python's objects take up to twenty times the size of their text, so this stays below 1 GB. A
-layout of 20,000 modules has 2 MB, and so has a large flight file."""
 
+# Largest whole number that JavaScript holds exactly.
 MAX_WHOLE = 2**53
-"""Largest whole number that JavaScript holds exactly."""
 
+# Characters of a name; a link with such a name still fits into a request.
 MAX_NAME = 10_000
-"""Characters of a name; a link with such a name still fits into a request."""
 
+# Characters of a message for people; longer ones are cut off.
 MAX_TEXT = 8000
-"""Characters of a message for people; longer ones are cut off."""
 
 _NOT_FINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)

@@ -10,8 +10,8 @@ from pathlib import PurePath
 
 from telemetry.shared.heat_map import INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR
 
+# By the ending of a file's name.
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
-"""By the ending of a file's name."""
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
 

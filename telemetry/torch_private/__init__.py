@@ -28,8 +28,8 @@ log = logging.getLogger("telemetry")
 # Calls between ``GradScaler.step`` and an optimizer's hook: 6 in PyTorch, more with wrappers.
 _MAX_FRAMES_BELOW_SCALER = 16
 
+# What :func:`backward_task` returns outside of a backward pass.
 NO_TASK = -1
-"""What :func:`backward_task` returns outside of a backward pass."""
 
 _logged: set[str] = set()
 

@@ -14,8 +14,8 @@ from telemetry.torch_private import find
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Before, what observes a graph is dropped from it, or fails at operations in place.
 GRAPHS_CAN_BE_OBSERVED = TorchVersion(torch.__version__) >= "2.13"
-"""Before, what observes a graph is dropped from it, or fails at operations in place."""
 
 
 def keep_in_graph(operator: torch._ops.OpOverload) -> bool:

@@ -27,9 +27,9 @@ from telemetry.shared.tag_names import (
 )
 from telemetry.writing.bulk import Bulk
 
+# Models with more parameters or modules have curves of some layers only, whatever the statistic:
+# TensorBoard shows one card for each curve.
 MANY = 64
-"""Models with more parameters or modules have curves of some layers only, whatever the statistic:
-TensorBoard shows one card for each curve."""
 SHOWN_OF_MANY = 12
 
 
