@@ -275,8 +275,8 @@ class Updates:
         self._before: list[tuple[int, Tensor, Tensor]] = []
         for index, parameter in parameters:
             values = plain(parameter)
-            if values is not None and (count := values.numel()):
-                few = values if count <= SAMPLE_ELEMENTS else block_sample(values)
+            if values is not None and values.numel() and not values.is_meta:
+                few = values if values.numel() <= SAMPLE_ELEMENTS else block_sample(values)
                 self._before.append((index, parameter, few.clone()))
         self._moved: list[Norms] = []
         self._sizes: list[Norms] = []

@@ -26,6 +26,7 @@ from twins import Recorder, assert_same, draw, seed
 
 from telemetry import HookLogger
 from telemetry.records import StepRecord
+from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of PyTorch
 
@@ -789,6 +790,8 @@ def test_a_program_is_left_alone_and_its_figures_are_right(name: str, tmp_path: 
         zip(steps, plain.steps, strict=True)
     ):
         assert norms == pytest.approx(expected_norms, rel=1e-5), index
+        if "compiled" in name and not GRAPHS_CAN_BE_OBSERVED:
+            continue
         missing = [key for key in expected.keys() - figures.keys() if not has_children(again, key)]
         assert (index, missing) == (index, [])
         for key, values in figures.items():
