@@ -70,7 +70,6 @@ def _of_known(of: Callable[[TensorRecord], float]) -> Callable[[LayerRecord], fl
     )
 
 
-# In the order in which they are shown.
 STATISTICS = (
     Statistic(
         name="grad_norm",
@@ -224,6 +223,7 @@ STATISTICS = (
         zero_is_silent=True,
     ),
 )
+"""In the order in which they are shown."""
 
 # What the Telemetry page and the commands show.
 PAGE_STATISTICS = tuple(statistic for statistic in STATISTICS if statistic.on_page)

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from tensorboard.compat.proto.summary_pb2 import HistogramProto
 from torch.utils.tensorboard import summary
 
-from telemetry.events.summary_writer import _bins_of, _raw_histogram, _scalar
+from telemetry.events.summary_writer import _histogram, _scalar
 
 
 def default_edges() -> tuple[float, ...]:
@@ -26,7 +25,6 @@ def default_edges() -> tuple[float, ...]:
 
 
 EDGES = default_edges()
-BINS = _bins_of(EDGES)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -50,7 +48,7 @@ VALUES = (
 
 @given(arrays(np.float64, st.integers(1, 60), elements=VALUES))
 def test_a_histogram_is_that_of_torch(values: np.ndarray) -> None:
-    assert BINS.histogram("grad", values) == torchs_histogram(values)
+    assert _histogram("grad", values, EDGES) == torchs_histogram(values)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,7 @@ def test_a_histogram_is_that_of_torch(values: np.ndarray) -> None:
     ],
 )
 def test_a_histogram_of_anything_is_that_of_torch(values: Any) -> None:
-    assert BINS.histogram("grad", values) == torchs_histogram(values)
+    assert _histogram("grad", values, EDGES) == torchs_histogram(values)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +87,7 @@ def test_a_histogram_of_anything_is_that_of_torch(values: Any) -> None:
     ],
 )
 def test_what_is_unusual_is_left_to_torch(values: torch.Tensor) -> None:
-    assert BINS.histogram("grad", values) is None
-
-
-def test_bins_that_lie_close_together_are_left_to_torch() -> None:
-    assert _bins_of((0.0, 1.0, 1.01, 1.02)).histogram("grad", 0.5) is None
+    assert _histogram("grad", values, EDGES) is None
 
 
 @given(
@@ -115,17 +109,3 @@ def test_a_scalar_is_that_of_torch(value: float, kind: Any) -> None:
     given_value = kind(value)
     expected = summary.scalar("loss", given_value).SerializeToString()
     assert _scalar("loss", given_value) == expected
-
-
-@given(
-    st.lists(st.tuples(st.floats(), st.floats() | st.integers(0, 99)), min_size=1, max_size=200),
-    st.tuples(*[st.floats() | st.integers(-9, 9)] * 5),
-)
-def test_a_raw_histogram_is_that_of_torch(
-    buckets: list[tuple[float, float]], figures: tuple[float, ...]
-) -> None:
-    limits, counts = (list(column) for column in zip(*buckets, strict=True))
-    names = ("min", "max", "num", "sum", "sum_squares")
-    proto = HistogramProto(**dict(zip(names, figures, strict=True)))
-    expected = summary.histogram_raw("grad", *figures, limits, counts).SerializeToString()
-    assert _raw_histogram("grad", proto, limits, counts) == expected
