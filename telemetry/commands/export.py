@@ -18,8 +18,9 @@ from telemetry.reading.run_data import RunData, windows
 from telemetry.shared.heat_map import heat_map
 from telemetry.shared.plain_text import printable
 
-# Endings that ask for what would not be in the file.
 _MOST_ROWS, _MOST_COLUMNS = 512, 1024
+
+# Endings that ask for what would not be in the file.
 _NOT_WRITTEN = (".pdf", ".jpg", ".jpeg", ".webp", ".gif", ".html", ".json", ".parquet", ".gz")
 
 

@@ -27,9 +27,10 @@ from telemetry.reading.sessions import Layer
 from telemetry.shared.plain_text import printable
 from telemetry.tensorboard_plugin.static_files import bundle, read_static_files
 
-# Of more layers, only those with alerts and some others keep histograms and pictures.
 MAX_ROWS = 1000
 MAX_CELLS = 250_000
+
+# Of more layers, only those with alerts and some others keep histograms and pictures.
 MAX_LAYERS_IN_DETAIL = 100
 # All pictures of a report together; browsers still open a report of this size.
 MAX_PICTURES_BYTES = 128 << 20

@@ -123,8 +123,9 @@ UNBOUNDED = frozenset(
     ]
 )
 
-# Their outputs grow in proportion to what they are given.
 CONVOLUTIONS = frozenset(["Conv1d", "Conv2d", "Conv3d"])
+
+# Their outputs grow in proportion to what they are given.
 AFFINE = CONVOLUTIONS | frozenset(["Linear", *(f"ConvTranspose{n}d" for n in (1, 2, 3))])
 
 LINEAR = AFFINE | frozenset(["Bilinear", "LSTM", "GRU", "LSTMCell", "GRUCell"])

@@ -66,7 +66,7 @@ class Measurer:
             return len(self._pending) - 1
 
     def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
-        """The same of many tensors without units, for less than one by one."""
+        """Measure many tensors without units, for less than one by one."""
         found: list[int | None] = []
         for tensor, plain in zip(tensors, native.measure_all(tensors, powers), strict=True):
             pending = plain or self._measure_other(tensor, None, powers)

@@ -56,7 +56,7 @@ class Pipeline:
     step. Only while another 64 MiB wait, steps are dropped. Both are counted and logged. What the
     user logged is never dropped. A forked child ignores everything.
 
-    Steps with finite norms alone, and what the user logged, wait for seven others, a fifth of a
+    Steps with finite norms alone, and what the user logged, wait for eleven others, a fifth of a
     second at most.
 
     Args:

@@ -15,8 +15,9 @@ from telemetry.records import TensorRecord
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
 from telemetry.records.sketch import LAST_BUCKET, Sketch
 
-# More than there are buckets; a bucket of a row is one number in the order of both.
 _FIGURES = (*COUNTS, *POWER_SUMS, *EXTREMES)
+
+# More than there are buckets; a bucket of a row is one number in the order of both.
 _CODES = 4096
 
 # Extremes of more units are rounded to three bits of mantissa, at most 6 % off; zero, the sign and

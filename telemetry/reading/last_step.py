@@ -15,9 +15,10 @@ from telemetry.events.reading import events_from_end
 from telemetry.shared.page_format import parse_chunk
 from telemetry.shared.tag_names import TOTAL_GRAD_NORM, plain
 
+_TOTAL = plain(TOTAL_GRAD_NORM)
+
 # Tags that every step of a logger has and that nobody else writes: the steps of a user's own tags
 # may count something else.
-_TOTAL = plain(TOTAL_GRAD_NORM)
 _MARKS = (_TOTAL.encode(), b"telemetry/n/", b"telemetry/m/")
 
 

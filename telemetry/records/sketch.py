@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from telemetry.records.moments import POWER_SUMS, Moments
 
-# The largest bucket of a finite number; 2040 would be infinity and above it NaN.
 BUCKETS_PER_OCTAVE = 8
+
+# The largest bucket of a finite number; 2040 would be infinity and above it NaN.
 LAST_BUCKET = 2039
 
 # Rounding float32 to bfloat16 keeps the upper 16 bits, to nearest even; the bucket is what is left

@@ -63,6 +63,7 @@ log = logging.getLogger("telemetry")
 
 # The longest time for which a flush of the writer makes its caller wait for us.
 _HAND_ON_S = 30.0
+
 # The longest time for which a checkpoint waits for the disk.
 _CHECKPOINT_S = 10.0
 

@@ -35,11 +35,12 @@ from telemetry.layers import MISSING, Statistic
 from telemetry.records import Layout, Module, Parameter
 from telemetry.shared import untrusted
 
-# A block of norms is written when it reaches this size; it may be larger by those
-# that come at once.
 PLUGIN_NAME = "telemetry"
 FORMAT_VERSION = 1
 EVENTS_PER_TAG = 10
+
+# A block of norms is written when it reaches this size; it may be larger by those
+# that come at once.
 NORM_BLOCK_BYTES = 1 << 18
 
 LAYOUT_PREFIX = "telemetry/layout/"

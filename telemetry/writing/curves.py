@@ -115,11 +115,12 @@ class StepTimes:
             self._begun = self._last
 
 
+QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}
+
 # The statistics whose quantiles over all layers are curves, by the name in their tags.
 #
 # Where magnitudes matter, the curves are of log10: TensorBoard's charts have a linear axis, on
 # which all small gradients look alike.
-QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}
 DEPTH_CURVES: Mapping[str, Statistic] = {
     f"log10_{statistic.name}" if statistic.log else statistic.name: statistic
     for statistic in STATISTICS
