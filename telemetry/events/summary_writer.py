@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensorboard.compat.proto.summary_pb2 import HistogramProto
 from torch.utils import tensorboard
 from torch.utils.tensorboard import summary
@@ -71,6 +72,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
     ) -> None:
         self._opening = threading.RLock()
         super().__init__(log_dir, comment, purge_step, max_queue, flush_secs, filename_suffix)
+        self._edges = np.array(self.default_bins)
         # A directory that cannot be written must raise before the training, not after it.
         file_writer = self._get_file_writer()
         file_writer.flush()
@@ -154,7 +156,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
     ) -> None:
         value = None
         if isinstance(bins, str) and bins == "tensorflow" and max_bins is None:
-            value = _histogram(tag, values, self.default_bins)
+            value = _histogram(tag, values, self._edges)
         if value is None:
             super().add_histogram(tag, values, global_step, bins, walltime, max_bins)
         else:
@@ -208,21 +210,21 @@ def _scalar(tag: str, value: Any) -> bytes:
     return bytes(summary.scalar(tag, value).SerializeToString())
 
 
-def _histogram(tag: str, values: Any, bins: Sequence[float]) -> bytes | None:
+def _histogram(tag: str, values: Any, edges: NDArray[np.float64]) -> bytes | None:
     """What ``add_histogram`` writes of these values; None if that is left to torch.
 
     Args:
-        bins: Edges, ascending, where a bin ends and the next begins.
+        edges: Where a bin ends and the next begins, ascending.
     """
-    found, edges = make_np(values), np.array([*bins, np.inf])
+    found = make_np(values)
     if type(tag) is not str or not found.size or found.dtype.kind not in "fiu":
         return None
     flat = found.astype(np.float64).reshape(-1)
     low, high = np.minimum.reduce(flat), np.maximum.reduce(flat)
-    if not (edges[0] <= low and high < edges[-2]):  # or NaN
+    if not (edges[0] <= low and high < edges[-1]):  # or NaN
         return None
     places = edges.searchsorted(flat, "right")
-    counts = np.bincount(places, minlength=len(edges) - 1)[1:].astype(np.float64)
+    counts = np.bincount(places, minlength=len(edges))[1:].astype(np.float64)
     first, last = counts.nonzero()[0][[0, -1]].tolist()
     histogram = HistogramProto(
         min=low,
