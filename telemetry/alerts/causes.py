@@ -115,8 +115,8 @@ class OneCause(Rule):
         Raises:
             ValueError: Some rules begin anew, or in part, or do not exist; the others go on.
         """
-        parts, misfits = self._parts(), [name for name in state if name not in self._parts()]
-        misfits = [f"there is no rule {name}" for name in misfits]
+        parts = self._parts()
+        misfits = [f"there is no rule {name}" for name in state if name not in parts]
         for name, part in parts.items():
             try:
                 restore(part, state[name])

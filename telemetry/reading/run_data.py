@@ -125,10 +125,10 @@ class RunData:
             modules = np.flatnonzero(inside)
             of_some = of_modules(segment, numbers, statistic, modules)
             if of_some is not None:
-                spread = np.full((len(part_steps), width), MISSING, np.float32)
-                spread[:, segment.rows[modules] - rows.start] = of_some
+                of_all = np.full((len(part_steps), width), MISSING, np.float32)
+                of_all[:, segment.rows[modules] - rows.start] = of_some
                 steps.append(part_steps)
-                values.append(spread)
+                values.append(of_all)
         all_steps, all_values = in_order(np.concatenate(steps), np.concatenate(values))
         return Matrix(steps=all_steps, values=all_values, first_layer=rows.start, sampled=sampled)
 

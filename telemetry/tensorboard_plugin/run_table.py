@@ -34,8 +34,9 @@ from telemetry.tensorboard_plugin.provider_source import content_of, list_tags, 
 
 # A run that is still going writes at least every few seconds, but it may pause to validate.
 _SILENT_S = 300.0
-# Alerts of a run that are read to find the first that is more than a note.
 _SILENT_STEPS = 50
+
+# Alerts of a run that are read to find the first that is more than a note.
 _MAX_ALERTS = 8
 _MAX_HPARAMS = 1000
 _MAX_TEXT = 200
@@ -175,8 +176,9 @@ class RunTable:
                 states[run] = tag, series.max_step, series.max_wall_time
         with self._lock:
             known = {run: self._losses.get((experiment, run), (None,))[0] for run in states}
-            stale = {run: [state[0]] for run, state in states.items() if known[run] != state}
-            found = read_tags(self._provider, experiment, "scalars", stale)
+        stale = {run: [state[0]] for run, state in states.items() if known[run] != state}
+        found = read_tags(self._provider, experiment, "scalars", stale)
+        with self._lock:
             for run, (tag,) in stale.items():
                 summary = _loss(tag, found.get(run, {}).get(tag, ()))
                 self._losses[experiment, run] = states[run], summary
