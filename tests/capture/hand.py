@@ -29,6 +29,18 @@ class HandStep:
     grads: Arrays = field(default_factory=lambda: defaultdict(list))
 
 
+class TwoParts(nn.Module):
+    """Two parts, for an optimizer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
 _paused = False
 
 

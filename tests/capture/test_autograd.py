@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hand import assert_logged, assert_tensor, by_hand, check, not_training
+from hand import TwoParts, assert_logged, assert_tensor, by_hand, check, not_training
 from plain_events import EventAccumulator
 from require import require
 from tensorboard.util.tensor_util import make_ndarray
@@ -482,18 +482,6 @@ def test_optimizers_that_step_inside_of_backward(tmp_path: Path) -> None:
     assert not any(p.grad is not None for p in outcome.model.parameters())
 
 
-class Body(nn.Module):
-    """Two parts with an optimizer each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.second = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
-
-
 @pytest.mark.parametrize("order", [("first", "second"), ("second", "first")])
 def test_several_optimizers_are_one_step(tmp_path: Path, order: tuple[str, str]) -> None:
     def loop(model: Any, logger: HookLogger | None) -> Iterator[None]:
@@ -509,7 +497,7 @@ def test_several_optimizers_are_one_step(tmp_path: Path, order: tuple[str, str])
             yield
             assert logger is None or logger.current_step == step + 1
 
-    outcome, _ = check(Body, loop, tmp_path)
+    outcome, _ = check(TwoParts, loop, tmp_path)
     for record in outcome.full:
         assert record.grad_present.all()
         assert set(record.learning_rates) == {0.1, 0.01}
@@ -527,7 +515,7 @@ def test_parameters_that_no_optimizer_holds_do_not_delay_the_step(tmp_path: Path
             optimizer.step()
             yield
 
-    outcome = assert_left_alone(Body, loop, tmp_path)
+    outcome = assert_left_alone(TwoParts, loop, tmp_path)
     assert [record.step for record in outcome.full] == [0, 1, 2]
     assert [record.activations["first"].calls for record in outcome.full] == [1, 1, 1]
     expected = [[False, False, True, True]] * 3
@@ -535,7 +523,7 @@ def test_parameters_that_no_optimizer_holds_do_not_delay_the_step(tmp_path: Path
 
 
 def test_a_step_that_waits_for_other_optimizers_is_not_lost(tmp_path: Path) -> None:
-    model, recorder = Body(), Recorder()
+    model, recorder = TwoParts(), Recorder()
     optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1)
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
         loss_of(model).backward()

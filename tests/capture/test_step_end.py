@@ -8,25 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand import array, assert_tensor
+from hand import TwoParts, array, assert_tensor
 from torch import Tensor, nn
 from twins import Recorder, seed
 
 from telemetry import HookLogger
 
 BATCHES = 14
-
-
-class Body(nn.Module):
-    """Two parts, for an optimizer each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.second = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
 
 
 # Which part is stepped, after how many batches, and in which of them; in this order.
@@ -46,7 +34,7 @@ def by_plain_hooks(
 ) -> tuple[list[Any], list[list[np.ndarray]], list[dict[str, float]], list[int]]:
     """The records; of each batch an output and the gradients that were used, and where it ended."""
     seed(0)
-    model, recorder = Body(), Recorder()
+    model, recorder = TwoParts(), Recorder()
     of = {p: torch.optim.SGD(model.get_submodule(p).parameters(), 0.1) for p, *_ in SCHEDULES[name]}
     outputs: list[list[np.ndarray]] = []
     model.first.register_forward_hook(lambda m, a, output: outputs.append([array(output)]))
