@@ -25,7 +25,8 @@ from telemetry.measure import Measurer, block_sample
 from telemetry.measure.sampling import FULL_ELEMENTS, SAMPLE_ELEMENTS
 from telemetry.measure.tensors import WORKING_DTYPE, pieces
 from telemetry.records import TensorRecord
-from telemetry.records.sketch import Sketch, bucket_indices, sketch_array
+from telemetry.records.buckets import bucket_indices
+from telemetry.records.sketch import Sketch, sketch_array
 
 SMALL, LARGE, SAMPLED = 700, 40_000, 300_000
 SIZES = pytest.mark.parametrize("size", [SMALL, LARGE])

@@ -30,7 +30,8 @@ from telemetry.measure import native
 from telemetry.measure.sampling import sample_step
 from telemetry.measure.tensors import values_of
 from telemetry.records import TensorRecord
-from telemetry.records.sketch import bucket_indices, sketch_array
+from telemetry.records.buckets import bucket_indices
+from telemetry.records.sketch import sketch_array
 
 ROOT = Path(__file__).parents[1]
 

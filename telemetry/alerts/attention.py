@@ -11,7 +11,7 @@ import numpy as np
 from telemetry.alert import Alert
 from telemetry.alerts.episode import EpisodeRule
 from telemetry.records import Output, StepRecord, TensorRecord
-from telemetry.records.sketch import edges
+from telemetry.records.buckets import edges
 from telemetry.shared.plain_text import called
 
 

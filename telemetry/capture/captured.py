@@ -20,7 +20,10 @@ from telemetry.capture.parameters import Norms, Updates
 from telemetry.failures import Failures
 from telemetry.measure import Measurements, images
 from telemetry.ranks.observer import RankNotes
-from telemetry.records import Layout, Output, StepRecord, TensorRecord
+from telemetry.records import Layout, Output, StepRecord
+from telemetry.records.moments import nonfinite_of, norm_of
+from telemetry.records.rows import Rows
+from telemetry.records.tensor import Tensors
 from telemetry.torch_private import initial_scale, scaler_state
 from telemetry.torch_private.host_copy import HostCopy
 
@@ -30,15 +33,11 @@ _STEP_BYTES = 2560
 # What one takes that a single call has read, besides its numbers.
 _LIGHT_STEP_BYTES = 512
 
-# What leads to the record of a tensor in CPU memory: 10 bytes for each bucket and 8 for each unit,
-# and 0.5 kB for the rest. Traced allocations of normal numbers: 1.7 kB for 1,000 of them, 2.9 kB
-# for 100,000, 3.3 kB for those of 64 channels.
-_OBSERVATION_BYTES = 3072
-
 # A norm and the index of its parameter.
 _NORM_BYTES = 16
 
 _NO_LAYOUT = Layout(modules=(), parameters=())
+_NO_TENSORS: Tensors[Any] = Tensors.of({})
 
 # Clipping scales by at most 1, so a ratio of norms below this is no rounding.
 _CLIPPED = 1 - 1e-3
@@ -250,10 +249,9 @@ class CapturedStep:
         """Host memory held until :meth:`record`, about."""
         detail = self.detail
         pictures = [*detail.feature_maps.values(), *detail.filters.values()]
-        copied = 0 if detail.measurements is None else detail.measurements.copied_bytes
-        tensors = len(detail.observations) * _OBSERVATION_BYTES
+        tensors = 0 if detail.measurements is None else detail.measurements.nbytes
         norms = sum([len(norms.indices) for norms, _ in self.norms]) * _NORM_BYTES
-        return _STEP_BYTES + norms + tensors + copied + sum([p.nbytes for p in pictures])
+        return _STEP_BYTES + norms + tensors + sum([p.nbytes for p in pictures])
 
     def record(self, scalars: Mapping[str, float], loss_tag: str | None = None) -> StepRecord:
         """Reduce to numbers and pixels; waits for an accelerator, so not for the training thread.
@@ -367,16 +365,16 @@ class CapturedStep:
         marked[list(indices)] = True
         return marked
 
-    def _nonfinite_parameters(
-        self, names: Sequence[str], weights: Mapping[str, TensorRecord]
-    ) -> tuple[str, ...]:
+    def _nonfinite_parameters(self, names: Sequence[str], weights: Tensors[str]) -> tuple[str, ...]:
         broken = {
             names[index]
             for group in self.parameter_norms
             for index, finite in zip(group.indices, group.read()[1], strict=True)
             if not finite
         }
-        broken |= {name for name, weight in weights.items() if weight.sketch.nonfinite_count}
+        broken |= {
+            name for name, bad in zip(weights, nonfinite_of(weights.rows), strict=True) if bad
+        }
         return tuple(name for name in names if name in broken)
 
     def _overflown(self, finite: bool) -> int:
@@ -388,30 +386,34 @@ class CapturedStep:
 
     def _tensors(self, overflown: int) -> dict[str, Any]:
         """By kind and name the merged observations, without the first ``overflown`` of all."""
-        merged: dict[str, dict[Any, TensorRecord]] = {kind: {} for kind in get_args(Kind)}
+        kinds: dict[str, Tensors[Any]] = dict.fromkeys(get_args(Kind), _NO_TENSORS)
         detail = self.detail
+        observations = detail.observations[overflown:]
         if detail.measurements is None:
-            return merged
-        reduced = detail.measurements.reduce()
-        self._tell_wrong(reduced)
-        parts: dict[tuple[Kind, Name], list[TensorRecord]] = {}
-        for o in detail.observations[overflown:]:
-            record = reduced[o.measurement]
-            unscaled = record.scaled(1 / self._factor) if o.scaled and self._factor != 1 else record
-            parts.setdefault((o.kind, o.name), []).append(unscaled)
-        for (kind, name), records in parts.items():
-            record, counted = TensorRecord.merge_all(records), detail.counted[kind, name]
-            merged[kind][name] = replace(record, calls=record.calls + counted)
-        return merged
+            return kinds
+        measured = detail.measurements.reduce().rows
+        self._tell_wrong(measured)
+        rows = measured.take(np.array([o.measurement for o in observations], np.intp))
+        if self._factor != 1:
+            scaled = np.array([o.scaled for o in observations])
+            rows = rows.scaled(np.where(scaled, 1 / self._factor, 1.0))
+        places: dict[tuple[Kind, Name], int] = {}
+        of = [places.setdefault((o.kind, o.name), len(places)) for o in observations]
+        rows = rows.merged(np.array(of, np.int64), len(places))
+        rows = replace(rows, calls=rows.calls + [detail.counted[key] for key in places])
+        for kind in kinds:
+            some = {name: place for (of_kind, name), place in places.items() if of_kind == kind}
+            kinds[kind] = Tensors(tuple(some), rows.take(np.array([*some.values()], np.intp)))
+        return kinds
 
-    def _tell_wrong(self, reduced: Sequence[TensorRecord]) -> None:
+    def _tell_wrong(self, measured: Rows) -> None:
         """Say so if PyTorch's own figures of what compiled graphs have shown are others."""
         wrong = []
         for (kind, name, measurement, _), copy in self.detail.checks:
-            own, sketch = copy.wait().numpy(), reduced[measurement].sketch
-            recorded = np.array([sketch.min, sketch.max, math.sqrt(sketch.sum_squares)])
+            own, row = copy.wait().numpy(), measured.take(np.array([measurement]))
+            recorded = np.concatenate([row.min, row.max, norm_of(row)])
             finite = bool(np.isfinite(own).all())
-            if finite is not (sketch.nonfinite_count == 0) or (
+            if finite is not bool(nonfinite_of(row)[0] == 0) or (
                 finite and not np.allclose(recorded, own, rtol=1e-3, atol=1e-30)
             ):
                 wrong.append(f"{kind} of {name}: {recorded.tolist()} instead of {own.tolist()}")

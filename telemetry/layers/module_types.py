@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telemetry.records.sketch import Sketch, bucket_indices
+from telemetry.records.buckets import bucket_indices
+from telemetry.records.sketch import Sketch
 
 
 @dataclass(frozen=True, kw_only=True)

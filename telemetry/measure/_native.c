@@ -53,7 +53,7 @@
 enum {
     BLOCK = 2048,        /* values */
     LANES = 16,          /* sums that are made at the same time, at most: see Kernels */
-    CODES = 4096,        /* the upper 12 bits of a float32 number: see bucket_indices in sketch.py */
+    CODES = 4096,        /* the upper 12 bits of a float32 number: see bucket_indices in buckets.py */
     NEGATIVE = 2048,     /* where the codes of negative numbers begin */
     LAST_BUCKET = 2039,  /* the next would be that of infinity */
     TABLES = 4,          /* equal values one after the other would wait for each other's count */
@@ -73,11 +73,18 @@ typedef struct {
     int dtype;
 } Tensor;
 
+/* What is handed over of a tensor: HEAD and PAIR of records/rows.py. */
 typedef struct {
-    int64_t nan, positive_inf, negative_inf, zero;
+    int64_t count, nan, positive_inf, negative_inf, zero;
     double min, max;
     double sums[4]; /* of the first to fourth powers */
-} Moments;
+    int64_t sampled, bucket_count, unit_count;
+} Head;
+
+typedef struct {
+    uint32_t count;
+    int16_t bucket, unused;
+} Pair;
 
 /* Moments of every LANES-th value each, which are put together at the end. */
 typedef struct {
@@ -342,18 +349,20 @@ INLINE void clear_lanes(Lanes *lanes)
     }
 }
 
-INLINE Moments moments_of(const Lanes *lanes)
+INLINE void total_lanes(const Lanes *lanes, Head *head)
 {
-    Moments total = {lanes->nan, lanes->positive_inf, lanes->negative_inf, 0,
-                     INFINITY, -INFINITY, {0}};
+    head->nan = lanes->nan;
+    head->positive_inf = lanes->positive_inf;
+    head->negative_inf = lanes->negative_inf;
+    head->min = INFINITY;
+    head->max = -INFINITY;
     for (int j = 0; j < LANES; j++) {
-        total.zero += lanes->zeros[j];
-        total.min = lanes->lows[j] < total.min ? lanes->lows[j] : total.min;
-        total.max = lanes->highs[j] > total.max ? lanes->highs[j] : total.max;
+        head->zero += lanes->zeros[j];
+        head->min = lanes->lows[j] < head->min ? lanes->lows[j] : head->min;
+        head->max = lanes->highs[j] > head->max ? lanes->highs[j] : head->max;
         for (int power = 0; power < 4; power++)
-            total.sums[power] += lanes->sums[power][j];
+            head->sums[power] += lanes->sums[power][j];
     }
-    return total;
 }
 
 /* --- histogram -------------------------------------------------------------------------------- */
@@ -363,7 +372,7 @@ typedef struct {
     uint32_t memory[TABLES][TABLE];
 } Histogram;
 
-/* Half a bfloat16 unit, and a shift: see bucket_indices in sketch.py. */
+/* Half a bfloat16 unit, and a shift: see bucket_indices in buckets.py. */
 INLINE uint32_t code_of(float x)
 {
     return (to_bits(x) + 0x8000) >> 20;
@@ -441,24 +450,24 @@ INLINE int find_codes(const uint32_t *counts, int zero, double extreme, uint16_t
 }
 
 typedef struct {
-    int size;
-    int16_t buckets[2 * LAST_BUCKET + 1]; /* ascending */
-    double counts[2 * LAST_BUCKET + 1];
-} Buckets;
+    Head head;
+    Pair pairs[2 * LAST_BUCKET + 1]; /* ascending */
+} Statistics;
 
-INLINE void add_bucket(Buckets *buckets, int bucket, double count)
+INLINE void add_pair(Statistics *statistics, int bucket, uint32_t count)
 {
-    buckets->buckets[buckets->size] = (int16_t)bucket;
-    buckets->counts[buckets->size++] = count;
+    Pair pair = {count, (int16_t)bucket, 0};
+    statistics->pairs[statistics->head.bucket_count++] = pair;
 }
 
-/* A sample tells how the values that are not zero are distributed. Zeros are counted exactly, and
- * stand for their bucket if there are any: what else is in it is below 1.5e-39. The buckets of the
- * extremes are always there. */
-INLINE double scale_of_sample(uint32_t *counts, const Moments *moments, int64_t nonzero)
+/* A sample tells how the values that are not zero are distributed: how many of them it has. Zeros are
+ * counted exactly, and stand for their bucket if there are any: what else is in it is below 1.5e-39.
+ * The buckets of the extremes are always there. */
+INLINE int64_t count_sampled(uint32_t *counts, const Head *head, int64_t nonzero)
 {
-    double taken = 0, extremes[2] = {moments->min, moments->max};
-    if (moments->zero)
+    int64_t taken = 0;
+    double extremes[2] = {head->min, head->max};
+    if (head->zero)
         counts[0] = 0;
     for (int i = 0; nonzero && i < 2; i++) {
         uint32_t code = code_of((float)extremes[i]);
@@ -469,27 +478,25 @@ INLINE double scale_of_sample(uint32_t *counts, const Moments *moments, int64_t 
     }
     for (int i = 0; i < CODES; i++)
         taken += counts[i];
-    return nonzero ? (double)nonzero / taken : 0;
+    return taken;
 }
 
-INLINE void fill_buckets(Histogram *histogram, int sampled, const Moments *moments,
-                         int64_t finite, Buckets *buckets)
+INLINE void fill_pairs(Histogram *histogram, int is_sample, int64_t finite, Statistics *statistics)
 {
+    Head *head = &statistics->head;
     uint32_t *counts = total_histogram(histogram);
-    int64_t nonzero = finite - moments->zero;
-    double scale = sampled ? scale_of_sample(counts, moments, nonzero) : 1;
-    double zeros = scale * counts[0] + (sampled ? (double)moments->zero : 0);
+    head->sampled = is_sample ? count_sampled(counts, head, finite - head->zero) : -1;
+    uint32_t zeros = counts[0];
     uint16_t codes[NEGATIVE + 1];
-    int size = moments->min < 0 ? find_codes(counts, NEGATIVE, moments->min, codes) : 0;
+    int size = head->min < 0 ? find_codes(counts, NEGATIVE, head->min, codes) : 0;
     counts[0] = 0;
-    buckets->size = 0;
     for (int i = size - 1; i >= 0; i--)
-        add_bucket(buckets, NEGATIVE - codes[i], scale * counts[codes[i]]);
-    if (zeros > 0)
-        add_bucket(buckets, 0, zeros);
-    size = moments->max > 0 ? find_codes(counts, 0, moments->max, codes) : 0;
+        add_pair(statistics, NEGATIVE - codes[i], counts[codes[i]]);
+    if (zeros || head->zero)
+        add_pair(statistics, 0, zeros);
+    size = head->max > 0 ? find_codes(counts, 0, head->max, codes) : 0;
     for (int i = 0; i < size; i++)
-        add_bucket(buckets, codes[i], scale * counts[codes[i]]);
+        add_pair(statistics, codes[i], counts[codes[i]]);
 }
 
 /* --- units ------------------------------------------------------------------------------------ */
@@ -637,20 +644,17 @@ INLINE void end_units(Units *units)
 
 /* --- all of it -------------------------------------------------------------------------------- */
 
-typedef struct {
-    Moments moments;
-    Buckets buckets;
-    Units units;
-} Statistics;
-
-INLINE void measure(const Tensor *tensor, int64_t sample_step, int powers, int width,
+INLINE void measure(const Tensor *tensor, int64_t sample_step, int powers, int width, Units *units,
                     Statistics *statistics)
 {
     Block block;
     Histogram histogram;
     Lanes lanes;
-    Moments *moments = &statistics->moments;
+    Head *head = &statistics->head;
     int64_t count = tensor->count, next_sample = 0;
+    memset(head, 0, sizeof *head);
+    head->count = count;
+    head->unit_count = units->units;
     clear_histogram(&histogram, count);
     clear_lanes(&lanes);
     for (int64_t first = 0; first < count; first += BLOCK) {
@@ -662,17 +666,17 @@ INLINE void measure(const Tensor *tensor, int64_t sample_step, int powers, int w
                                        &histogram);
         else
             count_codes(&block, 0, part, all_finite, &histogram);
-        if (statistics->units.units)
-            add_units(&statistics->units, block.narrow, part, all_finite);
+        if (units->units)
+            add_units(units, block.narrow, part, all_finite);
     }
-    *moments = moments_of(&lanes);
-    int64_t finite = count - moments->nan - moments->positive_inf - moments->negative_inf;
-    fill_buckets(&histogram, sample_step != 0, moments, finite, &statistics->buckets);
+    total_lanes(&lanes, head);
+    int64_t finite = count - head->nan - head->positive_inf - head->negative_inf;
+    fill_pairs(&histogram, sample_step != 0, finite, statistics);
     if (finite == 0)
-        moments->min = moments->max = NAN;
+        head->min = head->max = NAN;
     if (powers < 4)
-        moments->sums[2] = moments->sums[3] = NAN;
-    end_units(&statistics->units);
+        head->sums[2] = head->sums[3] = NAN;
+    end_units(units);
 }
 
 INLINE double sum_squares(const Block *block, int count)
@@ -712,16 +716,16 @@ INLINE double squared_norm(const Tensor *tensor)
 /* What is compiled once for each set of instructions. */
 typedef struct {
     const char *instructions;
-    void (*measure)(const Tensor *, int64_t, int, Statistics *);
+    void (*measure)(const Tensor *, int64_t, int, Units *, Statistics *);
     double (*squared_norm)(const Tensor *);
 } Kernels;
 
 /* ``WIDTH`` sums of each power, or the registers would not hold those of four. */
 #define DEFINE_KERNELS(NAME, INSTRUCTIONS, TARGET, WIDTH)                                        \
     TARGET static void measure_##NAME(const Tensor *tensor, int64_t sample_step, int powers,     \
-                                      Statistics *statistics)                                    \
+                                      Units *units, Statistics *statistics)                      \
     {                                                                                            \
-        measure(tensor, sample_step, powers, WIDTH, statistics);                                 \
+        measure(tensor, sample_step, powers, WIDTH, units, statistics);                          \
     }                                                                                            \
     TARGET static double squared_norm_##NAME(const Tensor *tensor)                               \
     {                                                                                            \
@@ -772,9 +776,9 @@ static int fill_tensor(PyObject *address, PyObject *count, int dtype, Tensor *te
 typedef struct {
     Tensor tensor;
     int64_t units, inner, sample_step;
-    int powers;   /* whose sums are made: 2 or 4 */
-    char *result; /* to be freed */
-    size_t size;
+    int powers;            /* whose sums are made: 2 or 4 */
+    char *found[3];        /* Head, pairs and units; the first to be freed, NULL without memory */
+    Py_ssize_t sizes[3];
 } Request;
 
 /* Fill a request from a tuple of integers; 0 if they do not fit each other. */
@@ -804,59 +808,86 @@ static int fill_request(PyObject *numbers, Request *request)
     return 1;
 }
 
-/* Measure one tensor; without memory its result stays NULL. */
+/* Measure one tensor. */
 static void serve(Request *request)
 {
     Statistics statistics;
-    const Buckets *buckets = &statistics.buckets;
-    statistics.units.units = request->units;
-    statistics.units.inner = request->inner;
-    if (!begin_units(&statistics.units, request->tensor.count))
+    Units units = {.units = request->units, .inner = request->inner};
+    if (!begin_units(&units, request->tensor.count))
         return;
-    kernels->measure(&request->tensor, request->sample_step, request->powers, &statistics);
-    size_t size = (size_t)buckets->size, units = (size_t)request->units;
-    const struct {
-        const void *source;
-        size_t size;
-    } parts[] = {
-        {&statistics.moments, sizeof statistics.moments},
-        {buckets->counts, size * sizeof buckets->counts[0]},
-        {statistics.units.lows, units * sizeof(float)},
-        {statistics.units.highs, units * sizeof(float)},
-        {buckets->buckets, size * sizeof buckets->buckets[0]},
-    };
-    size_t part_count = sizeof parts / sizeof parts[0];
-    for (size_t i = 0; i < part_count; i++)
-        request->size += parts[i].size;
-    char *target = request->result = malloc(request->size);
-    for (size_t i = 0; target != NULL && i < part_count; target += parts[i++].size)
-        if (parts[i].size)
-            memcpy(target, parts[i].source, parts[i].size);
-    free(statistics.units.lows);
+    kernels->measure(&request->tensor, request->sample_step, request->powers, &units, &statistics);
+    request->sizes[0] = sizeof(Head);
+    request->sizes[1] = (Py_ssize_t)((size_t)statistics.head.bucket_count * sizeof(Pair));
+    request->sizes[2] = (Py_ssize_t)(2 * (size_t)units.units * sizeof(float));
+    char *target = malloc((size_t)(request->sizes[0] + request->sizes[1] + request->sizes[2]));
+    for (int i = 0; target != NULL && i < 3; target += request->sizes[i++])
+        request->found[i] = target;
+    if (target != NULL) {
+        memcpy(request->found[0], &statistics.head, (size_t)request->sizes[0]);
+        memcpy(request->found[1], statistics.pairs, (size_t)request->sizes[1]);
+        float *extremes = (float *)(void *)request->found[2];
+        for (int64_t i = 0; i < units.units; i++) {
+            extremes[2 * i] = units.lows[i];
+            extremes[2 * i + 1] = units.highs[i];
+        }
+    }
+    free(units.lows);
 }
 
-/* What was found, which is freed. */
-static PyObject *result_of(Request *request)
+/* Append what was found of some tensors to the bytearrays of heads, pairs and units, and free it;
+ * 0 if there was no memory: then they are unchanged. */
+static int append_rows(Request *requests, Py_ssize_t size, PyObject *const *rows)
 {
-    PyObject *result = request->result == NULL
-                           ? PyErr_NoMemory()
-                           : PyByteArray_FromStringAndSize(request->result,
-                                                           (Py_ssize_t)request->size);
-    free(request->result);
-    return result;
+    int fits = !PyErr_Occurred();
+    Py_ssize_t before[3];
+    for (Py_ssize_t r = 0; r < size; r++)
+        fits = fits && (!requests[r].tensor.count || requests[r].found[0]);
+    for (int i = 0; i < 3; i++) {
+        Py_ssize_t added = 0;
+        for (Py_ssize_t r = 0; r < size; r++)
+            added += requests[r].sizes[i];
+        before[i] = PyByteArray_Size(rows[i]);
+        fits = fits && PyByteArray_Resize(rows[i], before[i] + added) == 0;
+        char *target = PyByteArray_AsString(rows[i]) + before[i];
+        for (Py_ssize_t r = 0; fits && r < size; target += requests[r++].sizes[i])
+            if (requests[r].sizes[i])
+                memcpy(target, requests[r].found[i], (size_t)requests[r].sizes[i]);
+    }
+    for (int i = 0; !fits && i < 3; i++)
+        PyByteArray_Resize(rows[i], before[i]);
+    for (Py_ssize_t r = 0; r < size; r++)
+        free(requests[r].found[0]);
+    if (!fits && !PyErr_Occurred())
+        PyErr_NoMemory();
+    return fits;
 }
 
-static PyObject *python_measure(PyObject *module, PyObject *numbers)
+/* Whether these are the three bytearrays to append to. */
+static int are_rows(PyObject *const *rows)
+{
+    int fits = PyByteArray_Check(rows[0]) && PyByteArray_Check(rows[1]) && PyByteArray_Check(rows[2]);
+    if (!fits)
+        PyErr_SetString(PyExc_TypeError, "heads, pairs and units are bytearrays");
+    return fits;
+}
+
+static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;
     Request request = {0};
-    if (!fill_request(numbers, &request))
+    if (arg_count != 4) {
+        PyErr_SetString(PyExc_TypeError, "measure() takes a tuple and three bytearrays");
+        return NULL;
+    }
+    if (!fill_request(args[0], &request) || !are_rows(args + 1))
         return NULL;
     PyThreadState *state = request.tensor.count > GIL_KEPT ? PyEval_SaveThread() : NULL;
     serve(&request);
     if (state != NULL)
         PyEval_RestoreThread(state);
-    return result_of(&request);
+    if (!append_rows(&request, 1, args + 1))
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
@@ -1026,30 +1057,12 @@ static int ask(PyObject *object, const Asked *asked, Request *request)
     return 1;
 }
 
-/* What was found and the request, as native.py knows it; None for a tensor that was refused. */
-static PyObject *answer(Request *request)
-{
-    if (!request->tensor.count)
-        Py_RETURN_NONE;
-    PyObject *result = result_of(request);
-    PyObject *address = PyLong_FromVoidPtr((void *)request->tensor.values);
-    if (result == NULL || address == NULL) {
-        Py_XDECREF(result);
-        Py_XDECREF(address);
-        return NULL;
-    }
-    return Py_BuildValue("N(NLiLLLi)", result, address, (long long)request->tensor.count,
-                         request->tensor.dtype, (long long)request->units,
-                         (long long)request->inner, (long long)request->sample_step,
-                         request->powers);
-}
-
 static PyObject *python_measure_tensors(PyObject *module, PyObject *const *args,
                                         Py_ssize_t arg_count)
 {
     (void)module;
-    if (arg_count != 6 || !PyList_Check(args[0]) || !PyTuple_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "measure_tensors() takes a list, and 5 other arguments");
+    if (arg_count != 9 || !PyList_Check(args[0]) || !PyTuple_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "measure_tensors() takes a list, and 8 other arguments");
         return NULL;
     }
     Asked asked = {args[1], args[2], args[4], PyCapsule_GetPointer(args[3], "dlpack_exchange_api"),
@@ -1058,27 +1071,26 @@ static PyObject *python_measure_tensors(PyObject *module, PyObject *const *args,
     Request *requests = calloc((size_t)size + 1, sizeof *requests);
     if (requests == NULL)
         PyErr_NoMemory();
-    int fits = !PyErr_Occurred();
+    int fits = !PyErr_Occurred() && are_rows(args + 6);
     int64_t total = 0;
     for (Py_ssize_t i = 0; fits && i < size; i++) {
         fits = ask(PyList_GetItem(args[0], i), &asked, &requests[i]);
         total += requests[i].tensor.count;
     }
-    PyObject *answers = fits ? PyList_New(size) : NULL;
-    if (answers != NULL) {
+    if (fits) {
         PyThreadState *state = total > GIL_KEPT ? PyEval_SaveThread() : NULL;
         for (Py_ssize_t i = 0; i < size; i++)
             if (requests[i].tensor.count)
                 serve(&requests[i]);
         if (state != NULL)
             PyEval_RestoreThread(state);
-        for (Py_ssize_t i = 0; i < size; i++)
-            PyList_SetItem(answers, i, answer(&requests[i]));
+        fits = append_rows(requests, size, args + 6);
     }
+    PyObject *measured = fits ? PyList_New(size) : NULL;
+    for (Py_ssize_t i = 0; measured != NULL && i < size; i++)
+        PyList_SetItem(measured, i, PyBool_FromLong(requests[i].tensor.count != 0));
     free(requests);
-    if (answers != NULL && PyErr_Occurred())
-        Py_CLEAR(answers);
-    return answers;
+    return measured;
 }
 
 /* --- gradients -------------------------------------------------------------------------------- */
@@ -1196,7 +1208,7 @@ static PyObject *python_use_instructions(PyObject *module, PyObject *name)
 #define METHOD(FUNCTION) ((PyCFunction)(void (*)(void))(FUNCTION))
 
 static PyMethodDef methods[] = {
-    {"measure", python_measure, METH_O, NULL},
+    {"measure", METHOD(python_measure), METH_FASTCALL, NULL},
     {"measure_tensors", METHOD(python_measure_tensors), METH_FASTCALL, NULL},
     {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
     {"take_norms", METHOD(python_take_norms), METH_FASTCALL, NULL},

@@ -8,8 +8,16 @@ during the call. ``dtype`` is that of their elements: one of ``?bBhHiIqQefd`` as
 from collections.abc import Callable
 from typing import Any
 
-def measure(tensor: tuple[int, int, int, int, int, int, int], /) -> bytearray:
-    """The statistics of a tensor, which seven integers describe:
+def measure(
+    tensor: tuple[int, int, int, int, int, int, int],
+    heads: bytearray,
+    pairs: bytearray,
+    units: bytearray,
+    /,
+) -> None:
+    """Append the row of a tensor, as :meth:`telemetry.records.rows.Rows.decode` takes it.
+
+    Seven integers describe the tensor:
 
     * the address of its first element,
     * ``count``: how many there are,
@@ -20,12 +28,6 @@ def measure(tensor: tuple[int, int, int, int, int, int, int], /) -> bytearray:
     * ``sample_step``: elements from one run of 16 elements to the next, of which a histogram is
       made and scaled up; 0 if all are to be counted, of which there must be less than 2^32,
     * ``powers``: of how many powers there are to be sums, 2 or 4.
-
-    Returns:
-        One after the other: four int64 (NaN, +inf, -inf, zeros); six float64 (minimum, maximum and
-        the four power sums of the finite values, NaN of those that are not asked for); of ``k``
-        buckets the counts, float64 ``[k]``; the minimum and the maximum of each unit, float32
-        ``[units]`` each, NaN where it has one; the buckets, ascending, int16 ``[k]``.
 
     Raises:
         ValueError: The numbers do not fit each other.
@@ -38,21 +40,25 @@ def measure_tensors(
     exchange: object,
     sample_step: Callable[[int], int],
     powers: int,
+    heads: bytearray,
+    pairs: bytearray,
+    units: bytearray,
     /,
-) -> list[tuple[bytearray, tuple[int, int, int, int, int, int, int]] | None]:
-    """The statistics of tensor objects, which are asked for nothing in Python.
+) -> list[bool]:
+    """Append the rows of tensor objects, which are asked for nothing in Python.
 
     Args:
-        tensors: Not changed by another thread meanwhile.
+        tensors: Not changed by another thread meanwhile, and the bytearrays neither.
         unit_axis: The axis whose units are told apart; None if none are.
         tensor_types: Classes that they may be of.
         exchange: The ``__dlpack_c_exchange_api__`` of those.
         sample_step: Gives the sample's step for a number of elements.
         powers: As for :func:`measure`.
+        heads, pairs, units: Likewise.
 
     Returns:
-        Of each what :func:`measure` returns, and the seven integers for it. None for a tensor of
-        another class, dtype or device, one with gaps or without elements, or without this axis.
+        Whether each has a row: not a tensor of another class, dtype or device, one with gaps or
+        without elements, or without this axis.
     """
 
 def take_norms(

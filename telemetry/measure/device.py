@@ -6,50 +6,60 @@ the range back), boolean indexing, ``torch.tensor`` on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from math import inf, nan
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from telemetry.measure.sampling import CODES, histogram_of_codes
 from telemetry.measure.tensors import Values, pieces, unit_shape, working
-from telemetry.records import TensorRecord
-from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
-from telemetry.records.sketch import Sketch
+from telemetry.records.buckets import LAST_BUCKET
+from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS, finite_of
+from telemetry.records.rows import Rows
 from telemetry.torch_private.host_copy import HostCopy, current_stream, send
 
 # Bounds the temporary memory, about 40 bytes for each element of a piece.
 PIECE_ELEMENTS = 1 << 22
 
-# A row begins with these: first the sums over all pieces, then the extremes.
+# The upper 12 bits of a float32 number after rounding it to bfloat16: sign, exponent and three bits
+# of mantissa.
+CODES = 4096
+
+# A row is made of these and then of the counts of all codes: first the sums over all pieces.
 _SUMS = (*COUNTS[1:], *POWER_SUMS)
 _FIGURES = (*_SUMS, *EXTREMES)
-CODES_AT = len(_FIGURES)
-_UNITS_AT = CODES_AT + CODES
+_WIDTH = len(_FIGURES) + CODES
 
 
-class DeviceTensors:
-    """The statistics of one step's tensors on one device: a row of numbers for each tensor."""
+class DeviceRows:
+    """The rows of one step's tensors on one device.
+
+    Attributes:
+        numbers: Which tensor each row is of.
+    """
 
     def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self._counts: list[int] = []
+        self._unit_counts: list[int] = []
         self._rows: list[Tensor] = []
-        self._end = 0
+        self._units: list[Tensor] = []
         self._copy: HostCopy | None = None
         self._streams: set[Any] = set()  # on which tensors were added
 
-    def add(self, values: Values) -> Callable[[], TensorRecord]:
-        """Reduce a non-empty tensor. Returns a function that gives its record after sending."""
-        count = values.tensor.numel()
-        values = values.collapsed()
-        self._streams.add(current_stream(values.tensor.device))
-        row = _statistics(values.tensor, values.unit_axis)
-        start, self._end = self._end, self._end + len(row)
+    def add(self, values: Values, number: int) -> None:
+        """Reduce a non-empty tensor."""
+        count, (tensor, axis, _) = values.tensor.numel(), values.collapsed()
+        self._streams.add(current_stream(tensor.device))
+        row, units = _statistics(tensor, axis)
         self._rows.append(row)
-        return partial(self._record, slice(start, self._end), count)
+        self._units.append(units)
+        self._counts.append(count)
+        self._unit_counts.append(len(units))
+        self.numbers.append(number)
 
     def send(self) -> int:
         """Start the copy to the host, and say how many bytes it has; nothing can be added then."""
@@ -57,42 +67,68 @@ class DeviceTensors:
             return 0
         device = self._rows[0].device
         stream = current_stream(device)
+        parts = [*self._rows, *(units.view(-1) for units in self._units)]
         if stream is not None and self._streams != {stream}:
             for other in self._streams:
                 stream.wait_stream(other)
-            for row in self._rows:
-                row.record_stream(stream)
-        rows = torch.cat(self._rows)
-        self._copy = HostCopy(rows)
+            for part in parts:
+                part.record_stream(stream)
+        sent = torch.cat(parts)
+        self._copy = HostCopy(sent)
         send(device)
         self._rows.clear()
+        self._units.clear()
         self._streams.clear()
-        return rows.nbytes
+        return sent.nbytes
 
-    def _record(self, place: slice, count: int) -> TensorRecord:
-        assert self._copy is not None, "send() comes first"
-        row = self._copy.wait()[place]
-        moments = moments_of(row, count)
-        buckets, counts = histogram_of_codes(
-            row[CODES_AT:_UNITS_AT].numpy(), moments.positive_inf_count, moments.negative_inf_count
+    def decode(self) -> Rows:
+        """What was sent; waits for it."""
+        if self._copy is None:
+            return Rows.of(())
+        copied = self._copy.wait().numpy()
+        size = len(self.numbers) * _WIDTH
+        dense, units = copied[:size].reshape(-1, _WIDTH), copied[size:].reshape(-1, 2)
+        columns: dict[str, Any] = dict(zip(_FIGURES, dense.T, strict=False))
+        columns |= {name: columns[name].astype(np.int64) for name in COUNTS[1:]}
+        columns["count"] = np.array(self._counts)
+        codes, finite = dense[:, len(_FIGURES) :], finite_of(SimpleNamespace(**columns)) > 0
+        by_bucket = _by_bucket(codes, columns["positive_inf_count"], columns["negative_inf_count"])
+        row, place = by_bucket.nonzero()
+        return Rows(
+            **columns | {name: np.where(finite, columns[name], nan) for name in EXTREMES},
+            calls=np.ones(len(dense), np.int64),
+            bucket_count=np.bincount(row, minlength=len(dense)),
+            buckets=(place - LAST_BUCKET).astype(np.int16),
+            counts=by_bucket[row, place],
+            unit_count=np.array(self._unit_counts),
+            units=units.astype(np.float32),
         )
-        sketch = Sketch.of(moments, buckets, counts)
-        if len(row) == _UNITS_AT:
-            return TensorRecord(sketch=sketch)
-        low, high = row[_UNITS_AT:].to(torch.float32).chunk(2)
-        return TensorRecord(sketch=sketch, unit_min=low.numpy(), unit_max=high.numpy())
 
 
-def moments_of(row: Tensor, count: int) -> Moments:
-    """The moments of ``count`` elements from a row, float64 and on the host."""
-    known: dict[str, Any] = dict(zip(_FIGURES, row[:CODES_AT].tolist(), strict=True))
-    known |= {name: int(known[name]) for name in COUNTS[1:]}
-    moments = Moments(count=count, **known)
-    return moments if moments.finite_count else replace(moments, min=nan, max=nan)
+def _by_bucket(
+    codes: NDArray[np.float64], positive_inf: NDArray[np.int64], negative_inf: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """How often each bucket of finite values occurs, from how often each code does.
+
+    Args:
+        codes: Shape ``[rows, 4096]``. Codes 0 to 2047 are the buckets 0, 1, ... of positive
+            numbers, 2048 to 4095 those of negative ones.
+        positive_inf: How many are ``+inf``, ``[rows]``. Finite numbers from 3.396e38 on have the
+            same code and belong to the last bucket.
+        negative_inf: Likewise for ``-inf``.
+    """
+    negative = CODES // 2
+    zero = negative - 1
+    by_bucket = np.concatenate([codes[:, :negative:-1], codes[:, :negative]], axis=1)
+    by_bucket[:, zero] += codes[:, negative]
+    first, last = zero - LAST_BUCKET, zero + LAST_BUCKET
+    by_bucket[:, first] += np.maximum(by_bucket[:, first - 1] - negative_inf, 0)
+    by_bucket[:, last] += np.maximum(by_bucket[:, last + 1] - positive_inf, 0)
+    return by_bucket[:, first : last + 1]
 
 
-def _statistics(tensor: Tensor, axis: int | None) -> Tensor:
-    """Sums, extremes, code counts, then minimum and maximum of each unit; float64, in one axis.
+def _statistics(tensor: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
+    """A row, and the smallest and largest value of each unit, ``[units, 2]``; float64.
 
     The extremes of a unit with a NaN are NaN.
     """
@@ -111,7 +147,7 @@ def _statistics(tensor: Tensor, axis: int | None) -> Tensor:
             units = x.reshape(unit_shape(x.shape, axis))
             _lower(lowest[index[axis]], units.amin((0, 2)))
             _raise(highest[index[axis]], units.amax((0, 2)))
-    return torch.cat([sums, low, high, codes, lowest, highest])
+    return torch.cat([sums, low, high, codes]), torch.stack([lowest, highest], dim=1)
 
 
 def _extremes(count: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from telemetry.measure import native
-from telemetry.measure.device import DeviceTensors
-from telemetry.measure.native import Pending
+from telemetry.measure.device import DeviceRows
+from telemetry.measure.native import HostRows
 from telemetry.measure.tensors import values_of
-from telemetry.records import TensorRecord
-from telemetry.records.sketch import Sketch
+from telemetry.records.rows import Rows
+from telemetry.records.tensor import Tensors
 
 
 class Measurer:
@@ -34,8 +33,10 @@ class Measurer:
         self._begin()
 
     def _begin(self) -> None:
-        self._devices: dict[torch.device, DeviceTensors] = {}
-        self._pending: list[Pending] = []
+        self._count = 0
+        self._host = HostRows()
+        self._of_host: list[int] = []  # which tensor each row is of
+        self._devices: dict[torch.device, DeviceRows] = {}
 
     def add(self, tensor: Tensor, *, unit_axis: int | None = None, powers: int = 4) -> int | None:
         """Measure ``tensor`` as it is now, without keeping it.
@@ -56,78 +57,86 @@ class Measurer:
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
         """
-        pending = native.measure_one(tensor, unit_axis, powers)
-        if pending is None:
-            pending = self._measure_other(tensor, unit_axis, powers)
-        if pending is None:
-            return None
-        with self._lock:
-            self._pending.append(pending)
-            return len(self._pending) - 1
+        return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
 
-    def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
-        """Measure many tensors without units, for less than one by one."""
-        found: list[int | None] = []
-        for tensor, plain in zip(tensors, native.measure_all(tensors, powers), strict=True):
-            pending = plain or self._measure_other(tensor, None, powers)
-            with self._lock:
-                found.append(None if pending is None else len(self._pending))
-                if pending is not None:
-                    self._pending.append(pending)
+    def add_all(
+        self, tensors: Sequence[Tensor], *, unit_axis: int | None = None, powers: int = 4
+    ) -> list[int | None]:
+        """Measure many tensors, for less than one by one; see :meth:`add`."""
+        with self._lock:
+            measured = self._host.add_plain(tensors, unit_axis, powers)
+            found: list[int | None] = [self._next() if known else None for known in measured]
+            self._of_host += [number for number in found if number is not None]
+        for place, tensor in enumerate(tensors):
+            if found[place] is None:
+                found[place] = self._add_other(tensor, unit_axis, powers)
         return found
 
-    def _measure_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> Pending | None:
+    def _next(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
         """Measure what is not plain."""
         values = values_of(tensor, unit_axis)
         if values is None:
             return None
-        pending: Pending = _empty
-        if values.tensor.is_cpu and values.tensor.numel():
-            pending = native.measure(values, powers)
-        elif values.tensor.numel():
-            with self._lock:
-                device = self._devices.setdefault(values.tensor.device, DeviceTensors())
-                pending = device.add(values)
-        return partial(_with_zeros, pending, zeros) if (zeros := values.implied_zeros) else pending
+        stored, number = values.tensor, None
+        with self._lock:
+            try:
+                if stored.numel() and not stored.is_cpu:
+                    devices = self._devices.setdefault(stored.device, DeviceRows())
+                    devices.add(values, self._count)
+                elif stored.numel():
+                    self._host.add(values, powers)
+                if values.implied_zeros or not stored.numel():
+                    self._host.add_zeros(values.implied_zeros)
+                number = self._next()
+            finally:
+                owner = -1 if number is None else number
+                self._of_host += [owner] * (len(self._host) - len(self._of_host))
+        return number
 
     def finish(self) -> Measurements:
         """Everything since the last call, for any thread to reduce. Begins the next step."""
         with self._lock:
-            pending, devices = self._pending, self._devices
+            measured = Measurements(self._count, self._host, self._of_host, self._devices)
             self._begin()
-        copied_bytes = sum(device.send() for device in devices.values())
-        return Measurements(pending, copied_bytes)
+        measured.send()
+        return measured
 
 
 class Measurements:
     """What a :class:`Measurer` measured at one step.
 
     Attributes:
-        copied_bytes: Size of what accelerators send to the host for it.
+        nbytes: Memory of the host that it takes until it is reduced.
     """
 
-    def __init__(self, pending: list[Pending], copied_bytes: int) -> None:
-        self.copied_bytes = copied_bytes
-        self._pending = pending
-        self._records: list[TensorRecord] | None = None
+    def __init__(
+        self,
+        count: int,
+        host: HostRows,
+        of_host: list[int],
+        devices: Mapping[torch.device, DeviceRows],
+    ) -> None:
+        self._count, self._host, self._of_host, self._devices = count, host, of_host, devices
+        self._tensors: Tensors[int] | None = None
+        self.nbytes = host.nbytes
 
-    def reduce(self) -> list[TensorRecord]:
-        """One record for each tensor that was added, in that order; waits for accelerators.
+    def send(self) -> None:
+        """Start the copies to the host."""
+        self.nbytes += sum([device.send() for device in self._devices.values()])
 
-        Call it on one thread at a time. Later calls return the same list.
+    def reduce(self) -> Tensors[int]:
+        """Every tensor that was added, in that order; waits for accelerators.
+
+        Call it on one thread at a time. Later calls return the same.
         """
-        if self._records is None:
-            try:
-                self._records = [record() for record in self._pending]
-            finally:
-                self._pending.clear()
-        return self._records
-
-
-def _empty() -> TensorRecord:
-    return TensorRecord(sketch=Sketch.empty())
-
-
-def _with_zeros(pending: Pending, zeros: int) -> TensorRecord:
-    """The record of a sparse tensor from that of its stored values."""
-    return TensorRecord(sketch=pending().sketch.merge(Sketch.of_zeros(zeros)))
+        if self._tensors is None:
+            devices = self._devices.values()
+            rows = Rows.concatenate([self._host.decode(), *(d.decode() for d in devices)])
+            places = np.array([*self._of_host, *(n for d in devices for n in d.numbers)], np.int64)
+            self._tensors = Tensors(range(self._count), rows.merged(places, self._count))
+            self._devices = {}
+        return self._tensors

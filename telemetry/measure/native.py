@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from math import inf, nan
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,7 @@ from torch import Tensor
 
 from telemetry.measure.sampling import sample_step
 from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
-from telemetry.records import TensorRecord
-from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
+from telemetry.records.rows import HEAD, Rows
 from telemetry.records.sketch import Sketch, sketch_array
 
 log = logging.getLogger("telemetry")
@@ -70,64 +67,92 @@ TENSORS: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None) if avail
 
 _TYPES = (torch.Tensor, torch.nn.Parameter)
 
-Pending = Callable[[], TensorRecord]
-"""Gives the record of a tensor that was read, on any thread."""
 
-_NUMBERS = struct.Struct("=4q6d")
-_NAMES = (*COUNTS[1:], *EXTREMES, *POWER_SUMS)
+class HostRows:
+    """The rows of tensors, in bytes as :meth:`telemetry.records.rows.Rows.decode` takes them.
 
-
-def measure(values: Values, powers: int) -> Pending:
-    """Read a non-empty tensor now. The sums of its first 2 or 4 ``powers`` are known then."""
-    tensor, axis, _ = values
-    dtype = DTYPES.get(tensor.dtype)
-    if dtype is None or not tensor.is_contiguous():
-        record = _in_pieces(values.collapsed(), powers)
-        return lambda: record
-    count, units, inner = tensor.numel(), 0, 1
-    if axis is not None:
-        _, units, inner = unit_shape(tensor.shape, axis)
-    request = tensor.data_ptr(), count, dtype, units, inner, sample_step(count), powers
-    return partial(record_of, _native.measure(request), request)
-
-
-def measure_one(tensor: Tensor, unit_axis: int | None, powers: int) -> Pending | None:
-    """Read a dense tensor of floats in CPU memory now; None, and nothing done, for any other.
-
-    No operation of PyTorch's is called; only torch-function modes see that something is asked.
+    Nothing here may be called while another thread does.
     """
-    # What stands for the negative of its memory is not as that says.
-    if TENSORS is None or type(tensor) not in _TYPES or tensor.is_neg():
-        return None
-    (found,) = _native.measure_tensors([tensor], unit_axis, _TYPES, TENSORS, sample_step, powers)
-    return None if found is None else partial(record_of, *found)
+
+    def __init__(self) -> None:
+        self.heads, self.pairs, self.units = bytearray(), bytearray(), bytearray()
+
+    def __len__(self) -> int:
+        return len(self.heads) // HEAD.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.heads) + len(self.pairs) + len(self.units)
+
+    def decode(self) -> Rows:
+        return Rows.decode(self.heads, self.pairs, self.units)
+
+    def add_plain(
+        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
+    ) -> list[bool]:
+        """Read the dense tensors of floats in CPU memory now; whether each is one and has a row.
+
+        No operation of PyTorch's is called; only torch-function modes see that something is asked.
+        """
+        if TENSORS is None:
+            return [False] * len(tensors)
+        # What stands for the negative of its memory is not as that says.
+        plain = [t if type(t) in _TYPES and not t.is_neg() else None for t in tensors]
+        asked = unit_axis, _TYPES, TENSORS, sample_step, powers
+        return _native.measure_tensors(plain, *asked, self.heads, self.pairs, self.units)
+
+    def add(self, values: Values, powers: int) -> None:
+        """Read a non-empty tensor in CPU memory now: of one with gaps, each piece has a row."""
+        tensor, axis, _ = values
+        if tensor.dtype in DTYPES and tensor.is_contiguous():
+            self._add_contiguous(tensor, axis, powers)
+            return
+        tensor, axis, _ = values.collapsed()
+        for index in pieces(tensor.shape, SERIAL_ELEMENTS):
+            piece = _rows_of_piece(working(tensor[index]).contiguous(), axis, powers)
+            if axis is not None:  # those of the other pieces change nothing
+                units = np.tile(np.array([inf, -inf], np.float32), (tensor.shape[axis], 1))
+                units[index[axis]] = piece.units
+                piece = replace(piece, units=units, unit_count=np.array([len(units)]))
+            self._append(piece)
+
+    def add_zeros(self, count: int) -> None:
+        """A row of so many zeros."""
+        zeros = Sketch(
+            count=count,
+            zero_count=count,
+            min=0.0,
+            max=0.0,
+            buckets=np.zeros(1, np.int16),
+            counts=np.full(1, float(count)),
+        )
+        self._append(Rows.of([zeros]))
+
+    def _add_contiguous(self, tensor: Tensor, axis: int | None, powers: int) -> None:
+        count, units, inner = tensor.numel(), 0, 1
+        if axis is not None:
+            _, units, inner = unit_shape(tensor.shape, axis)
+        dtype, step = DTYPES[tensor.dtype], sample_step(count)
+        request = tensor.data_ptr(), count, dtype, units, inner, step, powers
+        _native.measure(request, self.heads, self.pairs, self.units)
+
+    def _append(self, rows: Rows) -> None:
+        for buffer, more in zip((self.heads, self.pairs, self.units), rows.encode(), strict=True):
+            buffer += more
 
 
-def measure_all(tensors: Sequence[Tensor], powers: int) -> list[Pending | None]:
-    """Read many tensors without units in one call; see :func:`measure_one`."""
-    if TENSORS is None:
-        return [None] * len(tensors)
-    plain = [t if type(t) in _TYPES and not t.is_neg() else None for t in tensors]
-    found = _native.measure_tensors(plain, None, _TYPES, TENSORS, sample_step, powers)
-    return [None if one is None else partial(record_of, *one) for one in found]
-
-
-def record_of(found: bytearray, request: tuple[int, ...]) -> TensorRecord:
-    """Of what the extension has answered to a request, see ``_native.pyi``."""
-    _, count, _, units, *_ = request
-    numbers = dict(zip(_NAMES, _NUMBERS.unpack_from(found), strict=True))
-    filled = (len(found) - _NUMBERS.size - 8 * units) // 10
-    units_at = _NUMBERS.size + 8 * filled
-    sketch = Sketch(
-        count=count,
-        **numbers,
-        buckets=np.frombuffer(found, np.int16, filled, units_at + 8 * units),
-        counts=np.frombuffer(found, np.float64, filled, _NUMBERS.size),
-    )
-    if not units:
-        return TensorRecord(sketch=sketch)
-    extremes = np.frombuffer(found, np.float32, 2 * units, units_at)
-    return TensorRecord(sketch=sketch, unit_min=extremes[:units], unit_max=extremes[units:])
+def _rows_of_piece(piece: Tensor, axis: int | None, powers: int) -> Rows:
+    """One row."""
+    if piece.dtype in DTYPES:
+        alone = HostRows()
+        alone._add_contiguous(piece, axis, powers)
+        return alone.decode()
+    array, extremes = piece.numpy(), None
+    if axis is not None:
+        units = array.reshape(unit_shape(array.shape, axis))
+        with np.errstate(over="ignore", invalid="ignore"):  # of signaling NaN
+            extremes = np.stack([units.min((0, 2)), units.max((0, 2))], axis=1).astype(np.float32)
+    return Rows.of([sketch_array(array)], units=[extremes])
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
@@ -144,37 +169,3 @@ def squared_norms(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
         counts.append(tensor.numel())
         dtypes.append(DTYPES[tensor.dtype])
     return np.frombuffer(_native.squared_norms(addresses, counts, bytes(dtypes)), np.float64)
-
-
-def _in_pieces(values: Values, powers: int) -> TensorRecord:
-    """Measures a copy of each piece of a tensor, in its working dtype."""
-    tensor, axis = values.tensor, values.unit_axis
-    size = 0 if axis is None else tensor.shape[axis]
-    low, high = np.full(size, inf, np.float32), np.full(size, -inf, np.float32)
-    sketches = []
-    for index in pieces(tensor.shape, SERIAL_ELEMENTS):
-        piece = working(tensor[index]).contiguous()
-        record = _of_piece(piece, axis, powers)
-        sketches.append(record.sketch)
-        if axis is not None and record.unit_min is not None and record.unit_max is not None:
-            with np.errstate(invalid="ignore"):  # of signaling NaN
-                np.minimum(low[index[axis]], record.unit_min, out=low[index[axis]])
-                np.maximum(high[index[axis]], record.unit_max, out=high[index[axis]])
-    sketch = Sketch.merge_all(sketches)
-    unknown: dict[str, Any] = dict.fromkeys(POWER_SUMS[powers:], nan)
-    sketch = replace(sketch, **unknown)
-    if axis is None:
-        return TensorRecord(sketch=sketch)
-    return TensorRecord(sketch=sketch, unit_min=low, unit_max=high)
-
-
-def _of_piece(piece: Tensor, axis: int | None, powers: int) -> TensorRecord:
-    if piece.dtype in DTYPES:
-        return measure(Values(tensor=piece, unit_axis=axis), powers)()
-    array = piece.numpy()
-    if axis is None:
-        return TensorRecord(sketch=sketch_array(array))
-    units = array.reshape(unit_shape(array.shape, axis))
-    with np.errstate(over="ignore", invalid="ignore"):
-        low, high = (extreme((0, 2)).astype(np.float32) for extreme in (units.min, units.max))
-    return TensorRecord(sketch=sketch_array(array), unit_min=low, unit_max=high)

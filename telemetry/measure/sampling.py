@@ -1,22 +1,14 @@
-"""Samples of large tensors, by which one is recognized, and histograms from codes of leading bits.
-
-A code is the upper 12 bits of a float32 number after rounding it to bfloat16: sign, exponent and
-three bits of mantissa. Codes 0..2047 are the buckets 0, 1, ... of positive numbers, 2048..4095
-those of negative ones; see :func:`telemetry.records.sketch.edges`.
-"""
+"""Samples of large tensors, for histograms and for recognizing a tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from telemetry.measure.tensors import in_memory_order
-from telemetry.records.sketch import LAST_BUCKET
 
 # The histogram of a larger tensor is that of a sample: it takes twice as long as the rest.
 FULL_ELEMENTS = 65_536
@@ -27,9 +19,6 @@ SAMPLE_ELEMENTS = 32_768
 # A sample is runs of this many elements, a prime number of elements apart. A step that divides a
 # tensor's sizes, such as a power of two, would see only a few channels or columns.
 _RUN = 16
-
-CODES = 4096
-_NEGATIVE = CODES // 2
 
 
 def block_sample(tensor: Tensor) -> Tensor:
@@ -64,28 +53,6 @@ def _distance(count: int) -> int:
 def _runs(flat: Tensor, step: int) -> Tensor:
     count = (flat.numel() - _RUN) // step + 1
     return flat.as_strided((count, _RUN), (step, 1), flat.storage_offset())
-
-
-def histogram_of_codes(
-    code_counts: NDArray[np.integer], positive_inf_count: int, negative_inf_count: int
-) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """Non-empty buckets of the finite values, ascending, and their counts.
-
-    Args:
-        code_counts: How often each code occurs, shape ``[4096]``.
-        positive_inf_count: How many of them are ``+inf``. Finite numbers from 3.396e38 on have the
-            same code and belong to the last bucket.
-        negative_inf_count: Likewise for ``-inf``.
-    """
-    by_bucket = np.concatenate([code_counts[:_NEGATIVE:-1], code_counts[:_NEGATIVE]])
-    zero = _NEGATIVE - 1
-    by_bucket[zero] += code_counts[_NEGATIVE]
-    first, last = zero - LAST_BUCKET, zero + LAST_BUCKET
-    by_bucket[first] += max(by_bucket[first - 1] - negative_inf_count, 0)
-    by_bucket[last] += max(by_bucket[last + 1] - positive_inf_count, 0)
-    finite = by_bucket[first : last + 1]
-    (filled,) = finite.astype(np.bool_).nonzero()
-    return (filled - LAST_BUCKET).astype(np.int16), finite[filled].astype(np.float64)
 
 
 def fingerprint(tensor: Tensor) -> Iterator[Tensor]:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from telemetry.ranks.merging import NO_ROWS, Table, by_key, group, merge_tables, minima, spreads
 from telemetry.ranks.share import Share
 from telemetry.records import TensorRecord
-from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS, Moments
-from telemetry.records.sketch import LAST_BUCKET, Sketch
+from telemetry.records.buckets import LAST_BUCKET
+from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
+from telemetry.records.sketch import Sketch
 
 _FIGURES = (*COUNTS, *POWER_SUMS, *EXTREMES)
 
@@ -133,7 +134,7 @@ class TensorTable:
             moments |= {name: int(moments[name]) for name in COUNTS}
             low, high = units.get(row, (None, None))
             records[row] = TensorRecord(
-                sketch=Sketch.of(Moments(**moments), self.buckets[some], self.counts[some]),
+                sketch=Sketch(**moments, buckets=self.buckets[some], counts=self.counts[some]),
                 calls=calls[index],
                 unit_min=low,
                 unit_max=None if high is None else -high,

@@ -1,11 +1,17 @@
-"""What is known exactly of a tensor's values: counts, extremes and sums of their powers."""
+"""What is known exactly of a tensor's values: counts, extremes and sums of their powers.
+
+The formulas take :class:`Moments` of one tensor or columns over many, as those of
+:class:`~telemetry.records.rows.Rows`, and return float64 of the same shape: NaN where there is no
+finite value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import fsum, nan, sqrt
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import fsum, nan
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +19,74 @@ import numpy as np
 COUNTS = ("count", "nan_count", "positive_inf_count", "negative_inf_count", "zero_count")
 EXTREMES = ("min", "max")
 POWER_SUMS = ("sum", "sum_squares", "sum_cubes", "sum_fourth_powers")
+FIGURES = (*COUNTS, *EXTREMES, *POWER_SUMS)
 
 # Beyond this many standard deviations from zero, rounding of the fourth powers' sum (1e-16 of it)
 # reaches 1e-4 of what is left when the mean is taken out.
 _FARTHEST_MEAN = 1000
 
-_Moments = TypeVar("_Moments", bound="Moments")
+_unwarned = np.errstate(all="ignore")
+
+
+def nonfinite_of(x: Any) -> Any:
+    """How many values are NaN or infinite."""
+    return x.nan_count + x.positive_inf_count + x.negative_inf_count
+
+
+def finite_of(x: Any) -> Any:
+    """How many values are finite."""
+    return x.count - x.nan_count - x.positive_inf_count - x.negative_inf_count
+
+
+@_unwarned
+def mean_of(x: Any) -> Any:
+    """Mean of the finite values."""
+    return np.divide(x.sum, finite_of(x))
+
+
+@_unwarned
+def rms_of(x: Any) -> Any:
+    """Root mean square of the finite values."""
+    return np.sqrt(np.divide(x.sum_squares, finite_of(x)))
+
+
+@_unwarned
+def std_of(x: Any) -> Any:
+    """Population standard deviation of the finite values.
+
+    Its relative error is about 1e-16 times the square of ``mean / std``.
+    """
+    return np.sqrt(np.maximum(np.divide(x.sum_squares, finite_of(x)) - mean_of(x) ** 2, 0.0))
+
+
+@_unwarned
+def kurtosis_of(x: Any) -> Any:
+    """How heavy the tails of the finite values are: their fourth standardized moment.
+
+    3 for a normal distribution, 1.8 for a uniform one, and at least 1. Its error is about 1e-16
+    times the fourth power of ``mean / std``: NaN if that is above 1,000, or if all values are
+    equal.
+    """
+    mean, std, count = mean_of(x), std_of(x), finite_of(x)
+    # In units of the standard deviation nothing overflows or vanishes that did not before.
+    z = np.divide(mean, std)
+    second = np.divide(x.sum_squares, count) / std / std
+    third = np.divide(x.sum_cubes, count) / std / std / std
+    fourth = np.divide(x.sum_fourth_powers, count) / std / std / std / std
+    kurtosis = fourth - 4 * z * third + 6 * z**2 * second - 3 * z**2 * z**2
+    return np.where((np.abs(mean) <= _FARTHEST_MEAN * std) & (std > 0), kurtosis, nan)
+
+
+@_unwarned
+def norm_of(x: Any) -> Any:
+    """Euclidean norm of the finite values; 0 if there is none."""
+    return np.sqrt(x.sum_squares)
+
+
+@_unwarned
+def zero_fraction_of(x: Any) -> Any:
+    """Share of zeros among all values, those that are not finite included."""
+    return np.divide(x.zero_count, x.count)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,81 +124,59 @@ class Moments:
 
     @property
     def nonfinite_count(self) -> int:
-        return self.nan_count + self.positive_inf_count + self.negative_inf_count
+        return int(nonfinite_of(self))
 
     @property
     def finite_count(self) -> int:
-        # Not by the property above: this is asked for very often.
-        return self.count - self.nan_count - self.positive_inf_count - self.negative_inf_count
+        return int(finite_of(self))
 
     @property
     def mean(self) -> float:
-        """Mean of the finite values; NaN if there is none."""
-        count = self.finite_count
-        return self.sum / count if count else nan
+        """See :func:`mean_of`."""
+        return float(mean_of(self))
 
     @property
     def rms(self) -> float:
-        """Root mean square of the finite values; NaN if there is none."""
-        count = self.finite_count
-        return sqrt(self.sum_squares / count) if count else nan
+        """See :func:`rms_of`."""
+        return float(rms_of(self))
 
     @property
     def std(self) -> float:
-        """Population standard deviation of the finite values; NaN if there is none.
-
-        Its relative error is about 1e-16 times the square of ``mean / std``.
-        """
-        count = self.finite_count
-        if not count:
-            return nan
-        mean = self.sum / count
-        return sqrt(max(self.sum_squares / count - mean * mean, 0.0))
+        """See :func:`std_of`."""
+        return float(std_of(self))
 
     @property
     def kurtosis(self) -> float:
-        """How heavy the tails of the finite values are: their fourth standardized moment.
-
-        3 for a normal distribution, 1.8 for a uniform one, and at least 1. Its error is about 1e-16
-        times the fourth power of ``mean / std``: NaN if that is above 1,000, if all values are
-        equal, or if there is none.
-        """
-        std, mean, count = self.std, self.mean, self.finite_count
-        if not abs(mean) <= _FARTHEST_MEAN * std or std == 0:
-            return nan
-        # In units of the standard deviation nothing overflows or vanishes that did not before.
-        z, z2 = mean / std, (mean / std) ** 2
-        second = self.sum_squares / count / std / std
-        third = self.sum_cubes / count / std / std / std
-        fourth = self.sum_fourth_powers / count / std / std / std / std
-        return fourth - 4 * z * third + 6 * z2 * second - 3 * z2 * z2
+        """See :func:`kurtosis_of`."""
+        return float(kurtosis_of(self))
 
     @property
     def norm(self) -> float:
-        """Euclidean norm of the finite values."""
-        return sqrt(self.sum_squares)
+        """See :func:`norm_of`."""
+        return float(norm_of(self))
 
     @property
     def zero_fraction(self) -> float:
-        """Share of zeros among all elements; NaN if there are no elements."""
-        return self.zero_count / self.count if self.count else nan
+        """See :func:`zero_fraction_of`."""
+        return float(zero_fraction_of(self))
 
-    def scaled(self: _Moments, factor: float) -> _Moments:
-        """The same of the values times a positive, finite factor."""
-        powers = {name: factor**power for power, name in enumerate(POWER_SUMS, 1)}
-        powers |= dict.fromkeys(EXTREMES, factor)
-        return replace(self, **{name: getattr(self, name) * by for name, by in powers.items()})
 
-    @staticmethod
-    def total(parts: Sequence[Moments]) -> Moments:
-        """The same of all values together, in whatever order the parts come."""
-        counts: dict[str, Any] = {name: sum(getattr(p, name) for p in parts) for name in COUNTS}
-        sums: dict[str, Any] = {
-            name: _sum([getattr(part, name) for part in parts]) for name in POWER_SUMS
-        }
-        low = float(np.fmin.reduce([part.min for part in parts], initial=nan))
-        high = float(np.fmax.reduce([part.max for part in parts], initial=nan))
-        return Moments(**counts, **sums, min=low, max=high)
+def merge_figures(columns: Mapping[str, Any], starts: Any) -> dict[str, Any]:
+    """Columns of :data:`FIGURES` over groups of rows, from those over rows.
+
+    Args:
+        columns: By name, ``[rows]``; the rows of a group lie together.
+        starts: Where each group begins, int64 ``[groups]``, ascending; none is empty.
+    """
+    merged: dict[str, Any] = {name: np.add.reduceat(columns[name], starts) for name in COUNTS}
+    merged["min"] = np.fmin.reduceat(columns["min"], starts)
+    merged["max"] = np.fmax.reduceat(columns["max"], starts)
+    bounds = [*starts.tolist(), len(columns["sum"])]
+    for name in POWER_SUMS:
+        values = columns[name].tolist()
+        groups = [values[i:j] for i, j in pairwise(bounds)]
+        merged[name] = np.array([_sum(group) for group in groups])
+    return merged
 
 
 def _sum(parts: list[float]) -> float:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
+
+Name = TypeVar("Name")
 
 
 class Output(NamedTuple):
@@ -33,11 +34,10 @@ class Output(NamedTuple):
         return f"{self.module_name}[{self.place}]" if self.place else self.module_name
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class TensorRecord:
     """What was in one tensor during one step, all its calls and micro-batches together.
 
-    Attributes:
+    Args:
         sketch: Histogram and exact moments of all elements.
         calls: Number of tensors; of very many only the first few of each module are merged.
         unit_min: Smallest value of each unit or channel, float32, shape ``[units]``; None if the
@@ -45,40 +45,62 @@ class TensorRecord:
         unit_max: Largest value of each unit, likewise.
     """
 
-    sketch: Sketch
-    calls: int = 1
-    unit_min: NDArray[np.float32] | None = None
-    unit_max: NDArray[np.float32] | None = None
+    def __init__(
+        self,
+        *,
+        sketch: Sketch,
+        calls: int = 1,
+        unit_min: NDArray[np.float32] | None = None,
+        unit_max: NDArray[np.float32] | None = None,
+    ) -> None:
+        known = unit_min is not None and unit_max is not None
+        units = np.stack([unit_min, unit_max], axis=1) if known else None  # type: ignore[list-item]
+        self.rows, self.row = Rows.of([sketch], [calls], [units]), 0
+
+    @staticmethod
+    def of_row(rows: Rows, row: int) -> TensorRecord:
+        """One of several tensors."""
+        record = TensorRecord.__new__(TensorRecord)
+        record.rows, record.row = rows, row
+        return record
 
     @cached_property
+    def sketch(self) -> Sketch:
+        """Histogram and exact moments of all elements."""
+        return Sketch.of_row(self.rows, self.row)
+
+    @property
+    def calls(self) -> int:
+        """Number of tensors."""
+        return int(self.rows.calls[self.row])
+
+    @property
+    def unit_min(self) -> NDArray[np.float32] | None:
+        """Smallest value of each unit, float32 ``[units]``; None if the tensor has no units."""
+        units = self.rows.units_of(self.row)
+        return None if units is None else units[:, 0]
+
+    @property
+    def unit_max(self) -> NDArray[np.float32] | None:
+        """Largest value of each unit, likewise."""
+        units = self.rows.units_of(self.row)
+        return None if units is None else units[:, 1]
+
+    @property
     def zero_units(self) -> NDArray[np.bool_] | None:
         """Which units were always zero; None if the tensor has no units."""
-        if self.unit_min is None or self.unit_max is None:
-            return None
-        zero: NDArray[np.bool_] = (self.unit_min == 0) & (self.unit_max == 0)
-        return zero
+        units = self.rows.units_of(self.row)
+        return None if units is None else (units == 0).all(axis=1)
 
     @property
     def dead_fraction(self) -> float:
         """Share of units that were always zero; NaN if the tensor has no units."""
-        zero = self.zero_units
-        return math.nan if zero is None or not zero.size else np.count_nonzero(zero) / zero.size
+        return float(self.rows.dead_fraction[self.row])
 
-    @cached_property
+    @property
     def variation(self) -> float:
-        """How far the values lie apart, and not from zero.
-
-        The standard deviation; or half of each unit's range, as a root mean square over the units,
-        where that is less. No standard deviation of a unit is more (Popoviciu's inequality). So a
-        unit that has the same value for every input, however large, adds nothing. NaN if no value
-        is finite, or if some are infinite.
-        """
-        low, high, std = self.unit_min, self.unit_max, self.sketch.std
-        if low is None or high is None or not low.size or self.sketch.count < 2 * low.size:
-            return std
-        with np.errstate(invalid="ignore"):
-            ranges = np.subtract(high, low, dtype=np.float64)
-        return min(std, math.sqrt(float(ranges @ ranges) / ranges.size) / 2)
+        """See :attr:`telemetry.records.rows.Rows.variation`."""
+        return float(self.rows.variation[self.row])
 
     @property
     def spread(self) -> float:
@@ -89,33 +111,53 @@ class TensorRecord:
 
     def scaled(self, factor: float) -> TensorRecord:
         """As if all elements had been multiplied by a positive, finite factor."""
-        return replace(
-            self,
-            sketch=self.sketch.scaled(factor),
-            unit_min=None if self.unit_min is None else self.unit_min * np.float32(factor),
-            unit_max=None if self.unit_max is None else self.unit_max * np.float32(factor),
-        )
+        rows = self.rows.take(np.array([self.row]))
+        return TensorRecord.of_row(rows.scaled(np.array([factor])), 0)
 
     @staticmethod
     def merge_all(records: Iterable[TensorRecord]) -> TensorRecord:
         """One record as if all tensors had been one; units only if every tensor has as many."""
-        items = list(records)
-        if len(items) == 1:
-            return items[0]
-        lows, highs = [r.unit_min for r in items], [r.unit_max for r in items]
-        return TensorRecord(
-            sketch=Sketch.merge_all(r.sketch for r in items),
-            calls=sum(r.calls for r in items),
-            unit_min=_merge_units(np.minimum, lows),
-            unit_max=_merge_units(np.maximum, highs),
-        )
+        rows = Rows.concatenate([record.rows.take(np.array([record.row])) for record in records])
+        return TensorRecord.of_row(rows.merged(np.zeros(len(rows), np.int64), 1), 0)
 
 
-def _merge_units(
-    pick: np.ufunc, arrays: list[NDArray[np.float32] | None]
-) -> NDArray[np.float32] | None:
-    known = [array for array in arrays if array is not None]
-    if len(known) < len(arrays) or len({array.shape for array in known}) != 1:
-        return None
-    merged: NDArray[np.float32] = pick.reduce(known)
-    return merged
+class Tensors(Mapping[Name, TensorRecord]):
+    """Tensors of one kind by their names: rows, of which each becomes a record when asked for.
+
+    Attributes:
+        rows: What was measured, in the order of the names.
+    """
+
+    def __init__(self, names: Sequence[Name], rows: Rows) -> None:
+        self.rows = rows
+        self._rows = {name: row for row, name in enumerate(names)}
+        self._records: dict[Name, TensorRecord] = {}
+
+    @staticmethod
+    def of(records: Mapping[Any, TensorRecord]) -> Tensors[Any]:
+        """The same tensors as rows."""
+        if isinstance(records, Tensors):
+            return records
+        parts = [record.rows.take(np.array([record.row])) for record in records.values()]
+        return Tensors(tuple(records), Rows.concatenate([Rows.of(()), *parts]))
+
+    def row(self, name: Name) -> int | None:
+        """Which row is that of a name; None: it was not measured."""
+        return self._rows.get(name)
+
+    def __getitem__(self, name: Name) -> TensorRecord:
+        if name not in self._records:
+            self._records[name] = TensorRecord.of_row(self.rows, self._rows[name])
+        return self._records[name]
+
+    def __iter__(self) -> Iterator[Name]:
+        return iter(self._rows)
+
+    def __reversed__(self) -> Iterator[Name]:
+        return reversed(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows

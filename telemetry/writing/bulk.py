@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from telemetry.events import summaries
 from telemetry.events.summaries import FLOAT32_MAX
 from telemetry.measure.images import encode_png
-from telemetry.records.sketch import BUCKETS_PER_OCTAVE, LAST_BUCKET, Sketch, edges
+from telemetry.records.buckets import BUCKETS_PER_OCTAVE, LAST_BUCKET, edges
+from telemetry.records.sketch import Sketch
 
 log = logging.getLogger(__name__)
 

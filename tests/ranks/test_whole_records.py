@@ -23,7 +23,7 @@ from telemetry.ranks.rank_part import RankPart, merge
 from telemetry.ranks.whole import Whole
 from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.records.moments import COUNTS
-from telemetry.records.sketch import LAST_BUCKET
+from telemetry.records.buckets import LAST_BUCKET
 from telemetry.testing import alerts_of
 
 ON_TWO = [

@@ -1,0 +1,70 @@
+"""The buckets of all histograms: those of bfloat16's leading bits, at places known beforehand.
+
+Three bits of mantissa make eight buckets per octave. Counts of two histograms therefore simply add
+up, across calls, micro-batches, steps and ranks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BUCKETS_PER_OCTAVE = 8
+
+# The largest bucket of a finite number; 2040 would be infinity and above it NaN.
+LAST_BUCKET = 2039
+
+# Rounding float32 to bfloat16 keeps the upper 16 bits, to nearest even; the bucket is what is left
+# after dropping 4 more. A tie at a bucket's edge has an odd bfloat16 below it and an even one
+# above, so it always rounds up: adding half a unit before the shift says the same.
+_HALF_BFLOAT16_UNIT = 0x8000
+_BUCKET_SHIFT = 20
+
+
+@cache
+def edges() -> NDArray[np.float32]:
+    """Lower limits ``E[0..2040]`` of the buckets' magnitudes, float32, read-only.
+
+    Bucket ``j`` holds ``E[j] <= |x| < E[j + 1]``, for a tensor of any dtype, bfloat16 included: an
+    edge is half a bfloat16 unit below the first such number of its bucket. ``E[1]`` is 1.42e-39,
+    and from 1.3e-38 on an edge is at most 1.125 times the one before it.
+    """
+    bits = (np.arange(LAST_BUCKET + 2, dtype=np.uint32) << _BUCKET_SHIFT) - _HALF_BFLOAT16_UNIT
+    bits[0] = 0
+    result = bits.view(np.float32)
+    result.flags.writeable = False
+    return result
+
+
+def bucket_indices(finite: NDArray[Any]) -> NDArray[np.int16]:
+    """The signed bucket of each number, rounded to float32 first; same shape.
+
+    The sign is that of the number, and 0 stands for ``|x| < E[1]`` of either sign. Magnitudes from
+    ``E[2040]`` (3.396e38) on are counted in the last bucket.
+    """
+    with np.errstate(over="ignore"):
+        bits = np.abs(np.asarray(finite).astype(np.float32)).view(np.uint32)
+    magnitude = np.minimum((bits + np.uint32(_HALF_BFLOAT16_UNIT)) >> _BUCKET_SHIFT, LAST_BUCKET)
+    signed: NDArray[np.int16] = magnitude.astype(np.int16)
+    return np.where(np.asarray(finite) < 0, -signed, signed)
+
+
+def limits(buckets: NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Left and right edges of signed buckets, as new float64 arrays; the outermost are infinite."""
+    magnitude = np.abs(buckets.astype(np.intp))
+    wide = _wide_edges()
+    near, far = wide[magnitude], wide[magnitude + 1]
+    left = np.where(buckets > 0, near, -far)
+    right = np.where(buckets < 0, -near, far)
+    return left, right
+
+
+@cache
+def _wide_edges() -> NDArray[np.float64]:
+    wide = edges().astype(np.float64)
+    wide[-1] = inf
+    return wide
