@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -222,25 +221,27 @@ class Rows:
         groups = np.repeat(np.arange(size), np.diff(starts, append=len(order)))
         codes = groups.repeat(rows.bucket_count) * _CODES + rows.buckets + LAST_BUCKET
         of_group, buckets, counts = _added(codes, rows.counts)
-        units = [rows._merged_units(first, end) for first, end in pairwise([*starts, len(order)])]
         return Rows(
             **merge_figures(vars(rows), starts),
             calls=np.add.reduceat(rows.calls, starts),
             bucket_count=np.bincount(of_group, minlength=size),
             buckets=buckets,
             counts=counts,
-            unit_count=np.array([len(one) for one in units]),
-            units=np.concatenate(units),
+            **rows._merged_units(groups, starts),
         )
 
-    def _merged_units(self, first: int, end: int) -> NDArray[np.float32]:
-        """Of neighbouring rows; empty if they have not equally many."""
-        sizes = self.unit_count[first:end]
-        if (sizes != sizes[0]).any():
-            return self.units[:0]
-        last = self._unit_ends[end - 1]
-        parts = self.units[last - sizes.sum() : last].reshape(end - first, -1, 2)
-        return np.stack([parts[..., 0].min(axis=0), parts[..., 1].max(axis=0)], axis=1)
+    def _merged_units(self, groups: Column, starts: Column) -> dict[str, Column]:
+        """Units of groups of neighbouring rows; none where not all have as many."""
+        sizes = self.unit_count[starts]
+        sizes = np.where(np.maximum.reduceat(self.unit_count, starts) == sizes, sizes, 0)
+        sizes = np.where(np.minimum.reduceat(self.unit_count, starts) == sizes, sizes, 0)
+        taken = np.flatnonzero(sizes[groups])
+        places = _places(np.cumsum(sizes), sizes, groups[taken])
+        given = self.units[_places(self._unit_ends, self.unit_count, taken)]
+        units = np.tile(np.array([np.inf, -np.inf], np.float32), (sizes.sum(), 1))
+        np.minimum.at(units[:, 0], places, given[:, 0])
+        np.maximum.at(units[:, 1], places, given[:, 1])
+        return {"unit_count": sizes, "units": units}
 
     def scaled(self, factors: NDArray[np.float64]) -> Rows:
         """As if all elements of each row had been multiplied by its positive, finite factor.
