@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from telemetry.events.background import PATIENCE_S, BackgroundWriter
+
+# While a line is written, the file may be seen without its end.
+_LOOKS = 10
+_BETWEEN_LOOKS_S = 0.002
 
 
 def append_line(path: Path, line: bytes) -> None:
@@ -22,15 +28,24 @@ def append_line(path: Path, line: bytes) -> None:
         OSError: The line cannot be written; no part of it is in the file.
     """
     with path.open("ab+", buffering=0) as file:
-        if file.tell() > 0:
-            file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else b"\n" + line
-        line += b"\n"
+        line = line + b"\n" if _ends_a_line(file) else b"\n" + line + b"\n"
         written = file.write(line)
         if written < len(line):
             if file.tell() == os.fstat(file.fileno()).st_size:  # no other writer has appended since
                 file.truncate(file.tell() - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
+
+
+def _ends_a_line(file: io.FileIO) -> bool:
+    """Whether the file is empty or its last line has ended; that of another writer may do so yet."""
+    for _ in range(_LOOKS):
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) == b"\n":
+            return True
+        time.sleep(_BETWEEN_LOOKS_S)
+    return False
 
 
 def write_whole(path: Path, content: bytes) -> None:
