@@ -25,9 +25,9 @@ from telemetry.layers.module_types import (
     UNBOUNDED,
     Bounded,
     Flat,
-    bucket_of,
 )
 from telemetry.records import Output, StepRecord, TensorRecord, once
+from telemetry.records.buckets import bucket_of
 from telemetry.records.sketch import Sketch
 from telemetry.shared.plain_text import called, printable
 

@@ -37,7 +37,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def _ends_a_line(file: io.FileIO) -> bool:
-    """Whether the file is empty or its last line has ended; that of another writer may do so yet."""
+    """Whether the file is empty or its last line has ended, perhaps in a moment."""
     for _ in range(_LOOKS):
         if file.seek(0, os.SEEK_END) == 0:
             return True

@@ -1,6 +1,6 @@
 """The statistics of layers; :mod:`telemetry.layers.table` has one entry for each."""
 
-from telemetry.layers.record import LayerRecord, layers_of
+from telemetry.layers.record import Layers
 from telemetry.layers.table import (
     MATRIX_STATISTICS,
     MISSING,
@@ -21,10 +21,9 @@ __all__ = [
     "PARAMETER_STATISTICS",
     "RANK_STATISTICS",
     "STATISTICS",
-    "LayerRecord",
     "LayerTable",
+    "Layers",
     "Statistic",
-    "layers_of",
     "make_table",
     "table",
 ]

@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from telemetry.records.buckets import bucket_indices
+from telemetry.records.buckets import bucket_of
 from telemetry.records.sketch import Sketch
 
 
@@ -24,19 +22,9 @@ class Flat:
 
     def share(self, outputs: Sketch) -> float:
         """Share of the finite outputs that lie there; 0 if none is finite."""
-        if not outputs.finite_count or not outputs.counts.size:
-            return 0.0
-        beyond = np.zeros(outputs.buckets.shape, dtype=bool)
-        if math.isfinite(self.low):
-            beyond |= outputs.buckets <= bucket_of(self.low)
-        if math.isfinite(self.high):
-            beyond |= outputs.buckets >= bucket_of(self.high)
-        return float(outputs.counts[beyond].sum() / outputs.finite_count)
-
-
-def bucket_of(value: float) -> int:
-    """The sketch's bucket that holds ``value``."""
-    return int(bucket_indices(np.array([value]))[0])
+        low, high = bucket_of(self.low), bucket_of(self.high)
+        beyond = (outputs.buckets <= low) | (outputs.buckets >= high)
+        return float(outputs.counts[beyond].sum() / max(outputs.finite_count, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +64,6 @@ BOUNDED: Mapping[str, Bounded] = {
 
 # Functions that are flat at both ends: none of their outputs means that a unit is off.
 TWO_SIDED = frozenset(name for name, function in BOUNDED.items() if function.flat.low > -math.inf)
-
-
-def saturated_share(type_name: str, outputs: Sketch) -> float | None:
-    """Share of a module's finite outputs that lie where its activation function is flat.
-
-    Args:
-        type_name: Name of the module's class.
-        outputs: All outputs of the module at one step.
-
-    Returns:
-        0 to 1; None if the class is not in :data:`BOUNDED`, or no output is finite.
-    """
-    function = BOUNDED.get(type_name)
-    if function is None or not outputs.finite_count:
-        return None
-    return function.flat.share(outputs)
 
 
 # The scale of their outputs does not depend on their inputs.

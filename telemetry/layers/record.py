@@ -1,4 +1,4 @@
-"""Gathers what was measured of one layer at one step from the step's record.
+"""Gathers what was measured of all layers at one step from the step's record.
 
 A layer is a module. This file decides which module an output belongs to, and which one owns a
 parameter.
@@ -7,178 +7,203 @@ parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from telemetry.layers.module_types import saturated_share
-from telemetry.records import Module, Output, Spread, StepRecord, TensorRecord
-from telemetry.records.sketch import Sketch
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.layers.module_types import BOUNDED
+from telemetry.records import Output, StepRecord, TensorRecord
+from telemetry.records.buckets import bucket_of
+from telemetry.records.moments import FIGURES, finite_of, merge_figures, nonfinite_of, norm_of
+from telemetry.records.tensor import Tensors
+
+Column = tuple[NDArray[np.float64], NDArray[np.bool_]]
+"""One number per layer and whether it was measured, ``[modules]`` each; NaN where it was not."""
+
+Formula = Callable[[Any], Any]
+"""Computes a number for each row of :class:`~telemetry.records.rows.Rows`, or of its figures."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerRecord:
-    """What was measured of one layer at one step.
+class Group(NamedTuple):
+    """The tensors of one kind, those of a layer put together.
 
     Attributes:
-        module: The module.
-        outputs: Each tensor that it returned.
-        output_grads: The gradients with respect to these.
-        weights: Each of its parameters before the step.
-        grads: Their gradients.
-        second_moments: Adam's running means of the squared gradients, after the step.
-        update_ratios: ``||after - before|| / ||before||`` of each of ``weights``; NaN if unknown.
-        grad_norm: L2 norm of the gradients of its parameters; None if none had a gradient.
-        grad_size: Number of elements of these gradients.
-        ranks_rms: Of the root mean square of its first output on each of several ranks.
+        figures: Of each layer that has any, what was measured: rows, or their figures alone.
+        at: The indices of these layers.
+        size: How many layers there are.
     """
 
-    module: Module
-    outputs: Sequence[TensorRecord] = ()
-    output_grads: Sequence[TensorRecord] = ()
-    weights: Sequence[TensorRecord] = ()
-    grads: Sequence[TensorRecord] = ()
-    second_moments: Sequence[TensorRecord] = ()
-    update_ratios: Sequence[float] = ()
-    grad_norm: float | None = None
-    grad_size: int = 0
-    ranks_rms: Spread | None = None
+    figures: Any
+    at: NDArray[np.intp]
+    size: int
+
+    def column(self, values: Any, known: Any = True) -> Column:
+        """Values of the group's layers, as far as known."""
+        column, is_known = np.full(self.size, math.nan), np.zeros(self.size, np.bool_)
+        is_known[self.at] = known
+        column[self.at] = np.where(known, values, math.nan)
+        return column, is_known
+
+    def figure(self, formula: Formula) -> Column:
+        """A mean or norm over all elements, whereas a formula's own is over the finite ones.
+
+        NaN if an element is NaN, infinity if one is infinite; not known of no elements.
+        """
+        return self.column(figure(self.figures, formula), self.figures.count > 0)
+
+    def known(self, formula: Formula) -> Column:
+        """A figure that counts only some of the values; not known where it is NaN."""
+        values = formula(self.figures)
+        return self.column(values, ~np.isnan(values))
+
+
+def figure(rows: Any, formula: Formula) -> NDArray[np.float64]:
+    """As :meth:`Group.figure`, of each row."""
+    not_finite = np.where(rows.nan_count > 0, math.nan, math.inf)
+    values: NDArray[np.float64] = np.where(nonfinite_of(rows) > 0, not_finite, formula(rows))
+    return values
+
+
+class Layers:
+    """What was measured of each layer at one step, in the order of ``record.layout.modules``."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self._record, self._layout = record, record.layout
+        self.size = len(record.layout.modules)
 
     @cached_property
-    def output(self) -> TensorRecord | None:
-        """Everything that the module returned, merged into one; None if nothing was measured."""
-        return TensorRecord.merge_all(self.outputs) if self.outputs else None
+    def outputs(self) -> Group:
+        """What each module returned."""
+        return self._of_outputs(self._record.outputs)
 
     @cached_property
-    def output_grad(self) -> TensorRecord | None:
-        """The gradients with respect to :attr:`output`, likewise."""
-        return TensorRecord.merge_all(self.output_grads) if self.output_grads else None
+    def output_grads(self) -> Group:
+        """The gradients with respect to that."""
+        return self._of_outputs(self._record.output_grads)
+
+    @cached_property
+    def weights(self) -> Group:
+        """Its parameters before the step."""
+        return self._of_parameters(self._record.weights)
+
+    @cached_property
+    def grads(self) -> Group:
+        """Their gradients."""
+        return self._of_parameters(self._record.grads)
+
+    @cached_property
+    def second_moments(self) -> Group:
+        """Adam's running means of the squared gradients, after the step."""
+        return self._of_parameters(self._record.second_moments)
+
+    def _of_outputs(self, outputs: Mapping[Output, TensorRecord]) -> Group:
+        position = self._layout.position
+        of = np.array([position[output.module_name] for output in outputs], np.intp)
+        at, places = np.unique(of, return_inverse=True)
+        return Group(Tensors.of(outputs).rows.merged(places, len(at)), at, self.size)
+
+    def _of_parameters(self, parameters: Mapping[str, TensorRecord]) -> Group:
+        of = self._owners(parameters)
+        order = np.argsort(of, kind="stable")
+        at, starts = np.unique(of[order], return_index=True)
+        columns = {name: column[order] for name, column in _figures(parameters).items()}
+        merged = merge_figures(columns, starts) if len(at) else columns
+        return Group(SimpleNamespace(**merged), at, self.size)
+
+    def _owners(self, parameters: Mapping[str, TensorRecord]) -> NDArray[np.intp]:
+        place = self._layout.parameter_position
+        return self._layout.owners[[place[name] for name in parameters]]
+
+    # --- figures that are not those of one group --------------------------------------------------
+
+    @cached_property
+    def grad_norm(self) -> Column:
+        """L2 norm of the gradients of the parameters; not known where none had a gradient."""
+        known = self._grad_size > 0
+        return np.where(known, self._record.module_grad_norms, math.nan), known
 
     @property
-    def grad_rms(self) -> float | None:
+    def grad_rms(self) -> Column:
         """Root mean square of the gradients of the parameters."""
-        norm = self.grad_norm
-        return None if norm is None else norm / math.sqrt(self.grad_size or 1)
-
-    @property
-    def saturation(self) -> float | None:
-        """See :func:`~telemetry.layers.module_types.saturated_share`."""
-        output = self.output
-        return None if output is None else saturated_share(self.module.type_name, output.sketch)
+        norm, known = self.grad_norm
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return norm / np.sqrt(self._grad_size), known
 
     @cached_property
-    def weight_norms(self) -> Sequence[float | None]:
-        """L2 norm of each parameter; None if nothing was measured."""
-        return [figure(weight, attrgetter("norm")) for weight in self.weights]
-
-    @cached_property
-    def weight_norm(self) -> float | None:
-        """L2 norm of the parameters as one vector."""
-        known = [norm for norm in self.weight_norms if norm is not None]
-        return _hypot(known) if known else None
+    def _grad_size(self) -> NDArray[np.float64]:
+        """Number of elements of these gradients."""
+        present = self._record.grad_present & (not self._record.skipped)
+        sizes = self._layout.sizes[present]
+        of = self._layout.owners[present]
+        return np.bincount(of, sizes, minlength=self.size).astype(np.float64)
 
     @property
-    def weight_rms(self) -> float | None:
-        """Root mean square of the parameters."""
-        norm, count = self.weight_norm, sum(weight.sketch.count for weight in self.weights)
-        return None if norm is None else norm / math.sqrt(count)
+    def saturation(self) -> Column:
+        """Share of a module's finite outputs that lie where its activation function is flat."""
+        kinds = [BOUNDED.get(module.type_name) for module in self._layout.modules]
+        lows = np.array([bucket_of(k.flat.low) if k else -math.inf for k in kinds])
+        highs = np.array([bucket_of(k.flat.high) if k else math.inf for k in kinds])
+        rows, at, _ = self.outputs
+        of = at.repeat(rows.bucket_count)
+        flat = (rows.buckets <= lows[of]) | (rows.buckets >= highs[of])
+        counts = np.bincount(of[flat], rows.counts[flat], minlength=self.size)[at]
+        finite = finite_of(rows)
+        known = np.isfinite(highs - lows)[at] & (finite > 0)
+        return self.outputs.column(counts / np.maximum(finite, 1), known)
 
     @property
-    def update_ratio(self) -> float | None:
+    def update_ratio(self) -> Column:
         """``||after - before|| / ||before||`` of the parameters as one vector.
 
         Parameters that were all zeros are left out, because they have no ratio.
         """
-        pairs = [
-            (ratio * norm, norm)
-            for ratio, norm in zip(self.update_ratios, self.weight_norms, strict=True)
-            if norm and not (math.isnan(ratio) and math.isfinite(norm))
-        ]
-        if not pairs:
-            return None
-        moved, size = (_hypot(column) for column in zip(*pairs, strict=True))
-        return math.nan if math.isinf(size) else moved / size
+        weights, ratios = self._record.weights, self._record.update_ratios
+        rows = Tensors.of(weights).rows
+        norm = figure(rows, norm_of)
+        ratio = np.array([ratios.get(name, math.nan) for name in weights])
+        some = (rows.count > 0) & (norm != 0) & ~(np.isnan(ratio) & np.isfinite(norm))
+        of, norm, ratio = self._owners(weights)[some], norm[some], ratio[some]
+        with np.errstate(all="ignore"):
+            moved, size = (
+                np.sqrt(np.bincount(of, squares, minlength=self.size))
+                for squares in ((ratio * norm) ** 2, norm**2)
+            )
+            return (
+                np.where(np.isinf(size), math.nan, moved / size),
+                np.bincount(of, minlength=self.size) > 0,
+            )
 
     @property
-    def second_moment_rms(self) -> float | None:
-        """Root of the mean of Adam's ``exp_avg_sq`` over all elements."""
-        if not self.second_moments:
-            return None
-        total = TensorRecord.merge_all(self.second_moments)
-        return figure(total, lambda sketch: math.sqrt(max(sketch.mean, 0.0)))
-
-    @property
-    def rank_spread(self) -> float | None:
+    def rank_spread(self) -> Column:
         """How much smaller the least RMS of an output on any rank is than the largest, 0 to 1.
 
-        None on one rank, and where one alone measured it or all have the same.
+        Not known on one rank, and where one alone measured it or all have the same.
         """
-        spread = self.ranks_rms
-        if spread is None or spread.low_rank == spread.high_rank:
-            return None
-        return 1.0 if math.isinf(spread.high) else 1 - spread.low / spread.high
+        ranks = self._record.ranks
+        spreads = {} if ranks is None else ranks.activation_rms
+        values = np.full(self.size, math.nan)
+        for index, module in enumerate(self._layout.modules if spreads else ()):
+            spread = spreads.get(Output(module.name))
+            if spread is not None and spread.low_rank != spread.high_rank:
+                infinite = math.isinf(spread.high)
+                values[index] = 1.0 if infinite else 1 - spread.low / spread.high
+        return values, ~np.isnan(values)
 
     @property
-    def nonfinite_count(self) -> int | None:
+    def nonfinite_count(self) -> Column:
         """Number of NaN and infinite elements in outputs, parameters and the gradients of both."""
         groups = (self.outputs, self.output_grads, self.weights, self.grads)
-        counts = [tensor.sketch.nonfinite_count for group in groups for tensor in group]
-        return sum(counts) if counts else None
+        counts, known = np.zeros(self.size), np.zeros(self.size, np.bool_)
+        for group in groups:
+            counts[group.at] += nonfinite_of(group.figures)
+            known[group.at] = True
+        return np.where(known, counts, math.nan), known
 
 
-def layers_of(record: StepRecord) -> Iterator[LayerRecord]:
-    """What was measured of each layer, in the order of ``record.layout.modules``."""
-    layout, ranks = record.layout, record.ranks
-    outputs = _by_module(record.outputs)
-    output_grads = _by_module(record.output_grads)
-    present, norms = record.grad_present.tolist(), record.module_grad_norms.tolist()
-    for module, own, norm in zip(layout.modules, layout.owned, norms, strict=True):
-        names = [layout.parameters[index].name for index in own]
-        weighed = [name for name in names if name in record.weights]
-        with_grad = [index for index in own if present[index] and not record.skipped]
-        yield LayerRecord(
-            module=module,
-            outputs=outputs.get(module.name, ()),
-            output_grads=output_grads.get(module.name, ()),
-            weights=[record.weights[name] for name in weighed],
-            grads=[record.grads[name] for name in names if name in record.grads],
-            second_moments=[
-                record.second_moments[name] for name in names if name in record.second_moments
-            ],
-            update_ratios=[record.update_ratios.get(name, math.nan) for name in weighed],
-            grad_norm=norm if with_grad else None,
-            grad_size=sum(layout.parameters[index].size for index in with_grad),
-            ranks_rms=None if ranks is None else ranks.activation_rms.get(Output(module.name)),
-        )
-
-
-def _by_module(outputs: Mapping[Output, TensorRecord]) -> dict[str, list[TensorRecord]]:
-    """The tensors of each module, by the module's name."""
-    found: dict[str, list[TensorRecord]] = {}
-    for output, tensor in outputs.items():
-        found.setdefault(output.module_name, []).append(tensor)
-    return found
-
-
-def figure(tensor: TensorRecord | None, of_finite: Callable[[Sketch], float]) -> float | None:
-    """A mean or norm over all elements, whereas a sketch's own is over the finite ones.
-
-    Args:
-        tensor: What was measured.
-        of_finite: Computes the figure from a sketch whose values are all finite.
-
-    Returns:
-        NaN if an element is NaN, infinity if one is infinite; None if nothing was measured.
-    """
-    if tensor is None or not tensor.sketch.count:
-        return None
-    sketch = tensor.sketch
-    if sketch.finite_count == sketch.count:
-        return of_finite(sketch)
-    return math.nan if sketch.nan_count else math.inf
-
-
-def _hypot(norms: Sequence[float]) -> float:
-    """Like ``math.hypot``, but NaN if any of them is NaN."""
-    return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
+def _figures(parameters: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    rows = Tensors.of(parameters).rows
+    return {name: getattr(rows, name) for name in FIGURES}

@@ -8,18 +8,26 @@ Telemetry page, the commands, flight files and alerts. To add a statistic, add a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.layers.record import LayerRecord, figure, layers_of
-from telemetry.records import StepRecord, TensorRecord, once
-from telemetry.records.sketch import Sketch
+from telemetry.layers.record import Column, Formula, Layers, figure
+from telemetry.records import StepRecord, once
+from telemetry.records.moments import (
+    kurtosis_of,
+    mean_of,
+    norm_of,
+    rms_of,
+    std_of,
+    zero_fraction_of,
+)
+from telemetry.records.tensor import Tensors
 
 # Stands for a value that was not measured, among values that are never negative.
 MISSING = -1.0
@@ -35,7 +43,7 @@ class Statistic:
         unit: What the numbers count; empty for ratios.
         log: Whether magnitudes matter rather than differences.
         description: One sentence.
-        of: Computes the value of a layer; None if it was not measured.
+        of: Computes the value of each layer, and whether it was measured.
         every_step: Whether it is also known at steps that are not measured in full.
         on_page: Whether the Telemetry page and the commands show it. Then it must not be negative.
         as_curve: Whether each layer has a curve of it in TensorBoard.
@@ -49,7 +57,7 @@ class Statistic:
     unit: str = ""
     log: bool = True
     description: str
-    of: Callable[[LayerRecord], float | None]
+    of: Callable[[Layers], Column]
     every_step: bool = False
     on_page: bool = True
     as_curve: bool = False
@@ -58,16 +66,14 @@ class Statistic:
     of_ranks: bool = False
 
 
-def _of_output(of_finite: Callable[[Sketch], float]) -> Callable[[LayerRecord], float | None]:
+def _of_output(formula: Formula) -> Callable[[Layers], Column]:
     """A figure of everything that a layer returned, whether finite or not."""
-    return lambda layer: figure(layer.output, of_finite)
+    return lambda layers: layers.outputs.figure(formula)
 
 
-def _of_known(of: Callable[[TensorRecord], float]) -> Callable[[LayerRecord], float | None]:
-    """A figure that counts only some of the values; None where it is NaN, for there are none."""
-    return lambda layer: (
-        None if layer.output is None or math.isnan(found := of(layer.output)) else found
-    )
+def _of_known(formula: Formula) -> Callable[[Layers], Column]:
+    """A figure that counts only some of the values; not known where there are none."""
+    return lambda layers: layers.outputs.known(formula)
 
 
 STATISTICS = (
@@ -99,7 +105,7 @@ STATISTICS = (
         name="activation_rms",
         title="Activation RMS",
         description="Root mean square of everything the layer returned.",
-        of=_of_output(attrgetter("rms")),
+        of=_of_output(rms_of),
         as_curve=True,
         over_depth=True,
     ),
@@ -108,7 +114,7 @@ STATISTICS = (
         title="Activation mean",
         log=False,
         description="Mean of everything the layer returned.",
-        of=_of_output(attrgetter("mean")),
+        of=_of_output(mean_of),
         on_page=False,
         as_curve=True,
     ),
@@ -116,7 +122,7 @@ STATISTICS = (
         name="activation_std",
         title="Activation standard deviation",
         description="Standard deviation of everything the layer returned.",
-        of=_of_output(attrgetter("std")),
+        of=_of_output(std_of),
         as_curve=True,
     ),
     Statistic(
@@ -124,7 +130,7 @@ STATISTICS = (
         title="Activation kurtosis",
         description="Fourth standardized moment of everything the layer returned: 3 for a normal "
         "distribution, far more where a few outliers carry the signal.",
-        of=_of_output(attrgetter("kurtosis")),
+        of=_of_output(kurtosis_of),
         as_curve=True,
     ),
     Statistic(
@@ -132,7 +138,7 @@ STATISTICS = (
         title="Smallest activation",
         log=False,
         description="Smallest finite value that the layer returned.",
-        of=_of_known(attrgetter("sketch.min")),
+        of=_of_known(attrgetter("min")),
         on_page=False,
         as_curve=True,
     ),
@@ -141,7 +147,7 @@ STATISTICS = (
         title="Largest activation",
         log=False,
         description="Largest finite value that the layer returned.",
-        of=_of_known(attrgetter("sketch.max")),
+        of=_of_known(attrgetter("max")),
         on_page=False,
         as_curve=True,
     ),
@@ -149,7 +155,7 @@ STATISTICS = (
         name="activation_grad_rms",
         title="Activation gradient RMS",
         description="Root mean square of the gradients with respect to what the layer returned.",
-        of=lambda layer: figure(layer.output_grad, attrgetter("rms")),
+        of=lambda layers: layers.output_grads.figure(rms_of),
     ),
     Statistic(
         name="zero_fraction",
@@ -157,7 +163,7 @@ STATISTICS = (
         unit="share",
         log=False,
         description="Share of exact zeros in what the layer returned.",
-        of=_of_known(attrgetter("sketch.zero_fraction")),
+        of=_of_known(zero_fraction_of),
         as_curve=True,
     ),
     Statistic(
@@ -184,14 +190,14 @@ STATISTICS = (
         name="weight_norm",
         title="Weight norm",
         description="L2 norm of the layer's parameters before the step.",
-        of=attrgetter("weight_norm"),
+        of=lambda layers: layers.weights.figure(norm_of),
     ),
     Statistic(
         name="weight_rms",
         title="Weight RMS",
         description="Root mean square of the layer's parameters before the step: comparable "
         "between layers of different size.",
-        of=attrgetter("weight_rms"),
+        of=lambda layers: layers.weights.figure(rms_of),
         as_curve=True,
     ),
     Statistic(
@@ -199,7 +205,7 @@ STATISTICS = (
         title="Second moment RMS",
         description="Root of the mean of Adam's exp_avg_sq: the gradient size that the optimizer "
         "expects. A gradient far above it makes a step that is too large.",
-        of=attrgetter("second_moment_rms"),
+        of=lambda layers: layers.second_moments.figure(_root_of_mean),
         as_curve=True,
     ),
     Statistic(
@@ -280,14 +286,15 @@ def table(record: StepRecord) -> LayerTable:
 
 def make_table(record: StepRecord, statistics: Sequence[Statistic]) -> LayerTable:
     """Some statistics for each layer."""
-    rows = [[statistic.of(layer) for statistic in statistics] for layer in layers_of(record)]
-    cells = np.array(rows, dtype=object).reshape(len(rows), len(statistics))
-    known = cells != None  # noqa: E711 - element by element
-    return LayerTable(
-        values=np.where(known, cells, math.nan).astype(np.float64),
-        known=known,
-        statistics=statistics,
-    )
+    layers = Layers(record)
+    columns = [statistic.of(layers) for statistic in statistics]
+    values, known = (np.stack(parts, axis=1) for parts in zip(*columns, strict=True))
+    return LayerTable(values=values, known=known, statistics=statistics)
+
+
+def _root_of_mean(rows: Any) -> Any:
+    """Of squares, none of which is negative but by rounding."""
+    return np.sqrt(np.maximum(mean_of(rows), 0.0))
 
 
 def _grad_norms(record: StepRecord) -> Mapping[str, float]:
@@ -296,8 +303,9 @@ def _grad_norms(record: StepRecord) -> Mapping[str, float]:
 
 
 def _weight_norms(record: StepRecord) -> Mapping[str, float]:
-    found = {n: figure(weight, attrgetter("norm")) for n, weight in record.weights.items()}
-    return {name: norm for name, norm in found.items() if norm is not None}
+    rows = Tensors.of(record.weights).rows
+    norms = zip(record.weights, figure(rows, norm_of).tolist(), rows.count.tolist(), strict=True)
+    return {name: norm for name, norm, count in norms if count}
 
 
 # One number per parameter and step: curves of this name, and how a record gives the values by the

@@ -6,6 +6,7 @@ up, across calls, micro-batches, steps and ranks.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from math import inf
 from typing import Any
@@ -51,6 +52,14 @@ def bucket_indices(finite: NDArray[Any]) -> NDArray[np.int16]:
     magnitude = np.minimum((bits + np.uint32(_HALF_BFLOAT16_UNIT)) >> _BUCKET_SHIFT, LAST_BUCKET)
     signed: NDArray[np.int16] = magnitude.astype(np.int16)
     return np.where(np.asarray(finite) < 0, -signed, signed)
+
+
+@cache
+def bucket_of(value: float) -> int:
+    """The bucket that holds a number; an infinite one lies beyond all."""
+    if math.isinf(value):
+        return int(math.copysign(LAST_BUCKET + 1, value))
+    return int(bucket_indices(np.array([value]))[0])
 
 
 def limits(buckets: NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

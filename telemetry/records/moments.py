@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from math import fsum, nan
 from typing import Any
 
@@ -171,11 +170,12 @@ def merge_figures(columns: Mapping[str, Any], starts: Any) -> dict[str, Any]:
     merged: dict[str, Any] = {name: np.add.reduceat(columns[name], starts) for name in COUNTS}
     merged["min"] = np.fmin.reduceat(columns["min"], starts)
     merged["max"] = np.fmax.reduceat(columns["max"], starts)
-    bounds = [*starts.tolist(), len(columns["sum"])]
-    for name in POWER_SUMS:
-        values = columns[name].tolist()
-        groups = [values[i:j] for i, j in pairwise(bounds)]
-        merged[name] = np.array([_sum(group) for group in groups])
+    merged |= {name: np.add.reduceat(columns[name], starts) for name in POWER_SUMS}
+    sizes = np.diff(starts, append=len(columns["count"]))
+    for group in np.flatnonzero(sizes > 2).tolist():  # of two, every sum is correctly rounded
+        some = slice(starts[group], starts[group] + sizes[group])
+        for name in POWER_SUMS:
+            merged[name][group] = _sum(columns[name][some].tolist())
     return merged
 
 

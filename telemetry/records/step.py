@@ -59,6 +59,16 @@ class Layout:
         return {module.name: index for index, module in enumerate(self.modules)}
 
     @cached_property
+    def parameter_position(self) -> Mapping[str, int]:
+        """Place of each parameter, by name."""
+        return {parameter.name: index for index, parameter in enumerate(self.parameters)}
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Number of elements of each parameter, shape ``[parameters]``."""
+        return np.array([parameter.size for parameter in self.parameters], np.int64)
+
+    @cached_property
     def owners(self) -> NDArray[np.intp]:
         """For each parameter the index of its module, shape ``[parameters]``."""
         positions = [self.position[parameter.module_name] for parameter in self.parameters]
