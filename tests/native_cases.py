@@ -60,21 +60,34 @@ def read_everything(native: ModuleType, memory: Memory) -> None:
 
 def read_in_every_way(native: ModuleType, address: int, count: int, letter: str) -> None:
     dtype = ord(letter)
-    found = native.measure((address, count, dtype, 0, 1, 0, 4))
-    fewer = native.measure((address, count, dtype, 0, 1, 0, 2))
-    assert (fewer[:64], fewer[80:]) == (found[:64], found[80:])
-    assert np.isnan(np.frombuffer(fewer, np.float64, 2, 64)).all()
-    nan, positive_inf, negative_inf, _ = np.frombuffer(found, np.int64, 4)
-    buckets = (len(found) - 80) // 10
-    counted = np.frombuffer(found, np.float64, buckets, 80).sum()
-    assert counted == count - nan - positive_inf - negative_inf
+
+    def measured(count: int, units: int, inner: int, step: int, powers: int) -> list[bytearray]:
+        rows = [bytearray(), bytearray(), bytearray()]
+        native.measure((address, count, dtype, units, inner, step, powers), *rows)
+        return rows
+
+    heads, pairs, units_of_all = measured(count, 0, 1, 0, 4)
+    fewer, same, _ = measured(count, 0, 1, 0, 2)
+    cubes = slice(72, 88)  # and fourth powers
+    assert np.isnan(np.frombuffer(fewer[cubes])).all()
+    fewer[cubes] = heads[cubes]
+    assert (fewer, same, units_of_all) == (heads, pairs, b"")
+    all_of_it, nan, positive_inf, negative_inf, zeros = np.frombuffer(heads, np.int64, 5)
+    sampled, pair_count, unit_count = np.frombuffer(heads, np.int64, 3, 88)
+    assert (all_of_it, sampled, pair_count, unit_count) == (count, -1, len(pairs) // 8, 0)
+    finite = count - nan - positive_inf - negative_inf
+    assert np.frombuffer(pairs, np.uint32)[::2].sum() == finite
     for units in {1, 3, 10, 100, count}:
         for inner in {1, 7, 64, count // units}:
             if inner and units * inner <= count:
                 rows = count // (units * inner)
-                native.measure((address, rows * units * inner, dtype, units, inner, 0, 4))
+                assert len(measured(rows * units * inner, units, inner, 0, 4)[2]) == 8 * units
     for step in (16, 17, 1009):
-        native.measure((address, count, dtype, 0, 1, step, 4))
+        heads, pairs, _ = measured(count, 0, 1, step, 4)
+        counts, buckets = np.frombuffer(pairs, np.uint32)[::2], np.frombuffer(pairs, np.int16)[2::4]
+        exact = (buckets == 0) & (zeros > 0)  # the head counts these
+        assert np.frombuffer(heads, np.int64, 1, 88) == counts[~exact].sum()
+        assert (np.diff(buckets) > 0).all()
     (square,) = np.frombuffer(native.squared_norms([address], [count], letter.encode()))
     assert (square >= 0) | np.isnan(square)
 

@@ -158,7 +158,7 @@ def test_a_device_agrees_with_numpy(dtype: torch.dtype, count: int) -> None:
     tensor = torch.randn(count).mul(3).relu().sub(0.25).to(dtype)
     measurer = Measurer()
     measurer.add(tensor)
-    [record] = measurer.finish().reduce()
+    [record] = measurer.finish().reduce().values()
     expected = sketch_array(tensor.cpu().float().numpy())
     assert_moments_close(record.sketch, expected, rtol=1e-12)
     assert np.array_equal(record.sketch.buckets, expected.buckets)
@@ -173,7 +173,7 @@ def test_a_tensor_on_another_gpu_than_the_current_one() -> None:
         measurer = Measurer()
         measurer.add(tensor)
         copy = HostCopy(tensor)
-        [record] = measurer.finish().reduce()
+        [record] = measurer.finish().reduce().values()
     assert record.sketch.max == 99_999
     assert copy.wait().equal(tensor.cpu())
 

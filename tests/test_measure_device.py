@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,11 +9,12 @@ from moments_close import assert_moments_close
 from torch import Tensor
 
 from telemetry.measure import Measurer, device
-from telemetry.measure.device import DeviceTensors
+from telemetry.measure.device import DeviceRows
 from telemetry.measure.sampling import FULL_ELEMENTS
 from telemetry.measure.tensors import WORKING_DTYPE, values_of
 from telemetry.records import TensorRecord
 from telemetry.records.sketch import sketch_array
+from telemetry.records.tensor import Tensors
 
 
 @pytest.fixture(params=[device.PIECE_ELEMENTS, 1000], ids=["one piece", "many pieces"])
@@ -25,14 +24,13 @@ def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def measure(*tensors: Tensor, unit_axis: int | None = None) -> list[TensorRecord]:
     """As on an accelerator: everything is reduced there and sent at once."""
-    device_tensors = DeviceTensors()
-    pending = []
-    for tensor in tensors:
+    device_rows = DeviceRows()
+    for number, tensor in enumerate(tensors):
         values = values_of(tensor, unit_axis)
         assert values is not None
-        pending.append(device_tensors.add(values))
-    device_tensors.send()
-    return [record() for record in pending]
+        device_rows.add(values, number)
+    device_rows.send()
+    return [*Tensors(device_rows.numbers, device_rows.decode()).values()]
 
 
 def on_host(tensor: Tensor, unit_axis: int | None = None) -> TensorRecord:
@@ -121,7 +119,7 @@ def test_the_measurer_brings_everything_over_in_one_copy() -> None:
     for tensor in tensors:
         measurer.add(tensor.as_subclass(Elsewhere))
     measurer.add(tensors[0])
-    records = measurer.finish().reduce()
+    records = measurer.finish().reduce().values()
     for tensor, record in zip([*tensors, tensors[0]], records, strict=True):
         assert_same(record, TensorRecord(sketch=sketch_array(tensor.numpy())))
 
@@ -137,7 +135,7 @@ def test_a_tensor_that_cannot_be_reduced_does_not_stop_the_others(
     with pytest.raises(torch.OutOfMemoryError):
         measurer.add(normal(5).as_subclass(Elsewhere))
     measurer.add(normal(5))
-    (record,) = measurer.finish().reduce()
+    (record,) = measurer.finish().reduce().values()
     assert record.sketch.count == 5
 
 
@@ -162,7 +160,7 @@ def test_a_gpu_is_not_waited_for_to_coalesce() -> None:
     measurer = Measurer()
     assert measurer.add(tensor) is None
     assert measurer.add(tensor.coalesce()) == 0
-    assert_same(*measurer.finish().reduce(), on_host(tensor.cpu()))
+    assert_same(*measurer.finish().reduce().values(), on_host(tensor.cpu()))
 
 
 @pytest.mark.gpu
@@ -190,9 +188,10 @@ def test_a_gpu_is_never_waited_for(deterministic: bool) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.use_deterministic_algorithms(False)
-    for tensor, record in zip(tensors, measurements.reduce(), strict=True):
+    for tensor, record in zip(tensors, measurements.reduce().values(), strict=True):
         expected = on_host(tensor, 1 if tensor.ndim > 1 else None)
         if tensor.numel() > FULL_ELEMENTS:
             exact = sketch_array(tensor.to(torch.float64).numpy())
-            expected = replace(expected, sketch=exact)
+            units = {"unit_min": expected.unit_min, "unit_max": expected.unit_max}
+            expected = TensorRecord(sketch=exact, **units)
         assert_same(record, expected)

@@ -27,10 +27,12 @@ from require import needs_tensor_reader
 from torch import Tensor
 
 from telemetry.measure import native
+from telemetry.measure.native import HostRows
 from telemetry.measure.sampling import sample_step
 from telemetry.measure.tensors import values_of
 from telemetry.records import TensorRecord
 from telemetry.records.buckets import bucket_indices
+from telemetry.records.rows import Rows
 from telemetry.records.sketch import sketch_array
 
 ROOT = Path(__file__).parents[1]
@@ -55,8 +57,9 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
 def measure(tensor: Tensor, units: int = 0, inner: int = 1, sample_step: int = 0) -> TensorRecord:
     dtype = native.DTYPES[tensor.dtype]
     place = tensor.data_ptr(), tensor.numel(), dtype
-    request = *place, units, inner, sample_step, 4
-    return native.record_of(_native.measure(request), request)
+    rows = bytearray(), bytearray(), bytearray()
+    _native.measure((*place, units, inner, sample_step, 4), *rows)
+    return TensorRecord.of_row(Rows.decode(*rows), 0)
 
 
 def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
@@ -202,15 +205,16 @@ class Labelled(Tensor):
     ids=layout,
 )
 def test_a_tensor_object_is_read_like_its_values(tensor: Tensor, axis: int | None) -> None:
-    found = native.measure_one(tensor, axis, 4)
+    found, expected = HostRows(), HostRows()
     values = values_of(tensor, axis)
-    assert found is not None
     assert values is not None
-    record, expected = found(), native.measure(values, 4)()
-    for name, value in vars(expected.sketch).items():
-        np.testing.assert_array_equal(getattr(record.sketch, name), value, err_msg=name)
-    np.testing.assert_array_equal(record.unit_min, expected.unit_min)
-    np.testing.assert_array_equal(record.unit_max, expected.unit_max)
+    assert found.add_plain([tensor], axis, 4) == [True]
+    expected.add(values, 4)
+    assert (found.heads, found.pairs, found.units) == (
+        expected.heads,
+        expected.pairs,
+        expected.units,
+    )
 
 
 @needs_tensor_reader
@@ -231,13 +235,11 @@ def test_a_tensor_object_is_read_like_its_values(tensor: Tensor, axis: int | Non
     ids=layout,
 )
 def test_other_tensor_objects_are_refused(tensor: Tensor, axis: int | None) -> None:
-    assert native.measure_one(tensor, axis, 4) is None
-    if axis is None:
-        assert [one is None for one in native.measure_all([X, tensor, X], 4)] == [
-            False,
-            True,
-            False,
-        ]
+    rows = HostRows()
+    assert rows.add_plain([tensor], axis, 4) == [False]
+    assert len(rows) == 0
+    assert rows.add_plain([X, tensor, X], None, 4) == [True, axis is not None, True]
+    assert len(rows) == 2 + (axis is not None)
 
 
 # --- units ---------------------------------------------------------------------------------------
@@ -283,17 +285,31 @@ def test_norms_show_what_is_not_finite_and_nothing_else(place: int) -> None:
 
 @needs_tensor_reader
 def test_what_is_no_list_of_tensors_is_refused() -> None:
+    rows = bytearray(), bytearray(), bytearray()
     with pytest.raises(TypeError, match="list"):
-        _native.measure_tensors((X,), None, (Tensor,), native.TENSORS, sample_step, 4)  # type: ignore[arg-type]
+        _native.measure_tensors((X,), None, (Tensor,), native.TENSORS, sample_step, 4, *rows)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="PyCapsule"):
-        _native.measure_tensors([X], None, (Tensor,), None, sample_step, 4)
+        _native.measure_tensors([X], None, (Tensor,), None, sample_step, 4, *rows)
     with pytest.raises(ValueError, match="count"):
-        _native.measure_tensors([X, X], None, (Tensor,), native.TENSORS, lambda count: -1, 4)
+        _native.measure_tensors([X, X], None, (Tensor,), native.TENSORS, lambda count: -1, 4, *rows)
+    with pytest.raises(TypeError, match="bytearrays"):
+        _native.measure_tensors([X], None, (Tensor,), native.TENSORS, sample_step, 4, b"", b"", b"")  # type: ignore[arg-type]
+    assert rows == (b"", b"", b"")
+
+
+@needs_tensor_reader
+@pytest.mark.parametrize("locked", range(3))
+def test_rows_are_as_before_if_one_of_their_parts_cannot_grow(locked: int) -> None:
+    rows = bytearray(b"a"), bytearray(b"b"), bytearray(b"c")
+    arguments = [X], 1, (Tensor,), native.TENSORS, sample_step, 4
+    with memoryview(rows[locked]), pytest.raises(BufferError):
+        _native.measure_tensors(*arguments, *rows)
+    assert rows == (b"a", b"b", b"c")
 
 
 @needs_extension
 def test_numbers_that_do_not_fit_are_refused() -> None:
-    address = torch.ones(6).data_ptr()
+    address, rows = torch.ones(6).data_ptr(), (bytearray(), bytearray(), bytearray())
     for arguments in (
         (address, 6, ord("x"), 0, 1, 0, 4),
         (address, -1, ord("f"), 0, 1, 0, 4),
@@ -305,10 +321,10 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
         (address, 1 << 40, ord("f"), 0, 1, 0, 4),
     ):
         with pytest.raises(ValueError, match="count"):
-            _native.measure(arguments)
+            _native.measure(arguments, *rows)
     for wrong in ((address,), address):
         with pytest.raises(TypeError, match="tuples of 7"):
-            _native.measure(wrong)  # type: ignore[arg-type]
+            _native.measure(wrong, *rows)  # type: ignore[arg-type]
     for lists in (([address], [6, 6], b"f"), ([address], [6], b"ff"), ([address], [6])):
         with pytest.raises(ValueError, match="as long"):
             _native.squared_norms(*lists)

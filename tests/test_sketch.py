@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from telemetry.records.moments import POWER_SUMS
 from telemetry.records.buckets import LAST_BUCKET, bucket_indices, edges
+from telemetry.records.moments import POWER_SUMS
 from telemetry.records.sketch import Sketch, sketch_array
 
 EDGES = edges().astype(np.float64)

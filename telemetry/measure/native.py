@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from telemetry.measure.sampling import sample_step
 from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
-from telemetry.records.rows import HEAD, Rows
-from telemetry.records.sketch import Sketch, sketch_array
+from telemetry.records.moments import POWER_SUMS
+from telemetry.records.rows import HEAD, PAIR, Rows
+from telemetry.records.sketch import sketch_array
 
 log = logging.getLogger("telemetry")
 
@@ -117,16 +118,13 @@ class HostRows:
             self._append(piece)
 
     def add_zeros(self, count: int) -> None:
-        """A row of so many zeros."""
-        zeros = Sketch(
-            count=count,
-            zero_count=count,
-            min=0.0,
-            max=0.0,
-            buckets=np.zeros(1, np.int16),
-            counts=np.full(1, float(count)),
-        )
-        self._append(Rows.of([zeros]))
+        """A row of so many zeros: a sample without others, for a pair may not count as many."""
+        head = np.zeros(1, HEAD)
+        head["count"] = head["zero_count"] = count
+        head["min"] = head["max"] = 0.0 if count else nan
+        head["bucket_count"] = some = min(count, 1)
+        self.heads += head.tobytes()
+        self.pairs += np.zeros(some, PAIR).tobytes()
 
     def _add_contiguous(self, tensor: Tensor, axis: int | None, powers: int) -> None:
         count, units, inner = tensor.numel(), 0, 1
@@ -152,7 +150,9 @@ def _rows_of_piece(piece: Tensor, axis: int | None, powers: int) -> Rows:
         units = array.reshape(unit_shape(array.shape, axis))
         with np.errstate(over="ignore", invalid="ignore"):  # of signaling NaN
             extremes = np.stack([units.min((0, 2)), units.max((0, 2))], axis=1).astype(np.float32)
-    return Rows.of([sketch_array(array)], units=[extremes])
+    sketch = sketch_array(array)
+    unknown: dict[str, Any] = dict.fromkeys(POWER_SUMS[powers:], nan)
+    return Rows.of([replace(sketch, **unknown)], units=[extremes])
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> NDArray[np.float64]:

@@ -160,6 +160,7 @@ class Moments:
         return float(zero_fraction_of(self))
 
 
+@_unwarned
 def merge_figures(columns: Mapping[str, Any], starts: Any) -> dict[str, Any]:
     """Columns of :data:`FIGURES` over groups of rows, from those over rows.
 

@@ -205,6 +205,7 @@ class Rows:
             units=self.units[_places(self._unit_ends, self.unit_count, rows)],
         )
 
+    @np.errstate(invalid="ignore")  # of NaN
     def merged(self, places: NDArray[np.int64], size: int) -> Rows:
         """Rows as if all tensors of a place had been one; units only if each has as many.
 

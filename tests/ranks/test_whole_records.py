@@ -22,8 +22,8 @@ from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.rank_part import RankPart, merge
 from telemetry.ranks.whole import Whole
 from telemetry.records import Output, StepRecord, TensorRecord
-from telemetry.records.moments import COUNTS
 from telemetry.records.buckets import LAST_BUCKET
+from telemetry.records.moments import COUNTS
 from telemetry.testing import alerts_of
 
 ON_TWO = [
