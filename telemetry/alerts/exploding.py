@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import attrgetter
 
 from telemetry.alert import Alert
 from telemetry.alerts.course import FAR_ABOVE
@@ -11,6 +12,8 @@ from telemetry.alerts.episode import EpisodeRule
 from telemetry.alerts.growth import Blame, Stretch, backward_growth, forward_growth, gain
 from telemetry.alerts.history import History
 from telemetry.records import Output, StepRecord
+from telemetry.records.moments import rms_of
+from telemetry.records.tensor import figures_of
 from telemetry.shared.plain_text import called
 
 
@@ -59,8 +62,9 @@ class ExplodingActivation(EpisodeRule):
 
     def _grown(self, record: StepRecord) -> Alert | None:
         found = None
-        for output, tensor in record.outputs.items():
-            name, now = output.module_name, tensor.variation
+        sizes = figures_of(record.outputs, rms_of)
+        for output, now in figures_of(record.outputs, attrgetter("variation")).items():
+            name = output.module_name
             highest = self._highest.get(output, 0.0)
             if highest and now > self.factor * highest and self.course.loss.is_worse:
                 times = now / highest
@@ -68,8 +72,8 @@ class ExplodingActivation(EpisodeRule):
                     seen = f"The output of {called(name)} is {times:.2g} times as large as ever"
                     message = f"{seen} before.\n{_SMALLER_STEPS}"
                     found = self._alert(record.step, name, times, self.factor, message)
-            elif highest < tensor.sketch.rms < math.inf:
-                self._highest[output] = tensor.sketch.rms
+            elif highest < sizes[output] < math.inf:
+                self._highest[output] = sizes[output]
         growth = forward_growth(record)
         deep = self._is_deep(record)
         self._began_deep = deep if self._began_deep is None else self._began_deep

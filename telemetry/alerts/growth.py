@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 from telemetry.alerts.history import carried
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
-from telemetry.records import StepRecord, TensorRecord, once
+from telemetry.records import StepRecord, once
+from telemetry.records.moments import rms_of
+from telemetry.records.tensor import figures_of
 from telemetry.shared.plain_text import called
 
 
@@ -79,15 +82,15 @@ def forward_growth(record: StepRecord) -> Growth:
 
     So a constant is no growth, however large it is.
     """
-    ran = record.activations
-    tensors = [
-        (module.name, ran[module.name])
+    sizes = figures_of(record.activations, rms_of)
+    names = [
+        module.name
         for module in record.layout.modules
-        if module.name in ran and module.type_name not in LOOKUPS
+        if 0 < sizes.get(module.name, 0.0) < math.inf and module.type_name not in LOOKUPS
     ]
-    tensors = [(name, tensor) for name, tensor in tensors if 0 < tensor.sketch.rms < math.inf]
-    first = [(name, tensor.sketch.rms) for name, tensor in tensors[:1]]
-    return _growth(first + [(name, tensor.variation) for name, tensor in tensors[1:]])
+    variation = figures_of(record.activations, attrgetter("variation"))
+    first = [(name, sizes[name]) for name in names[:1]]
+    return _growth(first + [(name, variation[name]) for name in names[1:]])
 
 
 def backward_growth(record: StepRecord) -> Growth:
@@ -229,20 +232,20 @@ class Blame:
         names, levels = [""], [0.0]
         given = record.inputs.get("")
         if given is not None:
-            level, self._input = _above(given, self._input)
+            level, self._input = _above(given.variation, given.sketch.rms, self._input)
             levels = [level]
-        for name, tensor in record.activations.items():
-            level, self._outputs[name] = _above(tensor, self._outputs.get(name, math.nan))
+        sizes = figures_of(record.activations, rms_of)
+        for name, now in figures_of(record.activations, attrgetter("variation")).items():
+            usual = self._outputs.get(name, math.nan)
+            level, self._outputs[name] = _above(now, sizes[name], usual)
             names.append(name)
             levels.append(level)
         return Growth(names=names, levels=levels) if max(levels) > _ALL_GROWN else None
 
 
-def _above(tensor: TensorRecord, usual: float) -> tuple[float, float]:
-    """log10 of how far a tensor is above what is usual, 0 if that is not known; and what is now."""
-    now = tensor.variation
+def _above(now: float, rms: float, usual: float) -> tuple[float, float]:
+    """log10 of how far a variation is above a usual RMS, 0 if not known; and what is usual now."""
     level = math.log10(now / usual) if 0 < now < math.inf and usual > 0 else 0.0
-    rms = tensor.sketch.rms
     return level, rms if level <= _ALL_GROWN and 0 < rms < math.inf else usual
 
 

@@ -217,8 +217,8 @@ def _is_constant(losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
 
 def _outputs_of_last_layer(record: StepRecord) -> int:
     """Number of units of the last module's output; 0 if that is not known."""
-    tensor = next(reversed(list(record.activations.values())), None)
-    return 0 if tensor is None or tensor.unit_max is None else len(tensor.unit_max)
+    counts = record.activations.rows.unit_count
+    return int(counts[-1]) if len(counts) else 0
 
 
 def _median(values: Sequence[float]) -> float:

@@ -11,7 +11,8 @@ from telemetry.alert import Alert
 from telemetry.alerts.episode import CALM_STEPS, EpisodeRule
 from telemetry.layers.module_types import STANDARD
 from telemetry.measure.sampling import SAMPLE_ELEMENTS
-from telemetry.records import Module, StepRecord, TensorRecord
+from telemetry.records import Module, StepRecord
+from telemetry.records.tensor import bad_among
 from telemetry.shared.plain_text import called, printable
 
 
@@ -108,7 +109,7 @@ class Nonfinite(EpisodeRule):
             self._loss.add(record.loss)
         self._norm.add(record.total_grad_norm)
         if record.inputs:
-            self._usual.update(name for name, given in record.inputs.items() if is_bad(given))
+            self._usual.update(bad_among(record.inputs))
         self._calm_steps += 1
         # A parameter or buffer that is not used for some steps shows only in full.
         is_over = self._calm_steps >= CALM_STEPS and record.full
@@ -193,15 +194,9 @@ def origins(record: StepRecord, usual: Collection[str], *, after_good: bool) -> 
             yield Origin(name.rpartition(".")[0], what, _BUFFER)
     if step_lost or _reaches_the_end(record):
         yield from _inputs(record, usual)
-        for (name, _), tensor in record.outputs.items():
-            if is_bad(tensor):
-                yield Origin(name, f"the forward pass, in the output of {called(name)}", _FORWARD)
+        for name, _ in bad_among(record.outputs):
+            yield Origin(name, f"the forward pass, in the output of {called(name)}", _FORWARD)
         yield _loss_or_backward(record)
-
-
-def is_bad(tensor: TensorRecord) -> bool:
-    """Whether it holds more than the ``-inf`` of a mask."""
-    return bool(tensor.sketch.nan_count or tensor.sketch.positive_inf_count)
 
 
 def _is_lost(loss: float | None) -> bool:
@@ -210,8 +205,7 @@ def _is_lost(loss: float | None) -> bool:
 
 def _reaches_the_end(record: StepRecord) -> bool:
     """Whether the last module that ran returned NaN or infinity."""
-    last = next(reversed(record.outputs.values()), None)  # type: ignore[call-overload]
-    return last is not None and is_bad(last)
+    return bad_among(record.outputs)[-1:] == [*record.outputs][-1:] != []
 
 
 # --- before the step, and in it ------------------------------------------------------------------
@@ -237,19 +231,21 @@ def _broken_by_step(record: StepRecord) -> Iterator[str]:
     for parameter in record.layout.parameters if record.all_grads_finite else ():
         weight = record.weights.get(parameter.name)
         ratio = record.update_ratios.get(parameter.name, 0.0)
+        if weight is None or math.isfinite(ratio):
+            continue
         # Of larger ones there is only a sample; that may be all zeros, which have no ratio.
-        known = weight is not None and weight.sketch.norm > 0 and parameter.size <= SAMPLE_ELEMENTS
-        if known and not math.isfinite(ratio):
+        if weight.sketch.norm > 0 and parameter.size <= SAMPLE_ELEMENTS:
             yield parameter.name
 
 
 def _inputs(record: StepRecord, usual: Collection[str]) -> Iterator[Origin]:
     """Bad values that came from outside, and the module that they entered by."""
-    entered = next((o.module_name for o, tensor in record.outputs.items() if is_bad(tensor)), None)
+    entered = next((output.module_name for output in bad_among(record.outputs)), None)
     reach = f", which reach {called(entered)}" if entered else ""
-    for name, given in record.inputs.items():
-        if name not in usual and is_bad(given):
-            count = f"{given.sketch.nonfinite_count:,} of {given.sketch.count:,} values"
+    for name in bad_among(record.inputs):
+        if name not in usual:
+            given = record.inputs[name].sketch
+            count = f"{given.nonfinite_count:,} of {given.count:,} values"
             whose = f"what {called(name)} was given, and no watched module ran before it"
             what = f"the inputs: {count} of {whose if name else 'the batch itself'}{reach}"
             yield Origin(entered, what, _BATCH)

@@ -28,7 +28,10 @@ from telemetry.layers.module_types import (
 )
 from telemetry.records import Output, StepRecord, TensorRecord, once
 from telemetry.records.buckets import bucket_of
+from telemetry.records.moments import zero_fraction_of
+from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
+from telemetry.records.tensor import figures_of
 from telemetry.shared.plain_text import called, printable
 
 
@@ -192,22 +195,22 @@ def _share(units: NDArray[np.bool_]) -> float:
 def _silent_units(record: StepRecord) -> Iterable[tuple[Output, NDArray[np.bool_]]]:
     """Outputs that get a gradient, and which of their units are silent, in forward order."""
     forward, idle = Forward.of(record), _idle_modules(record)
+    zeros = figures_of(record.output_grads, zero_fraction_of)
     for index, output in enumerate(forward.outputs):
-        tensor, gradient = record.outputs[output], record.output_grads.get(output)
-        if gradient is None or tensor.zero_units is None or tensor.zero_units.size < _FEWEST_UNITS:
+        if output not in zeros or forward.types[index] in TWO_SIDED:
             continue
-        if forward.types[index] in TWO_SIDED:
+        tensor = record.outputs[output]
+        zero_units = tensor.zero_units
+        if zero_units is None or zero_units.size < _FEWEST_UNITS:
             continue
         if not forward.owned[index]:
             before = record.outputs[forward.outputs[index - 1]] if index > 0 else tensor
-            yield output, tensor.zero_units | _is_negligible(tensor, before)
+            yield output, zero_units | _is_negligible(tensor, before)
             continue
-        silent = np.zeros_like(tensor.unit_min, dtype=np.bool_)
-        if output.module_name in idle:
-            silent |= tensor.zero_units
+        silent = zero_units if output.module_name in idle else np.zeros_like(zero_units)
         after = forward.types[index + 1] if index + 1 < len(forward.outputs) else ""
         if after not in TWO_SIDED:
-            silent |= _is_cut_off(tensor, gradient)
+            silent = silent | _is_cut_off(tensor, zeros[output])
         yield output, silent
 
 
@@ -224,11 +227,11 @@ def _is_negligible(output: TensorRecord, before: TensorRecord) -> NDArray[np.boo
     return negative & (largest <= -_NEGLIGIBLE * before.unit_max)
 
 
-def _is_cut_off(output: TensorRecord, gradient: TensorRecord) -> NDArray[np.bool_]:
+def _is_cut_off(output: TensorRecord, zero_gradients: float) -> NDArray[np.bool_]:
     """Negative units, if at least as large a share of the gradients is exactly zero."""
     assert output.unit_max is not None
     negative: NDArray[np.bool_] = output.unit_max < 0
-    cut_off = gradient.sketch.zero_fraction >= _share(negative)
+    cut_off = zero_gradients >= _share(negative)
     return negative if cut_off else np.zeros_like(negative)
 
 
@@ -414,8 +417,10 @@ def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
     from what it returns and from the norm of its weights.
     """
     sketch, gradient = record.outputs[output].sketch, record.output_grads.get(output)
+    if gradient is None or sketch.rms < _LARGE:
+        return 0.0
     received = _received(record, after)
-    if gradient is None or received is None or received > _SMALL or sketch.rms < _LARGE:
+    if received is None or received > _SMALL:
         return 0.0
     negative = Flat(low=-math.ulp(0.0)).share(sketch)
     faint = _share_faint(gradient.sketch)
@@ -463,11 +468,12 @@ class Forward:
         place = {output: layout.position[output.module_name] for output in record.outputs}
         outputs = sorted(place, key=place.__getitem__)
         owning = set(layout.owning.tolist())
+        positions = figures_of(record.outputs, _positions)
         return Forward(
             outputs=outputs,
             types=[layout.modules[place[output]].type_name for output in outputs],
             owned=[place[output] in owning for output in outputs],
-            positions=[_positions(record.outputs[output]) for output in outputs],
+            positions=[positions[output] for output in outputs],
         )
 
     @property
@@ -496,7 +502,5 @@ class Forward:
         )
 
 
-def _positions(output: TensorRecord) -> float:
-    if output.unit_min is None or output.unit_min.size == 0:
-        return math.nan
-    return output.sketch.count / output.unit_min.size
+def _positions(outputs: Rows) -> NDArray[np.float64]:
+    return outputs.count / np.where(outputs.unit_count > 0, outputs.unit_count, math.nan)

@@ -21,6 +21,7 @@ from telemetry.ranks.share import WHOLE, Share
 from telemetry.ranks.stage_part import Addend, StagePart, checks_of
 from telemetry.ranks.tensor_table import Row, TensorTable
 from telemetry.records import Layout, StepRecord, TensorRecord
+from telemetry.records.tensor import bad_among
 
 
 class PartMaker:
@@ -140,9 +141,7 @@ class PartMaker:
         if self._standing.same_data.copies > 1 or self._standing.is_in_pipeline:
             return None
         found = [f"the parameter {name}" for name in record.nonfinite_parameters]
-        for output, tensor in record.outputs.items():
-            if tensor.sketch.nan_count or tensor.sketch.positive_inf_count:  # a mask holds -inf
-                found.append(f"the output of {output}")
+        found += [f"the output of {output}" for output in bad_among(record.outputs)]
         if record.loss is not None and not math.isfinite(record.loss):
             found.append("the loss")
         return Nonfinite(rank=self._standing.rank, where=found[0]) if found else None

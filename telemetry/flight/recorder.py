@@ -17,6 +17,7 @@ from telemetry.failures import Failures
 from telemetry.flight.file import MAX_ALERTS, Fault, KeptStep, encode_flight
 from telemetry.layers import table
 from telemetry.records import StepRecord
+from telemetry.records.tensor import bad_among
 from telemetry.shared.untrusted import MAX_TEXT
 
 log = logging.getLogger("telemetry")
@@ -205,12 +206,7 @@ class FlightRecorder:
 
 
 def _kept(record: StepRecord) -> KeptStep:
-    # A mask holds -inf.
-    bad = (
-        output.module_name
-        for output, tensor in record.outputs.items()
-        if tensor.sketch.nan_count or tensor.sketch.positive_inf_count
-    )
+    bad = (output.module_name for output in bad_among(record.outputs))
     return KeptStep(
         record.step,
         record.wall_time,

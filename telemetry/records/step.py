@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from telemetry.records.loss import loss_among
 from telemetry.records.ranks import RankFacts
-from telemetry.records.tensor import Output, TensorRecord
+from telemetry.records.tensor import Output, TensorRecord, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,12 +219,12 @@ class StepRecord:
         return frozenset()
 
     @lazy
-    def activations(self) -> Mapping[str, TensorRecord]:
+    def activations(self) -> Tensors[str]:
         """The first output of each watched module that ran, in forward order, by module name."""
         return _first_of_each(self.outputs)
 
     @lazy
-    def activation_grads(self) -> Mapping[str, TensorRecord]:
+    def activation_grads(self) -> Tensors[str]:
         """Gradients with respect to those first outputs."""
         return _first_of_each(self.output_grads)
 
@@ -292,5 +292,7 @@ def once(of: Callable[[StepRecord], Value]) -> Callable[[StepRecord], Value]:
     return value
 
 
-def _first_of_each(outputs: Mapping[Output, TensorRecord]) -> Mapping[str, TensorRecord]:
-    return {output.module_name: tensor for output, tensor in outputs.items() if not output.place}
+def _first_of_each(outputs: Mapping[Output, TensorRecord]) -> Tensors[str]:
+    first = [row for row, output in enumerate(outputs) if not output.place]
+    names = [output.module_name for output in outputs if not output.place]
+    return Tensors(names, Tensors.of(outputs).rows.take(np.array(first, np.intp)))

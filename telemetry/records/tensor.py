@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -119,6 +119,19 @@ class TensorRecord:
         """One record as if all tensors had been one; units only if every tensor has as many."""
         rows = Rows.concatenate([record.rows.take(np.array([record.row])) for record in records])
         return TensorRecord.of_row(rows.merged(np.zeros(len(rows), np.int64), 1), 0)
+
+
+def figures_of(
+    tensors: Mapping[Name, TensorRecord], formula: Callable[[Rows], NDArray[Any]]
+) -> dict[Name, float]:
+    """A figure of each tensor by its name; ``formula`` computes it for all rows."""
+    return dict(zip(tensors, formula(Tensors.of(tensors).rows).tolist(), strict=True))
+
+
+def bad_among(tensors: Mapping[Name, TensorRecord]) -> list[Name]:
+    """Names of the tensors that hold more than the ``-inf`` of a mask: NaN or ``+inf``."""
+    bad = figures_of(tensors, lambda rows: rows.nan_count + rows.positive_inf_count)
+    return [name for name, count in bad.items() if count]
 
 
 class Tensors(Mapping[Name, TensorRecord]):
