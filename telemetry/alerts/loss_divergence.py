@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.alerts.course import AFTER_JUMP, LARGE_STEP, NEVER, Rise
 from telemetry.alerts.episode import EpisodeRule
 from telemetry.alerts.history import middle
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
-from telemetry.records import Output, StepRecord
+from telemetry.records import StepRecord
+from telemetry.records.moments import mean_of, rms_of
+from telemetry.records.rows import Rows
+from telemetry.records.tensor import figures_of
 
 
 class LossDivergence(EpisodeRule):
@@ -202,19 +207,24 @@ def _sums(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
     Those of cross entropy's logits cancel out exactly.
     """
     given, biases = {}, {}
+    of_biases = figures_of(record.grads, _sum_of)
+    totals = figures_of(record.activation_grads, _sum_of)
+    sizes = figures_of(record.activation_grads, rms_of)
+    counts = figures_of(record.activation_grads, attrgetter("count"))
     for module in record.layout.modules:
-        if module.type_name not in _ADD_BIAS:
+        name, bias = module.name, of_biases.get(f"{module.name}.bias")
+        if module.type_name not in _ADD_BIAS or bias is None or not counts.get(name):
             continue
-        grad = record.grads.get(f"{module.name}.bias")
-        outputs = record.output_grads.get(Output(module.name, 0))
-        if grad is None or outputs is None or outputs.sketch.count == 0:
-            continue
-        sketch = outputs.sketch
-        total = sketch.mean * sketch.count
-        biases[module.name] = grad.sketch.mean * grad.sketch.count
-        if abs(total) > _ROUNDING * sketch.rms * sketch.count:
-            given[module.name] = total
+        biases[name] = bias
+        if abs(totals[name]) > _ROUNDING * sizes[name] * counts[name]:
+            given[name] = totals[name]
     return given, biases
+
+
+def _sum_of(rows: Rows) -> NDArray[np.float64]:
+    """As if all values were finite."""
+    sums: NDArray[np.float64] = mean_of(rows) * rows.count
+    return sums
 
 
 def _is_one_factor(

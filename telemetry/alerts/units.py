@@ -28,7 +28,7 @@ from telemetry.layers.module_types import (
 )
 from telemetry.records import Output, StepRecord, TensorRecord, once
 from telemetry.records.buckets import bucket_of
-from telemetry.records.moments import zero_fraction_of
+from telemetry.records.moments import rms_of, zero_fraction_of
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
 from telemetry.records.tensor import figures_of
@@ -338,6 +338,7 @@ class SaturatedUnits(EpisodeRule):
     def _flat_shares(self, record: StepRecord) -> Iterator[tuple[Output, float]]:
         """Outputs of hidden layers, and the share of each that is flat, in forward order."""
         forward = Forward.of(record)
+        sizes = figures_of(record.outputs, rms_of)
         for index in forward.hidden:
             output, type_name = forward.outputs[index], forward.types[index]
             after = forward.outputs[index + 1]
@@ -346,7 +347,8 @@ class SaturatedUnits(EpisodeRule):
                     yield output, _share_flat(record, output, BOUNDED[type_name])
             elif forward.owned[index]:
                 if forward.types[index + 1] in AFFINE:
-                    yield output, _share_lost(record, output, after)
+                    is_large = sizes[output] >= _LARGE
+                    yield output, _share_lost(record, output, after) if is_large else 0.0
             elif type_name not in STANDARD and index > 0:
                 yield output, self._share_at_ends(record, output, forward.outputs[index - 1])
 
@@ -413,14 +415,12 @@ def _share_faint(sketch: Sketch) -> float:
 def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
     """Share of a layer's positive outputs that get no gradient because a bounded function follows.
 
-    Negative outputs prove nothing, as a ReLU may follow. What the next layer receives is estimated
-    from what it returns and from the norm of its weights.
+    It has large outputs. Negative ones prove nothing, as a ReLU may follow. What the next layer
+    receives is estimated from what it returns and from the norm of its weights.
     """
     sketch, gradient = record.outputs[output].sketch, record.output_grads.get(output)
-    if gradient is None or sketch.rms < _LARGE:
-        return 0.0
     received = _received(record, after)
-    if received is None or received > _SMALL:
+    if gradient is None or received is None or received > _SMALL:
         return 0.0
     negative = Flat(low=-math.ulp(0.0)).share(sketch)
     faint = _share_faint(gradient.sketch)
