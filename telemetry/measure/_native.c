@@ -1077,18 +1077,19 @@ static PyObject *python_measure_tensors(PyObject *module, PyObject *const *args,
         fits = ask(PyList_GetItem(args[0], i), &asked, &requests[i]);
         total += requests[i].tensor.count;
     }
-    if (fits) {
+    PyObject *measured = fits ? PyList_New(size) : NULL;
+    if (measured != NULL) {
         PyThreadState *state = total > GIL_KEPT ? PyEval_SaveThread() : NULL;
         for (Py_ssize_t i = 0; i < size; i++)
             if (requests[i].tensor.count)
                 serve(&requests[i]);
         if (state != NULL)
             PyEval_RestoreThread(state);
-        fits = append_rows(requests, size, args + 6);
+        for (Py_ssize_t i = 0; i < size; i++)
+            PyList_SetItem(measured, i, PyBool_FromLong(requests[i].tensor.count != 0));
+        if (!append_rows(requests, size, args + 6))
+            Py_CLEAR(measured);
     }
-    PyObject *measured = fits ? PyList_New(size) : NULL;
-    for (Py_ssize_t i = 0; measured != NULL && i < size; i++)
-        PyList_SetItem(measured, i, PyBool_FromLong(requests[i].tensor.count != 0));
     free(requests);
     return measured;
 }

@@ -84,13 +84,13 @@ class Measurer:
         stored, number = values.tensor, None
         with self._lock:
             try:
-                if stored.numel() and not stored.is_cpu:
-                    devices = self._devices.setdefault(stored.device, DeviceRows())
-                    devices.add(values, self._count)
-                elif stored.numel():
-                    self._host.add(values, powers)
                 if values.implied_zeros or not stored.numel():
                     self._host.add_zeros(values.implied_zeros)
+                if stored.numel() and not stored.is_cpu:
+                    rows = self._devices.setdefault(stored.device, DeviceRows())
+                    rows.add(values, self._count)
+                elif stored.numel():
+                    self._host.add(values, powers)
                 number = self._next()
             finally:
                 owner = -1 if number is None else number
