@@ -29,11 +29,12 @@ from telemetry.ranks.inbox import Inbox, exchange, join
 from telemetry.ranks.merging import NO_ROWS, Table
 from telemetry.ranks.part import Part
 from telemetry.ranks.rank_part import Common, RankPart, merge
-from telemetry.ranks.share import WHOLE, Share
+from telemetry.ranks.share import WHOLE
 from telemetry.ranks.stage_part import StagePart
 from telemetry.ranks.tensor_table import EMPTY, Row, TensorTable
 from telemetry.records import Layout, Module, Parameter, TensorRecord
 from telemetry.records.sketch import sketch_array
+from telemetry.records.tensor import Tensors
 
 WORLDS = (8, 64, 1024)
 PER_MACHINE = 8
@@ -127,13 +128,13 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
         for name in names
         for part, shape in shapes.items()
     ]
-    tensors: dict[Row, tuple[Share, TensorRecord]] = {}
+    tensors: dict[Row, TensorRecord] = {}
     for name in names:
-        tensors[Row(0, "outputs", name)] = WHOLE, draw(has_units=True)
-        tensors[Row(0, "output_grads", name)] = WHOLE, draw(has_units=False)
+        tensors[Row(0, "outputs", name)] = draw(has_units=True)
+        tensors[Row(0, "output_grads", name)] = draw(has_units=False)
     for kind in _KINDS:
         for parameter in parameters:
-            tensors[Row(0, kind, parameter.name)] = WHOLE, draw(has_units=False)
+            tensors[Row(0, kind, parameter.name)] = draw(has_units=False)
     layout = Layout(
         modules=tuple(Module(name=name, type_name="Linear") for name in names),
         parameters=tuple(parameters),
@@ -155,7 +156,7 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
         ranks=frozenset({rank}),
         measured=frozenset({rank}),
         stages={stage.key: stage},
-        tensors=TensorTable.of(rank, tensors),
+        tensors=TensorTable.of(rank, dict.fromkeys(tensors, WHOLE), Tensors.of(tensors).rows),
         common=Common(rank=rank),
     )
 

@@ -52,6 +52,7 @@ from telemetry.pipeline import FullSteps, every
 from telemetry.records import Layout, Module, Output, Parameter, TensorRecord
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records.sketch import Sketch
+from telemetry.records.tensor import Tensors
 from telemetry.testing import capture_run
 
 FACTS = ("step", "wall_time", "scalars", "eval_mode", "loss_scale", "skipped_steps", "skipped")
@@ -266,7 +267,7 @@ class Recorded:
             module, field = self._names[name], TENSORS[kind]
             key = Output(module, place) if field.startswith("output") else module
             detail[field][key] = self._tensor(row)
-        return detail
+        return detail | {field: Tensors.of(detail[field]) for field in TENSORS}
 
     def _tensor(self, row: int) -> TensorRecord:
         arrays, (calls, size, filled) = self._arrays, self._arrays["tensors"][3:, row].tolist()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
-from telemetry.layers import MATRIX_STATISTICS, STATISTICS, make_table, table
+from telemetry.layers import MATRIX_STATISTICS, PARAMETER_STATISTICS, STATISTICS, table
+from telemetry.layers.record import Layers
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
+from telemetry.records.ranks import RankFacts, Spread
 from telemetry.records.sketch import sketch_array
 from telemetry.testing import alerts_of
 
@@ -77,6 +78,50 @@ def test_activations_of_all_outputs_count_together() -> None:
     measured = record(outputs={Output("act"): tensor(3, 0), Output("act", 1): tensor(4, 0)})
     assert column(measured, "activation_rms") == [None, pytest.approx(2.5)]
     assert column(measured, "zero_fraction") == [None, 0.5]
+
+
+def test_all_outputs_of_a_module_are_as_one_and_those_of_others_as_they_are() -> None:
+    measured = record(
+        outputs={
+            Output("act"): tensor(-0.99, 0.1, units=[[0, 0, 1], [0, 0, 1]]),
+            Output("first"): tensor(2, 0, units=[[0, 1], [0, 1]]),
+            Output("act", 1): tensor(0.2, 0.3, units=[[0, -1, 1], [0, 1, 1]]),
+        }
+    )
+    assert column(measured, "activation_min") == [0.0, -0.99]
+    assert column(measured, "activation_max") == [2.0, 0.3]
+    assert column(measured, "saturation") == [None, 0.25]
+    assert column(measured, "dead_units") == [0.5, pytest.approx(1 / 3)]
+
+
+def test_an_update_ratio_is_not_a_number_if_an_element_or_a_ratio_is_not() -> None:
+    weights = {"first.weight": tensor(3, 4), "first.bias": tensor(math.nan)}
+    broken = record(weights=weights, update_ratios={"first.weight": 0.1, "first.bias": 0.1})
+    assert math.isnan(column(broken, "update_ratio")[0])
+    weights = {"first.weight": tensor(3, 4), "first.bias": tensor(12)}
+    partly = record(weights=weights, update_ratios={"first.weight": 0.1})
+    assert column(partly, "update_ratio")[0] == pytest.approx(0.1)
+    moved_off = record(weights=weights, update_ratios={"first.weight": 0.1, "first.bias": math.inf})
+    assert column(moved_off, "update_ratio")[0] == math.inf
+
+
+def test_the_spread_over_ranks_is_known_where_two_ranks_differ() -> None:
+    spreads = {
+        Output("first"): Spread(low=1.0, low_rank=0, high=4.0, high_rank=1),
+        Output("act"): Spread(low=1.0, low_rank=0, high=1.0, high_rank=0),
+        Output("act", 1): Spread(low=1.0, low_rank=0, high=2.0, high_rank=1),
+    }
+    ranks = RankFacts(size=2, held=frozenset([0, 1]), activation_rms=spreads)
+    assert column(record(ranks=ranks), "rank_spread") == [0.75, None]
+
+
+def test_parameters_without_a_value_are_left_out_of_their_statistics() -> None:
+    measured = record(
+        grad_present=np.array([False, True]),
+        weights={"first.weight": tensor(3, 4), "first.bias": tensor()},
+    )
+    assert PARAMETER_STATISTICS["grad_norm"](measured) == {"first.bias": 4.0}
+    assert PARAMETER_STATISTICS["weight_norm"](measured) == {"first.weight": 5.0}
 
 
 def test_what_is_not_finite_makes_norms_and_means_not_finite() -> None:
@@ -151,7 +196,7 @@ def test_a_model_without_layers_has_an_empty_table() -> None:
         layout=Layout(modules=(), parameters=()), grad_norms=np.empty(0),
         grad_present=np.empty(0, bool), grad_finite=np.empty(0, bool),
     )  # fmt: skip
-    assert make_table(empty, STATISTICS).values.shape == (0, len(STATISTICS))
+    assert table(empty).values.shape == (0, len(STATISTICS))
 
 
 def test_a_step_takes_few_bytes_per_layer() -> None:
@@ -162,9 +207,7 @@ def test_rules_make_no_table_of_a_step_that_is_not_measured_in_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[int] = []
-    monkeypatch.setattr(
-        sys.modules["telemetry.layers.table"], "make_table", lambda *_: made.append(1)
-    )
+    monkeypatch.setattr(Layers, "of", lambda _: made.append(1))
     light = [record(step=step, full=False, scalars={"loss": 1.0}) for step in range(30)]
     assert alerts_of(light) == []
     assert not made

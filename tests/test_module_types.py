@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.layers.module_types import BOUNDED
+from telemetry.layers.module_types import Flat, saturated_shares
+from telemetry.records.rows import Rows
 from telemetry.records.sketch import sketch_array
 
 INPUTS = st.lists(st.floats(-12, 12), min_size=1, max_size=50).map(np.array)
@@ -19,11 +21,17 @@ def exact_share(outputs: np.ndarray, slopes: np.ndarray, largest: float) -> tupl
     return float(np.mean(relative < 0.21)), float(np.mean(relative < 0.29))
 
 
+def shares(**outputs: Any) -> list[float]:
+    """The saturated share of each module, by the name of its class."""
+    rows = Rows.of([sketch_array(np.asarray(values)) for values in outputs.values()])
+    return saturated_shares(list(outputs), rows).tolist()
+
+
 @given(INPUTS)
 def test_tanh_is_saturated_where_its_slope_is_below_a_quarter(x: np.ndarray) -> None:
     y = np.tanh(x)
     low, high = exact_share(y, 1 - y**2, 1.0)
-    share = BOUNDED["Tanh"].flat.share(sketch_array(y))
+    (share,) = shares(Tanh=y)
     assert low <= share <= high
 
 
@@ -31,21 +39,32 @@ def test_tanh_is_saturated_where_its_slope_is_below_a_quarter(x: np.ndarray) -> 
 def test_sigmoid_says_the_same_of_its_input_as_tanh(x: np.ndarray) -> None:
     y = 1 / (1 + np.exp(-2 * x))
     low, high = exact_share(y, y * (1 - y), 0.25)
-    share = BOUNDED["Sigmoid"].flat.share(sketch_array(y))
+    (share,) = shares(Sigmoid=y)
     assert low <= share <= high
 
 
 def test_clipping_functions_are_saturated_at_their_ends_but_not_where_a_relu_is_zero() -> None:
-    outputs = sketch_array(np.array([0.0, 0.0, 3.0, 6.0]))
-    assert BOUNDED["ReLU6"].flat.share(outputs) == 0.25
-    assert BOUNDED["Hardsigmoid"].flat.share(sketch_array(np.array([0.0, 0.5, 0.7, 1.0]))) == 0.5
-    assert BOUNDED["Softsign"].flat.share(sketch_array(np.array([-0.9, 0.1, 0.2, 0.6]))) == 0.5
+    found = shares(
+        ReLU6=[0.0, 0.0, 3.0, 6.0],
+        Hardsigmoid=[0.0, 0.5, 0.7, 1.0],
+        Softsign=[-0.9, 0.1, 0.2, 0.6],
+    )
+    assert found == [0.25, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("type_name", ["Linear", "ReLU", "GELU"])
-def test_other_modules_have_no_saturation(type_name: str) -> None:
-    assert type_name not in BOUNDED
+def test_modules_among_others_have_their_own_limits() -> None:
+    found = shares(Linear=[9.0], Tanh=[-0.99, 0.5], GELU=[6.0, 6.0], ReLU6=[6.0, -7.0])
+    np.testing.assert_array_equal(found, [np.nan, 0.5, np.nan, 0.5])
+
+
+def test_one_flat_end_is_not_taken_for_two() -> None:
+    # In the last buckets, which an end without a limit must not take either.
+    sketch = sketch_array(np.array([-3.3e38, -1.0, 2.0, 3.3e38]))
+    assert Flat(high=1.0).share(sketch) == 0.5
+    assert Flat(low=-2.0).share(sketch) == 0.25
+    assert Flat().share(sketch) == 0.0
 
 
 def test_outputs_without_a_finite_value_have_no_saturation() -> None:
-    assert BOUNDED["Tanh"].flat.share(sketch_array(np.array([np.nan]))) == 0
+    assert np.isnan(shares(Tanh=[np.nan])).all()
+    assert Flat(low=0.0).share(sketch_array(np.array([np.nan]))) == 0.0

@@ -14,7 +14,7 @@ from torch import nn
 
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from telemetry.records import Layout, TensorRecord
-from telemetry.records.sketch import Sketch
+from telemetry.records.sketch import sketch_array
 from telemetry.rule import as_rule
 
 
@@ -97,6 +97,6 @@ def test_what_such_rules_imported_and_read_warns_for_a_release() -> None:
     )
     with pytest.warns(DeprecationWarning, match="left_out is gone"):
         assert record.left_out == frozenset()
-    tensor = TensorRecord(sketch=Sketch.of_zeros(2))
+    tensor = TensorRecord(sketch=sketch_array(np.zeros(2)))
     with pytest.warns(DeprecationWarning, match="now called TensorRecord.variation"):
         assert tensor.spread == tensor.variation

@@ -43,8 +43,9 @@ class AttentionCollapse(EpisodeRule):
             return ()
         entropies = {
             output: entropy
-            for output, tensor in record.outputs.items()
-            if _is_attention(record, output) and (entropy := _entropy(tensor)) is not None
+            for output in record.outputs
+            if _is_attention(record, output)
+            and (entropy := _entropy(record.outputs[output])) is not None
         }
         if not entropies:
             return ()
@@ -111,11 +112,9 @@ class LogitGrowth(EpisodeRule):
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         if not record.outputs:
             return ()
-        found = {
-            name: max(-tensor.sketch.min, tensor.sketch.max)
-            for name, tensor in record.activations.items()
-            if _LOGITS.search(name)
-        }
+        ran = record.activations
+        logits = [name for name in ran if _LOGITS.search(name)]
+        found = {name: max(-ran[name].sketch.min, ran[name].sketch.max) for name in logits}
         name = max(found, key=lambda name: found[name], default="")
         high = found.get(name, 0.0) > self.largest
         alert = self._found(record, name, found[name]) if high else None

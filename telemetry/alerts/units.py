@@ -31,7 +31,7 @@ from telemetry.records.buckets import bucket_of
 from telemetry.records.moments import rms_of, zero_fraction_of
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
-from telemetry.records.tensor import figures_of
+from telemetry.records.tensor import Tensors
 from telemetry.shared.plain_text import called, printable
 
 
@@ -195,44 +195,40 @@ def _share(units: NDArray[np.bool_]) -> float:
 def _silent_units(record: StepRecord) -> Iterable[tuple[Output, NDArray[np.bool_]]]:
     """Outputs that get a gradient, and which of their units are silent, in forward order."""
     forward, idle = Forward.of(record), _idle_modules(record)
-    zeros = figures_of(record.output_grads, zero_fraction_of)
-    for index, output in enumerate(forward.outputs):
-        if output not in zeros or forward.types[index] in TWO_SIDED:
-            continue
-        tensor = record.outputs[output]
-        zero_units = tensor.zero_units
-        if zero_units is None or zero_units.size < _FEWEST_UNITS:
-            continue
-        if not forward.owned[index]:
-            before = record.outputs[forward.outputs[index - 1]] if index > 0 else tensor
-            yield output, zero_units | _is_negligible(tensor, before)
-            continue
-        silent = zero_units if output.module_name in idle else np.zeros_like(zero_units)
-        after = forward.types[index + 1] if index + 1 < len(forward.outputs) else ""
-        if after not in TWO_SIDED:
-            silent = silent | _is_cut_off(tensor, zeros[output])
-        yield output, silent
+    if not forward.outputs:
+        return
+    units, sizes = forward.rows.units, forward.rows.unit_count
+    two_sided = np.array([kind in TWO_SIDED for kind in forward.types])
+    is_idle = np.array([output.module_name in idle for output in forward.outputs])
+    gradients = Tensors.of(record.output_grads)
+    known = [gradients.row(output) for output in forward.outputs]
+    places = np.array([-1 if place is None else place for place in known])
+    lowest, highest = units.T  # reducing an axis of two is slow
+    zero, negative = (lowest == 0) & (highest == 0), highest < 0
+    # Whether at least as large a share of the gradients is exactly zero as of units is negative.
+    rows = np.arange(len(sizes)).repeat(sizes)
+    share = np.bincount(rows, negative, minlength=len(sizes)) / np.maximum(sizes, 1)
+    cut_off = np.append(zero_fraction_of(gradients.rows), math.nan)[places] >= share
+    cut_off[:-1] &= ~two_sided[1:]
+    of_owned = (zero & is_idle[rows]) | (negative & cut_off[rows])
+    silent = np.where(np.array(forward.owned)[rows], of_owned, zero | _negligible(forward.rows))
+    ends = sizes.cumsum().tolist()
+    for index in np.flatnonzero((places >= 0) & (sizes >= _FEWEST_UNITS) & ~two_sided).tolist():
+        yield forward.outputs[index], silent[ends[index] - sizes[index] : ends[index]]
 
 
-def _is_negligible(output: TensorRecord, before: TensorRecord) -> NDArray[np.bool_]:
-    """Units whose inputs were all negative, and whose outputs are negligible."""
-    assert output.unit_min is not None
-    assert output.unit_max is not None
-    if before.unit_max is None or before.unit_max.shape != output.unit_max.shape:
-        return np.zeros(output.unit_max.shape, dtype=np.bool_)
-    negative: NDArray[np.bool_] = before.unit_max < 0
-    if not negative.any():
-        return negative
-    largest = np.maximum(np.abs(output.unit_min), np.abs(output.unit_max))
-    return negative & (largest <= -_NEGLIGIBLE * before.unit_max)
+def _negligible(rows: Rows) -> NDArray[np.bool_]:
+    """Units whose inputs, the output before, were all negative, and whose outputs are negligible.
 
-
-def _is_cut_off(output: TensorRecord, zero_gradients: float) -> NDArray[np.bool_]:
-    """Negative units, if at least as large a share of the gradients is exactly zero."""
-    assert output.unit_max is not None
-    negative: NDArray[np.bool_] = output.unit_max < 0
-    cut_off = zero_gradients >= _share(negative)
-    return negative if cut_off else np.zeros_like(negative)
+    The first output has itself before it.
+    """
+    sizes = rows.unit_count
+    as_many = np.append(True, sizes[1:] == sizes[:-1]).repeat(sizes)
+    back = np.append(0, sizes[1:]).repeat(sizes)
+    inputs = rows.units[np.arange(len(rows.units)) - back, 1]
+    largest = np.maximum(*np.abs(rows.units.T))
+    negligible: NDArray[np.bool_] = (inputs < 0) & (largest <= -_NEGLIGIBLE * inputs)
+    return as_many & negligible
 
 
 def _idle_modules(record: StepRecord) -> set[str]:
@@ -338,7 +334,7 @@ class SaturatedUnits(EpisodeRule):
     def _flat_shares(self, record: StepRecord) -> Iterator[tuple[Output, float]]:
         """Outputs of hidden layers, and the share of each that is flat, in forward order."""
         forward = Forward.of(record)
-        sizes = figures_of(record.outputs, rms_of)
+        rms = rms_of(forward.rows).tolist()
         for index in forward.hidden:
             output, type_name = forward.outputs[index], forward.types[index]
             after = forward.outputs[index + 1]
@@ -347,8 +343,8 @@ class SaturatedUnits(EpisodeRule):
                     yield output, _share_flat(record, output, BOUNDED[type_name])
             elif forward.owned[index]:
                 if forward.types[index + 1] in AFFINE:
-                    is_large = sizes[output] >= _LARGE
-                    yield output, _share_lost(record, output, after) if is_large else 0.0
+                    small = rms[index] < _LARGE
+                    yield output, 0.0 if small else _share_lost(record, output, after)
             elif type_name not in STANDARD and index > 0:
                 yield output, self._share_at_ends(record, output, forward.outputs[index - 1])
 
@@ -415,8 +411,8 @@ def _share_faint(sketch: Sketch) -> float:
 def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
     """Share of a layer's positive outputs that get no gradient because a bounded function follows.
 
-    It has large outputs. Negative ones prove nothing, as a ReLU may follow. What the next layer
-    receives is estimated from what it returns and from the norm of its weights.
+    Negative outputs prove nothing, as a ReLU may follow. What the next layer receives is estimated
+    from what it returns and from the norm of its weights.
     """
     sketch, gradient = record.outputs[output].sketch, record.output_grads.get(output)
     received = _received(record, after)
@@ -453,27 +449,33 @@ class Forward:
         owned: Whether their modules own parameters, in the same order.
         positions: How many elements each unit has, samples and pixels together, in the same order;
             NaN where units are not told apart.
+        rows: What was measured of them, in the same order.
     """
 
     outputs: Sequence[Output]
     types: Sequence[str]
     owned: Sequence[bool]
     positions: Sequence[float]
+    rows: Rows
 
     @staticmethod
     @once
     def of(record: StepRecord) -> Forward:
         """The outputs measured at this step."""
-        layout = record.layout
-        place = {output: layout.position[output.module_name] for output in record.outputs}
+        layout, tensors = record.layout, Tensors.of(record.outputs)
+        place = {output: layout.position[output.module_name] for output in tensors}
         outputs = sorted(place, key=place.__getitem__)
+        order = np.argsort([*place.values()], kind="stable")
+        rows = tensors.rows.take(order)
+        with np.errstate(all="ignore"):
+            positions = np.where(rows.unit_count, rows.count / rows.unit_count, math.nan)
         owning = set(layout.owning.tolist())
-        positions = figures_of(record.outputs, _positions)
         return Forward(
             outputs=outputs,
             types=[layout.modules[place[output]].type_name for output in outputs],
             owned=[place[output] in owning for output in outputs],
-            positions=[positions[output] for output in outputs],
+            positions=positions.tolist(),
+            rows=rows,
         )
 
     @property
@@ -500,7 +502,3 @@ class Forward:
             and self.types[after] in CONVOLUTIONS
             and all(kind in _KEEP_POSITIONS | RESHAPING for kind in before[:since_pooling])
         )
-
-
-def _positions(outputs: Rows) -> NDArray[np.float64]:
-    return outputs.count / np.where(outputs.unit_count > 0, outputs.unit_count, math.nan)

@@ -7,6 +7,7 @@ import math
 import socket
 import time
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
 from telemetry.ranks.share import WHOLE, Share
 from telemetry.ranks.stage_part import Addend, StagePart, checks_of
 from telemetry.ranks.tensor_table import Row, TensorTable
-from telemetry.records import Layout, StepRecord, TensorRecord
-from telemetry.records.tensor import bad_among
+from telemetry.records import Layout, StepRecord
+from telemetry.records.moments import nonfinite_of, norm_of
+from telemetry.records.rows import Rows
+from telemetry.records.tensor import Tensors, bad_among, figures_of
 
 
 class PartMaker:
@@ -47,7 +50,7 @@ class PartMaker:
             size=self._standing.size,
             ranks=frozenset((rank,)),
             stages={stage.key: stage},
-            tensors=TensorTable.of(rank, _tensors(record, notes, self._standing)),
+            tensors=_tensors(rank, record, notes, self._standing),
             common=Common(
                 rank=rank,
                 learning_rates=record.learning_rates,
@@ -147,30 +150,30 @@ class PartMaker:
         return Nonfinite(rank=self._standing.rank, where=found[0]) if found else None
 
 
-def _tensors(
-    record: StepRecord, notes: RankNotes, standing: Standing
-) -> Mapping[Row, tuple[Share, TensorRecord]]:
-    index = {parameter.name: i for i, parameter in enumerate(record.layout.parameters)}
-    found: dict[Row, tuple[Share, TensorRecord]] = {}
-    for name, tensor in record.inputs.items():
-        found[Row(0, "inputs", name)] = notes.outputs.get(name, WHOLE), tensor
+def _tensors(rank: int, record: StepRecord, notes: RankNotes, standing: Standing) -> TensorTable:
+    position = record.layout.parameter_position
+    found: dict[Row, Share] = {}
+    for name in record.inputs:
+        found[Row(0, "inputs", name)] = notes.outputs.get(name, WHOLE)
     shares: Mapping[Any, Share]
     for kind, tensors, shares in (
         ("outputs", record.outputs, notes.outputs),
         ("output_grads", record.output_grads, notes.output_grads),
     ):
-        for output, tensor in tensors.items():
+        for output in tensors:
             row = Row(standing.stage, kind, output.module_name, output.place)
-            found[row] = shares.get(output, WHOLE), tensor
+            found[row] = shares.get(output, WHOLE)
     for kind, named, by_index in (
         ("grads", record.grads, notes.grads),
         ("weights", record.weights, notes.parameters),
         ("second_moments", record.second_moments, notes.parameters),
     ):
-        for name, tensor in named.items():
-            share = by_index.get(index[name]) or standing.of_plain(index[name])
-            found[Row(standing.stage, kind, name)] = share, tensor
-    return found
+        for name in named:
+            share = by_index.get(position[name]) or standing.of_plain(position[name])
+            found[Row(standing.stage, kind, name)] = share
+    kinds = dict.fromkeys(row.kind for row in found)
+    rows = [Tensors.of(getattr(record, kind)).rows for kind in kinds]
+    return TensorTable.of(rank, found, Rows.concatenate([Rows.of(()), *rows]))
 
 
 def _copies(layout: Layout, shares: Mapping[int, Share], standing: Standing) -> NDArray[np.int64]:
@@ -192,20 +195,24 @@ def _updates(
     """
     count = len(record.layout.parameters)
     moved, sizes = np.full(count, np.nan), np.full(count, np.nan)
+    norms = figures_of(record.weights, _norm_if_finite)
     for update in captured.detail.updates:
         for index, moved_norm, _, _ in update.read():
             name = record.layout.parameters[index].name
-            weight = record.weights.get(name)
-            if weight is not None:
-                finite = not weight.sketch.nonfinite_count
-                size = sizes[index] = weight.sketch.norm if finite else math.nan
+            if name in norms:
+                size = sizes[index] = norms[name]
                 ratio = record.update_ratios.get(name, math.nan)
                 moved[index] = ratio * size if size else moved_norm
-    for index, parameter in enumerate(record.layout.parameters):
-        weight = record.weights.get(parameter.name)
-        if weight is not None and weight.sketch.count == 0:  # an empty shard
+    for name, elements in figures_of(record.weights, attrgetter("count")).items():
+        if elements == 0:  # an empty shard
+            index = record.layout.parameter_position[name]
             moved[index] = sizes[index] = 0.0
     return moved, sizes
+
+
+def _norm_if_finite(rows: Rows) -> NDArray[np.float64]:
+    norms: NDArray[np.float64] = np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
+    return norms
 
 
 def _addends(record: StepRecord, notes: RankNotes) -> dict[Addend, NDArray[np.float64]]:

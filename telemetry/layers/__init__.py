@@ -1,6 +1,6 @@
 """The statistics of layers; :mod:`telemetry.layers.table` has one entry for each."""
 
-from telemetry.layers.record import Layers
+from telemetry.layers.record import Column, Layers
 from telemetry.layers.table import (
     MATRIX_STATISTICS,
     MISSING,
@@ -10,7 +10,6 @@ from telemetry.layers.table import (
     STATISTICS,
     LayerTable,
     Statistic,
-    make_table,
     table,
 )
 
@@ -21,9 +20,9 @@ __all__ = [
     "PARAMETER_STATISTICS",
     "RANK_STATISTICS",
     "STATISTICS",
+    "Column",
     "LayerTable",
     "Layers",
     "Statistic",
-    "make_table",
     "table",
 ]

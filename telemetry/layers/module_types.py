@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from telemetry.records.buckets import bucket_of
+from telemetry.records.moments import finite_of
+from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
 
 
@@ -20,11 +27,19 @@ class Flat:
     low: float = -math.inf
     high: float = math.inf
 
+    @cached_property
+    def ends(self) -> tuple[int, int]:
+        """The last bucket of the low end and the first of the high one; none is beyond all."""
+        return bucket_of(self.low), bucket_of(self.high)
+
     def share(self, outputs: Sketch) -> float:
         """Share of the finite outputs that lie there; 0 if none is finite."""
-        low, high = bucket_of(self.low), bucket_of(self.high)
-        beyond = (outputs.buckets <= low) | (outputs.buckets >= high)
-        return float(outputs.counts[beyond].sum() / max(outputs.finite_count, 1))
+        beyond = _beyond(outputs.buckets, *self.ends)
+        return float(outputs.counts[beyond].sum() / (outputs.finite_count or 1))
+
+
+def _beyond(buckets: NDArray[np.int16], low: Any, high: Any) -> Any:
+    return (buckets <= low) | (buckets >= high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +81,27 @@ BOUNDED: Mapping[str, Bounded] = {
 TWO_SIDED = frozenset(name for name, function in BOUNDED.items() if function.flat.low > -math.inf)
 
 
+def saturated_shares(type_names: Sequence[str], outputs: Rows) -> NDArray[np.float64]:
+    """Share of modules' finite outputs that lie where their activation functions are flat.
+
+    Args:
+        type_names: Names of the modules' classes.
+        outputs: All outputs of each at one step, a row for each.
+
+    Returns:
+        0 to 1, ``[rows]``; NaN if the class is not in :data:`BOUNDED`, or no output is finite.
+    """
+    found = [(i, *BOUNDED[name].flat.ends) for i, name in enumerate(type_names) if name in BOUNDED]
+    places, low, high = np.array(found, np.intp).reshape(-1, 3).T
+    rows = outputs.take(places)
+    of_pair = np.arange(len(rows)).repeat(rows.bucket_count)
+    beyond = _beyond(rows.buckets, low[of_pair], high[of_pair])
+    shares = np.full(len(outputs), math.nan)
+    with np.errstate(invalid="ignore"):
+        shares[places] = np.bincount(of_pair, rows.counts * beyond, len(rows)) / finite_of(rows)
+    return shares
+
+
 # The scale of their outputs does not depend on their inputs.
 LOOKUPS = frozenset(["Embedding", "EmbeddingBag"])
 
@@ -77,24 +113,8 @@ POOLING = frozenset(
 )
 # Activations without two flat ends, and distributions, which are flat for other reasons.
 UNBOUNDED = frozenset(
-    [
-        "ReLU",
-        "LeakyReLU",
-        "PReLU",
-        "RReLU",
-        "GELU",
-        "SiLU",
-        "Mish",
-        "ELU",
-        "CELU",
-        "SELU",
-        "Softplus",
-        "Hardswish",
-        "GLU",
-        "Softmax",
-        "LogSoftmax",
-    ]
-)
+    ["ReLU", "LeakyReLU", "PReLU", "RReLU", "GELU", "SiLU", "Mish", "ELU", "CELU", "SELU"]
+).union(["Softplus", "Hardswish", "GLU", "Softmax", "LogSoftmax"])
 
 CONVOLUTIONS = frozenset(["Conv1d", "Conv2d", "Conv3d"])
 
@@ -103,18 +123,8 @@ AFFINE = CONVOLUTIONS | frozenset(["Linear", *(f"ConvTranspose{n}d" for n in (1,
 
 LINEAR = AFFINE | frozenset(["Bilinear", "LSTM", "GRU", "LSTMCell", "GRUCell"])
 NORMALIZATIONS = frozenset(
-    [
-        "BatchNorm1d",
-        "BatchNorm2d",
-        "BatchNorm3d",
-        "SyncBatchNorm",
-        "LayerNorm",
-        "GroupNorm",
-        "RMSNorm",
-        "InstanceNorm1d",
-        "InstanceNorm2d",
-        "InstanceNorm3d",
-    ]
+    ["SyncBatchNorm", "LayerNorm", "GroupNorm", "RMSNorm"]
+    + [f"{kind}Norm{n}d" for kind in ("Batch", "Instance") for n in (1, 2, 3)]
 )
 
 # Modules that return finite numbers for finite inputs of usual size.

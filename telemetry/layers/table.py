@@ -8,25 +8,19 @@ Telemetry page, the commands, flight files and alerts. To add a statistic, add a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.layers.record import Column, Formula, Layers, figure
-from telemetry.records import StepRecord, once
-from telemetry.records.moments import (
-    kurtosis_of,
-    mean_of,
-    norm_of,
-    rms_of,
-    std_of,
-    zero_fraction_of,
-)
+from telemetry.layers.module_types import saturated_shares
+from telemetry.layers.record import Column, Layers, Values, figure
+from telemetry.records import StepRecord, moments, once
+from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 
 # Stands for a value that was not measured, among values that are never negative.
@@ -43,7 +37,7 @@ class Statistic:
         unit: What the numbers count; empty for ratios.
         log: Whether magnitudes matter rather than differences.
         description: One sentence.
-        of: Computes the value of each layer, and whether it was measured.
+        of: Computes it for all layers at once.
         every_step: Whether it is also known at steps that are not measured in full.
         on_page: Whether the Telemetry page and the commands show it. Then it must not be negative.
         as_curve: Whether each layer has a curve of it in TensorBoard.
@@ -66,14 +60,66 @@ class Statistic:
     of_ranks: bool = False
 
 
-def _of_output(formula: Formula) -> Callable[[Layers], Column]:
+def _of_output(of_finite: Callable[[Rows], Values]) -> Callable[[Layers], Column]:
     """A figure of everything that a layer returned, whether finite or not."""
-    return lambda layers: layers.outputs.figure(formula)
+    return lambda layers: layers.outputs.spread(figure(layers.outputs.rows, of_finite))
 
 
-def _of_known(formula: Formula) -> Callable[[Layers], Column]:
-    """A figure that counts only some of the values; not known where there are none."""
-    return lambda layers: layers.outputs.known(formula)
+def _of_known(of: Callable[[Rows], Values]) -> Callable[[Layers], Column]:
+    """A figure that counts only some of the values; not known where it is NaN."""
+    return lambda layers: layers.outputs.spread(
+        Column(values := of(layers.outputs.rows), ~np.isnan(values))
+    )
+
+
+def _grad_norm(layers: Layers) -> Column:
+    record, norms = layers.record, layers.record.module_grad_norms
+    present = np.bincount(record.layout.owners, record.grad_present, len(norms))
+    return Column(norms, (present > 0) & (not record.skipped))
+
+
+def _grad_rms(layers: Layers) -> Column:
+    record, (norms, known) = layers.record, _grad_norm(layers)
+    sizes = record.grad_present * record.layout.sizes
+    elements = np.bincount(record.layout.owners, sizes, len(norms))
+    return Column(norms / np.sqrt(np.maximum(elements, 1)), known)
+
+
+def _update_ratio(layers: Layers) -> Column:
+    """Parameters that were all zeros are left out, because they have no ratio."""
+    record, weights = layers.record, layers.weights
+    ratios = np.array([record.update_ratios.get(name, math.nan) for name in record.weights])
+    squares, _ = figure(weights.rows, lambda rows: rows.sum_squares)
+    counts = (squares != 0) & ~(np.isnan(ratios) & np.isfinite(squares))
+    moved = weights.total(np.where(counts, ratios**2 * squares, 0.0))
+    size = weights.total(np.where(counts, squares, 0.0))
+    return Column(np.sqrt(moved / size), weights.total(counts) > 0)
+
+
+def _rank_spread(layers: Layers) -> Column:
+    """Not known on one rank, and where one alone measured it or all have the same."""
+    count, ranks = layers.outputs.size, layers.record.ranks
+    column = Column(np.full(count, math.nan), np.zeros(count, bool))
+    for output, spread in ranks.activation_rms.items() if ranks else ():
+        if not output.place and spread.low_rank != spread.high_rank:
+            index = layers.record.layout.position[output.module_name]
+            ratio = 0.0 if math.isinf(spread.high) else spread.low / spread.high
+            column.values[index], column.known[index] = 1 - ratio, True
+    return column
+
+
+def _saturation(layers: Layers) -> Column:
+    modules, outputs = layers.record.layout.modules, layers.outputs
+    types = [modules[index].type_name for index in outputs.modules.tolist()]
+    return _of_known(lambda rows: saturated_shares(types, rows))(layers)
+
+
+def _nonfinite(layers: Layers) -> Column:
+    groups = (layers.outputs, layers.output_grads, layers.weights, layers.grads)
+    modules = np.concatenate([group.modules for group in groups])
+    counts = np.concatenate([moments.nonfinite_of(group.rows) for group in groups])
+    size = layers.outputs.size
+    return Column(np.bincount(modules, counts, size), np.bincount(modules, minlength=size) > 0)
 
 
 STATISTICS = (
@@ -81,7 +127,7 @@ STATISTICS = (
         name="grad_norm",
         title="Gradient norm",
         description="L2 norm of the gradients of the layer's parameters, as the optimizer used it.",
-        of=attrgetter("grad_norm"),
+        of=_grad_norm,
         every_step=True,
         over_depth=True,
     ),
@@ -90,7 +136,7 @@ STATISTICS = (
         title="Gradient RMS",
         description="The gradient norm over the root of the number of elements: comparable "
         "between layers of different size.",
-        of=attrgetter("grad_rms"),
+        of=_grad_rms,
         every_step=True,
     ),
     Statistic(
@@ -98,14 +144,14 @@ STATISTICS = (
         title="Update ratio",
         description="How far the step moved the parameters, relative to their norm. Around 1e-3 "
         "is usual.",
-        of=attrgetter("update_ratio"),
+        of=_update_ratio,
         over_depth=True,
     ),
     Statistic(
         name="activation_rms",
         title="Activation RMS",
         description="Root mean square of everything the layer returned.",
-        of=_of_output(rms_of),
+        of=_of_output(moments.rms_of),
         as_curve=True,
         over_depth=True,
     ),
@@ -114,7 +160,7 @@ STATISTICS = (
         title="Activation mean",
         log=False,
         description="Mean of everything the layer returned.",
-        of=_of_output(mean_of),
+        of=_of_output(moments.mean_of),
         on_page=False,
         as_curve=True,
     ),
@@ -122,7 +168,7 @@ STATISTICS = (
         name="activation_std",
         title="Activation standard deviation",
         description="Standard deviation of everything the layer returned.",
-        of=_of_output(std_of),
+        of=_of_output(moments.std_of),
         as_curve=True,
     ),
     Statistic(
@@ -130,7 +176,7 @@ STATISTICS = (
         title="Activation kurtosis",
         description="Fourth standardized moment of everything the layer returned: 3 for a normal "
         "distribution, far more where a few outliers carry the signal.",
-        of=_of_output(kurtosis_of),
+        of=_of_output(moments.kurtosis_of),
         as_curve=True,
     ),
     Statistic(
@@ -155,7 +201,7 @@ STATISTICS = (
         name="activation_grad_rms",
         title="Activation gradient RMS",
         description="Root mean square of the gradients with respect to what the layer returned.",
-        of=lambda layers: layers.output_grads.figure(rms_of),
+        of=lambda layers: figure(layers.output_grads.totals, moments.rms_of),
     ),
     Statistic(
         name="zero_fraction",
@@ -163,7 +209,7 @@ STATISTICS = (
         unit="share",
         log=False,
         description="Share of exact zeros in what the layer returned.",
-        of=_of_known(zero_fraction_of),
+        of=_of_known(moments.zero_fraction_of),
         as_curve=True,
     ),
     Statistic(
@@ -183,21 +229,21 @@ STATISTICS = (
         log=False,
         description="Share of outputs where the activation function's slope is at most about a "
         "quarter of its largest (Sigmoid, Tanh, Hardtanh, Softsign, Hardsigmoid, ReLU6).",
-        of=attrgetter("saturation"),
+        of=_saturation,
         as_curve=True,
     ),
     Statistic(
         name="weight_norm",
         title="Weight norm",
         description="L2 norm of the layer's parameters before the step.",
-        of=lambda layers: layers.weights.figure(norm_of),
+        of=lambda layers: figure(layers.weights.totals, moments.norm_of),
     ),
     Statistic(
         name="weight_rms",
         title="Weight RMS",
         description="Root mean square of the layer's parameters before the step: comparable "
         "between layers of different size.",
-        of=lambda layers: layers.weights.figure(rms_of),
+        of=lambda layers: figure(layers.weights.totals, moments.rms_of),
         as_curve=True,
     ),
     Statistic(
@@ -205,7 +251,9 @@ STATISTICS = (
         title="Second moment RMS",
         description="Root of the mean of Adam's exp_avg_sq: the gradient size that the optimizer "
         "expects. A gradient far above it makes a step that is too large.",
-        of=lambda layers: layers.second_moments.figure(_root_of_mean),
+        of=lambda layers: figure(
+            layers.second_moments.totals, lambda x: np.sqrt(np.maximum(moments.mean_of(x), 0.0))
+        ),
         as_curve=True,
     ),
     Statistic(
@@ -215,7 +263,7 @@ STATISTICS = (
         log=False,
         description="How much smaller the activation RMS is on one of several ranks than on "
         "another: 0 where all are alike.",
-        of=attrgetter("rank_spread"),
+        of=_rank_spread,
         as_curve=True,
         of_ranks=True,
     ),
@@ -224,7 +272,7 @@ STATISTICS = (
         title="Non-finite count",
         unit="elements",
         description="NaN and infinite elements in outputs, parameters and both their gradients.",
-        of=attrgetter("nonfinite_count"),
+        of=_nonfinite,
         as_curve=True,
         zero_is_silent=True,
     ),
@@ -281,31 +329,24 @@ class LayerTable:
 @once
 def table(record: StepRecord) -> LayerTable:
     """All of :data:`STATISTICS` for each layer."""
-    return make_table(record, STATISTICS)
-
-
-def make_table(record: StepRecord, statistics: Sequence[Statistic]) -> LayerTable:
-    """Some statistics for each layer."""
-    layers = Layers(record)
-    columns = [statistic.of(layers) for statistic in statistics]
-    values, known = (np.stack(parts, axis=1) for parts in zip(*columns, strict=True))
-    return LayerTable(values=values, known=known, statistics=statistics)
-
-
-def _root_of_mean(rows: Any) -> Any:
-    """Of squares, none of which is negative but by rounding."""
-    return np.sqrt(np.maximum(mean_of(rows), 0.0))
+    layers = Layers.of(record)
+    with np.errstate(all="ignore"):
+        columns = [statistic.of(layers) for statistic in STATISTICS]
+    values, known = (np.array(parts).T for parts in zip(*columns, strict=True))
+    values = np.where(known, values, math.nan)
+    return LayerTable(values=values, known=known, statistics=STATISTICS)
 
 
 def _grad_norms(record: StepRecord) -> Mapping[str, float]:
-    columns = zip(record.layout.parameters, record.grad_norms, record.grad_present, strict=True)
-    return {parameter.name: float(norm) for parameter, norm, present in columns if present}
+    norms, present = record.grad_norms.tolist(), record.grad_present.tolist()
+    columns = zip(record.layout.parameters, norms, present, strict=True)
+    return {parameter.name: norm for parameter, norm, is_present in columns if is_present}
 
 
 def _weight_norms(record: StepRecord) -> Mapping[str, float]:
-    rows = Tensors.of(record.weights).rows
-    norms = zip(record.weights, figure(rows, norm_of).tolist(), rows.count.tolist(), strict=True)
-    return {name: norm for name, norm, count in norms if count}
+    norms, known = figure(Tensors.of(record.weights).rows, moments.norm_of)
+    columns = zip(record.weights, norms.tolist(), known.tolist(), strict=True)
+    return {name: norm for name, norm, is_known in columns if is_known}
 
 
 # One number per parameter and step: curves of this name, and how a record gives the values by the

@@ -22,14 +22,15 @@ from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
 from telemetry.ranks.stage_part import Addend, StagePart
 from telemetry.ranks.tensor_table import Piece, Row, TensorTable
 from telemetry.records import Layout, Module, Parameter
+from telemetry.records.rows import Rows
 
 # What the bytes begin with; another version has another number.
-FORMAT = b"telemetry-ranks-3\n"
+FORMAT = b"telemetry-ranks-4\n"
 
 # Of a part that is not compressed. 20,000 modules with four tensors each take about 200 MB.
 MAX_BYTES = 1 << 30
 
-_PARTS = (RankPart, StagePart, TensorTable, Table, Row, Piece, Addend, Common, Nonfinite)
+_PARTS = (RankPart, StagePart, TensorTable, Rows, Table, Row, Piece, Addend, Common, Nonfinite)
 _CLASSES = {cls.__name__: cls for cls in (*_PARTS, Layout, Module, Parameter)}
 _TUPLE, _SET, _MAPPING, _ARRAY, _RANGE = "()", "{}", "{:}", "[]", ".."
 

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.records import Spread
-from telemetry.records.moments import COUNTS, POWER_SUMS
 
 T = TypeVar("T")
 Array = NDArray[Any]
@@ -97,9 +96,7 @@ _SUM, _NORM, _LOWEST = (np.add, 0.0), (_norm, 0.0), (_lowest, (math.nan, -1.0))
 #
 # ``low`` and ``high`` hold a figure, ``high`` its negative, and whose it is: float64 ``[rows, 2]``.
 REDUCTIONS: Mapping[str, tuple[Callable[[Array, Array], Array], Any]] = {
-    **dict.fromkeys((*COUNTS, *POWER_SUMS, "total", "ranks"), _SUM),
-    "min": (np.fmin, math.nan),
-    "max": (np.fmax, math.nan),
+    **dict.fromkeys(("total", "ranks"), _SUM),
     "calls": (np.maximum, 0),
     **dict.fromkeys(("low", "high"), _LOWEST),
     **dict.fromkeys(("norm", "before", "moved", "size"), _NORM),

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.ranks.merging import NO_ROWS, Table, by_key, group, merge_tables, minima, spreads
+from telemetry.ranks.merging import NO_ROWS, Table, by_key, merge_tables, minima, spreads
 from telemetry.ranks.share import Share
-from telemetry.records import TensorRecord
-from telemetry.records.buckets import LAST_BUCKET
-from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
-from telemetry.records.sketch import Sketch
-
-_FIGURES = (*COUNTS, *POWER_SUMS, *EXTREMES)
-
-# More than there are buckets; a bucket of a row is one number in the order of both.
-_CODES = 4096
+from telemetry.records.moments import rms_of
+from telemetry.records.rows import Rows
+from telemetry.records.tensor import Tensors
 
 # Extremes of more units are rounded to three bits of mantissa, at most 6 % off; zero, the sign and
 # what is not finite stay.
@@ -54,50 +48,48 @@ class TensorTable:
     """What was measured of many tensors.
 
     Attributes:
-        table: Of each tensor the fields of :class:`Moments`, how many ``calls`` a rank saw, and of
-            the ranks' root mean squares the lowest and the highest.
-        bucket_sizes: How many buckets each row has, int64 ``[rows]``.
-        buckets: As in :class:`Sketch`, row after row, int16.
-        counts: As in :class:`Sketch`, row after row, float64.
+        table: Of each tensor how many ``calls`` a rank saw, and of the ranks' root mean squares
+            the lowest and the highest.
+        rows: The rest, without units.
         units: The smallest value of each unit, and the negative of the largest, float32
             ``[2, size]``.
     """
 
     table: Table
-    bucket_sizes: NDArray[np.int64]
-    buckets: NDArray[np.int16]
-    counts: NDArray[np.float64]
+    rows: Rows
     units: Mapping[Piece, Units]
 
     def __post_init__(self) -> None:
-        if int(self.bucket_sizes.sum()) != self.buckets.size:
+        count, buckets = self.rows.bucket_count, self.rows.buckets
+        if len(count) != len(self.table.rows) or int(count.sum()) != buckets.size:
             raise ValueError("its columns do not fit together")
 
     @staticmethod
-    def of(rank: int, tensors: Mapping[Row, tuple[Share, TensorRecord]]) -> TensorTable:
-        if not tensors:
+    def of(rank: int, shares: Mapping[Row, Share], rows: Rows) -> TensorTable:
+        """Those of one rank: which tensors ``rows`` are of, and its shares of them."""
+        if not shares:
             return EMPTY
-        sketches = [record.sketch for _, record in tensors.values()]
+        units = {}
+        for place, (row, share) in enumerate(shares.items()):
+            extremes = rows.units_of(place)
+            if extremes is not None:
+                piece = Piece(row, share.copy, share.piece, share.pieces, len(extremes))
+                low, high = _rounded(extremes).T
+                units[piece] = np.stack([low, -high])
         return TensorTable(
             table=Table.of(
-                tuple(tensors),
-                np.array([share.copy for share, _ in tensors.values()], np.int64),
-                calls=np.array([record.calls for _, record in tensors.values()], np.int64),
-                **{
-                    name: np.array([getattr(s, name) for s in sketches], float) for name in _FIGURES
-                },
-                **spreads(rank, np.array([s.rms for s in sketches])),
+                tuple(shares),
+                np.array([share.copy for share in shares.values()], np.int64),
+                calls=rows.calls,
+                **spreads(rank, rms_of(rows)),
             ),
-            bucket_sizes=np.array([s.buckets.size for s in sketches], np.int64),
-            buckets=np.concatenate([s.buckets for s in sketches]),
-            counts=_shortened(np.concatenate([s.counts for s in sketches])),
-            units={
-                Piece(row, share.copy, share.piece, share.pieces, r.unit_min.size): np.stack(
-                    [_rounded(r.unit_min), -_rounded(r.unit_max)]
-                )
-                for row, (share, r) in tensors.items()
-                if r.unit_min is not None and r.unit_max is not None
-            },
+            rows=replace(
+                rows,
+                counts=_shortened(rows.counts),
+                unit_count=np.zeros_like(rows.calls),
+                units=rows.units[:0],
+            ),
+            units=units,
         )
 
     @staticmethod
@@ -107,39 +99,27 @@ class TensorTable:
         if len(some) < 2:
             return some[0] if some else EMPTY
         table, kept = merge_tables([one.table for one in some])
-        parts = list(zip(some, kept, strict=True))
-        rows = np.concatenate([np.repeat(at, one.bucket_sizes) for one, at in parts])
-        codes = rows * _CODES + np.concatenate([one.buckets for one in some]) + LAST_BUCKET
-        codes, counts = codes[rows >= 0], np.concatenate([one.counts for one in some])[rows >= 0]
-        order, starts = group(codes[:, None])
-        row, bucket = np.divmod(codes[order[starts]], _CODES)
+        rows = Rows.concatenate([one.rows for one in some])
         return TensorTable(
             table=table,
-            bucket_sizes=np.bincount(row, minlength=len(table.rows)),
-            buckets=(bucket - LAST_BUCKET).astype(np.int16),
-            counts=np.add.reduceat(counts[order], starts),
+            rows=rows.merged(np.concatenate(kept), len(table.rows)),
             units=by_key(minima)(one.units for one in some),
         )
 
-    def records(self) -> dict[Row, TensorRecord]:
+    def records(self) -> Tensors[Row]:
         """What was measured of each tensor as a whole."""
-        ends = np.cumsum(self.bucket_sizes)
-        starts = ends - self.bucket_sizes
-        figures = {name: self.table[name].tolist() for name in _FIGURES}
-        units, calls = self._whole_units(), self.table["calls"].tolist()
-        records = {}
-        for index, row in enumerate(self.table.rows):
-            some = slice(starts[index], ends[index])
-            moments: dict[str, Any] = {name: column[index] for name, column in figures.items()}
-            moments |= {name: int(moments[name]) for name in COUNTS}
-            low, high = units.get(row, (None, None))
-            records[row] = TensorRecord(
-                sketch=Sketch(**moments, buckets=self.buckets[some], counts=self.counts[some]),
-                calls=calls[index],
-                unit_min=low,
-                unit_max=None if high is None else -high,
-            )
-        return records
+        none = np.empty((2, 0), np.float32)
+        names: tuple[Any, ...] = tuple(self.table.rows)
+        known = self._whole_units()
+        units = [known.get(row, none) for row in names]
+        low, high = np.concatenate([*units, none], axis=1)
+        rows = replace(
+            self.rows,
+            calls=self.table["calls"],
+            unit_count=np.array([one.shape[1] for one in units], np.int64),
+            units=np.stack([low, -high], axis=1),
+        )
+        return Tensors(names, rows)
 
     def _whole_units(self) -> dict[Row, Units]:
         """Those of the rows all of whose pieces are there, of the lowest copy."""
@@ -156,13 +136,7 @@ class TensorTable:
 
 
 # That of a step that was not measured in full.
-EMPTY = TensorTable(
-    table=NO_ROWS,
-    bucket_sizes=np.empty(0, np.int64),
-    buckets=np.empty(0, np.int16),
-    counts=np.empty(0),
-    units={},
-)
+EMPTY = TensorTable(table=NO_ROWS, rows=Rows.of(()), units={})
 
 
 def _shortened(counts: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -174,7 +148,7 @@ def _shortened(counts: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _rounded(extremes: Units) -> Units:
-    if extremes.size <= EXACT_UNITS:
+    if len(extremes) <= EXACT_UNITS:
         return extremes
     bits = (extremes.view(np.uint32) + _ROUND) & _MASK
     tiny = (bits == 0) | (bits == 0x80000000)

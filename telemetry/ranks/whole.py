@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from telemetry.records import (
     RankFacts,
     Spread,
     StepRecord,
-    TensorRecord,
 )
-from telemetry.records.sketch import sketch_array
+from telemetry.records.rows import Rows
+from telemetry.records.sketch import Sketch, sketch_array
+from telemetry.records.tensor import Tensors, figures_of
 
 _OF_OUTPUTS = ("outputs", "output_grads")
 _OF_PARAMETERS = ("grads", "weights", "second_moments")
@@ -141,8 +143,10 @@ def _flat_sizes(record: StepRecord, part: RankPart) -> dict[str, int]:
     if len(part.ranks) < part.size or part.phase:
         return {}
     flat = {p.name: p.size for p in record.layout.parameters if len(p.shape) == 1}
-    counts = {name: weight.sketch.count for name, weight in record.weights.items()}
-    return {name: counts[name] for name, size in flat.items() if counts.get(name, size) != size}
+    counts = figures_of(record.weights, attrgetter("count"))
+    return {
+        name: int(counts[name]) for name, size in flat.items() if counts.get(name, size) != size
+    }
 
 
 def _resized(layout: Layout, sizes: Mapping[str, int]) -> Layout:
@@ -169,16 +173,20 @@ def _update_ratios(stage: StagePart, names: Sequence[str]) -> dict[str, float]:
 
 def _tensors(part: RankPart, joined: JoinedLayouts) -> dict[str, Any]:
     """By kind and name what was measured, modules and parameters in the order of the layout."""
-    found: dict[str, dict[Any, TensorRecord]] = {}
-    for row, record in part.tensors.records().items():
+    found: dict[str, dict[Any, int]] = {}
+    tensors = part.tensors.records()
+    for place, row in enumerate(tensors):
         if row.kind in _OF_OUTPUTS and joined.is_placeholder(row.stage, row.name):
             continue
-        found.setdefault(row.kind, {})[_name_of(row, joined)] = record
+        found.setdefault(row.kind, {})[_name_of(row, joined)] = place
     names = [p.name for p in joined.layout.parameters]
+    added: list[Sketch] = []
     for stage, at in zip(_stages_of(part), joined.places, strict=True):
         for index, values in stage.added().items() if part.full else ():
             name = joined.layout.parameters[at[index]].name
-            found.setdefault("grads", {})[name] = TensorRecord(sketch=sketch_array(values))
+            found.setdefault("grads", {})[name] = len(tensors) + len(added)
+            added.append(sketch_array(values))
+    rows = Rows.concatenate([tensors.rows, Rows.of(added)])
     last = len(joined.layout.modules)
     position = joined.layout.position
     for kind in _OF_OUTPUTS:
@@ -190,7 +198,10 @@ def _tensors(part: RankPart, joined: JoinedLayouts) -> dict[str, Any]:
     for kind in _OF_PARAMETERS:
         of_kind = found.get(kind, {})
         found[kind] = {name: of_kind[name] for name in names if name in of_kind}
-    return found
+    return {
+        kind: Tensors(tuple(places), rows.take(np.array([*places.values()], np.intp)))
+        for kind, places in found.items()
+    }
 
 
 def _name_of(row: Row, joined: JoinedLayouts) -> str | Output:

@@ -34,7 +34,7 @@ def record_of(values: NDArray[Any], **units: Any) -> TensorRecord:
 
 
 def table(rank: int, values: NDArray[Any], **share: Any) -> TensorTable:
-    return TensorTable.of(rank, {ROW: (Share(**share), record_of(values))})
+    return TensorTable.of(rank, {ROW: Share(**share)}, record_of(values).rows)
 
 
 @given(shards=SHARDS, data=st.data())
@@ -76,12 +76,8 @@ def test_units_that_are_spread_over_ranks_are_put_together() -> None:
     pieces = [
         TensorTable.of(
             rank,
-            {
-                ROW: (
-                    Share(piece=rank % 2, pieces=2),
-                    record_of(low, unit_min=low - rank, unit_max=low + rank),
-                )
-            },
+            {ROW: Share(piece=rank % 2, pieces=2)},
+            record_of(low, unit_min=low - rank, unit_max=low + rank).rows,
         )
         for rank in range(4)
     ]
@@ -96,7 +92,7 @@ def test_many_units_keep_zeros_and_signs() -> None:
     values = np.linspace(-3, 3, 1001).astype(np.float32)
     values[500], values[3], values[4] = 0, 1e-42, -np.inf
     extremes = record_of(values, unit_min=values, unit_max=values)
-    got = TensorTable.of(0, {ROW: (Share(), extremes)}).records()[ROW].unit_min
+    got = TensorTable.of(0, {ROW: Share()}, extremes.rows).records()[ROW].unit_min
     assert got is not None
     np.testing.assert_array_equal(np.sign(got), np.sign(values))
     np.testing.assert_allclose(got, values, rtol=0.07)
@@ -182,8 +178,8 @@ def test_bytes_hold_all_of_a_part(shards: list[NDArray[np.float32]]) -> None:
 def test_counts_of_samples_keep_seven_digits() -> None:
     sketch = sketch_array(np.arange(1, 9))
     sampled = TensorRecord(sketch=replace(sketch, counts=sketch.counts * 1e9 / 7))
-    tensors = TensorTable.of(0, {ROW: (Share(), sampled)})
-    got = decode(encode(part(0, 1.0, table=tensors))).tensors.counts
+    tensors = TensorTable.of(0, {ROW: Share()}, sampled.rows)
+    got = decode(encode(part(0, 1.0, table=tensors))).tensors.rows.counts
     np.testing.assert_allclose(got, sampled.sketch.counts, rtol=1e-7)
 
 
