@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,8 @@ def fly(
         ),
     )
     good = TensorRecord(sketch=sketch_array(np.full(100, 0.5)))
-    dead = replace(good, unit_min=np.zeros(4, np.float32), unit_max=np.eye(4, dtype=np.float32)[0])
+    low, high = np.zeros(4, np.float32), np.eye(4, dtype=np.float32)[0]
+    dead = TensorRecord(sketch=good.sketch, unit_min=low, unit_max=high)
     bad = TensorRecord(sketch=sketch_array(np.array([np.nan] * 7 + [1.0])))
     recorder = FlightRecorder(log_dir, steps=40 if moved else 20, seed=123)
     for step in range(35):
