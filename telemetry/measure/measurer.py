@@ -57,24 +57,24 @@ class Measurer:
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
         """
-        return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
-
-    def add_all(
-        self, tensors: Sequence[Tensor], *, unit_axis: int | None = None, powers: int = 4
-    ) -> list[int | None]:
-        """Measure many tensors, for less than one by one; see :meth:`add`."""
         with self._lock:
-            measured = self._host.add_plain(tensors, unit_axis, powers)
-            found: list[int | None] = [self._next() if known else None for known in measured]
-            self._of_host += [number for number in found if number is not None]
-        for place, tensor in enumerate(tensors):
-            if found[place] is None:
-                found[place] = self._add_other(tensor, unit_axis, powers)
-        return found
+            if self._host.add_plain([tensor], unit_axis, powers)[0]:
+                self._of_host.append(self._count)
+                self._count += 1
+                return self._count - 1
+        return self._add_other(tensor, unit_axis, powers)
 
-    def _next(self) -> int:
-        self._count += 1
-        return self._count - 1
+    def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
+        """Measure many tensors without units, for less than one by one; see :meth:`add`."""
+        with self._lock:
+            measured = self._host.add_plain(tensors, None, powers)
+            first, self._count = self._count, self._count + sum(measured)
+            numbers = iter(range(first, self._count))
+            self._of_host += range(first, self._count)
+        return [
+            next(numbers) if known else self._add_other(tensor, None, powers)
+            for tensor, known in zip(tensors, measured, strict=True)
+        ]
 
     def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
         """Measure what is not plain."""
@@ -91,7 +91,7 @@ class Measurer:
                     rows.add(values, self._count)
                 elif stored.numel():
                     self._host.add(values, powers)
-                number = self._next()
+                number, self._count = self._count, self._count + 1
             finally:
                 owner = -1 if number is None else number
                 self._of_host += [owner] * (len(self._host) - len(self._of_host))

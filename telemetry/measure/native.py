@@ -97,8 +97,11 @@ class HostRows:
         """
         if TENSORS is None:
             return [False] * len(tensors)
-        # What stands for the negative of its memory is not as that says.
-        plain = [t if type(t) in _TYPES and not t.is_neg() else None for t in tensors]
+        plain: list[Tensor | None] = list(tensors)
+        for place, tensor in enumerate(tensors):
+            # What stands for the negative of its memory is not as that says.
+            if type(tensor) not in _TYPES or tensor.is_neg():
+                plain[place] = None
         asked = unit_axis, _TYPES, TENSORS, sample_step, powers
         return _native.measure_tensors(plain, *asked, self.heads, self.pairs, self.units)
 
