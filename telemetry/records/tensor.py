@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -108,17 +108,6 @@ class TensorRecord:
         message = "TensorRecord.spread is now called TensorRecord.variation"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.variation
-
-    def scaled(self, factor: float) -> TensorRecord:
-        """As if all elements had been multiplied by a positive, finite factor."""
-        rows = self.rows.take(np.array([self.row]))
-        return TensorRecord.of_row(rows.scaled(np.array([factor])), 0)
-
-    @staticmethod
-    def merge_all(records: Iterable[TensorRecord]) -> TensorRecord:
-        """One record as if all tensors had been one; units only if every tensor has as many."""
-        rows = Rows.concatenate([record.rows.take(np.array([record.row])) for record in records])
-        return TensorRecord.of_row(rows.merged(np.zeros(len(rows), np.int64), 1), 0)
 
 
 def figures_of(

@@ -24,6 +24,7 @@ from telemetry.ranks.whole import Whole
 from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.records.buckets import LAST_BUCKET
 from telemetry.records.moments import COUNTS
+from telemetry.records.tensor import Tensors
 from telemetry.testing import alerts_of
 
 ON_TWO = [
@@ -169,8 +170,10 @@ def assert_tensors_close(
 ) -> None:
     """As if one process had measured them; buckets but for values that rounding moved."""
     assert set(got) == set(wanted)
+    rows = Tensors.of(got).rows
+    scaled = Tensors(tuple(got), rows.scaled(np.full(len(rows), 1 / scale)))
     for name, expected in wanted.items():
-        actual = got[name].scaled(1 / scale)
+        actual = scaled[name]
         assert actual.calls == calls, name
         for count in COUNTS:
             assert getattr(actual.sketch, count) == getattr(expected.sketch, count), (name, count)
