@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from telemetry.ranks.merging import NO_ROWS, Table, by_key, merge_tables, minima, spreads
 from telemetry.ranks.share import Share
-from telemetry.records.moments import rms_of
+from telemetry.records.moments import FIGURES, rms_of
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 
@@ -60,8 +60,10 @@ class TensorTable:
     units: Mapping[Piece, Units]
 
     def __post_init__(self) -> None:
-        count, buckets = self.rows.bucket_count, self.rows.buckets
-        if len(count) != len(self.table.rows) or int(count.sum()) != buckets.size:
+        rows, size = self.rows, len(self.table.rows)
+        columns = [getattr(rows, name) for name in (*FIGURES, "calls", "bucket_count", "unit_count")]
+        pairs = int(rows.bucket_count.sum())
+        if {len(rows.buckets), len(rows.counts)} != {pairs} or {*map(len, columns)} != {size}:
             raise ValueError("its columns do not fit together")
 
     @staticmethod
