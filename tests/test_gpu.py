@@ -32,6 +32,8 @@ from telemetry.torch_private.host_copy import HostCopy
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+    # Of a thread of autograd's whose first work is a product of matrices.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 
 DEVICE = "cuda"
@@ -153,10 +155,12 @@ def test_a_step_ends_while_the_device_has_not_begun_it(tmp_path: Path, every_n_s
         assert not begun.query()
 
 
-# Before PyTorch 2.13, nothing can be seen inside of compiled graphs, and the log says so.
+@pytest.mark.filterwarnings("ignore")  # the compiler's
 def test_a_compiled_model_is_left_alone_and_never_waits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Before PyTorch 2.13, nothing can be seen inside of compiled graphs, and the log says so."""
+
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         torch.compiler.reset()  # its code does not look whether modules have got hooks since
         model.compile()
