@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+# The code beside which this file lies, installed or not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import telemetry
 

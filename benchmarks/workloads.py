@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torchvision
 from torch import Tensor, nn
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model with one batch of random data."""
+    """A model with one batch of random data.
+
+    Attributes:
+        optimizer: Called with the parameters.
+        autocast: The dtype of autocast; None: without it.
+    """
 
     name: str
     model: Callable[[], nn.Module]
     inputs: Callable[[], Tensor]
     classes: int
     block_steps: int
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    autocast: torch.dtype | None = None
 
 
 class Loop:
@@ -28,16 +41,21 @@ class Loop:
         torch.manual_seed(0)
         self.inputs = workload.inputs().to(device)
         self.model = workload.model().to(device)
-        with torch.no_grad():
+        self._autocast = partial(
+            torch.autocast, device.type, workload.autocast, enabled=workload.autocast is not None
+        )
+        with torch.no_grad(), self._autocast():
             outputs = self.model(self.inputs)
         self._labels = torch.randint(workload.classes, outputs.shape[:-1], device=device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.optimizer = workload.optimizer(self.model.parameters())
 
     def make_gradients(self) -> None:
         """The part of a step before ``optimizer.step()``."""
         self.optimizer.zero_grad()
-        logits = self.model(self.inputs).flatten(0, -2)
-        nn.functional.cross_entropy(logits, self._labels.flatten()).backward()
+        with self._autocast():
+            logits = self.model(self.inputs).flatten(0, -2)
+            loss = nn.functional.cross_entropy(logits, self._labels.flatten())
+        loss.backward()
 
 
 def mnist_cnn() -> nn.Module:
@@ -56,15 +74,20 @@ def resnet18() -> nn.Module:
 
 
 class GPT(nn.Module):
-    """Four pre-norm layers of width 128, 256 tokens."""
+    """Pre-norm layers, as in GPT-2."""
 
     def __init__(
-        self, width: int = 128, depth: int = 4, tokens: int = 256, length: int = 128
+        self,
+        width: int = 128,
+        depth: int = 4,
+        tokens: int = 256,
+        length: int = 128,
+        heads: int = 4,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(tokens, width)
         self.position = nn.Parameter(torch.zeros(length, width))
-        self.blocks = nn.Sequential(*(GPTBlock(width) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(GPTBlock(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, tokens, bias=False)
 
@@ -74,7 +97,7 @@ class GPT(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    def __init__(self, width: int, heads: int = 4) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)

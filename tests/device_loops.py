@@ -1,4 +1,7 @@
-"""Training loops for the default device, whichever that is; they wait for it nowhere themselves."""
+"""Training loops on the device that the model is on; they wait for it nowhere themselves.
+
+A default device would do for the inputs, but optimizers and scalers make numbers for the host.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_logger import small_cnn, train
+from test_logger import small_cnn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -37,10 +40,32 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def loss_of(model: nn.Module, *shape: int) -> Tensor:
+    device = device_of(model)
+    inputs, labels = torch.rand(8, *shape, device=device), torch.randint(0, 2, (8,), device=device)
+    return F.cross_entropy(model(inputs), labels)
+
+
 def step_of(model: nn.Module) -> Tensor:
-    loss = F.cross_entropy(model(torch.rand(8, 4)), torch.randint(0, 2, (8,)))
+    loss = loss_of(model, 4)
     loss.backward()
     return loss
+
+
+def pictures(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(5):
+        loss = loss_of(model, 1, 8, 8)
+        optimizer.zero_grad()
+        loss.backward()
+        if logger is not None:
+            logger.log(loss=loss)
+        optimizer.step()
+        yield loss
 
 
 def plain(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
@@ -53,9 +78,9 @@ def plain(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
 
 def accumulating(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
     """Clipped gradients of two micro-batches; the learning rate is a tensor that changes."""
-    elsewhere = torch.get_default_device().type != "cpu"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, capturable=elsewhere)
-    optimizer.param_groups[0]["lr"] = rate = torch.full((), 0.1)
+    device = device_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, capturable=device.type != "cpu")
+    optimizer.param_groups[0]["lr"] = rate = torch.full((), 0.1, device=device)
     for _ in range(3):
         optimizer.zero_grad()
         for _ in range(2):
@@ -71,7 +96,7 @@ def accumulating(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor
 def scaled(
     model: nn.Module, logger: HookLogger | None, *, autocast: bool, **options: bool
 ) -> Iterator[Tensor]:
-    device_type = torch.get_default_device().type
+    device_type = device_of(model).type
     scaler = torch.amp.GradScaler(device_type, init_scale=1024.0, growth_interval=2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, **options)
     lower: Callable[[], AbstractContextManager[object]]
@@ -79,7 +104,7 @@ def scaled(
     for _ in range(4):
         optimizer.zero_grad()
         with lower():
-            loss = F.cross_entropy(model(torch.rand(8, 4)), torch.randint(0, 2, (8,)))
+            loss = loss_of(model, 4)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -90,11 +115,11 @@ def validating(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
     for loss in plain(model, logger):
         yield loss
         with logger.phase("validation") if logger is not None else nullcontext(), torch.no_grad():
-            model(torch.rand(8, 4))
+            model(torch.rand(8, 4, device=device_of(model)))
 
 
 LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
-    "CNN": (small_cnn, train),
+    "CNN": (small_cnn, pictures),
     "accumulation and clipping": (mlp, accumulating),
     "GradScaler": (mlp, partial(scaled, autocast=False)),
     "checkpointing": (partial(Checkpointed, False), plain),

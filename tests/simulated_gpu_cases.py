@@ -13,6 +13,7 @@ import pytest
 import simulated_gpu as gpu
 import torch
 from device_loops import LOOPS, guarded, mlp, plain, skip_no_steps
+from device_tensors import LAYOUTS, VALUES, assert_measured, made
 from torch import Tensor, nn
 from twins import assert_left_alone, run
 
@@ -132,6 +133,24 @@ def test_a_wait_would_be_noticed(wait: Callable[[Tensor], object]) -> None:
     tensor = torch.ones(3)
     with gpu.no_syncs(), pytest.raises(gpu.WaitError):
         wait(tensor)
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_figures_are_those_of_numpy(dtype: torch.dtype, layout: str) -> None:
+    view, axis = LAYOUTS[layout]
+    with torch.device("cpu"):
+        tensors = [made(dtype, values) for values in VALUES]
+    on_device, measurer = [tensor.to(gpu.DEVICE) for tensor in tensors], Measurer()
+    with gpu.no_syncs():
+        for tensor in on_device:
+            measurer.add(view(tensor), unit_axis=axis)
+        measurements = measurer.finish()
+    for record, tensor in zip(measurements.reduce().values(), tensors, strict=True):
+        assert_measured(record, view(tensor), axis)
 
 
 # --- streams -------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -114,7 +113,18 @@ def test_telling_finds_the_alert_everywhere(json_file: Path) -> None:
     assert all(row[name] > 0 for name in ("raised_s", "line_s", "page_s"))
 
 
-def test_gpu_says_that_there_is_no_device(json_file: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one, and the benchmark takes minutes")
-    assert run("gpu", json_file)["figures"] == {"bandwidth": [], "step": None}
+def test_gpu_runs_small_on_a_processor(json_file: Path) -> None:
+    parts = ("GPT", "CNN", "bandwidth", "host")
+    written = run("gpu", json_file, "--device", "cpu", "--only", *parts)
+    assert not written["on_gpu"]
+    gpt, cnn, bandwidth, host = written["figures"].values()
+    for costs in (gpt, cnn):
+        assert {"bare", "every 1", "every 10", "every 100", "never", "mean, std"} <= set(costs)
+        assert costs["bare"]["added"] == 0
+        assert all(cost["written_ms"] >= cost["trained_ms"] > 0 for cost in costs.values())
+        every, tenth, hundredth = (costs[f"every {n}"] for n in (1, 10, 100))
+        assert every["full_steps"] == every["steps"] > tenth["full_steps"] > 1
+        assert hundredth["steps"] > 100 > hundredth["full_steps"] > 1
+    assert len({(row["dtype"], row["layout"]) for row in bandwidth}) == 3 * 6
+    assert all(len(row["shares"]) == 5 and min(row["shares"].values()) > 0 for row in bandwidth)
+    assert host["output_us"] > 0

@@ -1,4 +1,4 @@
-"""How accelerators' tensors are measured: on CPU tensors against the CPU's way, and on a GPU."""
+"""How accelerators' tensors are measured: on CPU tensors against the CPU's way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from telemetry.measure import Measurer, device
 from telemetry.measure.device import DeviceRows
-from telemetry.measure.sampling import FULL_ELEMENTS
 from telemetry.measure.tensors import WORKING_DTYPE, values_of
 from telemetry.records import TensorRecord
 from telemetry.records.sketch import sketch_array
@@ -152,46 +151,3 @@ def test_nothing_depends_on_deterministic_mode() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert_same(record, on_host(normal(5_000)))
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_not_waited_for_to_coalesce() -> None:
-    tensor = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (5,), check_invariants=True).cuda()
-    measurer = Measurer()
-    assert measurer.add(tensor) is None
-    assert measurer.add(tensor.coalesce()) == 0
-    assert_same(*measurer.finish().reduce().values(), on_host(tensor.cpu()))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_gpu_is_never_waited_for(deterministic: bool) -> None:
-    tensors = [
-        normal(100),
-        normal(8, 16, 30, 30).to(memory_format=torch.channels_last),
-        normal(5_000_000),
-        random_bits(100_000),
-        normal(100_000).bfloat16(),
-        normal(60_000).half()[::2],
-        torch.arange(100_000),
-        normal(10, 10) > 0,
-        torch.empty(0, 3),
-    ]
-    on_device = [tensor.cuda() for tensor in tensors]
-    measurer = Measurer()
-    torch.use_deterministic_algorithms(deterministic)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for tensor in on_device:
-            measurer.add(tensor, unit_axis=1 if tensor.ndim > 1 else None)
-        measurements = measurer.finish()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.use_deterministic_algorithms(False)
-    for tensor, record in zip(tensors, measurements.reduce().values(), strict=True):
-        expected = on_host(tensor, 1 if tensor.ndim > 1 else None)
-        if tensor.numel() > FULL_ELEMENTS:
-            exact = sketch_array(tensor.to(torch.float64).numpy())
-            units = {"unit_min": expected.unit_min, "unit_max": expected.unit_max}
-            expected = TensorRecord(sketch=exact, **units)
-        assert_same(record, expected)
