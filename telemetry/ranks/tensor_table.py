@@ -61,7 +61,8 @@ class TensorTable:
 
     def __post_init__(self) -> None:
         rows, size = self.rows, len(self.table.rows)
-        columns = [getattr(rows, name) for name in (*FIGURES, "calls", "bucket_count", "unit_count")]
+        names = (*FIGURES, "calls", "bucket_count", "unit_count")
+        columns = [getattr(rows, name) for name in names]
         pairs = int(rows.bucket_count.sum())
         if {len(rows.buckets), len(rows.counts)} != {pairs} or {*map(len, columns)} != {size}:
             raise ValueError("its columns do not fit together")
