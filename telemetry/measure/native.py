@@ -16,8 +16,8 @@ from torch import Tensor
 
 from telemetry.measure.sampling import sample_step
 from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
-from telemetry.records.rows import HEAD, Rows
-from telemetry.records.sketch import Sketch, sketch_array
+from telemetry.records.rows import HEAD, PAIR, Rows
+from telemetry.records.sketch import sketch_array
 
 log = logging.getLogger("telemetry")
 
@@ -117,16 +117,14 @@ class HostRows:
             self._append(piece)
 
     def add_zeros(self, count: int) -> None:
-        """A row of so many zeros."""
-        zeros = Sketch(
-            count=count,
-            zero_count=count,
-            min=0.0,
-            max=0.0,
-            buckets=np.zeros(1, np.int16),
-            counts=np.full(1, float(count)),
-        )
-        self._append(Rows.of([zeros]))
+        """A row of so many zeros, which may be more than a pair can count, or none."""
+        head = np.zeros(1, HEAD)  # of a sample, so that its zeros are those in bucket 0
+        head["count"] = head["zero_count"] = count
+        head["bucket_count"] = count > 0
+        if not count:
+            head["min"] = head["max"] = np.nan
+        self.heads += head.tobytes()
+        self.pairs += bytes(PAIR.itemsize * (count > 0))
 
     def _add_contiguous(self, tensor: Tensor, axis: int | None, powers: int) -> None:
         count, units, inner = tensor.numel(), 0, 1
