@@ -56,7 +56,9 @@ def measure(tensor: Tensor, units: int = 0, inner: int = 1, sample_step: int = 0
     dtype = native.DTYPES[tensor.dtype]
     place = tensor.data_ptr(), tensor.numel(), dtype
     request = *place, units, inner, sample_step, 4
-    return native.record_of(_native.measure(request), request)
+    rows = native.HostRows()
+    _native.measure(request, rows.heads, rows.pairs, rows.units)
+    return TensorRecord.of_row(rows.decode(), 0)
 
 
 def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
@@ -202,11 +204,15 @@ class Labelled(Tensor):
     ids=layout,
 )
 def test_a_tensor_object_is_read_like_its_values(tensor: Tensor, axis: int | None) -> None:
-    found = native.measure_one(tensor, axis, 4)
+    found, expected_rows = native.HostRows(), native.HostRows()
+    assert found.add_plain([tensor], axis, 4) == [True]
     values = values_of(tensor, axis)
-    assert found is not None
     assert values is not None
-    record, expected = found(), native.measure(values, 4)()
+    expected_rows.add(values, 4)
+    record = TensorRecord.of_row(found.decode(), 0)
+    expected = TensorRecord.of_row(
+        expected_rows.decode().merged(np.zeros(len(expected_rows), np.int64), 1), 0
+    )
     for name, value in vars(expected.sketch).items():
         np.testing.assert_array_equal(getattr(record.sketch, name), value, err_msg=name)
     np.testing.assert_array_equal(record.unit_min, expected.unit_min)
@@ -231,13 +237,12 @@ def test_a_tensor_object_is_read_like_its_values(tensor: Tensor, axis: int | Non
     ids=layout,
 )
 def test_other_tensor_objects_are_refused(tensor: Tensor, axis: int | None) -> None:
-    assert native.measure_one(tensor, axis, 4) is None
+    rows = native.HostRows()
+    assert rows.add_plain([tensor], axis, 4) == [False]
+    assert (len(rows), rows.nbytes) == (0, 0)
     if axis is None:
-        assert [one is None for one in native.measure_all([X, tensor, X], 4)] == [
-            False,
-            True,
-            False,
-        ]
+        assert rows.add_plain([X, tensor, X], None, 4) == [True, False, True]
+        assert len(rows) == 2
 
 
 # --- units ---------------------------------------------------------------------------------------
@@ -283,17 +288,28 @@ def test_norms_show_what_is_not_finite_and_nothing_else(place: int) -> None:
 
 @needs_tensor_reader
 def test_what_is_no_list_of_tensors_is_refused() -> None:
+    rows = bytearray(b"a"), bytearray(b"b"), bytearray(b"c")
+    asked = (Tensor,), native.TENSORS, sample_step, 4
     with pytest.raises(TypeError, match="list"):
-        _native.measure_tensors((X,), None, (Tensor,), native.TENSORS, sample_step, 4)  # type: ignore[arg-type]
+        _native.measure_tensors((X,), None, *asked, *rows)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="bytearrays"):
+        _native.measure_tensors([X], None, *asked, *rows[:2], b"")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="PyCapsule"):
-        _native.measure_tensors([X], None, (Tensor,), None, sample_step, 4)
+        _native.measure_tensors([X], None, (Tensor,), None, sample_step, 4, *rows)
+    steps = iter([0, -1])
     with pytest.raises(ValueError, match="count"):
-        _native.measure_tensors([X, X], None, (Tensor,), native.TENSORS, lambda count: -1, 4)
+        _native.measure_tensors(
+            [X, X], None, (Tensor,), native.TENSORS, lambda count: next(steps), 4, *rows
+        )
+    with memoryview(rows[1]), pytest.raises(BufferError):
+        _native.measure_tensors([X, X], None, *asked, *rows)
+    assert rows == (b"a", b"b", b"c")
 
 
 @needs_extension
 def test_numbers_that_do_not_fit_are_refused() -> None:
     address = torch.ones(6).data_ptr()
+    rows = bytearray(), bytearray(), bytearray()
     for arguments in (
         (address, 6, ord("x"), 0, 1, 0, 4),
         (address, -1, ord("f"), 0, 1, 0, 4),
@@ -305,10 +321,11 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
         (address, 1 << 40, ord("f"), 0, 1, 0, 4),
     ):
         with pytest.raises(ValueError, match="count"):
-            _native.measure(arguments)
+            _native.measure(arguments, *rows)
     for wrong in ((address,), address):
         with pytest.raises(TypeError, match="tuples of 7"):
-            _native.measure(wrong)  # type: ignore[arg-type]
+            _native.measure(wrong, *rows)  # type: ignore[arg-type]
+    assert rows == (b"", b"", b"")
     for lists in (([address], [6, 6], b"f"), ([address], [6], b"ff"), ([address], [6])):
         with pytest.raises(ValueError, match="as long"):
             _native.squared_norms(*lists)
