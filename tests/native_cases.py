@@ -20,6 +20,8 @@ from types import ModuleType
 import numpy as np
 
 LETTERS = "?bB45hHiIqQefdE"
+# Of HEAD and PAIR in telemetry/records/rows.py.
+HEAD_BYTES, PAIR_BYTES = 112, 8
 SIZES = (1, 2, 15, 16, 17, 63, 2047, 2048, 2049, 8191, 8193, 20_000)
 
 Memory = Callable[[int], AbstractContextManager[int]]
@@ -58,25 +60,57 @@ def read_everything(native: ModuleType, memory: Memory) -> None:
                     read_in_every_way(native, address + offset, count, letter)
 
 
+def rows_of(native: ModuleType, *request: int) -> tuple[bytearray, bytearray, bytearray]:
+    """Heads, pairs and units; see ``telemetry/records/rows.py``."""
+    heads, pairs, units = bytearray(), bytearray(), bytearray()
+    native.measure(request, heads, pairs, units)
+    assert len(heads) == HEAD_BYTES
+    assert len(pairs) == PAIR_BYTES * np.frombuffer(heads, np.int64, 1, 96)[0]
+    assert len(units) == 8 * request[3]
+    return heads, pairs, units
+
+
 def read_in_every_way(native: ModuleType, address: int, count: int, letter: str) -> None:
     dtype = ord(letter)
-    found = native.measure((address, count, dtype, 0, 1, 0, 4))
-    fewer = native.measure((address, count, dtype, 0, 1, 0, 2))
-    assert (fewer[:64], fewer[80:]) == (found[:64], found[80:])
-    assert np.isnan(np.frombuffer(fewer, np.float64, 2, 64)).all()
-    nan, positive_inf, negative_inf, _ = np.frombuffer(found, np.int64, 4)
-    buckets = (len(found) - 80) // 10
-    counted = np.frombuffer(found, np.float64, buckets, 80).sum()
-    assert counted == count - nan - positive_inf - negative_inf
+    heads, pairs, _ = rows_of(native, address, count, dtype, 0, 1, 0, 4)
+    fewer, fewer_pairs, _ = rows_of(native, address, count, dtype, 0, 1, 0, 2)
+    assert (fewer[:72], fewer[88:], fewer_pairs) == (heads[:72], heads[88:], pairs)
+    assert np.isnan(np.frombuffer(fewer, np.float64, 2, 72)).all()
+    total, nan, positive_inf, negative_inf, _ = np.frombuffer(heads, np.int64, 5)
+    finite = count - nan - positive_inf - negative_inf
+    assert total == count
+    assert np.frombuffer(heads, np.int64, 1, 88)[0] == -1
+    assert np.frombuffer(pairs, np.uint32)[::2].sum() == finite
     for units in {1, 3, 10, 100, count}:
         for inner in {1, 7, 64, count // units}:
             if inner and units * inner <= count:
                 rows = count // (units * inner)
-                native.measure((address, rows * units * inner, dtype, units, inner, 0, 4))
+                rows_of(native, address, rows * units * inner, dtype, units, inner, 0, 4)
     for step in (16, 17, 1009):
-        native.measure((address, count, dtype, 0, 1, step, 4))
+        heads, pairs, _ = rows_of(native, address, count, dtype, 0, 1, step, 4)
+        (sampled,) = np.frombuffer(heads, np.int64, 1, 88)
+        counts = np.frombuffer(pairs, np.uint32)[::2].astype(np.int64)
+        buckets = np.frombuffer(pairs, np.int16)[2::4]
+        assert (np.diff(buckets) > 0).all()
+        assert counts.sum() == sampled  # a run at the end may be taken twice
+    with refused():
+        native.measure((address, count, dtype, 0, 1, -1, 4), heads, pairs, bytearray())
+    before = bytes(heads), bytes(pairs)
+    exported = bytearray(b"12345678")
+    with memoryview(exported), refused():
+        native.measure((address, count, dtype, 1, count, 0, 4), heads, pairs, exported)
+    assert (bytes(heads), bytes(pairs), exported) == (*before, b"12345678")
     (square,) = np.frombuffer(native.squared_norms([address], [count], letter.encode()))
     assert (square >= 0) | np.isnan(square)
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    try:
+        yield
+    except (BufferError, ValueError):
+        return
+    raise AssertionError("it did not fail")
 
 
 def load(path: str) -> ModuleType:
