@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from telemetry.measure import cuda
 from telemetry.measure.device import DeviceRows
 from telemetry.measure.native import HostRows
 from telemetry.measure.tensors import values_of
@@ -37,6 +38,7 @@ class Measurer:
         self._host = HostRows()
         self._of_host: list[int] = []  # which tensor each row is of
         self._devices: dict[torch.device, DeviceRows] = {}
+        self._gpus: dict[int, cuda.GpuRows] = {}
 
     def add(self, tensor: Tensor, *, unit_axis: int | None = None, powers: int = 4) -> int | None:
         """Measure ``tensor`` as it is now, without keeping it.
@@ -63,10 +65,14 @@ class Measurer:
         self, tensors: Sequence[Tensor], *, unit_axis: int | None = None, powers: int = 4
     ) -> list[int | None]:
         """Measure many tensors, for less than one by one; see :meth:`add`."""
+        found: list[int | None]
         with self._lock:
-            measured = self._host.add_plain(tensors, unit_axis, powers)
-            found: list[int | None] = [self._next() if known else None for known in measured]
-            self._of_host += [number for number in found if number is not None]
+            if tensors and tensors[0].is_cuda:
+                found = [self._add_on_gpu(tensor, unit_axis, powers) for tensor in tensors]
+            else:
+                measured = self._host.add_plain(tensors, unit_axis, powers)
+                found = [self._next() if known else None for known in measured]
+                self._of_host += [number for number in found if number is not None]
         for place, tensor in enumerate(tensors):
             if found[place] is None:
                 found[place] = self._add_other(tensor, unit_axis, powers)
@@ -75,6 +81,18 @@ class Measurer:
     def _next(self) -> int:
         self._count += 1
         return self._count - 1
+
+    def _add_on_gpu(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
+        if not tensor.is_cuda:
+            return None
+        index = tensor.get_device()
+        if index not in self._gpus:
+            gpu = cuda.gpu(index)
+            if gpu is None:
+                return None
+            self._gpus[index] = cuda.GpuRows(gpu)
+        added = self._gpus[index].add(tensor, unit_axis, powers, self._count)
+        return self._next() if added else None
 
     def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
         """Measure what is not plain."""
@@ -100,7 +118,8 @@ class Measurer:
     def finish(self) -> Measurements:
         """Everything since the last call, for any thread to reduce. Begins the next step."""
         with self._lock:
-            measured = Measurements(self._count, self._host, self._of_host, self._devices)
+            devices = [*self._devices.values(), *self._gpus.values()]
+            measured = Measurements(self._count, self._host, self._of_host, devices)
             self._begin()
         measured.send()
         return measured
@@ -118,7 +137,7 @@ class Measurements:
         count: int,
         host: HostRows,
         of_host: list[int],
-        devices: Mapping[torch.device, DeviceRows],
+        devices: Sequence[DeviceRows | cuda.GpuRows],
     ) -> None:
         self._count, self._host, self._of_host, self._devices = count, host, of_host, devices
         self._tensors: Tensors[int] | None = None
@@ -126,7 +145,7 @@ class Measurements:
 
     def send(self) -> None:
         """Start the copies to the host."""
-        self.nbytes += sum([device.send() for device in self._devices.values()])
+        self.nbytes += sum([device.send() for device in self._devices])
 
     def reduce(self) -> Tensors[int]:
         """Every tensor that was added, in that order; waits for accelerators.
@@ -134,9 +153,9 @@ class Measurements:
         Call it on one thread at a time. Later calls return the same.
         """
         if self._tensors is None:
-            devices = self._devices.values()
+            devices = self._devices
             rows = Rows.concatenate([self._host.decode(), *(d.decode() for d in devices)])
             places = np.array([*self._of_host, *(n for d in devices for n in d.numbers)], np.int64)
             self._tensors = Tensors(range(self._count), rows.merged(places, self._count))
-            self._devices = {}
+            self._devices = ()
         return self._tensors

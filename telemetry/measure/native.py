@@ -65,7 +65,8 @@ DTYPES = {getattr(torch, name): ord(letter) for name, letter in _LETTERS.items()
 # Tells the extension where a tensor's elements are; None if it cannot be told so.
 TENSORS: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None) if available else None
 
-_TYPES = (torch.Tensor, torch.nn.Parameter)
+# The classes whose objects the extensions read.
+TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class HostRows:
@@ -97,8 +98,8 @@ class HostRows:
         if TENSORS is None:
             return [False] * len(tensors)
         # What stands for the negative of its memory is not as that says.
-        plain = [t if type(t) in _TYPES and not t.is_neg() else None for t in tensors]
-        asked = unit_axis, _TYPES, TENSORS, sample_step, powers
+        plain = [t if type(t) in TYPES and not t.is_neg() else None for t in tensors]
+        asked = unit_axis, TYPES, TENSORS, sample_step, powers
         return _native.measure_tensors(plain, *asked, self.heads, self.pairs, self.units)
 
     def add(self, values: Values, powers: int) -> None:
