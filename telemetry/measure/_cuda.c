@@ -128,26 +128,49 @@ static PyObject *python_load(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* --- a device --------------------------------------------------------------------------------- */
 
-/* The kernels, as kernels.cu describes them. */
-enum { MEASURE_FLOAT, MEASURE_BFLOAT, MEASURE_HALF, PACK, FUNCTIONS };
-static const char *const KERNELS[] = {"measure_f32", "measure_bf16", "measure_f16", "pack"};
+/* As kernels.cu describes them: one module for each dtype, and one that packs what they find. Of some
+ * there are two, for 2 and 4 powers. */
+enum { PACK_HEADS, PACK_PAIRS, MEASURE = 0, MEASURE_LAST = 2, MEASURE_MIDDLE = 4, MEASURE_MANY = 6,
+       NORMS = 8, KERNELS };
+static const char *const PACKING[KERNELS] = {"pack_heads", "pack_pairs"};
+static const char *const MEASURING[KERNELS] = {
+    "measure_2",        "measure_4",      "measure_last_2", "measure_last_4", "measure_middle_2",
+    "measure_middle_4", "measure_many_2", "measure_many_4", "norms",
+};
+static const char DTYPES[] = "fEe"; /* of the modules behind that which packs */
+enum { MODULES = 4 };
+
+typedef struct {
+    const char *values;
+    uint32_t elements, row, part, parts;
+} Chunk;
+
 enum {
     THREADS = 512,
-    PER_PROCESSOR = 4,
-    ROW = 16480,       /* bytes on the device */
+    PER_WARP = THREADS / 32,   /* warps of a block, of which each takes a small chunk */
+    PER_BLOCK = 16384,         /* elements for which one more block is worth while */
+    PER_PROCESSOR = 2,         /* blocks */
+    MOST_BLOCKS = 65535,
+    MOST = 0x7FFFFFF0,         /* elements of a row */
+    SMALL_CHUNK = 2048,        /* elements, at most */
+    LARGE_CHUNK = 65536,
+    ROW = 16432,               /* bytes on the device */
+    CODES = 8,                 /* of a unit */
+    PARTIAL = 32,              /* of a block */
+    HEAD = 112,                /* bytes on the host, see records/rows.py */
     UNIT = 8,
-    HEAD = 112,        /* bytes on the host, see records/rows.py */
     PAIR = 8,
-    PAIRS = 512,       /* that there is room for, and units, for each row on average */
-    UNITS = 512,
-    MOST = 0x7FFFFFF0  /* elements of a row */
+    UNITS = 320,               /* that there is room for, for each row on average */
+    PARTIALS = 64,
+    PAIRS = 256
 };
 
 enum {
     NON_BLOCKING = 1,          /* a stream that does not wait for the default stream */
     WAIT_WITHOUT_SPINNING = 1, /* flags of events */
     NO_TIMES = 2,
-    NOT_READY = 600,
+    NOT_READY = 600, /* errors */
+    TOO_FEW_RESOURCES = 701,
     PROCESSORS = 16,           /* attributes of a device and of a function */
     THREADS_AT_MOST = 0,
     STREAMS = 16               /* on which tensors of one step are measured, at most */
@@ -157,7 +180,7 @@ typedef struct {
     Context context;
     Stream side; /* on which rows are packed, copied and cleared */
     int ordinal, processors;
-    Function functions[FUNCTIONS];
+    Function functions[MODULES][KERNELS];
 } Device;
 
 /* Make the device's context current; tells whether it was put on top of another. */
@@ -186,9 +209,27 @@ static void free_device(PyObject *capsule)
     free(device_of(capsule)); /* what the driver has of it lasts as long as the process */
 }
 
-static const char *open_device(Device *device, const void *image, int *code)
+/* Have the functions of a module at hand before they are needed: loading them may wait. */
+static const char *load_module(const char *image, const char *const *names, Function *functions,
+                               int *code)
 {
-    int number, pushed, threads;
+    Module module;
+    int threads;
+    if ((*code = driver.load_module(&module, image)))
+        return "load the kernels";
+    for (int i = 0; i < KERNELS && names[i]; i++) {
+        if ((*code = driver.get_function(&functions[i], module, names[i])) ||
+            (*code = driver.get_function_attribute(&threads, THREADS_AT_MOST, functions[i])))
+            return names[i];
+        if (threads < THREADS && (*code = TOO_FEW_RESOURCES))
+            return names[i];
+    }
+    return NULL;
+}
+
+static const char *open_device(Device *device, const char *const *images, int *code)
+{
+    int number, pushed;
     if ((*code = driver.get_device(&number, device->ordinal)))
         return "find the device";
     if ((*code = driver.retain_context(&device->context, number)))
@@ -198,15 +239,8 @@ static const char *open_device(Device *device, const void *image, int *code)
     if ((*code = enter(device, &pushed)))
         return "enter its context";
     const char *failed = NULL;
-    Module module;
-    if ((*code = driver.load_module(&module, image)))
-        failed = "load the kernels";
-    for (int i = 0; !failed && i < FUNCTIONS; i++)
-        if ((*code = driver.get_function(&device->functions[i], module, KERNELS[i])) ||
-            (*code = driver.get_function_attribute(&threads, THREADS_AT_MOST, device->functions[i])))
-            failed = KERNELS[i];
-        else if (threads < THREADS)
-            failed = "have enough threads";
+    for (int i = 0; !failed && i < MODULES; i++)
+        failed = load_module(images[i], i ? MEASURING : PACKING, device->functions[i], code);
     if (!failed && (*code = driver.create_stream(&device->side, NON_BLOCKING)))
         failed = "create a stream";
     leave(pushed);
@@ -216,10 +250,14 @@ static const char *open_device(Device *device, const void *image, int *code)
 static PyObject *python_open(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;
-    if (arg_count != 2 || !PyBytes_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "open() takes an int and bytes");
+    if (arg_count != 2 || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) != MODULES) {
+        PyErr_SetString(PyExc_TypeError, "open() takes an int and four images");
         return NULL;
     }
+    const char *images[MODULES];
+    for (int i = 0; i < MODULES; i++)
+        if ((images[i] = PyBytes_AsString(PyTuple_GetItem(args[1], i))) == NULL)
+            return NULL;
     long ordinal = PyLong_AsLong(args[0]);
     Device *device = PyErr_Occurred() ? NULL : calloc(1, sizeof *device);
     if (device == NULL)
@@ -227,7 +265,7 @@ static PyObject *python_open(PyObject *module, PyObject *const *args, Py_ssize_t
     device->ordinal = (int)ordinal;
     int code;
     PyThreadState *state = PyEval_SaveThread();
-    const char *failed = open_device(device, PyBytes_AsString(args[1]), &code);
+    const char *failed = open_device(device, images, &code);
     PyEval_RestoreThread(state);
     if (failed) {
         free(device);
@@ -242,8 +280,8 @@ static PyObject *python_open(PyObject *module, PyObject *const *args, Py_ssize_t
  * used again at once: streams wait for each other, and never the host. */
 typedef struct {
     const Device *device;
-    Address rows, units, packed; /* of the device's memory */
-    int64_t row_capacity, unit_capacity, row_count, unit_count;
+    Address rows, codes, partials, packed; /* of the device's memory; the first two are zeroed */
+    int64_t row_capacity, unit_capacity, partial_capacity, row_count, unit_count, partial_count;
     Stream streams[STREAMS]; /* on which tensors were measured since it was sent */
     int stream_count;
     Event used[STREAMS], cleared;
@@ -262,8 +300,8 @@ static int clear(Buffer *buffer)
     if (buffer->row_count)
         code = driver.fill(buffer->rows, 0, (size_t)buffer->row_count * ROW, side);
     if (!code && buffer->unit_count)
-        code = driver.fill(buffer->units, 0, (size_t)buffer->unit_count * UNIT, side);
-    buffer->row_count = buffer->unit_count = buffer->stream_count = 0;
+        code = driver.fill(buffer->codes, 0, (size_t)buffer->unit_count * CODES, side);
+    buffer->row_count = buffer->unit_count = buffer->partial_count = buffer->stream_count = 0;
     return code ? code : driver.record_event(buffer->cleared, side);
 }
 
@@ -303,12 +341,14 @@ static PyObject *python_buffer(PyObject *module, PyObject *const *args, Py_ssize
     int64_t size = PyLong_AsLongLong(args[2]) - (int64_t)(first - memory) - 256;
     Stream stream = PyLong_AsVoidPtr(args[3]);
     buffer->device = device;
-    int64_t rows = size / (ROW + UNITS * 2 * UNIT + HEAD + PAIRS * PAIR);
+    int64_t rows = size / (ROW + UNITS * (CODES + UNIT) + PARTIALS * PARTIAL + HEAD + PAIRS * PAIR);
     buffer->row_count = buffer->row_capacity = rows;
     buffer->unit_count = buffer->unit_capacity = rows * UNITS;
+    buffer->partial_capacity = rows * PARTIALS;
     buffer->rows = (Address)first;
-    buffer->units = buffer->rows + (Address)(rows * ROW);
-    buffer->packed = buffer->units + (Address)(rows * UNITS * UNIT);
+    buffer->codes = buffer->rows + (Address)(rows * ROW);
+    buffer->partials = buffer->codes + (Address)(buffer->unit_capacity * CODES);
+    buffer->packed = buffer->partials + (Address)(buffer->partial_capacity * PARTIAL);
     int pushed = 0, code = PyErr_Occurred() ? 0 : enter(device, &pushed);
     for (int i = 0; !code && i <= STREAMS; i++)
         code = driver.create_event(i < STREAMS ? &buffer->used[i] : &buffer->cleared, NO_TIMES);
@@ -326,61 +366,99 @@ static PyObject *python_buffer(PyObject *module, PyObject *const *args, Py_ssize
 
 /* --- measuring -------------------------------------------------------------------------------- */
 
-enum { REFUSED = 0, FULL = -1 };
+enum { REFUSED = 0, FULL = -1 }; /* instead of a number of rows */
 
-/* What a kernel would read of a tensor; 0 if none takes it. */
-static int ask(PyObject *object, PyObject *axis, const Device *device, Values *values)
+static int module_of(int dtype)
 {
-    if (!is_of_type(object, tensor_types) || !describe(object, exchange, axis, values))
-        return 0;
-    uintptr_t size = values->dtype == 'f' ? 4 : 2;
-    return values->count && values->dtype != 'd' && values->device_type == ON_CUDA &&
-           values->device == device->ordinal && (uintptr_t)values->values % size == 0;
+    const char *found = strchr(DTYPES, dtype);
+    return dtype && found ? (int)(found - DTYPES) + 1 : 0;
 }
 
-/* How many of its elements a row may be of: all, or as many whole rows of units as are below 2^31. */
+static int64_t size_of(const Values *values)
+{
+    return values->dtype == 'f' ? 4 : 2;
+}
+
+static int64_t round_up(int64_t count, int64_t by)
+{
+    return (count + by - 1) / by;
+}
+
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* How many elements a row may be of: all, or as many whole rows of units as are below 2^31. */
 static int64_t longest(const Values *values)
 {
-    int64_t together = values->units ? values->units * values->inner : 16;
+    int64_t together = values->units ? values->units * values->inner : PER_BLOCK;
     return values->count <= MOST ? values->count : MOST / together * together;
 }
 
-static int kernel_of(int dtype)
+/* What kernels would read of a tensor; 0 if none takes it. */
+static int ask(PyObject *object, PyObject *axis, const Device *device, Values *values)
 {
-    return dtype == 'f' ? MEASURE_FLOAT : dtype == 'E' ? MEASURE_BFLOAT : MEASURE_HALF;
+    return is_of_type(object, tensor_types) && describe(object, exchange, axis, values) &&
+           values->count && values->device_type == ON_CUDA && values->device == device->ordinal &&
+           module_of(values->dtype) && (uintptr_t)values->values % (uintptr_t)size_of(values) == 0 &&
+           longest(values) && round_up(values->units, THREADS) <= MOST_BLOCKS;
 }
 
-/* Whether a stream can take launches: one that is being captured would repeat them. */
+static int64_t blocks_for(const Device *device, const Values *values, int64_t count)
+{
+    int64_t blocks = least(round_up(count, PER_BLOCK), PER_PROCESSOR * device->processors);
+    int64_t wanted = values->inner == 1 ? round_up(values->units, THREADS) : 0;
+    return blocks < wanted ? wanted : blocks;
+}
+
+/* Rows for a tensor, REFUSED if it cannot be in any buffer, FULL if not in this one any more. */
+static int64_t rows_for(const Buffer *buffer, const Values *values)
+{
+    int64_t most = longest(values), rows = round_up(values->count, most);
+    int64_t partials = rows * blocks_for(buffer->device, values, most);
+    if (buffer->row_count + rows <= buffer->row_capacity &&
+        buffer->unit_count + rows * values->units <= buffer->unit_capacity &&
+        buffer->partial_count + partials <= buffer->partial_capacity)
+        return rows;
+    return buffer->row_count ? FULL : REFUSED;
+}
+
+/* Whether a stream's work is being recorded: what we launch would be repeated with it. */
 static int is_capturing(Stream stream)
 {
     int status = 0;
     return driver.is_capturing(stream, &status) || status;
 }
 
-static unsigned blocks_for(const Device *device, const Values *values, int64_t count)
+static int launch(const Device *device, int module, int kernel, int64_t blocks, Stream stream,
+                  void **arguments)
 {
-    int64_t at_once = THREADS * (values->dtype == 'f' ? 8 : 16); /* values that a block loads */
-    int64_t blocks = (count + at_once - 1) / at_once, most = (int64_t)device->processors * PER_PROCESSOR;
-    return (unsigned)(blocks < most ? blocks : most);
+    return driver.launch(device->functions[module][kernel], (unsigned)blocks, 1, 1, THREADS, 1, 1,
+                         0, stream, arguments, NULL);
 }
 
-/* Measure a tensor into as many rows as it needs. */
-static int launch_measure(Buffer *buffer, Values values, int powers, Stream stream)
+/* Measure a tensor into rows for which there is room. */
+static int launch_measure(Buffer *buffer, const Values *values, int powers, Stream stream)
 {
-    const Device *device = buffer->device;
-    Function function = device->functions[kernel_of(values.dtype)];
-    int64_t most = longest(&values), left = values.count, size = values.dtype == 'f' ? 4 : 2;
+    int kernel = !values->units ? MEASURE : values->inner == 1 ? MEASURE_LAST : MEASURE_MIDDLE;
+    const char *next = values->values;
     int code = note_stream(buffer, stream);
-    while (!code && left) {
-        int64_t count = left < most ? left : most;
+    for (int64_t left = values->count; !code && left;) {
+        uint64_t count = (uint64_t)least(left, longest(values));
+        int64_t blocks = blocks_for(buffer->device, values, (int64_t)count);
         Address row = buffer->rows + (Address)(buffer->row_count * ROW);
-        Address units = buffer->units + (Address)(buffer->unit_count * UNIT);
-        void *arguments[] = {&values.values, &count, &values.units, &values.inner, &powers, &row, &units, NULL};
-        code = driver.launch(function, blocks_for(device, &values, count), 1, 1, THREADS, 1, 1, 0, stream, arguments, NULL);
+        Address partials = buffer->partials + (Address)(buffer->partial_count * PARTIAL);
+        Address codes = buffer->codes + (Address)(buffer->unit_count * CODES);
+        void *arguments[] = {(void *)&next, &count, &row, &partials, &codes,
+                             (void *)&values->units, (void *)&values->inner, NULL};
+        code = launch(buffer->device, module_of(values->dtype), kernel + (powers == 4), blocks,
+                      stream, arguments);
         buffer->row_count++;
-        buffer->unit_count += values.units;
-        values.values += count * size;
-        left -= count;
+        buffer->unit_count += values->units;
+        buffer->partial_count += blocks;
+        next += (int64_t)count * size_of(values);
+        left -= (int64_t)count;
     }
     return code;
 }
@@ -395,33 +473,31 @@ static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssiz
         return NULL;
     }
     Values values;
-    if (!ask(args[1], args[2], buffer->device, &values) || !longest(&values))
-        return PyLong_FromLong(REFUSED);
+    int64_t rows = ask(args[1], args[2], buffer->device, &values) ? rows_for(buffer, &values) : 0;
     int powers = PyLong_AsLong(args[3]) == 2 ? 2 : 4;
     Stream stream = PyLong_AsVoidPtr(args[4]);
     if (PyErr_Occurred())
         return NULL;
-    int64_t rows = (values.count + longest(&values) - 1) / longest(&values);
-    if (buffer->row_count + rows > buffer->row_capacity ||
-        buffer->unit_count + rows * values.units > buffer->unit_capacity)
-        return PyLong_FromLong(buffer->row_count ? FULL : REFUSED);
-    int pushed, code;
+    if (rows <= 0)
+        return PyLong_FromLongLong(rows);
+    int pushed;
     PyThreadState *state = PyEval_SaveThread(); /* the stream may be full */
-    code = enter(buffer->device, &pushed);
-    int refused = !code && is_capturing(stream);
-    if (!code && !refused)
-        code = launch_measure(buffer, values, powers, stream);
+    int code = enter(buffer->device, &pushed);
+    if (!code && is_capturing(stream))
+        rows = REFUSED;
+    else if (!code)
+        code = launch_measure(buffer, &values, powers, stream);
     leave(pushed);
     PyEval_RestoreThread(state);
-    return code ? raise_error("measure a tensor", code) : PyLong_FromLongLong(refused ? 0 : rows);
+    return code ? raise_error("measure a tensor", code) : PyLong_FromLongLong(rows);
 }
 
 /* --- sending ---------------------------------------------------------------------------------- */
 
-/* Of what there is: the rows' HEADs and UNITs, a number of PAIRs, and room for these. */
+/* Of what there is: the rows' HEADs, their UNITs, and room for their PAIRs. */
 static size_t packed_size(const Buffer *buffer)
 {
-    return (size_t)(buffer->row_count * (HEAD + PAIRS * PAIR) + buffer->unit_count * UNIT + 8);
+    return (size_t)(buffer->row_count * (HEAD + PAIRS * PAIR) + buffer->unit_count * UNIT);
 }
 
 /* When a copy has arrived. */
@@ -446,15 +522,19 @@ static void free_arrival(PyObject *capsule)
 static int launch_send(Buffer *buffer, void *host, size_t size, Event *arrived)
 {
     const Device *device = buffer->device;
-    void *arguments[] = {&buffer->rows, &buffer->row_count, &buffer->units, &buffer->unit_count,
-                         &buffer->packed, NULL};
-    unsigned blocks = (unsigned)buffer->row_count;
+    int64_t rows = buffer->row_count;
+    uint64_t code_count = 2 * (uint64_t)buffer->unit_count, capacity = (uint64_t)(rows * PAIRS);
+    Address extremes = buffer->packed + (Address)(rows * HEAD);
+    Address pairs = extremes + (Address)(buffer->unit_count * UNIT);
+    void *of_heads[] = {&buffer->rows, &buffer->packed, &buffer->codes, &extremes, &code_count, NULL};
+    void *of_pairs[] = {&buffer->rows, &buffer->packed, &pairs, &capacity, NULL};
     int code = driver.create_event(arrived, NO_TIMES | WAIT_WITHOUT_SPINNING);
     if (!code)
         code = join_streams(buffer);
     if (!code)
-        code = driver.launch(device->functions[PACK], blocks, 1, 1, THREADS, 1, 1, 0, device->side,
-                             arguments, NULL);
+        code = launch(device, 0, PACK_HEADS, rows, device->side, of_heads);
+    if (!code)
+        code = launch(device, 0, PACK_PAIRS, rows, device->side, of_pairs);
     if (!code)
         code = driver.copy_to_host(host, buffer->packed, size, device->side);
     if (!code)
