@@ -492,6 +492,172 @@ static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssiz
     return code ? raise_error("measure a tensor", code) : PyLong_FromLongLong(rows);
 }
 
+/* --- many tensors ----------------------------------------------------------------------------- */
+
+static int is_large(const Values *values)
+{
+    return values->count > SMALL_CHUNK;
+}
+
+/* The chunks of those tensors of one module that have a row: large ones first, or all if norms are
+ * taken; how many there are, of which so many large. */
+static uint32_t fill_chunks(const Values *tensors, const int64_t *rows, Py_ssize_t size, int module,
+                            uint32_t *large, Chunk *chunks)
+{
+    uint32_t count = 0;
+    for (int small = 0; small < 2; small++) {
+        for (Py_ssize_t i = 0; i < size; i++) {
+            const Values *values = &tensors[i];
+            if (rows[i] < 0 || module_of(values->dtype) != module || is_large(values) == small)
+                continue;
+            uint32_t parts = (uint32_t)round_up(values->count, LARGE_CHUNK);
+            for (uint32_t part = 0; chunks && part < parts; part++) {
+                int64_t first = (int64_t)part * LARGE_CHUNK;
+                uint32_t elements = (uint32_t)least(LARGE_CHUNK, values->count - first);
+                Chunk chunk = {values->values + first * size_of(values), elements,
+                               (uint32_t)rows[i], part, parts};
+                chunks[count + part] = chunk;
+            }
+            count += parts;
+        }
+        *large = small ? *large : count;
+    }
+    return count;
+}
+
+/* Tables of chunks, one for each module that is needed: (module, bytes, large, count, address of its
+ * partial sums). */
+static PyObject *tables_of(const Values *tensors, const int64_t *rows, Py_ssize_t size,
+                           Address partials)
+{
+    PyObject *tables = PyList_New(0);
+    for (int module = 1; tables && module < MODULES; module++) {
+        uint32_t large = 0, count = fill_chunks(tensors, rows, size, module, &large, NULL);
+        PyObject *bytes = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(Chunk)));
+        if (bytes && count)
+            fill_chunks(tensors, rows, size, module, &large,
+                        (Chunk *)(void *)PyByteArray_AsString(bytes));
+        PyObject *table = bytes ? Py_BuildValue("iNIIK", module, bytes, large, count, partials)
+                                : NULL;
+        partials += count * PARTIAL;
+        if (table == NULL || (count && PyList_Append(tables, table)))
+            Py_CLEAR(tables);
+        Py_XDECREF(table);
+    }
+    return tables;
+}
+
+/* A row of a buffer for a tensor among many, and blocks; whether there is room. */
+static int take_row(Buffer *buffer, const Values *values, int64_t *row)
+{
+    int64_t chunks = round_up(values->count, LARGE_CHUNK);
+    if (buffer->row_count == buffer->row_capacity ||
+        buffer->partial_count + chunks > buffer->partial_capacity)
+        return 0;
+    *row = buffer->row_count++;
+    buffer->partial_count += chunks;
+    return 1;
+}
+
+/* plan(device, buffer or None, tensors, stream): whether each can be measured with others, or FULL;
+ * and the tables for that. Rows are those of the buffer, or without one the places in the list. */
+static PyObject *python_plan(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
+{
+    (void)module;
+    const Device *device = arg_count == 4 && PyList_Check(args[2]) ? device_of(args[0]) : NULL;
+    Buffer *buffer = device && args[1] != Py_None ? buffer_of(args[1]) : NULL;
+    Stream stream = device ? PyLong_AsVoidPtr(args[3]) : NULL;
+    if (device == NULL || PyErr_Occurred()) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "plan() takes a device, a buffer, a list, a stream");
+        return NULL;
+    }
+    Py_ssize_t size = PyList_Size(args[2]);
+    Values *tensors = calloc((size_t)size + 1, sizeof *tensors);
+    int64_t *rows = calloc((size_t)size + 1, sizeof *rows);
+    PyObject *taken = PyList_New(size), *tables = NULL;
+    Address partials = buffer ? buffer->partials + (Address)(buffer->partial_count * PARTIAL) : 0;
+    int pushed, is_full = 0, refuses = enter(device, &pushed) || is_capturing(stream);
+    leave(pushed);
+    for (Py_ssize_t i = 0; tensors && rows && taken && i < size; i++) {
+        int fits = !refuses && ask(PyList_GetItem(args[2], i), Py_None, device, &tensors[i]) &&
+                   tensors[i].count <= MOST;
+        rows[i] = fits && !buffer ? i : -1;
+        if (fits && buffer && !is_full && !take_row(buffer, &tensors[i], &rows[i]))
+            is_full = 1;
+        fits = rows[i] >= 0 ? 1 : fits && buffer->row_count ? FULL : REFUSED;
+        PyList_SetItem(taken, i, PyLong_FromLong(fits));
+    }
+    if (tensors && rows && taken)
+        tables = tables_of(tensors, rows, size, partials);
+    free(tensors);
+    free(rows);
+    if (tables == NULL) {
+        Py_XDECREF(taken);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    return Py_BuildValue("NN", taken, tables);
+}
+
+/* Whole numbers from the first of some arguments on. */
+static int read_numbers(PyObject *const *args, int count, uint64_t *numbers)
+{
+    for (int i = 0; i < count; i++)
+        numbers[i] = PyLong_AsUnsignedLongLong(args[i]);
+    return !PyErr_Occurred();
+}
+
+/* measure_many(buffer, module, large, count, address of the table, address of the partial sums,
+ * powers, stream) */
+static PyObject *python_measure_many(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
+{
+    (void)module;
+    uint64_t numbers[7] = {0};
+    Buffer *buffer = arg_count == 8 ? buffer_of(args[0]) : NULL;
+    if (buffer == NULL || !read_numbers(args + 1, 7, numbers) || numbers[0] >= MODULES) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "measure_many() takes a buffer and 7 numbers");
+        return NULL;
+    }
+    uint64_t large = numbers[1], count = numbers[2];
+    int64_t blocks = (int64_t)large + round_up((int64_t)(count - large), PER_WARP);
+    void *arguments[] = {&numbers[3], &large, &count, &buffer->rows, &numbers[4], NULL};
+    Stream stream = (Stream)(uintptr_t)numbers[6];
+    int pushed;
+    PyThreadState *state = PyEval_SaveThread();
+    int code = enter(buffer->device, &pushed);
+    if (!code && !(code = note_stream(buffer, stream)))
+        code = launch(buffer->device, (int)numbers[0], MEASURE_MANY + (numbers[5] == 4), blocks,
+                      stream, arguments);
+    leave(pushed);
+    PyEval_RestoreThread(state);
+    return code ? raise_error("measure many tensors", code) : Py_NewRef(Py_None);
+}
+
+/* norms(device, module, count, address of the table, address of the norms, address of the partial
+ * sums, stream) */
+static PyObject *python_norms(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
+{
+    (void)module;
+    uint64_t numbers[6] = {0};
+    const Device *device = arg_count == 7 ? device_of(args[0]) : NULL;
+    if (device == NULL || !read_numbers(args + 1, 6, numbers) || numbers[0] >= MODULES) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "norms() takes a device and 6 numbers");
+        return NULL;
+    }
+    void *arguments[] = {&numbers[2], &numbers[3], &numbers[4], NULL};
+    int pushed;
+    PyThreadState *state = PyEval_SaveThread();
+    int code = enter(device, &pushed);
+    if (!code)
+        code = launch(device, (int)numbers[0], NORMS, (int64_t)numbers[1],
+                      (Stream)(uintptr_t)numbers[5], arguments);
+    leave(pushed);
+    PyEval_RestoreThread(state);
+    return code ? raise_error("take norms", code) : Py_NewRef(Py_None);
+}
+
 /* --- sending ---------------------------------------------------------------------------------- */
 
 /* Of what there is: the rows' HEADs, their UNITs, and room for their PAIRs. */
@@ -617,6 +783,9 @@ static PyMethodDef methods[] = {
     {"open", METHOD(python_open), METH_FASTCALL, NULL},
     {"buffer", METHOD(python_buffer), METH_FASTCALL, NULL},
     {"measure", METHOD(python_measure), METH_FASTCALL, NULL},
+    {"plan", METHOD(python_plan), METH_FASTCALL, NULL},
+    {"measure_many", METHOD(python_measure_many), METH_FASTCALL, NULL},
+    {"norms", METHOD(python_norms), METH_FASTCALL, NULL},
     {"contents", python_contents, METH_O, NULL},
     {"send", METHOD(python_send), METH_FASTCALL, NULL},
     {"clear", python_clear, METH_O, NULL},

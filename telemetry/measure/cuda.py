@@ -34,6 +34,11 @@ BUFFER_BYTES = 16 * 2**20
 BUFFERS = 4
 _LEAST_BYTES = 2**20
 
+# The modules of the kernels, as _cuda.c counts them: the first packs what the others find.
+_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+
+_FULL = -1  # what _cuda.c says where a buffer has no room left
+
 # Loaded instead of the system's driver.
 _DRIVER: str | None = None
 
@@ -103,10 +108,13 @@ class Gpu:
             raise OSError(f"PyTorch {torch.__version__} cannot tell C where tensors are")
         if torch.version.hip is not None:
             raise OSError("there are no kernels for ROCm")
-        image = nvrtc.cubin(torch.cuda.get_device_capability(index))
+        major, minor = torch.cuda.get_device_capability(index)
+        if (major, minor) < (7, 5):
+            raise OSError(f"its compute capability {major}.{minor} is below 7.5")
+        kernels = [nvrtc.compile_kernels(dtype, f"sm_{major}{minor}") for dtype in _DTYPES]
         _cuda.load(_DRIVER, native.TYPES, native.TENSORS)
         self.index = index
-        self._handle = _cuda.open(index, image)
+        self.handle = _cuda.open(index, tuple(compiled.cubin for compiled in kernels))
         self._buffers: list[_Buffer] = []  # that which waited longest is the first
         self._packs: list[_Pack] = []  # which may be under way
         self._short = False
@@ -140,8 +148,11 @@ class Gpu:
         return []
 
     def send(self, buffer: _Buffer) -> _Pack | None:
-        """Start the copy of what is in a buffer, which is free then."""
+        """Start the copy of what is in a buffer, which is free then; None if nothing is."""
         rows, units, size = _cuda.contents(buffer.handle)
+        if rows == 0:
+            buffer.owner = _nobody
+            return None
         host = _pinned_memory(size)
         pack = _Pack(host, _cuda.send(buffer.handle, host.data_ptr()), rows, units)
         with _lock:
@@ -163,7 +174,7 @@ class _Buffer:
         self.memory = memory
         self.owner: Any = _nobody
         stream = raw_stream(gpu.index)
-        self.handle = _cuda.buffer(gpu._handle, memory.data_ptr(), memory.numel(), stream)
+        self.handle = _cuda.buffer(gpu.handle, memory.data_ptr(), memory.numel(), stream)
 
 
 class _Pack:
@@ -179,7 +190,7 @@ class _Pack:
         ends = np.cumsum([0, self._rows * HEAD.itemsize, self._units * UNIT.itemsize])
         heads, units = (memory[first:end].tobytes() for first, end in pairwise(ends))
         pairs = int(np.frombuffer(heads, HEAD)["bucket_count"].sum()) * PAIR.itemsize
-        return Rows.decode(heads, memory[ends[-1] + 8 :][:pairs].tobytes(), units)
+        return Rows.decode(heads, memory[ends[-1] :][:pairs].tobytes(), units)
 
 
 # What the tests replace where there is no GPU.
@@ -191,6 +202,12 @@ def _device_memory(size: int, index: int) -> Tensor:
 
 def _pinned_memory(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _uploaded(data: bytearray, index: int) -> Tensor:
+    """A copy on the GPU, made in the current stream."""
+    pinned = torch.frombuffer(data, dtype=torch.uint8).pin_memory()
+    return pinned.to(f"cuda:{index}", non_blocking=True)
 
 
 # --- the rows of a step --------------------------------------------------------------------------
@@ -209,29 +226,71 @@ class GpuRows:
         self._buffer: _Buffer | None = None
         self._packs: list[_Pack] = []
 
-    def add(self, tensor: Tensor, unit_axis: int | None, powers: int, number: int) -> bool:
-        """Measure a tensor on its current stream; whether the kernels take it."""
+    def add(
+        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int, number: int
+    ) -> list[bool]:
+        """Measure tensors as they are in the current stream; whether the kernels take each.
+
+        Those that are taken are numbered from ``number`` on.
+
+        Raises:
+            RuntimeError: The driver refuses; then PyTorch's operations measure what comes next.
+        """
+        try:
+            if len(tensors) > 1 and unit_axis is None:
+                return self._add_many(tensors, powers, number)
+            taken = []
+            for tensor in tensors:
+                rows = self._measured(tensor, unit_axis, powers)
+                self.numbers += [number] * rows
+                taken.append(rows > 0)
+                number += rows > 0
+            return taken
+        except RuntimeError as error:
+            give_up(self._gpu.index, error)
+            raise
+
+    def _measured(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int:
+        """How many rows it took."""
+        # What stands for the negative of its memory is not as that says.
+        while not tensor.is_neg() and (buffer := self._lent()) is not None:
+            stream = raw_stream(self._gpu.index)
+            rows = _cuda.measure(buffer.handle, tensor, unit_axis, powers, stream)
+            if rows >= 0:
+                return rows
+            self.send()  # it is full
+        return 0
+
+    def _add_many(self, tensors: Sequence[Tensor], powers: int, number: int) -> list[bool]:
+        found: list[bool] = []
+        while len(found) < len(tensors) and (buffer := self._lent()) is not None:
+            rest = [None if t.is_neg() else t for t in tensors[len(found) :]]
+            stream = raw_stream(self._gpu.index)
+            taken, tables = _cuda.plan(self._gpu.handle, buffer.handle, rest, stream)
+            for module, table, *counts, partials in tables:
+                chunks = _uploaded(table, self._gpu.index)
+                where = chunks.data_ptr(), partials
+                _cuda.measure_many(buffer.handle, module, *counts, *where, powers, stream)
+            known = taken[: taken.index(_FULL)] if _FULL in taken else taken
+            rows = sum(known)
+            self.numbers += range(number, number + rows)
+            number += rows
+            found += map(bool, known)
+            if len(found) < len(tensors):
+                self.send()
+        return found + [False] * (len(tensors) - len(found))
+
+    def _lent(self) -> _Buffer | None:
         if self._buffer is None:
             self._buffer = self._gpu.lend(self)
-            if self._buffer is None:
-                return False
-        stream = raw_stream(self._gpu.index)
-        rows = _cuda.measure(self._buffer.handle, tensor, unit_axis, powers, stream)
-        if rows < 0:  # it is full
-            self._send()
-            return self.add(tensor, unit_axis, powers, number)
-        self.numbers += [number] * rows
-        return rows > 0
-
-    def _send(self) -> int:
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            self._packs.append(self._gpu.send(buffer))
-        return sum([pack.host.numel() for pack in self._packs])
+        return self._buffer
 
     def send(self) -> int:
         """Start the copy to the host, and say how many bytes all have; nothing can be added then."""
-        return self._send()
+        buffer, self._buffer = self._buffer, None
+        pack = None if buffer is None else self._gpu.send(buffer)
+        self._packs += [] if pack is None else [pack]
+        return sum([pack.host.numel() for pack in self._packs])
 
     def decode(self) -> Rows:
         """What was sent; waits for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -68,7 +69,7 @@ class Measurer:
         found: list[int | None]
         with self._lock:
             if tensors and tensors[0].is_cuda:
-                found = [self._add_on_gpu(tensor, unit_axis, powers) for tensor in tensors]
+                found = self._add_on_gpus(tensors, unit_axis, powers)
             else:
                 measured = self._host.add_plain(tensors, unit_axis, powers)
                 found = [self._next() if known else None for known in measured]
@@ -82,17 +83,23 @@ class Measurer:
         self._count += 1
         return self._count - 1
 
-    def _add_on_gpu(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
-        if not tensor.is_cuda:
-            return None
-        index = tensor.get_device()
-        if index not in self._gpus:
+    def _add_on_gpus(
+        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
+    ) -> list[int | None]:
+        found: list[int | None] = [None] * len(tensors)
+        places: dict[int, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            if tensor.is_cuda:
+                places.setdefault(tensor.get_device(), []).append(place)
+        for index, some in places.items():
             gpu = cuda.gpu(index)
             if gpu is None:
-                return None
-            self._gpus[index] = cuda.GpuRows(gpu)
-        added = self._gpus[index].add(tensor, unit_axis, powers, self._count)
-        return self._next() if added else None
+                continue
+            rows = self._gpus.setdefault(index, cuda.GpuRows(gpu))
+            taken = rows.add([tensors[place] for place in some], unit_axis, powers, self._count)
+            for place in itertools.compress(some, taken):
+                found[place] = self._next()
+        return found
 
     def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
         """Measure what is not plain."""

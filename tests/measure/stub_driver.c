@@ -1,5 +1,5 @@
-/* A CUDA driver for tests: device memory is the host's, kernels are compiled for the host, and an
- * image is the path of the library that they are in.
+/* A CUDA driver for tests: device memory is the host's, kernels are compiled for the host (see
+ * emulated.h), and an image is the path of the library that they are in.
  *
  * What is queued is done at once; or, if ``stub_deferred`` is set, when the host waits for an event.
  * Then nothing is done but what is ordered before it, so that a missing wait shows in the figures.
@@ -20,7 +20,7 @@ enum { ARGUMENTS = 16, CALLS = 1 << 16, STREAMS = 64, INVALID = 1, NOT_READY = 6
 typedef struct Task Task;
 
 typedef struct {
-    void *function;
+    void (*emulate)(unsigned grid, unsigned seed, void **arguments);
     char name[64];
 } Kernel;
 
@@ -29,7 +29,7 @@ struct Task {
     int done;
     const Kernel *kernel;
     uint64_t arguments[ARGUMENTS];
-    unsigned grid_x, grid_y, block, shared_bytes;
+    unsigned grid;
     void *target;
     const void *source;
     size_t size;
@@ -42,7 +42,7 @@ typedef struct {
 
 typedef struct {
     char name[32], kernel[64];
-    uint64_t stream, target, size;
+    uint64_t stream, target, size, arguments[ARGUMENTS];
 } Call;
 
 Call stub_calls[CALLS];
@@ -53,8 +53,6 @@ static struct {
     void *handle;
     Task *last;
 } streams[STREAMS];
-static void *library;
-static void (*emulate)(void *kernel, const uint64_t *arguments);
 static int primary;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread void *current;
@@ -94,8 +92,11 @@ static void run(Task *task)
     run(task->before);
     run(task->after);
     task->done = 1;
+    void *arguments[ARGUMENTS];
+    for (int i = 0; i < ARGUMENTS; i++)
+        arguments[i] = &task->arguments[i];
     if (task->kernel)
-        emulate(task->kernel->function, task->arguments);
+        task->kernel->emulate(task->grid, 0, arguments);
     else if (task->source)
         memcpy(task->target, task->source, task->size);
     else if (task->target)
@@ -173,10 +174,12 @@ int cuCtxPopCurrent_v2(void **context)
 int cuModuleLoadData(void **module, const void *image)
 {
     CHECKED(NULL, 0, 0);
-    library = dlopen(image, RTLD_NOW | RTLD_LOCAL);
-    void *found = library ? dlsym(library, "emulate") : NULL;
-    memcpy(&emulate, &found, sizeof found);
-    *module = library;
+    *module = dlopen(image, RTLD_NOW | RTLD_LOCAL);
+    void *found = *module ? dlsym(*module, "allow_tensor") : NULL;
+    void (*allow_tensor)(const char *at, size_t size);
+    memcpy(&allow_tensor, &found, sizeof found);
+    if (found)
+        allow_tensor(NULL, SIZE_MAX);
     return found ? 0 : 200; /* invalid image */
 }
 
@@ -185,9 +188,12 @@ int cuModuleGetFunction(void **function, void *module, const char *name)
     CHECKED(NULL, 0, 0);
     Kernel *kernel = malloc(sizeof *kernel);
     snprintf(kernel->name, sizeof kernel->name, "%s", name);
-    kernel->function = dlsym(module, name);
+    char symbol[80];
+    snprintf(symbol, sizeof symbol, "emulate_%s", name);
+    void *found = dlsym(module, symbol);
+    memcpy(&kernel->emulate, &found, sizeof found);
     *function = kernel;
-    return kernel->function ? 0 : 500; /* not found */
+    return found ? 0 : 500; /* not found */
 }
 
 int cuFuncGetAttribute(int *value, int attribute, void *function)
@@ -202,13 +208,13 @@ int cuLaunchKernel(const Kernel *kernel, unsigned grid_x, unsigned grid_y, unsig
 {
     CHECKED(stream, 0, grid_x);
     snprintf(call->kernel, sizeof call->kernel, "%s", kernel->name);
-    if (!grid_x || !grid_y || grid_z != 1 || !block_x || block_x > 1024 || block_y != 1 ||
-        block_z != 1 || extra)
+    if (!grid_x || grid_x > 65535 || grid_y != 1 || grid_z != 1 || block_x != 512 || block_y != 1 ||
+        block_z != 1 || shared_bytes || extra)
         return INVALID;
-    Task task = {.kernel = kernel, .grid_x = grid_x, .grid_y = grid_y, .block = block_x,
-                 .shared_bytes = shared_bytes};
+    Task task = {.kernel = kernel, .grid = grid_x};
     for (int i = 0; i < ARGUMENTS && arguments[i]; i++) /* ended by NULL, unlike the driver's */
         memcpy(&task.arguments[i], arguments[i], sizeof(uint64_t));
+    memcpy(call->arguments, task.arguments, sizeof task.arguments);
     return queue(task, stream);
 }
 

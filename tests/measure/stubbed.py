@@ -26,6 +26,7 @@ class Call(ctypes.Structure):
         ("stream", ctypes.c_uint64),
         ("target", ctypes.c_uint64),
         ("size", ctypes.c_uint64),
+        ("arguments", ctypes.c_uint64 * 16),
     )
 
 
@@ -51,6 +52,7 @@ class Driver:
         self._library.stub_exchange.restype = ctypes.py_object
         self._library.stub_exchange.argtypes = (ctypes.py_object,)
         self.stream = 7
+        self.uploads: list[Tensor] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("deferred", "capturing"):
@@ -82,36 +84,64 @@ class Driver:
         self._count.value = 0
 
 
+PACKING = ("pack_heads", "pack_pairs")
+MEASURING = (
+    *(f"measure{kind}_{powers}" for kind in ("", "_last", "_middle", "_many") for powers in (2, 4)),
+    "norms",
+)
+
+
 @cache
-def built(directory: Path) -> tuple[Path, Path]:
-    """The stub, and the kernels compiled for the host."""
-    include = sysconfig.get_path("include")
-    paths = []
-    for name in ("stub_driver", "host_kernels"):
-        paths.append(directory / f"{name}.so")
-        subprocess.run(
-            ["cc", "-O1", "-shared", "-fPIC", f"-I{include}", HERE / f"{name}.c",
-             "-o", paths[-1], "-lm", "-ldl"],
-            check=True,
-        )  # fmt: skip
-    return paths[0], paths[1]
+def stub_driver(directory: Path) -> Path:
+    path = directory / "stub_driver.so"
+    include = f"-I{sysconfig.get_path('include')}"
+    source = HERE / "stub_driver.c"
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", include, source, "-o", path, "-ldl"], check=True)
+    return path
+
+
+@cache
+def emulated(directory: Path, dtype: torch.dtype | None) -> Path:
+    """The kernels for a dtype, compiled for the host."""
+    path = directory / f"{dtype}.so"
+    source = path.with_suffix(".cpp")
+    kernels = PACKING if dtype is None else MEASURING
+    lines = [f'#include "{nvrtc.SOURCE}"', *(f"EMULATE({kernel})" for kernel in kernels)]
+    source.write_text("\n".join(lines) + "\n")
+    command = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"]
+    command += ["-U_FORTIFY_SOURCE", "-D__CUDA_ARCH__=800", "-DTHREADS=512"]
+    command += [] if dtype is None else [f"-DDTYPE={[*nvrtc.DTYPES].index(dtype) + 1}"]
+    command += ["-include", str(HERE / "emulated.h"), str(source), "-o", str(path)]
+    subprocess.run(command, check=True)
+    return path
 
 
 def install(patches: pytest.MonkeyPatch, directory: Path) -> Driver:
     """A GPU 0 whose tensors are :class:`OnGpu`."""
-    stub, kernels = built(directory)
-    driver = Driver(stub)
+    driver = Driver(stub_driver(directory))
     driver.forget()
     driver.fail("")
     driver.deferred = driver.capturing = 0
-    image = bytes(kernels) + b"\0"
-    patches.setattr(nvrtc, "cubin", lambda capability: image)
+
+    def compiled(dtype: torch.dtype | None, architecture: str) -> nvrtc.Compiled:
+        path = emulated(directory, dtype)
+        return nvrtc.Compiled(cubin=bytes(path) + b"\0", log="", compile_s=0)
+
+    def memory(size: int, index: int = 0) -> Tensor:
+        return torch.full((size,), 255, dtype=torch.uint8)
+
+    def uploaded(data: bytearray, index: int) -> Tensor:
+        driver.uploads.append(torch.frombuffer(data, dtype=torch.uint8))
+        return driver.uploads[-1]
+
+    patches.setattr(nvrtc, "compile_kernels", compiled)
     patches.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     patches.setattr(native, "TENSORS", driver.exchange())
     patches.setattr(native, "TYPES", (OnGpu,))
     patches.setattr(cuda, "_DRIVER", driver.path)
     patches.setattr(cuda, "_gpus", {})
     patches.setattr(cuda, "raw_stream", lambda index: driver.stream)
-    patches.setattr(cuda, "_device_memory", lambda size, index: torch.full((size,), 255, dtype=torch.uint8))
-    patches.setattr(cuda, "_pinned_memory", lambda size: torch.full((size,), 255, dtype=torch.uint8))
+    patches.setattr(cuda, "_device_memory", memory)
+    patches.setattr(cuda, "_pinned_memory", memory)
+    patches.setattr(cuda, "_uploaded", uploaded)
     return driver
