@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from telemetry.measure import native, nvrtc
+from telemetry.measure import native as host
+from telemetry.measure import nvrtc
 from telemetry.records.rows import HEAD, PAIR, UNIT, Rows
 from telemetry.torch_private.host_copy import raw_stream
 
-if native.available:
+if host.available:
     from telemetry.measure import _cuda
 
 log = logging.getLogger("telemetry")
@@ -69,7 +70,7 @@ def gpu(index: int) -> Gpu | None:
 def give_up(index: int, error: Exception) -> None:
     """Leave this GPU to PyTorch's operations from now on."""
     _gpus[index], _reasons[index] = None, str(error)
-    log.warning(
+    log.info(
         "telemetry: tensors on GPU %d are measured by PyTorch's operations, which takes 10 to 50 "
         "times as long: %s",
         index,
@@ -79,9 +80,18 @@ def give_up(index: int, error: Exception) -> None:
 
 def prepare(devices: Iterable[torch.device]) -> None:
     """Have ready what measures tensors on these devices, before the first step."""
-    for device in devices:
-        if device.type == "cuda":
-            gpu(device.index or 0)
+    for index in {device.index for device in devices if device.type == "cuda"}:
+        gpu(index)
+
+
+def __getattr__(name: str) -> str:
+    """``native``: what measures tensors in CPU memory and on each GPU, in words."""
+    if name != "native":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    found = {index: "CUDA kernels" if gpu(index) else "" for index in indices}
+    gpus = [f"GPU {i}: {how or f'PyTorch, because {_reasons[i]}'}" for i, how in found.items()]
+    return "; ".join([host.native, *gpus])
 
 
 def _forget() -> None:
@@ -102,9 +112,9 @@ class Gpu:
     """
 
     def __init__(self, index: int) -> None:
-        if not native.available:
-            raise OSError(native.native)
-        if native.TENSORS is None:
+        if not host.available:
+            raise OSError(host.native)
+        if host.TENSORS is None:
             raise OSError(f"PyTorch {torch.__version__} cannot tell C where tensors are")
         if torch.version.hip is not None:
             raise OSError("there are no kernels for ROCm")
@@ -112,7 +122,7 @@ class Gpu:
         if (major, minor) < (7, 5):
             raise OSError(f"its compute capability {major}.{minor} is below 7.5")
         kernels = [nvrtc.compile_kernels(dtype, f"sm_{major}{minor}") for dtype in _DTYPES]
-        _cuda.load(_DRIVER, native.TYPES, native.TENSORS)
+        _cuda.load(_DRIVER, host.TYPES, host.TENSORS)
         self.index = index
         self.handle = _cuda.open(index, tuple(compiled.cubin for compiled in kernels))
         self._buffers: list[_Buffer] = []  # that which waited longest is the first
@@ -153,8 +163,8 @@ class Gpu:
         if rows == 0:
             buffer.owner = _nobody
             return None
-        host = _pinned_memory(size)
-        pack = _Pack(host, _cuda.send(buffer.handle, host.data_ptr()), rows, units)
+        target = _pinned_memory(size)
+        pack = _Pack(target, _cuda.send(buffer.handle, target.data_ptr()), rows, units)
         with _lock:
             # Until a copy has arrived its memory has to stay, even if nobody wants it any more.
             self._packs = [known for known in self._packs if not _cuda.wait(known.event, False)]
@@ -180,13 +190,13 @@ class _Buffer:
 class _Pack:
     """What a buffer held, on its way to the host."""
 
-    def __init__(self, host: Tensor, event: object, rows: int, units: int) -> None:
-        self.host, self.event, self._rows, self._units = host, event, rows, units
+    def __init__(self, memory: Tensor, event: object, rows: int, units: int) -> None:
+        self.memory, self.event, self._rows, self._units = memory, event, rows, units
 
     def decode(self) -> Rows:
         """The rows; waits for them."""
         _cuda.wait(self.event, True)
-        memory = self.host.numpy()
+        memory = self.memory.numpy()
         ends = np.cumsum([0, self._rows * HEAD.itemsize, self._units * UNIT.itemsize])
         heads, units = (memory[first:end].tobytes() for first, end in pairwise(ends))
         pairs = int(np.frombuffer(heads, HEAD)["bucket_count"].sum()) * PAIR.itemsize
@@ -290,7 +300,7 @@ class GpuRows:
         buffer, self._buffer = self._buffer, None
         pack = None if buffer is None else self._gpu.send(buffer)
         self._packs += [] if pack is None else [pack]
-        return sum([pack.host.numel() for pack in self._packs])
+        return sum([pack.memory.numel() for pack in self._packs])
 
     def decode(self) -> Rows:
         """What was sent; waits for it."""

@@ -140,6 +140,7 @@ def install(patches: pytest.MonkeyPatch, directory: Path) -> Driver:
     patches.setattr(native, "TYPES", (OnGpu,))
     patches.setattr(cuda, "_DRIVER", driver.path)
     patches.setattr(cuda, "_gpus", {})
+    patches.setattr(cuda, "_reasons", {})
     patches.setattr(cuda, "raw_stream", lambda index: driver.stream)
     patches.setattr(cuda, "_device_memory", memory)
     patches.setattr(cuda, "_pinned_memory", memory)
