@@ -122,7 +122,7 @@ enum {
 #define PACKED ((DTYPE == FLOAT16 || DTYPE == BFLOAT16) && __CUDA_ARCH__ >= 800)
 
 /* The lesser and the greater number, or NaN if either is NaN. */
-#ifdef EMULATED
+#if defined(EMULATED) && DTYPE != FLOAT64 && __CUDA_ARCH__ >= 800
 #elif PACKED
 #define COMPARE(NAME, INSTRUCTION, TYPE)                                                           \
     INLINE u32 NAME(u32 a, u32 b)                                                                  \
@@ -246,6 +246,7 @@ INLINE void widen(Range &range, Range other)
 
 INLINE Range range_of(uint4 vector, const Value *values)
 {
+    (void)vector, (void)values;
 #if PACKED
     const Extreme members[4] = {vector.x, vector.y, vector.z, vector.w};
 #else
