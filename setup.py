@@ -1,6 +1,7 @@
-"""The C extension; everything else is in setup.cfg. Where it cannot be built, NumPy serves."""
+"""The C extensions; everything else is in setup.cfg. Where they cannot be built, NumPy serves."""
 
 import os
+import sys
 import sysconfig
 
 from setuptools import Extension, setup
@@ -20,15 +21,23 @@ class BuildExtension(build_ext):
         super().build_extension(ext)
 
 
+def extension(name: str, **options: list[str]) -> Extension:
+    return Extension(
+        f"telemetry.measure.{name}",
+        [f"telemetry/measure/{name}.c"],
+        depends=["telemetry/measure/dlpack.h"],
+        define_macros=[("Py_LIMITED_API", "0x030A0000")] if LIMITED else [],
+        py_limited_api=LIMITED,
+        optional=not os.environ.get("TELEMETRY_REQUIRE_NATIVE"),  # set for releases
+        **options,
+    )
+
+
 setup(
+    # The second one loads CUDA's driver where there is one, and is built without it.
     ext_modules=[
-        Extension(
-            "telemetry.measure._native",
-            ["telemetry/measure/_native.c"],
-            define_macros=[("Py_LIMITED_API", "0x030A0000")] if LIMITED else [],
-            py_limited_api=LIMITED,
-            optional=not os.environ.get("TELEMETRY_REQUIRE_NATIVE"),  # set for releases
-        )
+        extension("_native"),
+        extension("_cuda", libraries=["dl"] if sys.platform == "linux" else []),
     ],
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED else {},

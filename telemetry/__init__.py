@@ -47,7 +47,7 @@ _HOMES = {
     "TelemetryAlert": "telemetry.alert",
     "TensorRecord": "telemetry.records",
     "clip_gradients": "telemetry.interventions",
-    "native": "telemetry.measure.native",
+    "native": "telemetry.measure.cuda",
     "prune_activations": "telemetry.interventions",
     "read": "telemetry.reading.run",
     "scale_gradients": "telemetry.interventions",

@@ -24,6 +24,7 @@ from telemetry.capture.optimizers import Optimizers
 from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.step import CHECKS, Step
 from telemetry.failures import Failures
+from telemetry.measure import cuda
 from telemetry.measure.native import TENSORS, available
 from telemetry.ranks.observer import RankObserver
 from telemetry.records import Layout
@@ -200,6 +201,7 @@ class Capture:
         self.to_check = {"outputs": CHECKS, "output_grads": CHECKS}
         self.modules = WatchedModules(self, model, selection)
         self.optimizers = Optimizers(self, primary)
+        cuda.prepare(parameter.device for parameter in model.parameters())
         self.in_progress = Step(self, first_step)
         self._phase: Step | None = None
         self._light = LightReader(self.table)

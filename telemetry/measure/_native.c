@@ -22,6 +22,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "dlpack.h"
+
 #if defined(_MSC_VER)
 #define INLINE static __forceinline
 #define NOT_INLINE static __declspec(noinline)
@@ -928,94 +930,15 @@ static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
 
 /* --- PyTorch's tensors ------------------------------------------------------------------------ */
 
-/* A tensor as DLPack 1 describes it, https://github.com/dmlc/dlpack. */
-typedef struct {
-    char *data;
-    struct {
-        int32_t type, id;
-    } device;
-    int32_t ndim;
-    struct {
-        uint8_t code, bits;
-        uint16_t lanes;
-    } dtype;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} DLTensor;
-
-/* What the capsule ``__dlpack_c_exchange_api__`` of a class of tensors points to. */
-typedef struct {
-    struct {
-        uint32_t major, minor;
-    } version;
-    void *previous, *allocate, *export_managed, *import_managed;
-    int (*describe)(void *tensor, DLTensor *description); /* of what stays the tensor's own */
-} Exchange;
-
-/* Whether a tensor's elements lie side by side, in any order of its axes. */
-static int is_dense(const DLTensor *tensor)
+/* Describe a dense float tensor in CPU memory; 0 if it is anything else. */
+static int describe_host(PyObject *object, const Exchange *exchange, PyObject *axis,
+                         Values *values, Tensor *tensor)
 {
-    if (tensor->strides == NULL)
-        return 1;
-    int64_t next = 1; /* the stride of the axis that is to come next */
-    for (int found = 0, seen = 0; seen < tensor->ndim; seen += found, found = 0) {
-        for (int i = tensor->ndim - 1; i >= 0; i--)
-            if (tensor->shape[i] != 1 && tensor->strides[i] == next) {
-                next *= tensor->shape[i];
-                found++;
-            }
-        if (!found)
-            break;
-    }
-    int64_t count = 1;
-    for (int i = 0; i < tensor->ndim; i++)
-        count *= tensor->shape[i];
-    return count == 0 || next == count;
-}
-
-/* Describe a float tensor in CPU memory; 0 if it is anything else. */
-static int describe(PyObject *object, const Exchange *exchange, DLTensor *found, Tensor *tensor)
-{
-    if (exchange->describe(object, found)) {
-        PyErr_Clear();
+    if (!describe(object, exchange, axis, values) || values->device_type != ON_CPU)
         return 0;
-    }
-    int bits = found->dtype.bits;
-    int is_float = found->dtype.code == 2, is_bfloat = found->dtype.code == 4;
-    tensor->dtype = is_float && bits == 32 ? 'f' : is_float && bits == 64 ? 'd'
-                  : is_float && bits == 16 ? 'e' : is_bfloat && bits == 16 ? 'E' : 0;
-    tensor->values = found->data + found->byte_offset;
-    tensor->count = 1;
-    for (int i = 0; i < found->ndim; i++)
-        tensor->count *= found->shape[i];
-    return tensor->dtype && found->device.type == 1 && found->dtype.lanes == 1 &&
-           (found->data || !tensor->count) && is_dense(found);
-}
-
-/* Describe a dense tensor and where the units of one of its axes lie; 0 if it is anything else. */
-static int describe_units(PyObject *object, const Exchange *exchange, PyObject *axis,
-                          Request *request)
-{
-    DLTensor found;
-    if (!describe(object, exchange, &found, &request->tensor) || !request->tensor.count)
-        return 0;
-    request->inner = 1;
-    if (axis == Py_None)
-        return 1;
-    long at = PyLong_AsLong(axis);
-    at += at < 0 ? found.ndim : 0;
-    if (PyErr_Occurred() || at < 0 || at >= found.ndim) {
-        PyErr_Clear();
-        return 0;
-    }
-    request->units = found.shape[at];
-    if (request->units == 1) /* whose stride says nothing */
-        request->inner = request->tensor.count;
-    else if (found.strides != NULL)
-        request->inner = found.strides[at];
-    else
-        for (int i = (int)at + 1; i < found.ndim; i++)
-            request->inner *= found.shape[i];
+    tensor->values = values->values;
+    tensor->count = values->count;
+    tensor->dtype = values->dtype;
     return 1;
 }
 
@@ -1026,24 +949,18 @@ typedef struct {
     int powers;
 } Asked;
 
-static int is_of_type(PyObject *object, PyObject *types)
-{
-    for (Py_ssize_t i = 0; i < PyTuple_Size(types); i++)
-        if ((PyObject *)Py_TYPE(object) == PyTuple_GetItem(types, i))
-            return 1;
-    return 0;
-}
-
 /* Fill a request, which has no values if the tensor is to be refused; 0 if there was an error. */
 static int ask(PyObject *object, const Asked *asked, Request *request)
 {
-    if (!is_of_type(object, asked->types) || asked->exchange->version.major != 1 ||
-        !asked->exchange->describe ||
-        !describe_units(object, asked->exchange, asked->axis, request)) {
-        request->tensor.count = 0;
+    Values values;
+    Tensor tensor;
+    if (!asked->exchange || !is_of_type(object, asked->types) ||
+        !describe_host(object, asked->exchange, asked->axis, &values, &tensor) || !tensor.count)
         return 1;
-    }
-    int64_t count = request->tensor.count;
+    int64_t count = tensor.count;
+    request->tensor = tensor;
+    request->units = values.units;
+    request->inner = values.inner;
     PyObject *number = PyObject_CallFunction(asked->sample_step, "L", (long long)count);
     request->sample_step = number ? PyLong_AsLongLong(number) : -1;
     request->powers = asked->powers;
@@ -1065,7 +982,7 @@ static PyObject *python_measure_tensors(PyObject *module, PyObject *const *args,
         PyErr_SetString(PyExc_TypeError, "measure_tensors() takes a list, and 8 other arguments");
         return NULL;
     }
-    Asked asked = {args[1], args[2], args[4], PyCapsule_GetPointer(args[3], "dlpack_exchange_api"),
+    Asked asked = {args[1], args[2], args[4], exchange_of(args[3]),
                    PyLong_AsLong(args[5]) == 2 ? 2 : 4};
     Py_ssize_t size = PyList_Size(args[0]);
     Request *requests = calloc((size_t)size + 1, sizeof *requests);
@@ -1108,7 +1025,7 @@ static Py_ssize_t find_gradients(PyObject *groups, const int64_t *identities, Py
                                  PyObject *tensor_type, const Exchange *exchange, double *row,
                                  Gradient *gradients)
 {
-    DLTensor description;
+    Values values;
     Py_ssize_t found = 0, at = 0, group_count = PyList_Size(groups);
     PyObject *name = PyUnicode_InternFromString("grad");
     int fits = name != NULL;
@@ -1132,7 +1049,7 @@ static Py_ssize_t find_gradients(PyObject *groups, const int64_t *identities, Py
             }
             found++;
             fits = (PyObject *)Py_TYPE(next->grad) == tensor_type &&
-                   describe(next->grad, exchange, &description, &next->tensor);
+                   describe_host(next->grad, exchange, Py_None, &values, &next->tensor);
         }
         row[g] = fits ? PyFloat_AsDouble(rate) : NAN;
     }
@@ -1151,16 +1068,16 @@ static PyObject *python_take_norms(PyObject *module, PyObject *const *args, Py_s
         PyErr_SetString(PyExc_TypeError, "take_norms() takes a list, bytes, a type, a capsule, int");
         return NULL;
     }
-    const Exchange *exchange = PyCapsule_GetPointer(args[3], "dlpack_exchange_api");
+    const Exchange *exchange = exchange_of(args[3]);
     double *row = PyLong_AsVoidPtr(args[4]);
     Py_ssize_t size = PyBytes_Size(args[1]) / (Py_ssize_t)(2 * sizeof(int64_t));
     Gradient *gradients = malloc(((size_t)size + 1) * sizeof *gradients);
-    if (exchange == NULL || PyErr_Occurred() || gradients == NULL) {
+    if (PyErr_Occurred() || gradients == NULL) {
         free(gradients);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     Py_ssize_t group_count = PyList_Size(args[0]), found = -1;
-    if (exchange->version.major == 1 && exchange->describe)
+    if (exchange != NULL)
         found = find_gradients(args[0], (const int64_t *)(const void *)PyBytes_AsString(args[1]),
                                size, args[2], exchange, row, gradients);
     double *norms = row + group_count, total = 0;

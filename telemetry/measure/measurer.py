@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from telemetry.measure import cuda
 from telemetry.measure.device import DeviceRows
 from telemetry.measure.native import HostRows
 from telemetry.measure.tensors import values_of
@@ -37,6 +39,7 @@ class Measurer:
         self._host = HostRows()
         self._of_host: list[int] = []  # which tensor each row is of
         self._devices: dict[torch.device, DeviceRows] = {}
+        self._gpus: dict[int, cuda.GpuRows] = {}
 
     def add(self, tensor: Tensor, *, unit_axis: int | None = None, powers: int = 4) -> int | None:
         """Measure ``tensor`` as it is now, without keeping it.
@@ -58,7 +61,11 @@ class Measurer:
             IndexError: The tensor has no axis ``unit_axis``.
         """
         with self._lock:
-            if self._host.add_plain([tensor], unit_axis, powers)[0]:
+            if tensor.is_cuda:
+                (number,) = self._add_on_gpus([tensor], unit_axis, powers)
+                if number is not None:
+                    return number
+            elif self._host.add_plain([tensor], unit_axis, powers)[0]:
                 self._of_host.append(self._count)
                 self._count += 1
                 return self._count - 1
@@ -67,14 +74,40 @@ class Measurer:
     def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
         """Measure many tensors without units, for less than one by one; see :meth:`add`."""
         with self._lock:
-            measured = self._host.add_plain(tensors, None, powers)
-            first, self._count = self._count, self._count + sum(measured)
-            numbers = iter(range(first, self._count))
-            self._of_host += range(first, self._count)
+            if tensors and tensors[0].is_cuda:
+                found = self._add_on_gpus(tensors, None, powers)
+            else:
+                measured = self._host.add_plain(tensors, None, powers)
+                first, self._count = self._count, self._count + sum(measured)
+                self._of_host += range(first, self._count)
+                numbers = iter(range(first, self._count))
+                found = [next(numbers) if known else None for known in measured]
         return [
-            next(numbers) if known else self._add_other(tensor, None, powers)
-            for tensor, known in zip(tensors, measured, strict=True)
+            self._add_other(tensor, None, powers) if number is None else number
+            for tensor, number in zip(tensors, found, strict=True)
         ]
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _add_on_gpus(
+        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
+    ) -> list[int | None]:
+        found: list[int | None] = [None] * len(tensors)
+        places: dict[int, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            if tensor.is_cuda:
+                places.setdefault(tensor.get_device(), []).append(place)
+        for index, some in places.items():
+            gpu = cuda.gpu(index)
+            if gpu is None:
+                continue
+            rows = self._gpus.setdefault(index, cuda.GpuRows(gpu))
+            taken = rows.add([tensors[place] for place in some], unit_axis, powers, self._count)
+            for place in itertools.compress(some, taken):
+                found[place] = self._next()
+        return found
 
     def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
         """Measure what is not plain."""
@@ -91,7 +124,7 @@ class Measurer:
                     rows.add(values, self._count)
                 elif stored.numel():
                     self._host.add(values, powers)
-                number, self._count = self._count, self._count + 1
+                number = self._next()
             finally:
                 owner = -1 if number is None else number
                 self._of_host += [owner] * (len(self._host) - len(self._of_host))
@@ -100,7 +133,11 @@ class Measurer:
     def finish(self) -> Measurements:
         """Everything since the last call, for any thread to reduce. Begins the next step."""
         with self._lock:
-            measured = Measurements(self._count, self._host, self._of_host, self._devices)
+            devices: list[DeviceRows | cuda.GpuRows] = [
+                *self._devices.values(),
+                *self._gpus.values(),
+            ]
+            measured = Measurements(self._count, self._host, self._of_host, devices)
             self._begin()
         measured.send()
         return measured
@@ -118,7 +155,7 @@ class Measurements:
         count: int,
         host: HostRows,
         of_host: list[int],
-        devices: Mapping[torch.device, DeviceRows],
+        devices: Sequence[DeviceRows | cuda.GpuRows],
     ) -> None:
         self._count, self._host, self._of_host, self._devices = count, host, of_host, devices
         self._tensors: Tensors[int] | None = None
@@ -126,7 +163,7 @@ class Measurements:
 
     def send(self) -> None:
         """Start the copies to the host."""
-        self.nbytes += sum([device.send() for device in self._devices.values()])
+        self.nbytes += sum([device.send() for device in self._devices])
 
     def reduce(self) -> Tensors[int]:
         """Every tensor that was added, in that order; waits for accelerators.
@@ -134,9 +171,9 @@ class Measurements:
         Call it on one thread at a time. Later calls return the same.
         """
         if self._tensors is None:
-            devices = self._devices.values()
+            devices = self._devices
             rows = Rows.concatenate([self._host.decode(), *(d.decode() for d in devices)])
             places = np.array([*self._of_host, *(n for d in devices for n in d.numbers)], np.int64)
             self._tensors = Tensors(range(self._count), rows.merged(places, self._count))
-            self._devices = {}
+            self._devices = ()
         return self._tensors

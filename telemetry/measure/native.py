@@ -66,7 +66,8 @@ DTYPES = {getattr(torch, name): ord(letter) for name, letter in _LETTERS.items()
 # Tells the extension where a tensor's elements are; None if it cannot be told so.
 TENSORS: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None) if available else None
 
-_TYPES = (torch.Tensor, torch.nn.Parameter)
+# The classes whose objects the extensions read.
+TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class HostRows:
@@ -100,9 +101,9 @@ class HostRows:
         plain: list[Tensor | None] = list(tensors)
         for place, tensor in enumerate(tensors):
             # What stands for the negative of its memory is not as that says.
-            if type(tensor) not in _TYPES or tensor.is_neg():
+            if type(tensor) not in TYPES or tensor.is_neg():
                 plain[place] = None
-        asked = unit_axis, _TYPES, TENSORS, sample_step, powers
+        asked = unit_axis, TYPES, TENSORS, sample_step, powers
         return _native.measure_tensors(plain, *asked, self.heads, self.pairs, self.units)
 
     def add(self, values: Values, powers: int) -> None:

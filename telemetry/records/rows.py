@@ -43,6 +43,7 @@ UNIT = np.dtype(("f4", 2))
 _CODES = 2 * (LAST_BUCKET + 1)
 
 Column = NDArray[Any]
+_Bytes = bytes | bytearray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,7 +84,7 @@ class Rows:
         return len(self.count)
 
     @staticmethod
-    def decode(heads: bytearray, pairs: bytearray, units: bytearray) -> Rows:
+    def decode(heads: _Bytes, pairs: _Bytes, units: _Bytes) -> Rows:
         """Rows of :data:`HEAD`, with their :data:`PAIR` and :data:`UNIT` one after the other."""
         head, pair = np.frombuffer(heads, HEAD), np.frombuffer(pairs, PAIR)
         rows = Rows(

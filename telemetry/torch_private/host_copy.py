@@ -75,6 +75,14 @@ def current_stream(device: torch.device) -> Any:
     return torch.get_device_module(device).current_stream(device)
 
 
+def raw_stream(index: int) -> int:
+    """The driver's handle of the stream on which this thread queues work for a CUDA device."""
+    try:  # without find(), for each hook asks
+        return torch._C._cuda_getCurrentRawStream(index)
+    except AttributeError:
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
+
 class _Outbox:
     """The copies on one device, transferred to pinned memory together, on a separate stream."""
 

@@ -1,0 +1,307 @@
+"""Measures tensors in the memory of NVIDIA GPUs by the kernels of ``kernels.cu``, in one read.
+
+A step's tensors are measured into a buffer, each on its own stream. At the end of the step a stream
+of ours packs what there is and copies it to the host. Streams wait for each other, and the host for
+none of them until a background thread reads the copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from telemetry.measure import native as host
+from telemetry.measure import nvrtc
+from telemetry.records.rows import HEAD, PAIR, UNIT, Rows
+from telemetry.torch_private.host_copy import raw_stream
+
+if host.available:
+    from telemetry.measure import _cuda
+
+log = logging.getLogger("telemetry")
+
+# The memory of a buffer, and how many a GPU has at most. Usually there are two, in turn, so that no
+# step waits until that of the step before is copied.
+BUFFER_BYTES = 16 * 2**20
+BUFFERS = 4
+_LEAST_BYTES = 2**20
+
+# The modules of the kernels, as _cuda.c counts them: the first packs what the others find.
+_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+
+_FULL = -1  # what _cuda.c says where a buffer has no room left
+
+# Loaded instead of the system's driver.
+_DRIVER: str | None = None
+
+
+# --- GPUs ----------------------------------------------------------------------------------------
+
+
+_gpus: dict[int, Gpu | None] = {}
+_reasons: dict[int, str] = {}
+_lock = threading.RLock()  # the garbage collector may close a logger on a thread that holds it
+
+
+def gpu(index: int) -> Gpu | None:
+    """What measures tensors on this GPU; None if PyTorch's operations do, which is logged once.
+
+    The first call compiles the kernels, which takes a second or two if that was never done before.
+    """
+    if index not in _gpus:
+        with _lock:
+            if index not in _gpus:
+                try:
+                    _gpus[index] = Gpu(index)
+                except (OSError, RuntimeError) as error:
+                    give_up(index, error)
+    return _gpus[index]
+
+
+def give_up(index: int, error: Exception) -> None:
+    """Leave this GPU to PyTorch's operations from now on."""
+    _gpus[index], _reasons[index] = None, str(error)
+    log.info(
+        "telemetry: tensors on GPU %d are measured by PyTorch's operations, which takes 10 to 50 "
+        "times as long: %s",
+        index,
+        error,
+    )
+
+
+def prepare(devices: Iterable[torch.device]) -> None:
+    """Have ready what measures tensors on these devices, before the first step."""
+    for index in {device.index for device in devices if device.type == "cuda"}:
+        gpu(index)
+
+
+def __getattr__(name: str) -> str:
+    """``native``: what measures tensors in CPU memory and on each GPU, in words."""
+    if name != "native":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    found = {index: "CUDA kernels" if gpu(index) else "" for index in indices}
+    gpus = [f"GPU {i}: {how or f'PyTorch, because {_reasons[i]}'}" for i, how in found.items()]
+    return "; ".join([host.native, *gpus])
+
+
+def _forget() -> None:
+    global _lock
+    _lock = threading.RLock()
+    _gpus.clear()
+
+
+if hasattr(os, "register_at_fork"):  # a forked child has none of its parent's GPUs
+    os.register_at_fork(after_in_child=_forget)
+
+
+class Gpu:
+    """What all loggers of the process share of one GPU.
+
+    Raises:
+        OSError, RuntimeError: Why there can be none.
+    """
+
+    def __init__(self, index: int) -> None:
+        if not host.available:
+            raise OSError(host.native)
+        if host.TENSORS is None:
+            raise OSError(f"PyTorch {torch.__version__} cannot tell C where tensors are")
+        if torch.version.hip is not None:
+            raise OSError("there are no kernels for ROCm")
+        major, minor = torch.cuda.get_device_capability(index)
+        if (major, minor) < (7, 5):
+            raise OSError(f"its compute capability {major}.{minor} is below 7.5")
+        kernels = [nvrtc.compile_kernels(dtype, f"sm_{major}{minor}") for dtype in _DTYPES]
+        _cuda.load(_DRIVER, host.TYPES, host.TENSORS)
+        self.index = index
+        self.handle = _cuda.open(index, tuple(compiled.cubin for compiled in kernels))
+        self._buffers: list[_Buffer] = []  # that which waited longest is the first
+        self._packs: list[_Pack] = []  # which may be under way
+        self._short = False
+        self._allocate()
+
+    def lend(self, owner: GpuRows) -> _Buffer | None:
+        """A buffer for ``owner`` alone until it is sent; None if there is no memory for one."""
+        with _lock:
+            free = [buffer for buffer in self._buffers if buffer.owner() is None]
+            if len(self._buffers) < 2 or not free:
+                free += self._allocate()
+            for buffer in free[:1]:
+                if buffer.owner is not _nobody:  # whose step was given up
+                    _cuda.clear(buffer.handle)
+                buffer.owner = ref(owner)
+                return buffer
+        return None
+
+    def _allocate(self) -> list[_Buffer]:
+        """Another buffer, if there may be one and there is memory for it."""
+        size = 0 if self._short or len(self._buffers) == BUFFERS else BUFFER_BYTES
+        while size >= _LEAST_BYTES:
+            try:
+                memory = _device_memory(size, self.index)
+            except torch.OutOfMemoryError:
+                size, self._short = size // 4, True
+            else:
+                buffer = _Buffer(self, memory)
+                self._buffers.append(buffer)
+                return [buffer]
+        return []
+
+    def send(self, buffer: _Buffer) -> _Pack | None:
+        """Start the copy of what is in a buffer, which is free then; None if nothing is."""
+        rows, units, size = _cuda.contents(buffer.handle)
+        if rows == 0:
+            buffer.owner = _nobody
+            return None
+        target = _pinned_memory(size)
+        pack = _Pack(target, _cuda.send(buffer.handle, target.data_ptr()), rows, units)
+        with _lock:
+            # Until a copy has arrived its memory has to stay, even if nobody wants it any more.
+            self._packs = [known for known in self._packs if not _cuda.wait(known.event, False)]
+            self._packs.append(pack)
+            self._buffers.remove(buffer)
+            self._buffers.append(buffer)
+            buffer.owner = _nobody
+        return pack
+
+
+def _nobody() -> None:
+    return None
+
+
+class _Buffer:
+    def __init__(self, gpu: Gpu, memory: Tensor) -> None:
+        self.memory = memory
+        self.owner: Any = _nobody
+        stream = raw_stream(gpu.index)
+        self.handle = _cuda.buffer(gpu.handle, memory.data_ptr(), memory.numel(), stream)
+
+
+class _Pack:
+    """What a buffer held, on its way to the host."""
+
+    def __init__(self, memory: Tensor, event: object, rows: int, units: int) -> None:
+        self.memory, self.event, self._rows, self._units = memory, event, rows, units
+
+    def decode(self) -> Rows:
+        """The rows; waits for them."""
+        _cuda.wait(self.event, True)
+        memory = self.memory.numpy()
+        ends = np.cumsum([0, self._rows * HEAD.itemsize, self._units * UNIT.itemsize])
+        heads, units = (memory[first:end].tobytes() for first, end in pairwise(ends))
+        pairs = int(np.frombuffer(heads, HEAD)["bucket_count"].sum()) * PAIR.itemsize
+        return Rows.decode(heads, memory[ends[-1] :][:pairs].tobytes(), units)
+
+
+# What the tests replace where there is no GPU.
+
+
+def _device_memory(size: int, index: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
+
+
+def _pinned_memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _uploaded(data: bytearray, index: int) -> Tensor:
+    """A copy on the GPU, made in the current stream."""
+    pinned = torch.frombuffer(data, dtype=torch.uint8).pin_memory()
+    return pinned.to(f"cuda:{index}", non_blocking=True)
+
+
+# --- the rows of a step --------------------------------------------------------------------------
+
+
+class GpuRows:
+    """The rows of one step's tensors on one GPU. Nothing here may be called while a thread does.
+
+    Attributes:
+        numbers: Which tensor each row is of.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.numbers: list[int] = []
+        self._gpu = gpu
+        self._buffer: _Buffer | None = None
+        self._packs: list[_Pack] = []
+
+    def add(
+        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int, number: int
+    ) -> list[bool]:
+        """Measure tensors as they are in the current stream; whether the kernels take each.
+
+        Those that are taken are numbered from ``number`` on.
+
+        Raises:
+            RuntimeError: The driver refuses; then PyTorch's operations measure what comes next.
+        """
+        try:
+            if len(tensors) > 1 and unit_axis is None:
+                return self._add_many(tensors, powers, number)
+            taken = []
+            for tensor in tensors:
+                rows = self._measured(tensor, unit_axis, powers)
+                self.numbers += [number] * rows
+                taken.append(rows > 0)
+                number += rows > 0
+            return taken
+        except RuntimeError as error:
+            give_up(self._gpu.index, error)
+            raise
+
+    def _measured(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int:
+        """How many rows it took."""
+        # What stands for the negative of its memory is not as that says.
+        while not tensor.is_neg() and (buffer := self._lent()) is not None:
+            stream = raw_stream(self._gpu.index)
+            rows: int = _cuda.measure(buffer.handle, tensor, unit_axis, powers, stream)
+            if rows >= 0:
+                return rows
+            self.send()  # it is full
+        return 0
+
+    def _add_many(self, tensors: Sequence[Tensor], powers: int, number: int) -> list[bool]:
+        found: list[bool] = []
+        while len(found) < len(tensors) and (buffer := self._lent()) is not None:
+            rest = [None if t.is_neg() else t for t in tensors[len(found) :]]
+            stream = raw_stream(self._gpu.index)
+            taken, tables = _cuda.plan(self._gpu.handle, buffer.handle, rest, stream)
+            for module, table, *counts, partials in tables:
+                chunks = _uploaded(table, self._gpu.index)
+                where = chunks.data_ptr(), partials
+                _cuda.measure_many(buffer.handle, module, *counts, *where, powers, stream)
+            known = taken[: taken.index(_FULL)] if _FULL in taken else taken
+            rows = sum(known)
+            self.numbers += range(number, number + rows)
+            number += rows
+            found += map(bool, known)
+            if len(found) < len(tensors):
+                self.send()
+        return found + [False] * (len(tensors) - len(found))
+
+    def _lent(self) -> _Buffer | None:
+        if self._buffer is None:
+            self._buffer = self._gpu.lend(self)
+        return self._buffer
+
+    def send(self) -> int:
+        """Start the copy to the host, and say how many bytes all have."""
+        buffer, self._buffer = self._buffer, None
+        pack = None if buffer is None else self._gpu.send(buffer)
+        self._packs += [] if pack is None else [pack]
+        return sum([pack.memory.numel() for pack in self._packs])
+
+    def decode(self) -> Rows:
+        """What was sent; waits for it."""
+        return Rows.concatenate([Rows.of(()), *(pack.decode() for pack in self._packs)])

@@ -1,0 +1,150 @@
+"""A GPU of tests: a driver that is a stub, tensors in CPU memory that say they are in a GPU's."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sysconfig
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from telemetry.measure import cuda, native, nvrtc
+
+HERE = Path(__file__).parent
+
+
+class Call(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char * 32),
+        ("kernel", ctypes.c_char * 64),
+        ("stream", ctypes.c_uint64),
+        ("target", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+        ("arguments", ctypes.c_uint64 * 16),
+    )
+
+
+class OnGpu(Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda, is_cpu = True, False  # type: ignore[assignment]
+
+    def get_device(self) -> int:
+        return 0
+
+
+def on_gpu(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(OnGpu)
+
+
+class Driver:
+    """The stub: what it was asked, and how it is to answer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._library = ctypes.PyDLL(self.path)
+        self._library.stub_exchange.restype = ctypes.py_object
+        self._library.stub_exchange.argtypes = (ctypes.py_object,)
+        self.stream = 7
+        self.uploads: list[Tensor] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("deferred", "capturing"):
+            ctypes.c_int.in_dll(self._library, f"stub_{name}").value = value
+        super().__setattr__(name, value)
+
+    def fail(self, name: str, error: int = 700) -> None:
+        """Have a function return this error from now on; none if the name is empty."""
+        (ctypes.c_char * 32).in_dll(self._library, "stub_failing").value = name.encode()
+        ctypes.c_int.in_dll(self._library, "stub_error").value = error
+
+    def exchange(self) -> object:
+        return self._library.stub_exchange(native.TENSORS)
+
+    @property
+    def _count(self) -> ctypes.c_int:
+        return ctypes.c_int.in_dll(self._library, "stub_call_count")
+
+    def calls(self, *names: str) -> list[Call]:
+        """All calls, or those of these functions, since the last :meth:`forget`."""
+        known = (Call * (1 << 16)).in_dll(self._library, "stub_calls")
+        calls = known[: self._count.value]
+        return [call for call in calls if not names or call.name.decode() in names]
+
+    def counts(self) -> Counter[str]:
+        return Counter((call.kernel or call.name).decode() for call in self.calls())
+
+    def forget(self) -> None:
+        self._count.value = 0
+
+
+PACKING = ("pack_heads", "pack_pairs")
+MEASURING = (
+    *(f"measure{kind}_{powers}" for kind in ("", "_last", "_middle", "_many") for powers in (2, 4)),
+    "norms",
+)
+
+
+@cache
+def stub_driver(directory: Path) -> Path:
+    path = directory / "stub_driver.so"
+    include = f"-I{sysconfig.get_path('include')}"
+    source = HERE / "stub_driver.c"
+    subprocess.run(
+        ["cc", "-O1", "-shared", "-fPIC", include, source, "-o", path, "-ldl"], check=True
+    )
+    return path
+
+
+@cache
+def emulated(directory: Path, dtype: torch.dtype | None) -> Path:
+    """The kernels for a dtype, compiled for the host."""
+    path = directory / f"{dtype}.so"
+    source = path.with_suffix(".cpp")
+    kernels = PACKING if dtype is None else MEASURING
+    lines = [f'#include "{nvrtc.SOURCE}"', *(f"EMULATE({kernel})" for kernel in kernels)]
+    source.write_text("\n".join(lines) + "\n")
+    command = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"]
+    command += ["-U_FORTIFY_SOURCE", "-D__CUDA_ARCH__=800", "-DTHREADS=512"]
+    command += [] if dtype is None else [f"-DDTYPE={[*nvrtc.DTYPES].index(dtype) + 1}"]
+    command += ["-include", str(HERE / "emulated.h"), str(source), "-o", str(path)]
+    subprocess.run(command, check=True)
+    return path
+
+
+def install(patches: pytest.MonkeyPatch, directory: Path) -> Driver:
+    """A GPU 0 whose tensors are :class:`OnGpu`."""
+    driver = Driver(stub_driver(directory))
+    driver.forget()
+    driver.fail("")
+    driver.deferred = driver.capturing = 0
+
+    def compiled(dtype: torch.dtype | None, architecture: str) -> nvrtc.Compiled:
+        path = emulated(directory, dtype)
+        return nvrtc.Compiled(cubin=bytes(path) + b"\0", log="", compile_s=0)
+
+    def memory(size: int, index: int = 0) -> Tensor:
+        return torch.full((size,), 255, dtype=torch.uint8)
+
+    def uploaded(data: bytearray, index: int) -> Tensor:
+        driver.uploads.append(torch.frombuffer(data, dtype=torch.uint8))
+        return driver.uploads[-1]
+
+    patches.setattr(nvrtc, "compile_kernels", compiled)
+    patches.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    patches.setattr(native, "TENSORS", driver.exchange())
+    patches.setattr(native, "TYPES", (OnGpu,))
+    patches.setattr(cuda, "_DRIVER", driver.path)
+    patches.setattr(cuda, "_gpus", {})
+    patches.setattr(cuda, "_reasons", {})
+    patches.setattr(cuda, "raw_stream", lambda index: driver.stream)
+    patches.setattr(cuda, "_device_memory", memory)
+    patches.setattr(cuda, "_pinned_memory", memory)
+    patches.setattr(cuda, "_uploaded", uploaded)
+    return driver

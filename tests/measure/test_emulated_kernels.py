@@ -1,0 +1,360 @@
+"""The CUDA kernels, compiled for the host, against NumPy: see emulated.h."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from telemetry.measure.nvrtc import DTYPES, SOURCE
+from telemetry.records.sketch import sketch_array
+
+KERNELS = [
+    *(f"measure{kind}_{powers}" for kind in ("", "_last", "_middle", "_many") for powers in (2, 4)),
+    "norms",
+]
+PACKING = ["pack_heads", "pack_pairs"]
+THREADS = 64  # two warps, so that what happens between them is tried, and quickly
+
+# What is lost where a vector's powers are added in float32, relative to the sum of magnitudes.
+SUM_TOLERANCE = 1e-6
+
+ROW = np.dtype(
+    [("elements", "u8"), ("low", "u8"), ("high", "u8"), ("partials", "u8"), ("partial_count", "u4"),
+     ("powers", "u4"), ("unit_count", "u4"), ("bucket_count", "u4"), ("counts", "u4", 4096)]
+)  # fmt: skip
+HEAD = np.dtype(
+    [("count", "i8"), ("nan", "i8"), ("positive_inf", "i8"), ("negative_inf", "i8"), ("zero", "i8"),
+     ("min", "f8"), ("max", "f8"), ("sums", "f8", 4), ("sampled", "i8"), ("bucket_count", "i8"),
+     ("unit_count", "i8")]
+)  # fmt: skip
+PAIR = np.dtype([("count", "u4"), ("bucket", "i2"), ("padding", "i2")])
+CHUNK = np.dtype(
+    [("values", "u8"), ("elements", "u4"), ("row", "u4"), ("part", "u4"), ("parts", "u4")]
+)
+NORM = np.dtype([("square", "f8"), ("largest", "f8"), ("done", "u4"), ("padding", "u4")])
+
+# sm_75 compares neither pairs nor NaN.
+VARIANTS = [*((dtype, 800) for dtype in DTYPES), (torch.float16, 750)]
+
+Libraries = dict[tuple[torch.dtype | None, int], ctypes.CDLL]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    """Kernels by dtype, for architectures with and without comparisons of pairs; and packing."""
+    if not shutil.which("g++"):
+        pytest.skip("no g++ to compile the kernels for the host")
+    folder = tmp_path_factory.mktemp("emulated")
+
+    def build(variant: tuple[torch.dtype | None, int]) -> ctypes.CDLL:
+        dtype, architecture = variant
+        kernels = PACKING if dtype is None else KERNELS
+        name = f"{DTYPES.get(dtype)}_{architecture}"
+        source, library = folder / f"{name}.cpp", folder / f"{name}.so"
+        lines = [f"EMULATE({kernel})" for kernel in kernels]
+        source.write_text(f'#include "{SOURCE}"\n' + "\n".join(lines) + "\n")
+        command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"]
+        command += ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-U_FORTIFY_SOURCE"]
+        command += [f"-D__CUDA_ARCH__={architecture}", f"-DTHREADS={THREADS}"]
+        command += [] if dtype is None else [f"-DDTYPE={list(DTYPES).index(dtype) + 1}"]
+        command += ["-include", str(Path(__file__).with_name("emulated.h")), str(source)]
+        subprocess.run([*command, "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))
+
+    variants = [(None, 800), *VARIANTS]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(variants, pool.map(build, variants), strict=True))
+
+
+class Memory:
+    """Bytes with others around them that must not change; zeros at first."""
+
+    MARGIN = 128
+
+    def __init__(self, size: int, offset: int = 0) -> None:
+        space = np.full(size + 4 * self.MARGIN, 0xA5, np.uint8)
+        self._all = space
+        self._start = self.MARGIN + -space.ctypes.data % self.MARGIN + offset
+        self.bytes = space[self._start : self._start + size]
+        self.bytes[:] = 0
+
+    @property
+    def address(self) -> int:
+        return self._all.ctypes.data + self._start
+
+    def view(self, dtype: Any) -> NDArray[Any]:
+        """The contents; checks the margins."""
+        outside = np.delete(self._all, np.s_[self._start : self._start + self.bytes.size])
+        assert (outside == 0xA5).all(), "written beyond the ends"
+        return self.bytes.copy().view(dtype)
+
+
+def tensor_memory(x: torch.Tensor, offset: int) -> Memory:
+    """A tensor at so many elements from an aligned address."""
+    memory = Memory(x.numel() * x.itemsize, offset * x.itemsize)
+    memory.bytes[:] = x.reshape(-1).view(torch.uint8).numpy()
+    return memory
+
+
+def launch(
+    library: ctypes.CDLL,
+    kernel: str,
+    arguments: Sequence[Memory | int | None],
+    *,
+    grid: int,
+    seed: int,
+    tensors: Sequence[Memory] = (),
+) -> None:
+    """Memory is passed by address, integers as u32 unless they are ctypes objects."""
+    library.forget_tensors()
+    for memory in tensors:
+        library.allow_tensor(ctypes.c_void_p(memory.address), ctypes.c_size_t(memory.bytes.size))
+    boxes = [
+        ctypes.c_uint64(a.address if isinstance(a, Memory) else a or 0)  # little-endian: u32, too
+        for a in arguments
+    ]
+    pointers = (ctypes.c_void_p * len(boxes))(*(ctypes.addressof(box) for box in boxes))
+    getattr(library, f"emulate_{kernel}")(grid, seed, pointers)
+
+
+@dataclass
+class Step:
+    """The rows of a step, and what packing makes of them."""
+
+    rows: Memory
+    units: int = 0
+    codes: Memory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.codes = Memory(8 * self.units)
+
+    def packed(
+        self, library: ctypes.CDLL, *, seed: int, capacity: int = 10_000
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        count = self.rows.bytes.size // ROW.itemsize
+        heads, pairs = Memory(count * HEAD.itemsize), Memory(capacity * PAIR.itemsize)
+        floats = Memory(8 * self.units)
+        arguments = [self.rows, heads, self.codes, floats, 2 * self.units]
+        launch(library, "pack_heads", arguments, grid=count, seed=seed)
+        arguments = [self.rows, heads, pairs, capacity]
+        launch(library, "pack_pairs", arguments, grid=count, seed=seed)
+        return heads.view(HEAD), pairs.view(PAIR), floats.view(np.float32).reshape(-1, 2)
+
+
+def assert_equals_oracle(
+    head: Any, pairs: NDArray[Any], x: torch.Tensor, powers: int, unit_count: int = 0
+) -> None:
+    values = x.reshape(-1).double().numpy()
+    expected = sketch_array(values)
+    counts = (expected.nan_count, expected.positive_inf_count, expected.negative_inf_count)
+    assert (head["nan"], head["positive_inf"], head["negative_inf"]) == counts
+    assert (head["count"], head["zero"]) == (expected.count, expected.zero_count)
+    np.testing.assert_array_equal([head["min"], head["max"]], [expected.min, expected.max])
+    assert (head["sampled"], head["unit_count"]) == (-1, unit_count)
+    assert head["bucket_count"] == len(pairs)
+    np.testing.assert_array_equal(pairs["bucket"], expected.buckets)
+    np.testing.assert_array_equal(pairs["count"], expected.counts)
+    finite = values[np.isfinite(values)]
+    for power in range(1, 5):
+        with np.errstate(over="ignore"):
+            magnitude = float((np.abs(finite) ** power).sum())
+        got = head["sums"][power - 1]
+        if power > powers:
+            assert np.isnan(got)
+        elif np.isfinite(magnitude):
+            assert abs(got - (finite**power).sum()) <= SUM_TOLERANCE * magnitude
+
+
+def unit_extremes(x: torch.Tensor, units: int, inner: int) -> NDArray[np.float32]:
+    values = x.reshape(-1, units, inner).double().numpy()
+    with np.errstate(over="ignore"):
+        both = np.stack([values.min((0, 2)), values.max((0, 2))], 1)
+        return both.astype(np.float32)  # type: ignore[no-any-return]
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+Maker = Callable[[np.random.Generator, int], NDArray[Any]]
+KINDS: dict[str, Maker] = {
+    "normal": lambda random, size: random.normal(size=size),
+    "half zeros": lambda random, size: np.maximum(random.normal(size=size), 0),
+    "1e-8": lambda random, size: random.normal(size=size) * 1e-8,
+    "scales": lambda random, size: random.normal(size=size) * 10.0 ** random.uniform(-46, 38, size),
+    "huge": lambda random, size: random.choice([3.4028235e38, -3.3959e38, 3.39e38], size),
+    "constant": lambda random, size: np.full(size, 0.37),
+    "negative zero": lambda random, size: np.full(size, -0.0),
+    "NaN": lambda random, size: np.full(size, np.nan),
+    "subnormal": lambda random, size: random.normal(size=size) * 1e-39,
+    "infinite": lambda random, size: random.choice([np.inf, -np.inf, 1.0], size),
+}
+SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, 65504.0]
+
+
+def make_values(
+    kind: str, size: int, dtype: torch.dtype, seed: int, special: float
+) -> torch.Tensor:
+    """Values of a kind, some of which are replaced; or any bits at all."""
+    random = np.random.default_rng(seed)
+    if kind == "bits":
+        bits = random.integers(0, 256, size * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(bits).view(dtype)
+    values = KINDS[kind](random, size)
+    replaced = random.random(size) < special
+    values = np.where(replaced, random.choice(SPECIAL, size), values)
+    return torch.from_numpy(values).to(dtype)
+
+
+kinds = st.sampled_from([*KINDS, "bits"])
+shares = st.sampled_from([0.0, 0.0, 0.01, 0.5])
+seeds = st.integers(0, 2**31 - 2)
+offsets = st.integers(0, 15)
+sizes = st.one_of(
+    st.integers(1, 40),
+    # Around a vector of each thread, and what one thread takes before the loop's first round.
+    st.builds(
+        lambda vectors, by: max(1, vectors * THREADS + by),
+        st.sampled_from([2, 4, 8, 16, 24, 48]),
+        st.integers(-2, 2),
+    ),
+    st.integers(1, 6000),
+)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("axis", ["none", "last", "middle"])
+def test_emulated_measure_equals_the_oracle_in_any_order_of_threads(
+    libraries: Libraries, variant: tuple[torch.dtype, int], axis: str
+) -> None:
+    @settings(max_examples=25)
+    @given(kinds, shares, seeds, offsets, sizes, st.integers(1, 3), st.sampled_from([2, 4]),
+           st.one_of(st.integers(1, 12), st.sampled_from([16, 64, 130, 1100])),
+           st.one_of(st.integers(2, 10), st.sampled_from([16, 49, 200])))  # fmt: skip
+    def check(
+        kind: str, special: float, seed: int, offset: int, size: int, grid: int, powers: int,
+        units: int, inner: int,
+    ) -> None:  # fmt: skip
+        name, arguments = f"measure_{powers}", []
+        unit_count = 0
+        if axis != "none":
+            name, unit_count = f"measure_{axis}_{powers}", units
+            inner = 1 if axis == "last" else inner
+            size = units * inner * max(1, size // (units * inner))
+            grid = max(grid, -(-units // THREADS)) if axis == "last" else grid
+        x = make_values(kind, size, variant[0], seed, special)
+        memory, results = tensor_memory(x, offset), []
+        for order in (seed, seed + 1):
+            step, partials = Step(Memory(ROW.itemsize), units=unit_count), Memory(32 * grid)
+            arguments = [memory, size, step.rows, partials, step.codes, units, inner]
+            used = {"none": 4, "last": 6, "middle": 7}[axis]
+            launch(libraries[variant], name, arguments[:used], grid=grid, seed=order,
+                   tensors=[memory])  # fmt: skip
+            results.append(step.packed(libraries[None, 800], seed=order))
+            partials.view(np.float64)
+            step.codes.view(np.uint32)
+        (heads, pairs, floats), again = results
+        assert (heads.tobytes(), pairs.tobytes(), floats.tobytes()) == tuple(
+            part.tobytes() for part in again
+        )
+        assert_equals_oracle(heads[0], pairs[: heads[0]["bucket_count"]], x, powers, unit_count)
+        if unit_count:
+            np.testing.assert_array_equal(floats, unit_extremes(x, units, inner))
+
+    check()
+
+
+def chunk_table(memories: Sequence[Memory], itemsize: int, limit: int) -> NDArray[Any]:
+    """Every tensor in chunks of so many elements at most."""
+    chunks = []
+    for row, memory in enumerate(memories):
+        size = memory.bytes.size // itemsize
+        parts = -(-size // limit)
+        for part in range(parts):
+            start = part * limit
+            address = memory.address + start * itemsize
+            chunks.append((address, min(limit, size - start), row, part, parts))
+    return np.array(chunks, CHUNK)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_emulated_measure_many_and_norms_equal_the_oracle_in_any_order(
+    libraries: Libraries, variant: tuple[torch.dtype, int]
+) -> None:
+    tensor = st.tuples(kinds, shares, seeds, offsets, sizes)
+
+    @settings(max_examples=15)
+    @given(st.lists(tensor, min_size=1, max_size=6), st.integers(100, 3000), seeds)
+    def check(drawn: list[tuple[str, float, int, int, int]], limit: int, seed: int) -> None:
+        # Those of several chunks first: a block for each; of the others every second one.
+        drawn.sort(key=lambda one: -one[4])
+        tensors = [
+            make_values(kind, size, variant[0], seed, special)
+            for kind, special, seed, offset, size in drawn
+        ]
+        memories = [tensor_memory(x, one[3]) for x, one in zip(tensors, drawn, strict=True)]
+        table = chunk_table(memories, variant[0].itemsize, limit)
+        chunks = Memory(table.nbytes)
+        chunks.bytes[:] = table.view(np.uint8)
+        large = int((table["parts"] > 1).sum())
+        large += (len(table) - large) // 2
+        grid = large + -(-(len(table) - large) // (THREADS // 32))
+        packed, norms_of = [], []
+        for order in (seed, seed + 1):
+            step = Step(Memory(len(tensors) * ROW.itemsize))
+            partials = Memory(32 * len(table))
+            arguments = [chunks, large, len(table), step.rows, partials]
+            launch(libraries[variant], "measure_many_4", arguments, grid=grid, seed=order,
+                   tensors=memories)  # fmt: skip
+            packed.append(step.packed(libraries[None, 800], seed=order))
+            norms, partials = Memory(len(tensors) * NORM.itemsize), Memory(8 * len(table))
+            launch(libraries[variant], "norms", [chunks, norms, partials], grid=len(table),
+                   seed=order, tensors=memories)  # fmt: skip
+            norms_of.append(norms.view(NORM))
+            partials.view(np.float64)
+        assert norms_of[0].tobytes() == norms_of[1].tobytes()
+        assert packed[0][0].tobytes() == packed[1][0].tobytes()
+        heads, pairs, _ = packed[0]
+        ends = heads["bucket_count"].cumsum()
+        for i, x in enumerate(tensors):
+            own = pairs[ends[i] - heads[i]["bucket_count"] : ends[i]]
+            assert_equals_oracle(heads[i], own, x, 4)
+            magnitudes = np.abs(x.double().numpy())
+            np.testing.assert_array_equal(norms_of[0][i]["largest"], magnitudes.max())
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.testing.assert_allclose(
+                    norms_of[0][i]["square"], (magnitudes**2).sum(), rtol=SUM_TOLERANCE, atol=0
+                )
+
+    check()
+
+
+def test_emulated_packing_leaves_out_the_rows_beyond_the_capacity(libraries: Libraries) -> None:
+    step = Step(Memory(3 * ROW.itemsize))
+    tensors = [torch.linspace(-4, 4, 500), torch.randn(500), torch.ones(3)]
+    buckets = [sketch_array(x.numpy()).buckets.size for x in tensors]
+    for i, x in enumerate(tensors):
+        memory, row, partials = tensor_memory(x, 0), Memory(ROW.itemsize), Memory(32)
+        arguments = [memory, x.numel(), row, partials]
+        launch(libraries[torch.float32, 800], "measure_4", arguments, grid=1, seed=i,
+               tensors=[memory])  # fmt: skip
+        moved = row.view(ROW)
+        moved["partial_count"] = 0  # their memory is gone
+        step.rows.bytes[i * ROW.itemsize : (i + 1) * ROW.itemsize] = moved.view(np.uint8)
+    for capacity, kept in ((sum(buckets), 3), (sum(buckets[:2]), 2), (sum(buckets) - 2, 1)):
+        heads, pairs, _ = step.packed(libraries[None, 800], seed=0, capacity=capacity)
+        kept = kept if capacity != sum(buckets) - 2 else int(sum(np.cumsum(buckets) <= capacity))
+        np.testing.assert_array_equal(heads["sampled"], [-1] * kept + [-2] * (3 - kept))
+        np.testing.assert_array_equal(heads["bucket_count"], buckets[:kept] + [0] * (3 - kept))
+        assert np.count_nonzero(pairs["count"]) == sum(buckets[:kept])
