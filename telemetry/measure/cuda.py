@@ -7,11 +7,16 @@ none of them until a background thread reads the copy.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -36,7 +41,10 @@ BUFFERS = 4
 _LEAST_BYTES = 2**20
 
 # The modules of the kernels, as _cuda.c counts them: the first packs what the others find.
-_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+
+# Of a process that imports PyTorch and compares some hundred tensors.
+_CHECK_S = 180
 
 _FULL = -1  # what _cuda.c says where a buffer has no room left
 
@@ -107,11 +115,18 @@ if hasattr(os, "register_at_fork"):  # a forked child has none of its parent's G
 class Gpu:
     """What all loggers of the process share of one GPU.
 
+    Before the kernels are first used on a kind of GPU, another process compares them with PyTorch's
+    operations there, which takes some ten seconds and is noted in the user's cache.
+
+    Args:
+        index: As PyTorch counts GPUs.
+        checked: Whether that has been done, or is about to be.
+
     Raises:
         OSError, RuntimeError: Why there can be none.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, checked: bool = False) -> None:
         if not host.available:
             raise OSError(host.native)
         if host.TENSORS is None:
@@ -121,7 +136,9 @@ class Gpu:
         major, minor = torch.cuda.get_device_capability(index)
         if (major, minor) < (7, 5):
             raise OSError(f"its compute capability {major}.{minor} is below 7.5")
-        kernels = [nvrtc.compile_kernels(dtype, f"sm_{major}{minor}") for dtype in _DTYPES]
+        kernels = [nvrtc.compile_kernels(dtype, f"sm_{major}{minor}") for dtype in DTYPES]
+        if not checked:
+            _check(index, b"".join(compiled.cubin for compiled in kernels))
         _cuda.load(_DRIVER, host.TYPES, host.TENSORS)
         self.index = index
         self.handle = _cuda.open(index, tuple(compiled.cubin for compiled in kernels))
@@ -173,6 +190,36 @@ class Gpu:
             self._buffers.append(buffer)
             buffer.owner = _nobody
         return pack
+
+
+def _check(index: int, kernels: bytes) -> None:
+    """See :mod:`telemetry.measure.cuda_check`.
+
+    Raises:
+        OSError: The kernels were not found to be right.
+    """
+    what = f"{torch.cuda.get_device_name(index)} {torch.__version__}".encode() + kernels
+    passed = nvrtc.user_cache() / f"{hashlib.sha256(what).hexdigest()}.passed"
+    if passed.exists():
+        return
+    home = str(Path(__file__).parents[2])
+    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "telemetry.measure.cuda_check", str(index)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True,
+            text=True,
+            timeout=_CHECK_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise OSError(f"the kernels could not be compared with these: {error}") from error
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise OSError(f"compared with these, the kernels failed: {reason}")
+    with suppress(OSError):  # compared anew by the next process
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
 
 
 def _nobody() -> None:

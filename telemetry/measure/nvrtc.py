@@ -73,7 +73,7 @@ def compile_kernels(
         options.append(f"-DDTYPE={DTYPES[dtype]}")
     source = SOURCE.read_bytes()
     what = "\0".join([_version(library), *options]).encode() + b"\0" + source
-    folder = _user_cache() if cache_folder is None else cache_folder
+    folder = user_cache() if cache_folder is None else cache_folder
     file = folder / f"{hashlib.sha256(what).hexdigest()}.cubin"
     with suppress(OSError):
         return Compiled(cubin=file.read_bytes(), log="", compile_s=0)
@@ -145,7 +145,8 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _user_cache() -> Path:
+def user_cache() -> Path:
+    """Where what was compiled and checked for this user is noted."""
     if sys.platform == "win32":
         root = os.environ.get("LOCALAPPDATA", "")
     else:

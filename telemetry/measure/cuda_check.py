@@ -1,0 +1,101 @@
+"""Compares the CUDA kernels with PyTorch's operations on one GPU, in a process of its own.
+
+    python -m telemetry.measure.cuda_check INDEX
+
+A fault on the device would end the training in whose process it happens. Kernels are used on a kind
+of GPU only after they have passed here once: see :meth:`telemetry.measure.cuda.Gpu`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from math import inf, nan
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from telemetry.measure import cuda
+from telemetry.measure.device import DeviceRows
+from telemetry.measure.tensors import Values
+from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
+from telemetry.records.rows import Rows
+
+# Shapes, and axes of units; some are larger than what all blocks of a GPU read at once.
+_LAYOUTS = (
+    *(((size,), None) for size in (1, 7, 513, 100_003, 6_000_001)),
+    *(((64, 768), axis) for axis in (0, 1)),
+    *(((8, 48, 49), axis) for axis in (0, 1, 2)),
+    ((3, 4099), 1),
+)
+_SPECIAL = (0.0, -0.0, nan, inf, -inf, 1e-8, 6e4)
+# Powers of neighbours are added up in float32.
+_ROUNDING = 1e-5
+
+
+def compare(gpu: cuda.Gpu, put: Callable[[Tensor], Tensor]) -> None:
+    """Measure tensors of each dtype and layout in both ways.
+
+    Args:
+        gpu: With the kernels.
+        put: Brings a tensor to that GPU.
+
+    Raises:
+        ValueError: They differ; the message says where.
+    """
+    for dtype in filter(None, cuda.DTYPES):
+        tensors = list(_tensors(dtype, put))
+        for tensor, axis in tensors:
+            _compare(gpu, [tensor], axis)
+        _compare(gpu, [tensor for tensor, _ in tensors], None)
+
+
+def _tensors(
+    dtype: torch.dtype, put: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[Tensor, int | None]]:
+    random = torch.Generator().manual_seed(0)
+    for (shape, axis), has_special, offset in product(_LAYOUTS, (False, True), (0, 1)):
+        size = int(np.prod(shape))
+        values = torch.randn(size + offset, generator=random).clamp(min=-0.5)
+        if has_special:
+            places = torch.randint(size + offset, (len(_SPECIAL),), generator=random)
+            values[places] = torch.tensor(_SPECIAL)
+        # With an offset it begins in the middle of 16 bytes.
+        yield put(values.to(dtype))[offset:].view(shape), axis
+
+
+def _compare(gpu: cuda.Gpu, tensors: list[Tensor], axis: int | None) -> None:
+    of_kernels, of_operations = cuda.GpuRows(gpu), DeviceRows()
+    taken = of_kernels.add(tensors, axis, 4, 0)
+    for number, tensor in enumerate(tensors):
+        of_operations.add(Values(tensor, axis), number)
+    of_kernels.send()
+    of_operations.send()
+    merged = of_kernels.decode().merged(np.array(of_kernels.numbers, np.int64), sum(taken))
+    if not all(taken) or (different := _different(merged, of_operations.decode())):
+        what = f"{tensors[-1].dtype} {[list(tensor.shape) for tensor in tensors]}, axis {axis}"
+        raise ValueError(f"{what}: {different if all(taken) else 'not all are measured'}")
+
+
+def _different(rows: Rows, expected: Rows) -> str:
+    """Columns that are not the same, in words; empty if all are."""
+    equal = partial(np.array_equal, equal_nan=True)
+    exact = (*COUNTS, *EXTREMES, "bucket_count", "buckets", "counts", "unit_count", "units")
+    names = [name for name in exact if not equal(getattr(rows, name), getattr(expected, name))]
+    squares, fourth = expected.sum_squares, expected.sum_fourth_powers
+    sizes = np.sqrt(expected.count * squares), squares, np.sqrt(squares * fourth), fourth
+    for name, size in zip(POWER_SUMS, sizes, strict=True):
+        if not (np.abs(getattr(rows, name) - getattr(expected, name)) <= _ROUNDING * size).all():
+            names.append(name)
+    return ", ".join(names)
+
+
+def main(index: int) -> None:
+    compare(cuda.Gpu(index, checked=True), lambda tensor: tensor.to(f"cuda:{index}"))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
