@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -174,6 +175,8 @@ class Measurements:
             devices = self._devices
             rows = Rows.concatenate([self._host.decode(), *(d.decode() for d in devices)])
             places = np.array([*self._of_host, *(n for d in devices for n in d.numbers)], np.int64)
-            self._tensors = Tensors(range(self._count), rows.merged(places, self._count))
+            rows = rows.merged(places, self._count)
+            rows = replace(rows, calls=np.ones(self._count, np.int64))  # also of several rows
+            self._tensors = Tensors(range(self._count), rows)
             self._devices = ()
         return self._tensors

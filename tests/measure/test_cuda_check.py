@@ -24,9 +24,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def driver(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Driver:
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Driver:
     layouts = (((1,), None), ((513,), None), ((6, 40), 1), ((2, 3, 5), 1))
     monkeypatch.setattr(cuda_check, "_LAYOUTS", layouts)
     # Only a real GPU has a histogram of integers.

@@ -24,13 +24,16 @@ from telemetry.failures import Failures
 from telemetry.measure import Measurer
 from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every
 from telemetry.pipeline import queue as pipeline_module
-from telemetry.records import Layout, StepRecord
+from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.shared.tag_names import plain
 from telemetry.writing.board import Board
 
-LAYOUT = Layout(modules=(), parameters=())
+LAYOUT = Layout(
+    modules=(Module(name="layer", type_name="Linear"),),
+    parameters=(Parameter(name="weight", module_name="layer", shape=(3,)),),
+)
 
 
 class Sink:
