@@ -6,8 +6,8 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ NORM = np.dtype([("square", "f8"), ("largest", "f8"), ("done", "u4"), ("padding"
 # sm_75 compares neither pairs nor NaN.
 VARIANTS = [*((dtype, 800) for dtype in DTYPES), (torch.float16, 750)]
 
-Libraries = dict[tuple[torch.dtype | None, int], ctypes.CDLL]
+Libraries = Callable[[torch.dtype | None, int], ctypes.CDLL]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
         pytest.skip("no g++ to compile the kernels for the host")
     folder = tmp_path_factory.mktemp("emulated")
 
-    def build(variant: tuple[torch.dtype | None, int]) -> ctypes.CDLL:
-        dtype, architecture = variant
+    @cache
+    def build(dtype: torch.dtype | None, architecture: int) -> ctypes.CDLL:
         kernels = PACKING if dtype is None else KERNELS
         name = f"{DTYPES.get(dtype)}_{architecture}"
         source, library = folder / f"{name}.cpp", folder / f"{name}.so"
@@ -74,9 +74,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
         subprocess.run([*command, "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
 
-    variants = [(None, 800), *VARIANTS]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(variants, pool.map(build, variants), strict=True))
+    return build
 
 
 class Memory:
@@ -127,7 +125,9 @@ def launch(
         for a in arguments
     ]
     pointers = (ctypes.c_void_p * len(boxes))(*(ctypes.addressof(box) for box in boxes))
-    getattr(library, f"emulate_{kernel}")(grid, seed, pointers)
+    run = getattr(library, f"emulate_{kernel}")
+    run.restype = ctypes.c_char_p
+    assert run(grid, seed, pointers) == b""
 
 
 @dataclass
@@ -233,46 +233,75 @@ sizes = st.one_of(
 )
 
 
+def check_measure(
+    libraries: Libraries,
+    variant: tuple[torch.dtype, int],
+    axis: str,
+    *,
+    kind: str,
+    special: float = 0.0,
+    seed: int = 0,
+    offset: int = 1,
+    size: int = 1500,
+    grid: int = 2,
+    powers: int = 4,
+    units: int = 12,
+    inner: int = 7,
+) -> None:
+    """Measures twice, in other orders of threads and blocks, and compares with the oracle."""
+    name, unit_count = f"measure_{powers}", 0
+    if axis != "none":
+        name, unit_count = f"measure_{axis}_{powers}", units
+        inner = 1 if axis == "last" else inner
+        size = units * inner * max(1, size // (units * inner))
+        grid = max(grid, -(-units // THREADS)) if axis == "last" else grid
+    x = make_values(kind, size, variant[0], seed, special)
+    memory, results = tensor_memory(x, offset), []
+    for order in (seed, seed + 1):
+        step, partials = Step(Memory(ROW.itemsize), units=unit_count), Memory(32 * grid)
+        arguments = [memory, size, step.rows, partials, step.codes, units, inner]
+        arguments = arguments[: {"none": 4, "last": 6, "middle": 7}[axis]]
+        launch(libraries(*variant), name, arguments, grid=grid, seed=order, tensors=[memory])
+        results.append(step.packed(libraries(None, 800), seed=order))
+        partials.view(np.float64)
+        step.codes.view(np.uint32)
+    (heads, pairs, floats), again = results
+    assert [part.tobytes() for part in results[0]] == [part.tobytes() for part in again]
+    assert_equals_oracle(heads[0], pairs[: heads[0]["bucket_count"]], x, powers, unit_count)
+    if unit_count:
+        np.testing.assert_array_equal(floats, unit_extremes(x, units, inner))
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("axis", ["none", "last", "middle"])
 def test_emulated_measure_equals_the_oracle_in_any_order_of_threads(
     libraries: Libraries, variant: tuple[torch.dtype, int], axis: str
 ) -> None:
-    @settings(max_examples=25)
-    @given(kinds, shares, seeds, offsets, sizes, st.integers(1, 3), st.sampled_from([2, 4]),
-           st.one_of(st.integers(1, 12), st.sampled_from([16, 64, 130, 1100])),
-           st.one_of(st.integers(2, 10), st.sampled_from([16, 49, 200])))  # fmt: skip
-    def check(
-        kind: str, special: float, seed: int, offset: int, size: int, grid: int, powers: int,
-        units: int, inner: int,
-    ) -> None:  # fmt: skip
-        name, arguments = f"measure_{powers}", []
-        unit_count = 0
-        if axis != "none":
-            name, unit_count = f"measure_{axis}_{powers}", units
-            inner = 1 if axis == "last" else inner
-            size = units * inner * max(1, size // (units * inner))
-            grid = max(grid, -(-units // THREADS)) if axis == "last" else grid
-        x = make_values(kind, size, variant[0], seed, special)
-        memory, results = tensor_memory(x, offset), []
-        for order in (seed, seed + 1):
-            step, partials = Step(Memory(ROW.itemsize), units=unit_count), Memory(32 * grid)
-            arguments = [memory, size, step.rows, partials, step.codes, units, inner]
-            used = {"none": 4, "last": 6, "middle": 7}[axis]
-            launch(libraries[variant], name, arguments[:used], grid=grid, seed=order,
-                   tensors=[memory])  # fmt: skip
-            results.append(step.packed(libraries[None, 800], seed=order))
-            partials.view(np.float64)
-            step.codes.view(np.uint32)
-        (heads, pairs, floats), again = results
-        assert (heads.tobytes(), pairs.tobytes(), floats.tobytes()) == tuple(
-            part.tobytes() for part in again
-        )
-        assert_equals_oracle(heads[0], pairs[: heads[0]["bucket_count"]], x, powers, unit_count)
-        if unit_count:
-            np.testing.assert_array_equal(floats, unit_extremes(x, units, inner))
+    @settings(max_examples=20)
+    @given(
+        kind=kinds,
+        special=shares,
+        seed=seeds,
+        offset=offsets,
+        size=sizes,
+        grid=st.integers(1, 3),
+        powers=st.sampled_from([2, 4]),
+        units=st.one_of(st.integers(1, 12), st.sampled_from([16, 64, 130, 1100])),
+        inner=st.one_of(st.integers(2, 10), st.sampled_from([16, 49, 200])),
+    )
+    def check(**drawn: Any) -> None:
+        check_measure(libraries, variant, axis, **drawn)
 
     check()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_emulated_measure_of_each_kind_of_values_equals_the_oracle(
+    libraries: Libraries, variant: tuple[torch.dtype, int]
+) -> None:
+    for kind in (*KINDS, "bits"):
+        for axis in ("none", "last", "middle"):
+            check_measure(libraries, variant, axis, kind=kind)
 
 
 def chunk_table(memories: Sequence[Memory], itemsize: int, limit: int) -> NDArray[Any]:
@@ -315,11 +344,11 @@ def test_emulated_measure_many_and_norms_equal_the_oracle_in_any_order(
             step = Step(Memory(len(tensors) * ROW.itemsize))
             partials = Memory(32 * len(table))
             arguments = [chunks, large, len(table), step.rows, partials]
-            launch(libraries[variant], "measure_many_4", arguments, grid=grid, seed=order,
+            launch(libraries(*variant), "measure_many_4", arguments, grid=grid, seed=order,
                    tensors=memories)  # fmt: skip
-            packed.append(step.packed(libraries[None, 800], seed=order))
+            packed.append(step.packed(libraries(None, 800), seed=order))
             norms, partials = Memory(len(tensors) * NORM.itemsize), Memory(8 * len(table))
-            launch(libraries[variant], "norms", [chunks, norms, partials], grid=len(table),
+            launch(libraries(*variant), "norms", [chunks, norms, partials], grid=len(table),
                    seed=order, tensors=memories)  # fmt: skip
             norms_of.append(norms.view(NORM))
             partials.view(np.float64)
@@ -341,20 +370,17 @@ def test_emulated_measure_many_and_norms_equal_the_oracle_in_any_order(
 
 
 def test_emulated_packing_leaves_out_the_rows_beyond_the_capacity(libraries: Libraries) -> None:
-    step = Step(Memory(3 * ROW.itemsize))
-    tensors = [torch.linspace(-4, 4, 500), torch.randn(500), torch.ones(3)]
+    library = libraries(torch.float32, 800)
+    step, partials = Step(Memory(3 * ROW.itemsize)), Memory(32 * 3)
+    tensors = [torch.linspace(-4, 4, 500), torch.arange(500.0), torch.ones(3)]
+    memories = [tensor_memory(x, 0) for x in tensors]
+    table, chunks = chunk_table(memories, 4, 500), Memory(3 * CHUNK.itemsize)
+    chunks.bytes[:] = table.view(np.uint8)
+    arguments = [chunks, 3, 3, step.rows, partials]
+    launch(library, "measure_many_4", arguments, grid=3, seed=0, tensors=memories)
     buckets = [sketch_array(x.numpy()).buckets.size for x in tensors]
-    for i, x in enumerate(tensors):
-        memory, row, partials = tensor_memory(x, 0), Memory(ROW.itemsize), Memory(32)
-        arguments = [memory, x.numel(), row, partials]
-        launch(libraries[torch.float32, 800], "measure_4", arguments, grid=1, seed=i,
-               tensors=[memory])  # fmt: skip
-        moved = row.view(ROW)
-        moved["partial_count"] = 0  # their memory is gone
-        step.rows.bytes[i * ROW.itemsize : (i + 1) * ROW.itemsize] = moved.view(np.uint8)
-    for capacity, kept in ((sum(buckets), 3), (sum(buckets[:2]), 2), (sum(buckets) - 2, 1)):
-        heads, pairs, _ = step.packed(libraries[None, 800], seed=0, capacity=capacity)
-        kept = kept if capacity != sum(buckets) - 2 else int(sum(np.cumsum(buckets) <= capacity))
+    for capacity, kept in ((sum(buckets), 3), (sum(buckets) - 1, 2), (buckets[0] + 1, 1), (0, 0)):
+        heads, pairs, _ = step.packed(libraries(None, 800), seed=0, capacity=capacity)
         np.testing.assert_array_equal(heads["sampled"], [-1] * kept + [-2] * (3 - kept))
         np.testing.assert_array_equal(heads["bucket_count"], buckets[:kept] + [0] * (3 - kept))
         assert np.count_nonzero(pairs["count"]) == sum(buckets[:kept])
