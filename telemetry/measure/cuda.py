@@ -129,14 +129,13 @@ class Gpu:
         self._packs: list[_Pack] = []  # which may be under way
         self._short = False
         self._allocate()
+        self._allocate()
 
     def lend(self, owner: GpuRows) -> _Buffer | None:
         """A buffer for ``owner`` alone until it is sent; None if there is no memory for one."""
         with _lock:
             free = [buffer for buffer in self._buffers if buffer.owner() is None]
-            if len(self._buffers) < 2 or not free:
-                free += self._allocate()
-            for buffer in free[:1]:
+            for buffer in (free or self._allocate())[:1]:
                 if buffer.owner is not _nobody:  # whose step was given up
                     _cuda.clear(buffer.handle)
                 buffer.owner = ref(owner)

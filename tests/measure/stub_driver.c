@@ -3,7 +3,7 @@
  *
  * What is queued is done at once; or, if ``stub_deferred`` is set, when the host waits for an event.
  * Then nothing is done but what is ordered before it, so that a missing wait shows in the figures.
- * Each call is written down.
+ * ``stub_idle``: nothing is done at all. Each call is written down.
  */
 
 #include <Python.h>
@@ -46,7 +46,7 @@ typedef struct {
 } Call;
 
 Call stub_calls[CALLS];
-int stub_call_count, stub_deferred, stub_capturing, stub_error;
+int stub_call_count, stub_deferred, stub_idle, stub_capturing, stub_error;
 char stub_failing[32]; /* the function that returns stub_error */
 
 static struct {
@@ -95,6 +95,8 @@ static void run(Task *task)
     void *arguments[ARGUMENTS];
     for (int i = 0; i < ARGUMENTS; i++)
         arguments[i] = &task->arguments[i];
+    if (stub_idle)
+        return;
     if (task->kernel)
         task->kernel->emulate(task->grid, 0, arguments);
     else if (task->source)

@@ -55,7 +55,7 @@ class Driver:
         self.uploads: list[Tensor] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("deferred", "capturing"):
+        if name in ("deferred", "capturing", "idle"):
             ctypes.c_int.in_dll(self._library, f"stub_{name}").value = value
         super().__setattr__(name, value)
 
@@ -121,7 +121,7 @@ def install(patches: pytest.MonkeyPatch, directory: Path) -> Driver:
     driver = Driver(stub_driver(directory))
     driver.forget()
     driver.fail("")
-    driver.deferred = driver.capturing = 0
+    driver.deferred = driver.capturing = driver.idle = 0
 
     def compiled(dtype: torch.dtype | None, architecture: str) -> nvrtc.Compiled:
         path = emulated(directory, dtype)
@@ -136,6 +136,8 @@ def install(patches: pytest.MonkeyPatch, directory: Path) -> Driver:
 
     patches.setattr(nvrtc, "compile_kernels", compiled)
     patches.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    # Else integers are counted by an operation that the CPU does not have.
+    patches.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     patches.setattr(native, "TENSORS", driver.exchange())
     patches.setattr(native, "TYPES", (OnGpu,))
     patches.setattr(cuda, "_DRIVER", driver.path)
