@@ -500,10 +500,8 @@ INLINE void write_block(const Seen &seen, const u32 *counts, Row *row, double *p
     write_totals(totals, row, partial);
 }
 
-INLINE void describe(Row *row, u64 elements, const double *partials, u32 partial_count, u32 powers,
-                     u32 unit_count)
+INLINE void describe(Row *row, const double *partials, u32 partial_count, u32 powers, u32 unit_count)
 {
-    row->elements = elements;
     row->partials = partials;
     row->partial_count = partial_count;
     row->powers = powers;
@@ -634,8 +632,10 @@ INLINE void measure(const char *values, u32 elements, Row *row, double *partials
               [&](uint4 vector) { take<POWERS>(vector, seen, counts, 0, false); },
               [&](Bits bits) { take_one<POWERS>(bits, 0, seen, counts, 0); });
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0)
-        describe(row, elements, partials, gridDim.x, POWERS, UNITS ? units : 0);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        row->elements = elements;
+        describe(row, partials, gridDim.x, POWERS, UNITS ? units : 0);
+    }
     write_block(seen, counts, row, partials + 4 * (u64)blockIdx.x);
 }
 
@@ -653,8 +653,9 @@ INLINE void measure_many(const Chunk *chunks, u32 large, u32 count, Row *rows, d
     const Chunk chunk = chunks[place];
     Row *row = rows + chunk.row;
     double *partial = partials + 4 * (u64)place;
-    if (chunk.part == 0 && threadIdx.x % (whole_block ? THREADS : 32) == 0)
-        describe(row, 0, partial, chunk.parts, POWERS, 0);
+    const bool first_thread = threadIdx.x % (whole_block ? THREADS : 32) == 0;
+    if (chunk.part == 0 && first_thread)
+        describe(row, partial, chunk.parts, POWERS, 0);
     Seen seen;
     if (whole_block) {
         clear(counts, CODES);
@@ -668,10 +669,10 @@ INLINE void measure_many(const Chunk *chunks, u32 large, u32 count, Row *rows, d
               [&](uint4 vector) { take<POWERS>(vector, seen, row->counts, 0, false); },
               [&](Bits bits) { take_one<POWERS>(bits, 0, seen, row->counts, 0); });
         Totals totals = warp_totals(seen);
-        if (threadIdx.x % 32 == 0)
+        if (first_thread)
             write_totals(totals, row, partial);
     }
-    if (threadIdx.x % (whole_block ? THREADS : 32) == 0)
+    if (first_thread)
         atomicAdd(&row->elements, (u64)chunk.elements);
 }
 

@@ -2,7 +2,7 @@
 //
 // A coroutine gives way wherever threads wait for each other, and who goes on is drawn by chance, as
 // is the order of blocks; what depends on an order that nothing ensures shows. What is wrong ends the
-// process with a message: an unaligned access, a read of a tensor beyond its ends, threads that wait
+// launch with a message: an unaligned access, a read of a tensor beyond its ends, threads that wait
 // in different places. Shared memory is not cleared between blocks.
 #pragma once
 #include <algorithm>
@@ -38,16 +38,11 @@ constexpr int SIZE = THREADS, STACK = 256 << 10;
 
 struct Meeting { unsigned arrived = 0, round = 0; };
 
-static void fail(const char *what)
-{
-    fprintf(stderr, "emulated kernel: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
-    abort();
-}
-
 static std::unique_ptr<char[]> stacks(new char[(size_t)SIZE * STACK]);
 static ucontext_t contexts[SIZE];
 static jmp_buf main_place, places[SIZE];
 static bool started[SIZE], ended[SIZE], moved;
+static char failure[200];
 static Meeting block, warps[SIZE / 32];
 static uint64_t exchanged[SIZE];
 static void (*body)(void *);
@@ -55,6 +50,13 @@ static void *body_data;
 static std::minstd_rand chance;
 struct Span { const char *from, *to; };
 static std::vector<Span> readable;
+
+/* Ends the launch; what a thread has allocated is lost. */
+static void fail(const char *what)
+{
+    snprintf(failure, sizeof failure, "%s (block %u, thread %u)", what, blockIdx.x, threadIdx.x);
+    _longjmp(main_place, 1);
+}
 
 static void give_way()
 {
@@ -106,12 +108,15 @@ static void run_block()
                 makecontext(&contexts[thread], run_thread, 0);
                 setcontext(&contexts[thread]);
             }
+            if (*failure) return;
         }
         left = 0;
         for (int i = 0; i < SIZE; i++) left += !ended[i];
-        if (left && !moved) fail("threads wait for others that have ended or wait elsewhere");
+        if (left && !moved) {
+            strcpy(failure, "threads wait for others that have ended or wait elsewhere");
+            return;
+        }
     }
-    if (block.arrived) fail("a thread waits for others");
 }
 
 template <class T> T *aligned(T *at)
@@ -138,7 +143,7 @@ void call(void (*kernel)(A...), void **arguments, std::index_sequence<I...>)
 }
 
 template <class... A>
-void launch(void (*kernel)(A...), unsigned grid, unsigned seed, void **arguments)
+const char *launch(void (*kernel)(A...), unsigned grid, unsigned seed, void **arguments)
 {
     auto thread = [&] { call(kernel, arguments, std::index_sequence_for<A...>()); };
     body = [](void *data) { (*(decltype(thread) *)data)(); };
@@ -148,10 +153,14 @@ void launch(void (*kernel)(A...), unsigned grid, unsigned seed, void **arguments
     std::vector<unsigned> blocks(grid);
     std::iota(blocks.begin(), blocks.end(), 0u);
     std::shuffle(blocks.begin(), blocks.end(), chance);
-    for (unsigned place : blocks) {
-        blockIdx.x = place;
+    *failure = 0;
+    block = {};
+    for (Meeting &warp : warps) warp = {};
+    for (size_t i = 0; i < grid && !*failure; i++) {
+        blockIdx.x = blocks[i];
         run_block();
     }
+    return failure;
 }
 
 } // namespace emulated
@@ -163,17 +172,21 @@ extern "C" void allow_tensor(const char *at, size_t size)
     emulated::readable.push_back({at, at + size});
 }
 
-// As cuLaunchKernel: a pointer to each argument.
+// As cuLaunchKernel: a pointer to each argument. Returns what went wrong, or nothing.
 #define EMULATE(KERNEL)                                                                            \
-    extern "C" void emulate_##KERNEL(unsigned grid, unsigned seed, void **arguments)               \
+    extern "C" const char *emulate_##KERNEL(unsigned grid, unsigned seed, void **arguments)        \
     {                                                                                              \
-        emulated::launch(KERNEL, grid, seed, arguments);                                           \
+        return emulated::launch(KERNEL, grid, seed, arguments);                                    \
     }
 
 // --- what kernels call --------------------------------------------------------------------------
 
 static void __syncthreads() { emulated::meet(emulated::block, THREADS); }
-static void __threadfence() { emulated::give_way(); }
+static void __threadfence()
+{
+    emulated::moved = true;
+    emulated::give_way();
+}
 
 template <class T> T __shfl_down_sync(unsigned, T value, unsigned by)
 {

@@ -6,8 +6,8 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ NORM = np.dtype([("square", "f8"), ("largest", "f8"), ("done", "u4"), ("padding"
 # sm_75 compares neither pairs nor NaN.
 VARIANTS = [*((dtype, 800) for dtype in DTYPES), (torch.float16, 750)]
 
-Libraries = dict[tuple[torch.dtype | None, int], ctypes.CDLL]
+Libraries = Callable[[torch.dtype | None, int], ctypes.CDLL]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
         pytest.skip("no g++ to compile the kernels for the host")
     folder = tmp_path_factory.mktemp("emulated")
 
-    def build(variant: tuple[torch.dtype | None, int]) -> ctypes.CDLL:
-        dtype, architecture = variant
+    @cache
+    def build(dtype: torch.dtype | None, architecture: int) -> ctypes.CDLL:
         kernels = PACKING if dtype is None else KERNELS
         name = f"{DTYPES.get(dtype)}_{architecture}"
         source, library = folder / f"{name}.cpp", folder / f"{name}.so"
@@ -74,9 +74,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
         subprocess.run([*command, "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
 
-    variants = [(None, 800), *VARIANTS]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(variants, pool.map(build, variants), strict=True))
+    return build
 
 
 class Memory:
@@ -127,7 +125,9 @@ def launch(
         for a in arguments
     ]
     pointers = (ctypes.c_void_p * len(boxes))(*(ctypes.addressof(box) for box in boxes))
-    getattr(library, f"emulate_{kernel}")(grid, seed, pointers)
+    run = getattr(library, f"emulate_{kernel}")
+    run.restype = ctypes.c_char_p
+    assert run(grid, seed, pointers) == b""
 
 
 @dataclass
@@ -259,9 +259,9 @@ def test_emulated_measure_equals_the_oracle_in_any_order_of_threads(
             step, partials = Step(Memory(ROW.itemsize), units=unit_count), Memory(32 * grid)
             arguments = [memory, size, step.rows, partials, step.codes, units, inner]
             used = {"none": 4, "last": 6, "middle": 7}[axis]
-            launch(libraries[variant], name, arguments[:used], grid=grid, seed=order,
+            launch(libraries(*variant), name, arguments[:used], grid=grid, seed=order,
                    tensors=[memory])  # fmt: skip
-            results.append(step.packed(libraries[None, 800], seed=order))
+            results.append(step.packed(libraries(None, 800), seed=order))
             partials.view(np.float64)
             step.codes.view(np.uint32)
         (heads, pairs, floats), again = results
@@ -315,11 +315,11 @@ def test_emulated_measure_many_and_norms_equal_the_oracle_in_any_order(
             step = Step(Memory(len(tensors) * ROW.itemsize))
             partials = Memory(32 * len(table))
             arguments = [chunks, large, len(table), step.rows, partials]
-            launch(libraries[variant], "measure_many_4", arguments, grid=grid, seed=order,
+            launch(libraries(*variant), "measure_many_4", arguments, grid=grid, seed=order,
                    tensors=memories)  # fmt: skip
-            packed.append(step.packed(libraries[None, 800], seed=order))
+            packed.append(step.packed(libraries(None, 800), seed=order))
             norms, partials = Memory(len(tensors) * NORM.itemsize), Memory(8 * len(table))
-            launch(libraries[variant], "norms", [chunks, norms, partials], grid=len(table),
+            launch(libraries(*variant), "norms", [chunks, norms, partials], grid=len(table),
                    seed=order, tensors=memories)  # fmt: skip
             norms_of.append(norms.view(NORM))
             partials.view(np.float64)
@@ -341,20 +341,17 @@ def test_emulated_measure_many_and_norms_equal_the_oracle_in_any_order(
 
 
 def test_emulated_packing_leaves_out_the_rows_beyond_the_capacity(libraries: Libraries) -> None:
-    step = Step(Memory(3 * ROW.itemsize))
-    tensors = [torch.linspace(-4, 4, 500), torch.randn(500), torch.ones(3)]
+    library = libraries(torch.float32, 800)
+    step, partials = Step(Memory(3 * ROW.itemsize)), Memory(32 * 3)
+    tensors = [torch.linspace(-4, 4, 500), torch.arange(500.0), torch.ones(3)]
+    memories = [tensor_memory(x, 0) for x in tensors]
+    table, chunks = chunk_table(memories, 4, 500), Memory(3 * CHUNK.itemsize)
+    chunks.bytes[:] = table.view(np.uint8)
+    arguments = [chunks, 3, 3, step.rows, partials]
+    launch(library, "measure_many_4", arguments, grid=3, seed=0, tensors=memories)
     buckets = [sketch_array(x.numpy()).buckets.size for x in tensors]
-    for i, x in enumerate(tensors):
-        memory, row, partials = tensor_memory(x, 0), Memory(ROW.itemsize), Memory(32)
-        arguments = [memory, x.numel(), row, partials]
-        launch(libraries[torch.float32, 800], "measure_4", arguments, grid=1, seed=i,
-               tensors=[memory])  # fmt: skip
-        moved = row.view(ROW)
-        moved["partial_count"] = 0  # their memory is gone
-        step.rows.bytes[i * ROW.itemsize : (i + 1) * ROW.itemsize] = moved.view(np.uint8)
-    for capacity, kept in ((sum(buckets), 3), (sum(buckets[:2]), 2), (sum(buckets) - 2, 1)):
-        heads, pairs, _ = step.packed(libraries[None, 800], seed=0, capacity=capacity)
-        kept = kept if capacity != sum(buckets) - 2 else int(sum(np.cumsum(buckets) <= capacity))
+    for capacity, kept in ((sum(buckets), 3), (sum(buckets) - 1, 2), (buckets[0] + 1, 1), (0, 0)):
+        heads, pairs, _ = step.packed(libraries(None, 800), seed=0, capacity=capacity)
         np.testing.assert_array_equal(heads["sampled"], [-1] * kept + [-2] * (3 - kept))
         np.testing.assert_array_equal(heads["bucket_count"], buckets[:kept] + [0] * (3 - kept))
         assert np.count_nonzero(pairs["count"]) == sum(buckets[:kept])
