@@ -190,13 +190,13 @@ class _Pack:
     """What a buffer held, on its way to the host."""
 
     def __init__(self, memory: Tensor, event: object, rows: int, units: int) -> None:
-        self.memory, self.event, self._rows, self._units = memory, event, rows, units
+        self.memory, self.event, self.rows, self._units = memory, event, rows, units
 
     def decode(self) -> Rows:
         """The rows; waits for them."""
         _cuda.wait(self.event, True)
         memory = self.memory.numpy()
-        ends = np.cumsum([0, self._rows * HEAD.itemsize, self._units * UNIT.itemsize])
+        ends = np.cumsum([0, self.rows * HEAD.itemsize, self._units * UNIT.itemsize])
         heads, units = (memory[first:end].tobytes() for first, end in pairwise(ends))
         pairs = int(np.frombuffer(heads, HEAD)["bucket_count"].sum()) * PAIR.itemsize
         return Rows.decode(heads, memory[ends[-1] :][:pairs].tobytes(), units)
@@ -234,6 +234,7 @@ class GpuRows:
         self._gpu = gpu
         self._buffer: _Buffer | None = None
         self._packs: list[_Pack] = []
+        self._sent_rows = 0
 
     def add(
         self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int, number: int
@@ -257,6 +258,9 @@ class GpuRows:
             return taken
         except RuntimeError as error:
             give_up(self._gpu.index, error)
+            if self._buffer is not None:  # rows that were taken, and are nobody's
+                rows = self._sent_rows + _cuda.contents(self._buffer.handle)[0]
+                self.numbers += [-1] * (rows - len(self.numbers))
             raise
 
     def _measured(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int:
@@ -297,8 +301,14 @@ class GpuRows:
     def send(self) -> int:
         """Start the copy to the host, and say how many bytes all have; nothing can be added then."""
         buffer, self._buffer = self._buffer, None
-        pack = None if buffer is None else self._gpu.send(buffer)
-        self._packs += [] if pack is None else [pack]
+        try:
+            pack = None if buffer is None else self._gpu.send(buffer)
+        except RuntimeError as error:
+            give_up(self._gpu.index, error)
+            raise
+        if pack is not None:
+            self._packs.append(pack)
+            self._sent_rows += pack.rows
         return sum([pack.memory.numel() for pack in self._packs])
 
     def decode(self) -> Rows:
