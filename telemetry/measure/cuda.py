@@ -210,7 +210,7 @@ def _device_memory(size: int, index: int) -> Tensor:
 
 
 def _pinned_memory(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _uploaded(data: bytearray, index: int) -> Tensor:

@@ -20,7 +20,7 @@ enum { ARGUMENTS = 16, CALLS = 1 << 16, STREAMS = 64, INVALID = 1, NOT_READY = 6
 typedef struct Task Task;
 
 typedef struct {
-    void (*emulate)(unsigned grid, unsigned seed, void **arguments);
+    const char *(*emulate)(unsigned grid, unsigned seed, void **arguments); /* what is wrong */
     char name[64];
 } Kernel;
 
@@ -97,9 +97,14 @@ static void run(Task *task)
         arguments[i] = &task->arguments[i];
     if (stub_idle)
         return;
+    const char *wrong = task->kernel ? task->kernel->emulate(task->grid, 0, arguments) : NULL;
+    if (wrong && *wrong) {
+        fprintf(stderr, "%s: %s\n", task->kernel->name, wrong);
+        abort();
+    }
     if (task->kernel)
-        task->kernel->emulate(task->grid, 0, arguments);
-    else if (task->source)
+        return;
+    if (task->source)
         memcpy(task->target, task->source, task->size);
     else if (task->target)
         memset(task->target, task->byte, task->size);

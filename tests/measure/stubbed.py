@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sysconfig
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,13 @@ def emulated(directory: Path, dtype: torch.dtype | None) -> Path:
     return path
 
 
-def install(patches: pytest.MonkeyPatch, directory: Path) -> Driver:
-    """A GPU 0 whose tensors are :class:`OnGpu`."""
+def install(
+    patches: pytest.MonkeyPatch,
+    directory: Path,
+    types: tuple[type, ...] = (OnGpu,),
+    stream: Callable[[], int] | None = None,
+) -> Driver:
+    """A GPU 0 whose tensors are of these types; ``stream``: the current one, else the driver's."""
     driver = Driver(stub_driver(directory))
     driver.forget()
     driver.fail("")
@@ -128,7 +134,7 @@ def install(patches: pytest.MonkeyPatch, directory: Path) -> Driver:
         return nvrtc.Compiled(cubin=bytes(path) + b"\0", log="", compile_s=0)
 
     def memory(size: int, index: int = 0) -> Tensor:
-        return torch.full((size,), 255, dtype=torch.uint8)
+        return torch.full((size,), 255, dtype=torch.uint8, device="cpu")
 
     def uploaded(data: bytearray, index: int) -> Tensor:
         driver.uploads.append(torch.frombuffer(data, dtype=torch.uint8))
@@ -139,11 +145,11 @@ def install(patches: pytest.MonkeyPatch, directory: Path) -> Driver:
     # Else integers are counted by an operation that the CPU does not have.
     patches.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     patches.setattr(native, "TENSORS", driver.exchange())
-    patches.setattr(native, "TYPES", (OnGpu,))
+    patches.setattr(native, "TYPES", types)
     patches.setattr(cuda, "_DRIVER", driver.path)
     patches.setattr(cuda, "_gpus", {})
     patches.setattr(cuda, "_reasons", {})
-    patches.setattr(cuda, "raw_stream", lambda index: driver.stream)
+    patches.setattr(cuda, "raw_stream", lambda index: stream() if stream else driver.stream)
     patches.setattr(cuda, "_device_memory", memory)
     patches.setattr(cuda, "_pinned_memory", memory)
     patches.setattr(cuda, "_uploaded", uploaded)

@@ -273,6 +273,19 @@ def test_an_error_of_the_driver_is_raised_once(
     assert driver.calls() == []
 
 
+def test_what_was_measured_before_an_error_stays(driver: Driver) -> None:
+    measurer, tensors = Measurer(), [normal(10), normal(20), normal(30), normal(40)]
+    assert measurer.add(on_gpu(tensors[0])) == 0
+    driver.fail("cuLaunchKernel")
+    with pytest.raises(RuntimeError):
+        measurer.add_all([on_gpu(tensor) for tensor in tensors[1:3]])
+    driver.fail("")
+    assert measurer.add(on_gpu(tensors[3])) == 1
+    records = measurer.finish().reduce()
+    assert_same(records[0], on_host(tensors[0]))
+    assert_same(records[1], on_host(tensors[3]))
+
+
 def test_a_stream_that_is_captured_is_left_alone(driver: Driver) -> None:
     driver.capturing = 1
     rows = cuda.GpuRows(cuda.gpu(0))  # type: ignore[arg-type]
