@@ -21,7 +21,6 @@ class BuildExtension(build_ext):
         super().build_extension(ext)
 
 
-
 def extension(name: str, **options: list[str]) -> Extension:
     return Extension(
         f"telemetry.measure.{name}",

@@ -164,7 +164,7 @@ enum {
     UNIT = 8,
     PAIR = 8,
     UNITS = 320,               /* that there is room for, for each row on average */
-    PARTIALS = 64,
+    PARTIALS = 160,
     PAIRS = 256
 };
 

@@ -29,10 +29,10 @@ if host.available:
 
 log = logging.getLogger("telemetry")
 
-# The memory of a buffer, and how many a GPU has at most. Usually there are two, in turn, so that no
-# step waits until that of the step before is copied.
-BUFFER_BYTES = 16 * 2**20
-BUFFERS = 4
+# The memory of a buffer, and how many a GPU has at most: two, in turn, so that no step waits until
+# the one before is copied, and one for a phase or for another logger.
+BUFFER_BYTES = 20 * 2**20
+BUFFERS = 3
 _LEAST_BYTES = 2**20
 
 # The modules of the kernels, as _cuda.c counts them: the first packs what the others find.
@@ -49,6 +49,8 @@ _DRIVER: str | None = None
 
 _gpus: dict[int, Gpu | None] = {}
 _reasons: dict[int, str] = {}
+# Forever: a stream of theirs may still write to their memory.
+_given_up: list[Gpu | None] = []
 _lock = threading.RLock()  # the garbage collector may close a logger on a thread that holds it
 
 
@@ -69,6 +71,7 @@ def gpu(index: int) -> Gpu | None:
 
 def give_up(index: int, error: Exception) -> None:
     """Leave this GPU to PyTorch's operations from now on."""
+    _given_up.append(_gpus.get(index))
     _gpus[index], _reasons[index] = None, str(error)
     log.info(
         "telemetry: tensors on GPU %d are measured by PyTorch's operations, which takes 10 to 50 "
@@ -97,6 +100,7 @@ def __getattr__(name: str) -> str:
 def _forget() -> None:
     global _lock
     _lock = threading.RLock()
+    _given_up.extend(_gpus.values())
     _gpus.clear()
 
 
@@ -122,9 +126,10 @@ class Gpu:
         if (major, minor) < (7, 5):
             raise OSError(f"its compute capability {major}.{minor} is below 7.5")
         kernels = [nvrtc.compile_kernels(dtype, f"sm_{major}{minor}") for dtype in _DTYPES]
+        images = tuple(compiled.cubin for compiled in kernels)
         _cuda.load(_DRIVER, host.TYPES, host.TENSORS)
         self.index = index
-        self.handle = _cuda.open(index, tuple(compiled.cubin for compiled in kernels))
+        self.handle = _cuda.open(index, images)
         self._buffers: list[_Buffer] = []  # that which waited longest is the first
         self._packs: list[_Pack] = []  # which may be under way
         self._short = False
@@ -149,6 +154,13 @@ class Gpu:
             try:
                 memory = _device_memory(size, self.index)
             except torch.OutOfMemoryError:
+                if not self._short:
+                    log.warning(
+                        "telemetry: GPU %d lacks memory to measure many tensors at once, so it "
+                        "takes longer: %d MiB",
+                        self.index,
+                        size >> 20,
+                    )
                 size, self._short = size // 4, True
             else:
                 buffer = _Buffer(self, memory)
@@ -189,7 +201,7 @@ class _Buffer:
 class _Pack:
     """What a buffer held, on its way to the host."""
 
-    def __init__(self, memory: Tensor, event: object, rows: int, units: int) -> None:
+    def __init__(self, memory: Tensor, event: _cuda._Arrival, rows: int, units: int) -> None:
         self.memory, self.event, self.rows, self._units = memory, event, rows, units
 
     def decode(self) -> Rows:
@@ -280,10 +292,10 @@ class GpuRows:
             rest = [None if t.is_neg() else t for t in tensors[len(found) :]]
             stream = raw_stream(self._gpu.index)
             taken, tables = _cuda.plan(self._gpu.handle, buffer.handle, rest, stream)
-            for module, table, *counts, partials in tables:
+            for module, table, large, count, partials in tables:
                 chunks = _uploaded(table, self._gpu.index)
                 where = chunks.data_ptr(), partials
-                _cuda.measure_many(buffer.handle, module, *counts, *where, powers, stream)
+                _cuda.measure_many(buffer.handle, module, large, count, *where, powers, stream)
             known = taken[: taken.index(_FULL)] if _FULL in taken else taken
             rows = sum(known)
             self.numbers += range(number, number + rows)
@@ -299,7 +311,7 @@ class GpuRows:
         return self._buffer
 
     def send(self) -> int:
-        """Start the copy to the host, and say how many bytes all have; nothing can be added then."""
+        """Start the copy to the host, and say how many bytes all copies have so far."""
         buffer, self._buffer = self._buffer, None
         try:
             pack = None if buffer is None else self._gpu.send(buffer)

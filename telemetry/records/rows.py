@@ -84,7 +84,9 @@ class Rows:
         return len(self.count)
 
     @staticmethod
-    def decode(heads: bytearray, pairs: bytearray, units: bytearray) -> Rows:
+    def decode(
+        heads: bytes | bytearray, pairs: bytes | bytearray, units: bytes | bytearray
+    ) -> Rows:
         """Rows of :data:`HEAD`, with their :data:`PAIR` and :data:`UNIT` one after the other."""
         head, pair = np.frombuffer(heads, HEAD), np.frombuffer(pairs, PAIR)
         rows = Rows(

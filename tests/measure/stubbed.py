@@ -97,7 +97,9 @@ def stub_driver(directory: Path) -> Path:
     path = directory / "stub_driver.so"
     include = f"-I{sysconfig.get_path('include')}"
     source = HERE / "stub_driver.c"
-    subprocess.run(["cc", "-O1", "-shared", "-fPIC", include, source, "-o", path, "-ldl"], check=True)
+    subprocess.run(
+        ["cc", "-O1", "-shared", "-fPIC", include, source, "-o", path, "-ldl"], check=True
+    )
     return path
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import stubbed
 import torch
 from require import needs_tensor_reader
-from stubbed import Driver, OnGpu, on_gpu
+from stubbed import Driver, on_gpu
 from torch import Tensor
 
 from telemetry.measure import Measurer, cuda, native, nvrtc
@@ -61,7 +60,9 @@ def assert_same(actual: TensorRecord, expected: TensorRecord) -> None:
     extremes = [a.min, a.max], [b.min, b.max]
     np.testing.assert_array_equal(*extremes)
     np.testing.assert_allclose(a.sum_squares, b.sum_squares, rtol=1e-6)
-    np.testing.assert_allclose(a.sum, b.sum, rtol=1e-6, atol=1e-6 * a.count * np.sqrt(b.sum_squares))
+    np.testing.assert_allclose(
+        a.sum, b.sum, rtol=1e-6, atol=1e-6 * a.count * np.sqrt(b.sum_squares)
+    )
     np.testing.assert_array_equal(a.buckets, b.buckets)
     np.testing.assert_array_equal(a.counts, b.counts)
     np.testing.assert_array_equal(actual.unit_min, expected.unit_min)
@@ -96,10 +97,14 @@ def test_layouts_offsets_and_units(driver: Driver, dtype: torch.dtype, axis: int
         assert_same(record, on_host(view, axis))
 
 
-def test_other_tensors_are_left_to_operations(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tensors_are_left_to_operations(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their own tests are in test_measure_device.py; here they must not reach a kernel."""
     taken: list[object] = []
-    monkeypatch.setattr("telemetry.measure.device.DeviceRows.add", lambda rows, values, number: taken.append(values))
+    monkeypatch.setattr(
+        "telemetry.measure.device.DeviceRows.add", lambda rows, values, number: taken.append(values)
+    )
     others = [
         normal(6, 6)[:, ::2],
         normal(6, 1).expand(6, 3),
@@ -261,8 +266,8 @@ def test_an_error_of_the_driver_is_raised_once(
     caplog.set_level(logging.INFO, "telemetry")
     measurer, tensor = Measurer(), on_gpu(normal(10))
     driver.fail(call, 700)
-    with pytest.raises(RuntimeError, match=r"CUDA, to .*: error 700, stub 700"):
-        measurer.add(tensor)
+    with pytest.raises(RuntimeError, match=r"CUDA, to .*: error 700, stub 700"):  # noqa: PT012
+        measurer.add(tensor)  # or only then:
         measurer.finish()
     assert len(messages(caplog)) == 1
     assert "GPU 0 are measured by PyTorch's operations" in messages(caplog)[0]
@@ -298,9 +303,7 @@ def test_a_stream_that_is_captured_is_left_alone(driver: Driver) -> None:
     assert driver.counts().keys() == {"cuEventRecord"} or driver.calls() == []
 
 
-def test_without_memory_operations_measure(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_memory_operations_measure(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def refuse(size: int, index: int) -> Tensor:
