@@ -416,10 +416,16 @@ INLINE Bits load_one(const char *at)
            : SIZE == 2 ? __ldg((const u16 *)at) : __ldg((const u8 *)at);
 }
 
-/* Takes every "stride"-th vector; the next two are under way meanwhile. */
+/* Takes every "stride"-th vector; the next two are under way meanwhile, unless its sixteen values leave
+ * no registers for them. */
 template <class Load, class Take>
 INLINE void stream(u32 i, u32 end, u32 stride, Load load, Take take_vector)
 {
+    if (SIZE == 1) {
+        for (; i < end; i += stride)
+            take_vector(load(i));
+        return;
+    }
     uint4 next = make_uint4(0, 0, 0, 0), later = next;
     if (i < end)
         next = load(i);

@@ -233,46 +233,75 @@ sizes = st.one_of(
 )
 
 
+def check_measure(
+    libraries: Libraries,
+    variant: tuple[torch.dtype, int],
+    axis: str,
+    *,
+    kind: str,
+    special: float = 0.0,
+    seed: int = 0,
+    offset: int = 1,
+    size: int = 1500,
+    grid: int = 2,
+    powers: int = 4,
+    units: int = 12,
+    inner: int = 7,
+) -> None:
+    """Measures twice, in other orders of threads and blocks, and compares with the oracle."""
+    name, unit_count = f"measure_{powers}", 0
+    if axis != "none":
+        name, unit_count = f"measure_{axis}_{powers}", units
+        inner = 1 if axis == "last" else inner
+        size = units * inner * max(1, size // (units * inner))
+        grid = max(grid, -(-units // THREADS)) if axis == "last" else grid
+    x = make_values(kind, size, variant[0], seed, special)
+    memory, results = tensor_memory(x, offset), []
+    for order in (seed, seed + 1):
+        step, partials = Step(Memory(ROW.itemsize), units=unit_count), Memory(32 * grid)
+        arguments = [memory, size, step.rows, partials, step.codes, units, inner]
+        arguments = arguments[: {"none": 4, "last": 6, "middle": 7}[axis]]
+        launch(libraries(*variant), name, arguments, grid=grid, seed=order, tensors=[memory])
+        results.append(step.packed(libraries(None, 800), seed=order))
+        partials.view(np.float64)
+        step.codes.view(np.uint32)
+    (heads, pairs, floats), again = results
+    assert [part.tobytes() for part in results[0]] == [part.tobytes() for part in again]
+    assert_equals_oracle(heads[0], pairs[: heads[0]["bucket_count"]], x, powers, unit_count)
+    if unit_count:
+        np.testing.assert_array_equal(floats, unit_extremes(x, units, inner))
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("axis", ["none", "last", "middle"])
 def test_emulated_measure_equals_the_oracle_in_any_order_of_threads(
     libraries: Libraries, variant: tuple[torch.dtype, int], axis: str
 ) -> None:
-    @settings(max_examples=25)
-    @given(kinds, shares, seeds, offsets, sizes, st.integers(1, 3), st.sampled_from([2, 4]),
-           st.one_of(st.integers(1, 12), st.sampled_from([16, 64, 130, 1100])),
-           st.one_of(st.integers(2, 10), st.sampled_from([16, 49, 200])))  # fmt: skip
-    def check(
-        kind: str, special: float, seed: int, offset: int, size: int, grid: int, powers: int,
-        units: int, inner: int,
-    ) -> None:  # fmt: skip
-        name, arguments = f"measure_{powers}", []
-        unit_count = 0
-        if axis != "none":
-            name, unit_count = f"measure_{axis}_{powers}", units
-            inner = 1 if axis == "last" else inner
-            size = units * inner * max(1, size // (units * inner))
-            grid = max(grid, -(-units // THREADS)) if axis == "last" else grid
-        x = make_values(kind, size, variant[0], seed, special)
-        memory, results = tensor_memory(x, offset), []
-        for order in (seed, seed + 1):
-            step, partials = Step(Memory(ROW.itemsize), units=unit_count), Memory(32 * grid)
-            arguments = [memory, size, step.rows, partials, step.codes, units, inner]
-            used = {"none": 4, "last": 6, "middle": 7}[axis]
-            launch(libraries(*variant), name, arguments[:used], grid=grid, seed=order,
-                   tensors=[memory])  # fmt: skip
-            results.append(step.packed(libraries(None, 800), seed=order))
-            partials.view(np.float64)
-            step.codes.view(np.uint32)
-        (heads, pairs, floats), again = results
-        assert (heads.tobytes(), pairs.tobytes(), floats.tobytes()) == tuple(
-            part.tobytes() for part in again
-        )
-        assert_equals_oracle(heads[0], pairs[: heads[0]["bucket_count"]], x, powers, unit_count)
-        if unit_count:
-            np.testing.assert_array_equal(floats, unit_extremes(x, units, inner))
+    @settings(max_examples=20)
+    @given(
+        kind=kinds,
+        special=shares,
+        seed=seeds,
+        offset=offsets,
+        size=sizes,
+        grid=st.integers(1, 3),
+        powers=st.sampled_from([2, 4]),
+        units=st.one_of(st.integers(1, 12), st.sampled_from([16, 64, 130, 1100])),
+        inner=st.one_of(st.integers(2, 10), st.sampled_from([16, 49, 200])),
+    )
+    def check(**drawn: Any) -> None:
+        check_measure(libraries, variant, axis, **drawn)
 
     check()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_emulated_measure_of_each_kind_of_values_equals_the_oracle(
+    libraries: Libraries, variant: tuple[torch.dtype, int]
+) -> None:
+    for kind in (*KINDS, "bits"):
+        for axis in ("none", "last", "middle"):
+            check_measure(libraries, variant, axis, kind=kind)
 
 
 def chunk_table(memories: Sequence[Memory], itemsize: int, limit: int) -> NDArray[Any]:
