@@ -76,6 +76,7 @@ def test_training_is_left_alone_and_never_waits(
         counts = measured_by.counts()
         assert counts["measure_4"] + counts["measure_last_4"] + counts["measure_middle_4"]
         assert counts["measure_many_2"]
+        assert counts["norms"]
         measured = len(outcome.full) * (2 if name == "validation" else 1)
         assert counts["pack_heads"] == counts["cuMemcpyDtoHAsync_v2"] == measured
     with torch.device("cpu"), pytest.MonkeyPatch.context() as patches:

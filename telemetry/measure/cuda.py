@@ -326,3 +326,36 @@ class GpuRows:
     def decode(self) -> Rows:
         """What was sent; waits for it."""
         return Rows.concatenate([Rows.of(()), *(pack.decode() for pack in self._packs)])
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor | None:
+    """L2 norm and largest magnitude of each tensor, in one launch per dtype; of one GPU.
+
+    Returns:
+        float64 ``[2, tensors]`` on the GPU; infinite or NaN where an element is. None if there is a
+        tensor that the kernels do not take.
+    """
+    index = tensors[0].get_device()
+    found = gpu(index)
+    if found is None or any(tensor.is_neg() for tensor in tensors):
+        return None
+    stream = raw_stream(index)
+    try:
+        taken, tables = _cuda.plan(found.handle, None, list(tensors), stream)
+        if not all(taken):
+            return None
+        # Of each the sum of squares, the largest magnitude, and how many blocks are through.
+        values = _device_memory(24 * len(tensors), index).zero_().view(torch.float64).view(-1, 3)
+        for module, table, _, count, _ in tables:
+            chunks, partials = _uploaded(table, index), _device_memory(8 * count, index)
+            memory = chunks.data_ptr(), values.data_ptr(), partials.data_ptr()
+            _cuda.norms(found.handle, module, count, *memory, stream)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        give_up(index, error)
+        return None
+    return torch.stack([values[:, 0].sqrt(), values[:, 1]])

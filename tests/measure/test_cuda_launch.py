@@ -161,6 +161,20 @@ def test_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> None:
         assert_same(records[number], on_host(tensor, powers=2))
 
 
+def test_norms_of_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> None:
+    tensors = [normal(70_000), normal(5, 5).bfloat16(), normal(3) * 1e30, torch.zeros(4)]
+    tensors += [torch.tensor([1.0, float("inf")]), torch.tensor([float("nan"), float("inf")])]
+    found = cuda.norms([on_gpu(tensor) for tensor in tensors])
+    assert driver.counts()["norms"] == 2
+    wide = [tensor.double() for tensor in tensors]
+    expected = torch.tensor([[t.norm() for t in wide], [t.abs().max() for t in wide]])
+    torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0, equal_nan=True)
+    assert cuda.norms([on_gpu(normal(3)), on_gpu(normal(3).double())]) is None
+    driver.fail("cuLaunchKernel")
+    assert cuda.norms([on_gpu(normal(3))]) is None
+    assert cuda.gpu(0) is None
+
+
 # --- buffers -------------------------------------------------------------------------------------
 
 
