@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import simulated_gpu as gpu
+import stubbed
 import torch
 from device_loops import LOOPS, guarded, mlp, plain, skip_no_steps
 from device_tensors import LAYOUTS, VALUES, assert_measured, made
@@ -28,14 +29,29 @@ from telemetry.torch_private.host_copy import HostCopy, send
 CLOSE = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture(autouse=True)
-def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["operations", "kernels"])
+def measured_by(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[stubbed.Driver | None]:
+    """PyTorch's operations; or CUDA kernels, compiled for the host: the driver is a stub."""
+    driver = None
+    if request.param == "kernels":
+        driver = stubbed.install(
+            monkeypatch,
+            tmp_path_factory.getbasetemp(),
+            types=(gpu.SimulatedTensor, nn.Parameter),
+            stream=lambda: id(gpu.backend.current_stream()),
+        )
+        monkeypatch.setattr(gpu.SimulatedTensor, "is_cuda", True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     take_as_plain(monkeypatch, gpu.SimulatedTensor)
     monkeypatch.setattr(host_copy, "_WITH_STREAMS", {gpu.NAME})
     skip_no_steps(monkeypatch)
     gpu.transfers.clear()
     with torch.device(gpu.DEVICE):
-        yield
+        yield driver
 
 
 def take_as_plain(patches: pytest.MonkeyPatch, plain_type: type[Tensor]) -> None:
@@ -49,11 +65,21 @@ def take_as_plain(patches: pytest.MonkeyPatch, plain_type: type[Tensor]) -> None
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_training_is_left_alone_and_never_waits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    measured_by: stubbed.Driver | None,
+    name: str,
 ) -> None:
     make, loop = LOOPS[name]
     outcome = assert_left_alone(make, guarded(loop, gpu.no_syncs), tmp_path / "gpu")
     assert [r.getMessage() for r in caplog.records if r.name == "telemetry"] == []
+    if measured_by is not None:
+        counts = measured_by.counts()
+        assert counts["measure_4"] + counts["measure_last_4"] + counts["measure_middle_4"]
+        assert counts["measure_many_2"]
+        assert counts["norms"]
+        measured = len(outcome.full) * (2 if name == "validation" else 1)
+        assert counts["pack_heads"] == counts["cuMemcpyDtoHAsync_v2"] == measured
     with torch.device("cpu"), pytest.MonkeyPatch.context() as patches:
         take_as_plain(patches, Tensor)
         expected = run(make, loop, tmp_path / "cpu")
@@ -197,14 +223,14 @@ def test_what_nobody_wants_is_not_sent() -> None:
     assert gpu.transfers == [5 * 4]
 
 
-def test_tensors_of_several_streams_are_measured() -> None:
+def test_tensors_of_several_streams_are_measured(measured_by: stubbed.Driver | None) -> None:
     measurer, streams = Measurer(), [gpu.Stream(), gpu.default_stream, gpu.Stream()]
     with gpu.no_syncs():
         for number, stream in enumerate(streams):
             with gpu.backend.stream(stream):
                 measurer.add(torch.full((5, 5), float(number)), unit_axis=1)
         measurements = measurer.finish()
-    assert len(gpu.transfers) == 1
+    assert len(gpu.transfers) == (measured_by is None)
     assert measurements.reduce().rows.sum.tolist() == [0, 25, 50]
     assert gpu.given_away() == 0
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from telemetry.measure import block_sample, native
+from telemetry.measure import block_sample, cuda, native
 from telemetry.measure.sampling import SAMPLE_ELEMENTS
 from telemetry.records import Parameter
 from telemetry.selection import clean_name, cleaned
@@ -254,6 +254,9 @@ def _norms_of_group(pairs: Indexed, wide: torch.dtype) -> Norms:
     if tensors[0].is_cpu and native.DTYPES:
         squares = native.squared_norms(tensors)
         return Norms(indices, torch.from_numpy(np.sqrt(squares)), float(squares.sum()))
+    on_gpu = cuda.norms(tensors) if tensors[0].is_cuda else None
+    if on_gpu is not None:
+        return Norms(indices, on_gpu)
     norms = torch.stack(norms_of(tensors, 2, wide))
     if norms.device.type != "cpu":
         return Norms(indices, torch.stack([norms, torch.stack(norms_of(tensors, torch.inf, wide))]))

@@ -72,9 +72,10 @@ typedef unsigned long long Address;
     X(synchronize_event, cuEventSynchronize, (Event event))
 
 #define DECLARE(NAME, SYMBOL, ARGUMENTS) int(CALL *NAME) ARGUMENTS;
-static struct {
+typedef struct {
     DRIVER_FUNCTIONS(DECLARE)
-} driver;
+} Functions;
+static Functions driver;
 
 /* Raise what a call of the driver has returned. */
 static PyObject *raise_error(const char *doing, int code)
@@ -108,10 +109,11 @@ static PyObject *python_load(PyObject *module, PyObject *const *args, Py_ssize_t
         return NULL;
     void *library = open_library(PyBytes_AsString(bytes));
     const char *missing = NULL;
+    Functions found_here = {0};
 #define FIND(NAME, SYMBOL, ARGUMENTS)                             \
     if (library != NULL) {                                        \
         void *found = find_symbol(library, #SYMBOL);              \
-        memcpy(&driver.NAME, &found, sizeof found);               \
+        memcpy(&found_here.NAME, &found, sizeof found);           \
         missing = found ? missing : #SYMBOL;                      \
     }
     DRIVER_FUNCTIONS(FIND)
@@ -122,6 +124,7 @@ static PyObject *python_load(PyObject *module, PyObject *const *args, Py_ssize_t
     Py_DECREF(bytes);
     if (PyErr_Occurred())
         return NULL;
+    driver = found_here;
     int code = driver.initialize(0);
     return code ? raise_error("initialize", code) : Py_NewRef(Py_None);
 }
@@ -161,7 +164,7 @@ enum {
     UNIT = 8,
     PAIR = 8,
     UNITS = 320,               /* that there is room for, for each row on average */
-    PARTIALS = 64,
+    PARTIALS = 160,
     PAIRS = 256
 };
 

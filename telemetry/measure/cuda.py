@@ -34,10 +34,10 @@ if host.available:
 
 log = logging.getLogger("telemetry")
 
-# The memory of a buffer, and how many a GPU has at most. Usually there are two, in turn, so that no
-# step waits until that of the step before is copied.
-BUFFER_BYTES = 16 * 2**20
-BUFFERS = 4
+# The memory of a buffer, and how many a GPU has at most: two, in turn, so that no step waits until
+# the one before is copied, and one for a phase or for another logger.
+BUFFER_BYTES = 20 * 2**20
+BUFFERS = 3
 _LEAST_BYTES = 2**20
 
 # The modules of the kernels, as _cuda.c counts them: the first packs what the others find.
@@ -57,6 +57,8 @@ _DRIVER: str | None = None
 
 _gpus: dict[int, Gpu | None] = {}
 _reasons: dict[int, str] = {}
+# Forever: a stream of theirs may still write to their memory.
+_given_up: list[Gpu | None] = []
 _lock = threading.RLock()  # the garbage collector may close a logger on a thread that holds it
 
 
@@ -77,6 +79,7 @@ def gpu(index: int) -> Gpu | None:
 
 def give_up(index: int, error: Exception) -> None:
     """Leave this GPU to PyTorch's operations from now on."""
+    _given_up.append(_gpus.get(index))
     _gpus[index], _reasons[index] = None, str(error)
     log.info(
         "telemetry: tensors on GPU %d are measured by PyTorch's operations, which takes 10 to 50 "
@@ -105,6 +108,7 @@ def __getattr__(name: str) -> str:
 def _forget() -> None:
     global _lock
     _lock = threading.RLock()
+    _given_up.extend(_gpus.values())
     _gpus.clear()
 
 
@@ -137,23 +141,23 @@ class Gpu:
         if (major, minor) < (7, 5):
             raise OSError(f"its compute capability {major}.{minor} is below 7.5")
         kernels = [nvrtc.compile_kernels(dtype, f"sm_{major}{minor}") for dtype in DTYPES]
+        images = tuple(compiled.cubin for compiled in kernels)
         if not checked:
-            _check(index, b"".join(compiled.cubin for compiled in kernels))
+            _check(index, b"".join(images))
         _cuda.load(_DRIVER, host.TYPES, host.TENSORS)
         self.index = index
-        self.handle = _cuda.open(index, tuple(compiled.cubin for compiled in kernels))
+        self.handle = _cuda.open(index, images)
         self._buffers: list[_Buffer] = []  # that which waited longest is the first
         self._packs: list[_Pack] = []  # which may be under way
         self._short = False
+        self._allocate()
         self._allocate()
 
     def lend(self, owner: GpuRows) -> _Buffer | None:
         """A buffer for ``owner`` alone until it is sent; None if there is no memory for one."""
         with _lock:
             free = [buffer for buffer in self._buffers if buffer.owner() is None]
-            if len(self._buffers) < 2 or not free:
-                free += self._allocate()
-            for buffer in free[:1]:
+            for buffer in (free or self._allocate())[:1]:
                 if buffer.owner is not _nobody:  # whose step was given up
                     _cuda.clear(buffer.handle)
                 buffer.owner = ref(owner)
@@ -167,6 +171,13 @@ class Gpu:
             try:
                 memory = _device_memory(size, self.index)
             except torch.OutOfMemoryError:
+                if not self._short:
+                    log.warning(
+                        "telemetry: GPU %d lacks memory to measure many tensors at once, so it "
+                        "takes longer: %d MiB",
+                        self.index,
+                        size >> 20,
+                    )
                 size, self._short = size // 4, True
             else:
                 buffer = _Buffer(self, memory)
@@ -237,14 +248,14 @@ class _Buffer:
 class _Pack:
     """What a buffer held, on its way to the host."""
 
-    def __init__(self, memory: Tensor, event: object, rows: int, units: int) -> None:
-        self.memory, self.event, self._rows, self._units = memory, event, rows, units
+    def __init__(self, memory: Tensor, event: _cuda._Arrival, rows: int, units: int) -> None:
+        self.memory, self.event, self.rows, self._units = memory, event, rows, units
 
     def decode(self) -> Rows:
         """The rows; waits for them."""
         _cuda.wait(self.event, True)
         memory = self.memory.numpy()
-        ends = np.cumsum([0, self._rows * HEAD.itemsize, self._units * UNIT.itemsize])
+        ends = np.cumsum([0, self.rows * HEAD.itemsize, self._units * UNIT.itemsize])
         heads, units = (memory[first:end].tobytes() for first, end in pairwise(ends))
         pairs = int(np.frombuffer(heads, HEAD)["bucket_count"].sum()) * PAIR.itemsize
         return Rows.decode(heads, memory[ends[-1] :][:pairs].tobytes(), units)
@@ -258,7 +269,7 @@ def _device_memory(size: int, index: int) -> Tensor:
 
 
 def _pinned_memory(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _uploaded(data: bytearray, index: int) -> Tensor:
@@ -282,6 +293,7 @@ class GpuRows:
         self._gpu = gpu
         self._buffer: _Buffer | None = None
         self._packs: list[_Pack] = []
+        self._sent_rows = 0
 
     def add(
         self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int, number: int
@@ -305,6 +317,9 @@ class GpuRows:
             return taken
         except RuntimeError as error:
             give_up(self._gpu.index, error)
+            if self._buffer is not None:  # rows that were taken, and are nobody's
+                rows = self._sent_rows + _cuda.contents(self._buffer.handle)[0]
+                self.numbers += [-1] * (rows - len(self.numbers))
             raise
 
     def _measured(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int:
@@ -324,10 +339,10 @@ class GpuRows:
             rest = [None if t.is_neg() else t for t in tensors[len(found) :]]
             stream = raw_stream(self._gpu.index)
             taken, tables = _cuda.plan(self._gpu.handle, buffer.handle, rest, stream)
-            for module, table, *counts, partials in tables:
+            for module, table, large, count, partials in tables:
                 chunks = _uploaded(table, self._gpu.index)
                 where = chunks.data_ptr(), partials
-                _cuda.measure_many(buffer.handle, module, *counts, *where, powers, stream)
+                _cuda.measure_many(buffer.handle, module, large, count, *where, powers, stream)
             known = taken[: taken.index(_FULL)] if _FULL in taken else taken
             rows = sum(known)
             self.numbers += range(number, number + rows)
@@ -343,12 +358,51 @@ class GpuRows:
         return self._buffer
 
     def send(self) -> int:
-        """Start the copy to the host, and say how many bytes all have."""
+        """Start the copy to the host, and say how many bytes all copies have so far."""
         buffer, self._buffer = self._buffer, None
-        pack = None if buffer is None else self._gpu.send(buffer)
-        self._packs += [] if pack is None else [pack]
+        try:
+            pack = None if buffer is None else self._gpu.send(buffer)
+        except RuntimeError as error:
+            give_up(self._gpu.index, error)
+            raise
+        if pack is not None:
+            self._packs.append(pack)
+            self._sent_rows += pack.rows
         return sum([pack.memory.numel() for pack in self._packs])
 
     def decode(self) -> Rows:
         """What was sent; waits for it."""
         return Rows.concatenate([Rows.of(()), *(pack.decode() for pack in self._packs)])
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor | None:
+    """L2 norm and largest magnitude of each tensor, in one launch per dtype; of one GPU.
+
+    Returns:
+        float64 ``[2, tensors]`` on the GPU; infinite or NaN where an element is. None if there is a
+        tensor that the kernels do not take.
+    """
+    index = tensors[0].get_device()
+    found = gpu(index)
+    if found is None or any(tensor.is_neg() for tensor in tensors):
+        return None
+    stream = raw_stream(index)
+    try:
+        taken, tables = _cuda.plan(found.handle, None, list(tensors), stream)
+        if not all(taken):
+            return None
+        # Of each the sum of squares, the largest magnitude, and how many blocks are through.
+        values = _device_memory(24 * len(tensors), index).zero_().view(torch.float64).view(-1, 3)
+        for module, table, _, count, _ in tables:
+            chunks, partials = _uploaded(table, index), _device_memory(8 * count, index)
+            memory = chunks.data_ptr(), values.data_ptr(), partials.data_ptr()
+            _cuda.norms(found.handle, module, count, *memory, stream)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        give_up(index, error)
+        return None
+    return torch.stack([values[:, 0].sqrt(), values[:, 1]])

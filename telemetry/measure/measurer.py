@@ -134,10 +134,8 @@ class Measurer:
     def finish(self) -> Measurements:
         """Everything since the last call, for any thread to reduce. Begins the next step."""
         with self._lock:
-            devices: list[DeviceRows | cuda.GpuRows] = [
-                *self._devices.values(),
-                *self._gpus.values(),
-            ]
+            devices: list[DeviceRows | cuda.GpuRows]
+            devices = [*self._devices.values(), *self._gpus.values()]
             measured = Measurements(self._count, self._host, self._of_host, devices)
             self._begin()
         measured.send()

@@ -3,7 +3,7 @@
  *
  * What is queued is done at once; or, if ``stub_deferred`` is set, when the host waits for an event.
  * Then nothing is done but what is ordered before it, so that a missing wait shows in the figures.
- * Each call is written down.
+ * ``stub_idle``: nothing is done at all. Each call is written down.
  */
 
 #include <Python.h>
@@ -20,7 +20,7 @@ enum { ARGUMENTS = 16, CALLS = 1 << 16, STREAMS = 64, INVALID = 1, NOT_READY = 6
 typedef struct Task Task;
 
 typedef struct {
-    void (*emulate)(unsigned grid, unsigned seed, void **arguments);
+    const char *(*emulate)(unsigned grid, unsigned seed, void **arguments); /* what is wrong */
     char name[64];
 } Kernel;
 
@@ -46,7 +46,7 @@ typedef struct {
 } Call;
 
 Call stub_calls[CALLS];
-int stub_call_count, stub_deferred, stub_capturing, stub_error;
+int stub_call_count, stub_deferred, stub_idle, stub_capturing, stub_error;
 char stub_failing[32]; /* the function that returns stub_error */
 
 static struct {
@@ -95,9 +95,16 @@ static void run(Task *task)
     void *arguments[ARGUMENTS];
     for (int i = 0; i < ARGUMENTS; i++)
         arguments[i] = &task->arguments[i];
+    if (stub_idle)
+        return;
+    const char *wrong = task->kernel ? task->kernel->emulate(task->grid, 0, arguments) : NULL;
+    if (wrong && *wrong) {
+        fprintf(stderr, "%s: %s\n", task->kernel->name, wrong);
+        abort();
+    }
     if (task->kernel)
-        task->kernel->emulate(task->grid, 0, arguments);
-    else if (task->source)
+        return;
+    if (task->source)
         memcpy(task->target, task->source, task->size);
     else if (task->target)
         memset(task->target, task->byte, task->size);

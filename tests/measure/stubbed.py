@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sysconfig
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class Driver:
         self.uploads: list[Tensor] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("deferred", "capturing"):
+        if name in ("deferred", "capturing", "idle"):
             ctypes.c_int.in_dll(self._library, f"stub_{name}").value = value
         super().__setattr__(name, value)
 
@@ -118,19 +119,24 @@ def emulated(directory: Path, dtype: torch.dtype | None) -> Path:
     return path
 
 
-def install(patches: pytest.MonkeyPatch, directory: Path) -> Driver:
-    """A GPU 0 whose tensors are :class:`OnGpu`."""
+def install(
+    patches: pytest.MonkeyPatch,
+    directory: Path,
+    types: tuple[type, ...] = (OnGpu,),
+    stream: Callable[[], int] | None = None,
+) -> Driver:
+    """A GPU 0 whose tensors are of these types; ``stream``: the current one, else the driver's."""
     driver = Driver(stub_driver(directory))
     driver.forget()
     driver.fail("")
-    driver.deferred = driver.capturing = 0
+    driver.deferred = driver.capturing = driver.idle = 0
 
     def compiled(dtype: torch.dtype | None, architecture: str) -> nvrtc.Compiled:
         path = emulated(directory, dtype)
         return nvrtc.Compiled(cubin=bytes(path) + b"\0", log="", compile_s=0)
 
     def memory(size: int, index: int = 0) -> Tensor:
-        return torch.full((size,), 255, dtype=torch.uint8)
+        return torch.full((size,), 255, dtype=torch.uint8, device="cpu")
 
     def uploaded(data: bytearray, index: int) -> Tensor:
         driver.uploads.append(torch.frombuffer(data, dtype=torch.uint8))
@@ -138,12 +144,14 @@ def install(patches: pytest.MonkeyPatch, directory: Path) -> Driver:
 
     patches.setattr(nvrtc, "compile_kernels", compiled)
     patches.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    # Else integers are counted by an operation that the CPU does not have.
+    patches.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     patches.setattr(native, "TENSORS", driver.exchange())
-    patches.setattr(native, "TYPES", (OnGpu,))
+    patches.setattr(native, "TYPES", types)
     patches.setattr(cuda, "_DRIVER", driver.path)
     patches.setattr(cuda, "_gpus", {})
     patches.setattr(cuda, "_reasons", {})
-    patches.setattr(cuda, "raw_stream", lambda index: driver.stream)
+    patches.setattr(cuda, "raw_stream", lambda index: stream() if stream else driver.stream)
     patches.setattr(cuda, "_device_memory", memory)
     patches.setattr(cuda, "_pinned_memory", memory)
     patches.setattr(cuda, "_uploaded", uploaded)

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 LAUNCHES = ("cuLaunchKernel",)
+ROW_BYTES = 16432
 
 
 @pytest.fixture
@@ -44,6 +45,7 @@ def on_host(tensor: Tensor, unit_axis: int | None = None, powers: int = 4) -> Te
     # By NumPy's types the extension would be asked for the tensors of the GPU.
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(native, "TENSORS", None)
+        patches.setattr(native, "sample_step", lambda count: 0)
         measurer = Measurer()
         measurer.add(tensor.float(), unit_axis=unit_axis, powers=powers)
         [record] = measurer.finish().reduce().values()
@@ -92,3 +94,281 @@ def test_layouts_offsets_and_units(driver: Driver, dtype: torch.dtype, axis: int
     assert sum("measure" in kernel for kernel in driver.counts().elements()) == len(views)
     for record, view in zip(records, views, strict=True):
         assert_same(record, on_host(view, axis))
+
+
+def test_other_tensors_are_left_to_operations(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their own tests are in test_measure_device.py; here they must not reach a kernel."""
+    taken: list[object] = []
+    monkeypatch.setattr(
+        "telemetry.measure.device.DeviceRows.add", lambda rows, values, number: taken.append(values)
+    )
+    others = [
+        normal(6, 6)[:, ::2],
+        normal(6, 1).expand(6, 3),
+        normal(4).double(),
+        torch.arange(4),
+        torch.view_as_complex(normal(4, 2)).imag,
+        torch.view_as_complex(normal(4, 2)).conj().imag,
+    ]
+    measurer = Measurer()
+    for tensor in others:
+        measurer.add(on_gpu(tensor))
+    assert len(taken) == len(others)
+    assert driver.calls(*LAUNCHES) == []
+    assert measurer.add(on_gpu(torch.empty(0))) is not None
+
+
+def test_a_kernel_is_given_just_the_tensor(driver: Driver) -> None:
+    tensor = normal(100, 30)
+    measured(tensor, unit_axis=0, powers=2)
+    [call] = driver.calls(*LAUNCHES)[:1]
+    assert call.kernel == b"measure_middle_2"
+    assert call.size == 1  # block
+    values, elements, _, _, _, units, inner = call.arguments[:7]
+    assert (values, elements & 0xFFFFFFFF, units, inner) == (tensor.data_ptr(), 3000, 100, 30)
+
+
+def test_a_tensor_of_2_31_elements_has_several_rows(driver: Driver) -> None:
+    driver.idle = 1
+    tensor = torch.empty(2**31 + 7, dtype=torch.bfloat16)  # of which nothing is touched
+    measurer = Measurer()
+    assert measurer.add(on_gpu(tensor)) == 0
+    assert measurer.add(on_gpu(tensor[: -7 - 2**11].view(-1, 3, 2**10)), unit_axis=1) == 1
+    first, second, *with_units = (call.arguments for call in driver.calls(*LAUNCHES))
+    elements = [arguments[1] & 0xFFFFFFFF for arguments in (first, second)]
+    assert sum(elements) == len(tensor)
+    assert second[0] == first[0] + 2 * elements[0]
+    assert second[2] - first[2] == ROW_BYTES
+    assert [arguments[1] % (3 * 2**10) for arguments in with_units] == [0]
+    driver.idle = 0
+
+
+def test_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> None:
+    shapes = [(7,), (200, 300), (2049,), (2048,), (1, 1), (40,)]
+    tensors = [normal(*shape) for shape in shapes] + [normal(70_000).bfloat16(), normal(3).half()]
+    others = [normal(4).double(), torch.empty(0)]
+    everything = [*tensors[:3], *others, *tensors[3:]]
+    measurer = Measurer()
+    numbers = measurer.add_all([on_gpu(tensor) for tensor in everything], powers=2)
+    counts = driver.counts()
+    assert (counts["measure_many_2"], counts["measure_2"]) == (3, 0)
+    records = measurer.finish().reduce()
+    assert sorted(numbers) == list(range(len(everything)))
+    for tensor, number in zip(everything, numbers, strict=True):
+        assert_same(records[number], on_host(tensor, powers=2))
+
+
+def test_norms_of_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> None:
+    tensors = [normal(70_000), normal(5, 5).bfloat16(), normal(3) * 1e30, torch.zeros(4)]
+    tensors += [torch.tensor([1.0, float("inf")]), torch.tensor([float("nan"), float("inf")])]
+    found = cuda.norms([on_gpu(tensor) for tensor in tensors])
+    assert driver.counts()["norms"] == 2
+    wide = [tensor.double() for tensor in tensors]
+    expected = torch.tensor([[t.norm() for t in wide], [t.abs().max() for t in wide]])
+    torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0, equal_nan=True)
+    assert cuda.norms([on_gpu(normal(3)), on_gpu(normal(3).double())]) is None
+    driver.fail("cuLaunchKernel")
+    assert cuda.norms([on_gpu(normal(3))]) is None
+    assert cuda.gpu(0) is None
+
+
+# --- buffers -------------------------------------------------------------------------------------
+
+
+def test_a_step_is_one_memset_and_one_copy(driver: Driver) -> None:
+    measurer = Measurer()
+    for _ in range(3):
+        driver.forget()
+        for _ in range(5):
+            measurer.add(on_gpu(normal(10, 3)))
+        measurer.finish().reduce()
+        counts = driver.counts()
+        assert counts["cuMemsetD8Async"] == counts["cuMemcpyDtoHAsync_v2"] == 1
+        assert counts["measure_4"] == 5
+        assert counts["pack_heads"] == counts["pack_pairs"] == 1
+
+
+def test_buffers_take_turns_and_only_reading_waits(driver: Driver) -> None:
+    measurer = Measurer()
+    steps = []
+    for number in range(4):
+        measurer.add(on_gpu(torch.full((3,), float(number))))
+        steps.append(measurer.finish())
+    rows = [call.arguments[2] for call in driver.calls(*LAUNCHES) if call.kernel == b"measure_4"]
+    assert rows[0] == rows[2] != rows[1] == rows[3]
+    assert driver.counts()["cuEventSynchronize"] == 0
+    assert [step.reduce()[0].sketch.sum for step in reversed(steps)] == [9, 6, 3, 0]
+
+
+def test_what_no_buffer_holds_at_once_is_sent_in_several(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "BUFFER_BYTES", 2**17)
+    monkeypatch.setattr(cuda, "_LEAST_BYTES", 2**17)
+    monkeypatch.setattr(cuda, "_gpus", {})
+    tensors = [torch.full((5, number % 3 + 1), float(number)) for number in range(20)]
+    measurer = Measurer()
+    for tensor in tensors[:10]:
+        measurer.add(on_gpu(tensor), unit_axis=1)
+    measurer.add_all([on_gpu(tensor) for tensor in tensors[10:]])
+    records = measurer.finish().reduce()
+    assert driver.counts()["cuMemcpyDtoHAsync_v2"] > 2
+    for number, tensor in enumerate(tensors):
+        assert_same(records[number], on_host(tensor, 1 if number < 10 else None))
+
+
+@pytest.mark.parametrize("streams", [(7, 8, 9), (7, 7, 8)])
+def test_nothing_is_read_before_what_is_to_come_first(
+    driver: Driver, streams: tuple[int, ...]
+) -> None:
+    driver.deferred = 1  # what no event orders before the copy's does not happen
+    measurer = Measurer()
+    tensors = [normal(40, 5), normal(300), normal(9, 9)]
+    for _ in range(3):
+        for stream, tensor in zip(streams, tensors, strict=True):
+            driver.stream = stream
+            measurer.add(on_gpu(tensor), unit_axis=0)
+        measurer.add_all([on_gpu(tensor) for tensor in tensors])
+        records = measurer.finish().reduce()
+        launches = [call.stream for call in driver.calls(*LAUNCHES)][-6:]
+        assert launches[:4] == [*streams, streams[-1]]
+        assert launches[4] == launches[5] not in streams
+        for number, tensor in enumerate(tensors):
+            assert_same(records[number], on_host(tensor, 0))
+            assert_same(records[3 + number], on_host(tensor))
+
+
+def test_a_step_that_is_given_up_leaves_nothing_behind(driver: Driver) -> None:
+    for _ in range(5):
+        measurer = Measurer()
+        measurer.add(on_gpu(normal(100)))
+        del measurer
+    assert_same(*measured(normal(10)), on_host(normal(10)))
+    assert len(cuda.gpu(0)._buffers) == 2  # type: ignore[union-attr]
+
+
+def test_a_copy_that_nobody_reads_keeps_its_memory_until_it_has_arrived(driver: Driver) -> None:
+    driver.deferred = 1
+    gpu = cuda.gpu(0)
+    assert gpu is not None
+    for _ in range(3):
+        measurer = Measurer()
+        measurer.add(on_gpu(normal(100)))
+        measurer.finish()
+    assert len(gpu._packs) == 3
+    measured(normal(100))
+    measured(normal(100))
+    assert len(gpu._packs) == 1
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "telemetry"]
+
+
+@pytest.mark.parametrize(
+    "call", ["cuLaunchKernel", "cuStreamWaitEvent", "cuMemcpyDtoHAsync_v2", "cuMemsetD8Async"]
+)
+def test_an_error_of_the_driver_is_raised_once(
+    driver: Driver, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    caplog.set_level(logging.INFO, "telemetry")
+    measurer, tensor = Measurer(), on_gpu(normal(10))
+    driver.fail(call, 700)
+    with pytest.raises(RuntimeError, match=r"CUDA, to .*: error 700, stub 700"):  # noqa: PT012
+        measurer.add(tensor)  # or only then:
+        measurer.finish()
+    assert len(messages(caplog)) == 1
+    assert "GPU 0 are measured by PyTorch's operations" in messages(caplog)[0]
+    driver.forget()
+    again = Measurer()
+    again.add(tensor)
+    assert_same(again.finish().reduce()[0], on_host(normal(10)))
+    assert driver.calls() == []
+
+
+def test_what_was_measured_before_an_error_stays(driver: Driver) -> None:
+    measurer, tensors = Measurer(), [normal(10), normal(20), normal(30), normal(40)]
+    assert measurer.add(on_gpu(tensors[0])) == 0
+    driver.fail("cuLaunchKernel")
+    with pytest.raises(RuntimeError):
+        measurer.add_all([on_gpu(tensor) for tensor in tensors[1:3]])
+    driver.fail("")
+    assert measurer.add(on_gpu(tensors[3])) == 1
+    records = measurer.finish().reduce()
+    assert_same(records[0], on_host(tensors[0]))
+    assert_same(records[1], on_host(tensors[3]))
+
+
+def test_a_stream_that_is_captured_is_left_alone(driver: Driver) -> None:
+    driver.capturing = 1
+    rows = cuda.GpuRows(cuda.gpu(0))  # type: ignore[arg-type]
+    tensors = [on_gpu(normal(10)), on_gpu(normal(20))]
+    for stream in (0, 7):
+        driver.stream = stream
+        assert rows.add(tensors[:1], None, 4, 0) == [False]
+        assert rows.add(tensors, None, 4, 0) == [False, False]
+    assert rows.send() == 0
+    assert driver.counts().keys() == {"cuEventRecord"} or driver.calls() == []
+
+
+def test_without_memory_operations_measure(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refuse(size: int, index: int) -> Tensor:
+        asked.append(size)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cuda, "_gpus", {})
+    monkeypatch.setattr(cuda, "_device_memory", refuse)
+    measurer = Measurer()
+    for _ in range(3):
+        measurer.add(on_gpu(normal(10)))
+    assert_same(measurer.finish().reduce()[0], on_host(normal(10)))
+    assert asked == sorted(asked, reverse=True)
+    assert len(asked) == 3
+
+
+NO_KERNELS = {
+    "TELEMETRY_NATIVE is 0": lambda p: p.setattr(native, "available", False),
+    "cannot tell C": lambda p: p.setattr(native, "TENSORS", None),
+    "ROCm": lambda p: p.setattr(torch.version, "hip", "6.2"),
+    "capability 7.0": lambda p: p.setattr(torch.cuda, "get_device_capability", lambda i: (7, 0)),
+    "NVRTC was not found": lambda p: p.setattr(nvrtc, "compile_kernels", _no_nvrtc),
+    "cannot be loaded": lambda p: p.setattr(cuda, "_DRIVER", "/nowhere/libcuda.so.1"),
+    "libm.so.6 has no cu": lambda p: p.setattr(cuda, "_DRIVER", "libm.so.6"),
+}
+
+
+def _no_nvrtc(*arguments: object) -> None:
+    raise nvrtc.NvrtcError("NVRTC was not found: none")
+
+
+@pytest.mark.parametrize("reason", NO_KERNELS)
+def test_operations_measure_where_kernels_cannot(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
+    caplog.set_level(logging.INFO, "telemetry")
+    monkeypatch.setattr(cuda, "_gpus", {})
+    monkeypatch.setattr(native, "native", "NumPy, because TELEMETRY_NATIVE is 0")
+    NO_KERNELS[reason](monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "GPU 0: PyTorch, because " in cuda.native
+    assert reason in cuda.native
+    measurer = Measurer()
+    measurer.add(on_gpu(normal(10)))
+    assert_same(measurer.finish().reduce()[0], on_host(normal(10)))
+    assert driver.calls(*LAUNCHES) == []
+    assert len(messages(caplog)) == 1
+
+
+def test_what_measures_is_named(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda.native == native.native
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cuda.native == f"{native.native}; GPU 0: CUDA kernels"
