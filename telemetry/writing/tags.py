@@ -59,7 +59,7 @@ def values_of(record: StepRecord, bulk: Bulk | None = None) -> Iterator[bytes]:
     yield from (bulk or Bulk()).values_of(
         [(f"{IMAGES}{prefix}{tag}", pixels) for tag, pixels in _images(record)],
         _joined(groups, f"{HISTOGRAMS}{prefix}"),
-        magnitudes=_joined(grads, f"{HISTOGRAMS}{prefix}"),
+        _joined(grads, f"{HISTOGRAMS}{prefix}"),
     )
 
 
@@ -135,13 +135,10 @@ def _histograms(record: StepRecord) -> Mapping[str, Tagged]:
     """
     layout = record.layout
     parameters = {p.name: _parameter_tag(layout, p) for p in layout.parameters}
-    outputs, output_grads = (
-        {output: _output_tag(layout, output) for output in tensors}
-        for tensors in (record.outputs, record.output_grads)
-    )
+    outputs, grads = record.outputs, record.output_grads
     return {
-        "activation": _filled(record.outputs, outputs),
-        "activation_grad": _filled(record.output_grads, output_grads),
+        "activation": _filled(outputs, {o: _output_tag(layout, o) for o in outputs}),
+        "activation_grad": _filled(grads, {o: _output_tag(layout, o) for o in grads}),
         "grad": _filled(record.grads, parameters),
         "weight": _filled(record.weights, parameters),
     }
