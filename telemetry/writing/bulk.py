@@ -140,8 +140,10 @@ class Bulk:
         if 2 * len(rows.buckets) <= most:  # between two of them there is at most one row more
             return 1
         parts = [part for _, part in _parts(tags, rows)]
-        fits = lambda width: sum(row_count(part, width) for part in parts) <= most  # noqa: E731
-        return _WIDTHS[min(bisect_left(_WIDTHS, True, key=fits), len(_WIDTHS) - 1)]
+        place = bisect_left(
+            _WIDTHS, True, key=lambda width: sum(row_count(part, width) for part in parts) <= most
+        )
+        return _WIDTHS[min(place, len(_WIDTHS) - 1)]
 
 
 def histogram_values(

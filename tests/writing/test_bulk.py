@@ -75,6 +75,9 @@ def test_first_magnitudes_go_and_buckets_are_wider_then_tags_take_turns() -> Non
     seen = [tag for _ in range(5) for tag in step(bulk, ())]
     assert len(step(bulk, ())) < len(SKETCHES) < len(seen)
     assert seen == [tag for _ in range(5) for tag in SKETCHES][: len(seen)]
+    widest = set(histogram_values(*tagged(SKETCHES), merged=32))
+    for _ in range(5):
+        assert widest.issuperset(bulk.values_of((), tagged(SKETCHES), tagged({})))
 
 
 def test_that_magnitudes_are_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
