@@ -28,6 +28,7 @@ from torch.utils import tensorboard
 
 from telemetry import SummaryWriter
 from telemetry.events import FileWriter, summaries
+from telemetry.records.rows import Rows
 from telemetry.records.sketch import sketch_array
 from telemetry.writing.bulk import histogram_values
 
@@ -35,7 +36,8 @@ TAG = "grad_norm/0007.encoder.layers.2"
 BATCH = 100
 
 # Histograms of 100 buckets, in the form that HookLogger has and in that of torch's method.
-SKETCHES = {f"{TAG}.{i}": sketch_array(np.geomspace(0.01, 53.0, 1000)) for i in range(BATCH)}
+TAGS = [f"{TAG}.{i}" for i in range(BATCH)]
+ROWS = Rows.of([sketch_array(np.geomspace(0.01, 53.0, 1000))] * BATCH)
 LIMITS, BUCKETS = np.linspace(-3.0, 3.0, 101)[1:].tolist(), np.arange(100.0).tolist()
 
 VALUES = torch.randn(1000, generator=torch.Generator().manual_seed(0))
@@ -63,7 +65,7 @@ def build_scalars() -> list[bytes]:
 
 
 def build_histograms() -> list[bytes]:
-    return list(histogram_values(SKETCHES))
+    return list(histogram_values(TAGS, ROWS))
 
 
 class BatchesWhenDue:

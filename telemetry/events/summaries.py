@@ -8,7 +8,7 @@ its metadata names a data class, so every tensor here does.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +23,6 @@ from tensorboard.compat.proto.summary_pb2 import (
     Summary,
     SummaryMetadata,
 )
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -62,7 +61,7 @@ def scalar(tag: str, value: float) -> bytes:
     It has no metadata: readers take a bare ``simple_value`` for a scalar, which has a third of the
     size and is found by ``EventAccumulator.Scalars``.
     """
-    return _serialized(Summary.Value(tag=tag, simple_value=value))
+    return _serialized(tag=tag, simple_value=value)
 
 
 def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> Iterator[bytes]:
@@ -126,20 +125,20 @@ def classic_histograms(
 
 def histogram_proto(tag: str, histogram: HistogramProto) -> bytes:
     """A histogram in the form that torch writes."""
-    return _serialized(Summary.Value(tag=tag, histo=histogram))
+    return _serialized(tag=tag, histo=histogram)
 
 
 def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:
     """One or more PNGs of the same size, in pixels; TensorBoard shows them all."""
     strings = [str(width).encode(), str(height).encode(), *png]
     metadata = _metadata("images", b"", DATA_CLASS_BLOB_SEQUENCE)
-    return _serialized(Summary.Value(tag=tag, tensor=_strings(strings), metadata=metadata))
+    return _serialized(tag=tag, tensor=_strings(strings), metadata=metadata)
 
 
 def classic_image(tag: str, png: bytes, width: int, height: int) -> bytes:
     """A PNG in the form that torch writes, for readers that know no other."""
-    picture = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
-    return _serialized(Summary.Value(tag=tag, image=picture))
+    picture = {"width": width, "height": height, "colorspace": 3, "encoded_image_string": png}
+    return _serialized(tag=tag, image=picture)
 
 
 def text(tag: str, markdown: str) -> bytes:
@@ -162,24 +161,22 @@ def tensor(tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: byt
     """
     data = _strings([array]) if isinstance(array, bytes) else _array(array)
     metadata = _metadata(plugin_name, content)
-    return _serialized(Summary.Value(tag=tag, tensor=data, metadata=metadata))
+    return _serialized(tag=tag, tensor=data, metadata=metadata)
 
 
-def _serialized(value: Summary.Value) -> bytes:
+def _serialized(**value: Any) -> bytes:
+    """Of the fields of a ``Summary.Value``. Each message of its own would be built and copied."""
     return bytes(Summary(value=[value]).SerializeToString())
 
 
-def _strings(strings: Sequence[bytes]) -> TensorProto:
-    return TensorProto(
-        dtype=types_pb2.DT_STRING, tensor_shape=_shape(len(strings)), string_val=strings
-    )
+def _strings(strings: Sequence[bytes]) -> Mapping[str, Any]:
+    shape = _shape(len(strings))
+    return {"dtype": types_pb2.DT_STRING, "tensor_shape": shape, "string_val": strings}
 
 
-def _array(array: NDArray[Any]) -> TensorProto:
-    shape = _shape(*array.shape)
-    return TensorProto(
-        dtype=_DTYPES[array.dtype], tensor_shape=shape, tensor_content=array.tobytes()
-    )
+def _array(array: NDArray[Any]) -> Mapping[str, Any]:
+    shape, content = _shape(*array.shape), array.tobytes()
+    return {"dtype": _DTYPES[array.dtype], "tensor_shape": shape, "tensor_content": content}
 
 
 # Cached: these recur at every step, and building them takes longer than the rest.

@@ -1,6 +1,6 @@
 """The histograms and pictures of a step, which are nearly all of its bytes, within a limit.
 
-Histograms are built from many sketches with each NumPy call: of the values, and of log10 |x|. A
+Histograms of many tensors are built with each NumPy call: of the values, and of log10 |x|. A
 linear axis cannot show the magnitudes of gradients, so these have a histogram of their own, with
 a bucket per octave: what is finer is in that of the values.
 """
@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,16 @@ from telemetry.events import summaries
 from telemetry.events.summaries import FLOAT32_MAX
 from telemetry.measure.images import encode_png
 from telemetry.records.buckets import BUCKETS_PER_OCTAVE, LAST_BUCKET, edges
-from telemetry.records.sketch import Sketch
+from telemetry.records.rows import Rows
 
 log = logging.getLogger(__name__)
 
 Picture = tuple[str, NDArray[np.uint8]]
 """A tag, and pixels ``[height, width, 3]``."""
+Tagged = tuple[Sequence[str], Rows]
+"""Tags, and what was measured of the tensor of each."""
+Charts = tuple[NDArray[Any], Sequence[int]]
+"""Buckets of histograms, and where each ends: arguments of :func:`summaries.histograms`."""
 
 # How many buckets may become one.
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -61,21 +64,21 @@ class Bulk:
     def values_of(
         self,
         pictures: Sequence[Picture],
-        sketches: Mapping[str, Sketch],
-        magnitudes: Mapping[str, Sketch],
+        tensors: Tagged,
+        magnitudes: Tagged,
     ) -> Iterator[bytes]:
         """What to write of one step.
 
         Args:
             pictures: All of them.
-            sketches: All of them by tag, to be shown as histograms.
-            magnitudes: Those to be shown as histograms of their magnitudes, too.
+            tensors: All of them, to be shown as histograms.
+            magnitudes: Those of which the magnitudes are to be shown, too.
         """
         used = 0
         for value in self._fitting(pictures, self._max_bytes * _PICTURES_SHARE):
             used += len(value)
             yield value
-        yield from self._coarse(sketches, magnitudes, self._max_bytes - used)
+        yield from self._coarse(*tensors, magnitudes, self._max_bytes - used)
 
     def picture(self, tag: str, pixels: NDArray[np.uint8]) -> bytes:
         """One picture."""
@@ -99,24 +102,23 @@ class Bulk:
             yield value
 
     def _coarse(
-        self, sketches: Mapping[str, Sketch], magnitudes: Mapping[str, Sketch], room: float
+        self, tags: Sequence[str], rows: Rows, magnitudes: Tagged, room: float
     ) -> Iterator[bytes]:
-        merged = self._width(sketches, room)
-        if merged > 1 and magnitudes:
+        merged = self._width(tags, rows, room)
+        if merged > 1 and magnitudes[0]:
             self._say_left_out()
-        names = list(sketches)
-        turn = self._next_histogram % max(1, len(names))
-        order = iter([*names[turn:], *names[:turn]])
-        while some := {name: sketches[name] for name in islice(order, _AT_ONCE)}:
-            for value in histogram_values(some, merged=merged, classic=self._classic):
-                room -= len(value)
-                if room < 0:
-                    return
-                self._next_histogram = turn = (turn + 1) % len(names)
-                yield value
+        turn = self._next_histogram % max(1, len(tags))
+        tags = [*tags[turn:], *tags[:turn]]
+        rows = rows.take(np.roll(np.arange(len(tags)), -turn))
+        for value in histogram_values(tags, rows, merged=merged, classic=self._classic):
+            room -= len(value)
+            if room < 0:
+                return
+            self._next_histogram = turn = (turn + 1) % len(tags)
+            yield value
         if merged > 1:
             return
-        for value in log10_histogram_values(magnitudes, classic=self._classic):
+        for value in log10_histogram_values(*magnitudes, classic=self._classic):
             room -= len(value)
             if room < 0:
                 return self._say_left_out()
@@ -131,91 +133,77 @@ class Bulk:
             )
         self._says_left_out = False
 
-    def _width(self, sketches: Mapping[str, Sketch], room: float) -> int:
+    def _width(self, tags: Sequence[str], rows: Rows, room: float) -> int:
         """How many buckets become one, so that all histograms fit; the most if they never do."""
-        room -= sum(map(len, sketches)) + _HISTOGRAM_BYTES * len(sketches)
-        most_rows = room / self._row_bytes
-        buckets = sum(len(sketch.buckets) for sketch in sketches.values())
-        if 2 * buckets <= most_rows:  # between two of them there is at most one row more
+        room -= sum(map(len, tags)) + _HISTOGRAM_BYTES * len(tags)
+        most = room / self._row_bytes
+        if 2 * len(rows.buckets) <= most:  # between two of them there is at most one row more
             return 1
-        place = bisect_left(_WIDTHS, True, key=lambda width: _rows(sketches, width) <= most_rows)
+        parts = [part for _, part in _parts(tags, rows)]
+        place = bisect_left(
+            _WIDTHS, True, key=lambda width: sum(row_count(part, width) for part in parts) <= most
+        )
         return _WIDTHS[min(place, len(_WIDTHS) - 1)]
 
 
-def _rows(sketches: Mapping[str, Sketch], merged: int) -> int:
-    """Rows of all histograms together."""
-    rest = iter(sketches.values())
-    count = 0
-    while part := list(islice(rest, _AT_ONCE)):
-        count += row_count(part, merged)
-    return count
-
-
-Rows = tuple[NDArray[Any], Sequence[int]]
-"""The arguments of :func:`summaries.histograms`."""
-
-
 def histogram_values(
-    sketches: Mapping[str, Sketch], *, merged: int = 1, classic: bool = False
+    tags: Sequence[str], rows: Rows, *, merged: int = 1, classic: bool = False
 ) -> Iterator[bytes]:
-    """A histogram of each sketch, by tag.
+    """A histogram of each tensor.
 
     Args:
-        sketches: By tag.
+        tags, rows: Of each.
         merged: How many neighbouring buckets become one.
         classic: Write them as torch does.
     """
-    return _values(sketches.items(), partial(histograms, merged=merged), classic)
+    return _values(tags, rows, partial(histograms, merged=merged), classic)
 
 
 def log10_histogram_values(
-    sketches: Mapping[str, Sketch], *, classic: bool = False
+    tags: Sequence[str], rows: Rows, *, classic: bool = False
 ) -> Iterator[bytes]:
-    """A histogram of log10 |x| of each sketch, by tag; none of a sketch without such values."""
-    pairs = (pair for pair in sketches.items() if _has_magnitudes(pair[1]))
-    return _values(pairs, log10_histograms, classic)
+    """A histogram of log10 |x| of each tensor; none of one that has no such values."""
+    filled = np.unique(np.arange(len(rows)).repeat(rows.bucket_count)[rows.buckets != 0])
+    return _values([tags[row] for row in filled], rows.take(filled), log10_histograms, classic)
 
 
 def _values(
-    sketches: Iterable[tuple[str, Sketch]],
-    rows_of: Callable[[Sequence[Sketch]], Rows],
+    tags: Sequence[str],
+    rows: Rows,
+    charts_of: Callable[[Rows], Charts],
     classic: bool,
+    at_once: int = _AT_ONCE,
 ) -> Iterator[bytes]:
-    rest = iter(sketches)
-    while part := list(islice(rest, _AT_ONCE)):
-        tags, of_part = zip(*part, strict=True)
-        rows, ends = rows_of(of_part)
-        if rows.dtype == np.float64 and len(part) > 1:  # one of them may be the reason
-            for pair in part:
-                yield from _values([pair], rows_of, classic)
+    for some, part in _parts(tags, rows, at_once):
+        buckets, ends = charts_of(part)
+        if buckets.dtype == np.float64 and len(some) > 1:  # one of them may be the reason
+            yield from _values(some, part, charts_of, classic, at_once=1)
         elif classic:
-            sums = [(sketch.sum, sketch.sum_squares) for sketch in of_part]
-            yield from summaries.classic_histograms(tags, rows, ends, sums)
+            sums = zip(part.sum.tolist(), part.sum_squares.tolist(), strict=True)
+            yield from summaries.classic_histograms(some, buckets, ends, sums)
         else:
-            yield from summaries.histograms(tags, rows, ends)
+            yield from summaries.histograms(some, buckets, ends)
 
 
-def _has_magnitudes(sketch: Sketch) -> bool:
-    buckets = sketch.buckets
-    return len(buckets) > 1 or (len(buckets) == 1 and bool(buckets[0]))
+def _parts(tags: Sequence[str], rows: Rows, at_once: int = _AT_ONCE) -> Iterator[Tagged]:
+    for first in range(0, len(tags), at_once):
+        some = slice(first, first + at_once)
+        yield tags[some], rows.take(np.arange(len(tags))[some])
 
 
-def row_count(sketches: Sequence[Sketch], merged: int) -> int:
+def row_count(rows: Rows, merged: int) -> int:
     """How many rows :func:`histograms` of these have together, or a few more."""
-    buckets, starts, _ = _merged(sketches, merged)
+    buckets, starts, _ = _merged(rows, merged)
     gaps = int(np.count_nonzero(np.diff(buckets) > 1))
-    return len(starts) + gaps  # some of them may be where one sketch ends and another begins
+    return len(starts) + gaps  # some of them may be where one ends and another begins
 
 
-def _merged(
-    sketches: Sequence[Sketch], merged: int
-) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-    """Buckets of all sketches, neighbours taken together; where each begins and each sketch ends.
+def _merged(rows: Rows, merged: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    """Buckets of all rows, neighbours taken together; where each begins and each row ends.
 
     Bucket 0 stays alone; ``k > 0`` stands for ``merged`` buckets from ``(k - 1) * merged + 1`` on.
     """
-    fine = np.concatenate([sketch.buckets for sketch in sketches]).astype(np.intp)
-    ends = np.cumsum([len(sketch.buckets) for sketch in sketches])
+    fine, ends = rows.buckets.astype(np.intp), np.cumsum(rows.bucket_count)
     if merged == 1:
         return fine, np.arange(len(fine)), ends
     coarse = np.sign(fine) * -(-np.abs(fine) // merged)
@@ -227,14 +215,13 @@ def _merged(
     return coarse[starts], starts, np.searchsorted(starts, ends)
 
 
-def histograms(sketches: Sequence[Sketch], merged: int = 1) -> Rows:
-    """:meth:`Sketch.histogram` of each, with ``merged`` neighbouring buckets in one."""
-    buckets, starts, ends = _merged(sketches, merged)
-    counts = np.concatenate([sketch.counts for sketch in sketches])
+def histograms(rows: Rows, merged: int = 1) -> Charts:
+    """:meth:`Sketch.histogram` of each row, with ``merged`` neighbouring buckets in one."""
+    buckets, starts, ends = _merged(rows, merged)
+    counts = rows.counts
     counts = np.add.reduceat(counts, starts) if merged > 1 and len(starts) else counts
-    filled = [sketch for sketch in sketches if len(sketch.buckets)]
-    low, high = [sketch.min for sketch in filled], [sketch.max for sketch in filled]
-    # One empty bucket stands for all between two filled ones of a sketch. Where the next sketch
+    low, high = np.stack([rows.min, rows.max])[:, rows.bucket_count > 0]
+    # One empty bucket stands for all between two filled ones of a tensor. Where the next one
     # begins, buckets start again from below, or there is a gap that is none.
     begins = np.zeros(len(buckets) + 1, np.bool_)
     begins[ends] = True
@@ -243,50 +230,48 @@ def histograms(sketches: Sequence[Sketch], merged: int = 1) -> Rows:
     source = np.ones(len(buckets) + len(gaps), np.intp)
     source[gaps] = 0
     source = source.cumsum() - 1
-    largest = max((*high, *(-x for x in low)), default=0.0)
-    rows = np.empty((len(source), 3), summaries.histogram_dtype(counts, largest))
+    largest = np.abs([low, high]).max(initial=0.0)
+    charts = np.empty((len(source), 3), summaries.histogram_dtype(counts, largest))
     left, right = _limits(merged)
     places = buckets.take(source) + len(left) // 2
-    rows[:, 0], rows[:, 1] = left.take(places), right.take(places)
-    rows[:, 2] = counts.take(source)
-    rows[gaps, 0], rows[gaps, 1], rows[gaps, 2] = rows[gaps - 1, 1], rows[gaps + 1, 0], 0
+    charts[:, 0], charts[:, 1] = left.take(places), right.take(places)
+    charts[:, 2] = counts.take(source)
+    charts[gaps, 0], charts[gaps, 1], charts[gaps, 2] = charts[gaps - 1, 1], charts[gaps + 1, 0], 0
     ends += np.searchsorted(before, ends)
     after = np.unique(ends[ends > 0])
-    rows[after - 1, 1] = high
-    rows[np.append(0, after)[:-1], 0] = low
-    return rows, ends.tolist()
+    charts[after - 1, 1] = high
+    charts[np.append(0, after)[:-1], 0] = low
+    return charts, ends.tolist()
 
 
-def log10_histograms(sketches: Sequence[Sketch]) -> Rows:
+def log10_histograms(rows: Rows) -> Charts:
     """Buckets over log10 of the magnitudes, one for each octave, without gaps.
 
     Both signs count together. Zeros and values in the smallest bucket are left out.
 
     Args:
-        sketches: Each with a value beyond the smallest bucket.
+        rows: Each with a value beyond the smallest bucket.
     """
-    lengths = [len(sketch.buckets) for sketch in sketches]
-    starts = np.append(0, np.cumsum(lengths)[:-1])
-    fine = np.abs(np.concatenate([sketch.buckets for sketch in sketches])).astype(np.intp)
-    magnitudes = -(-fine // BUCKETS_PER_OCTAVE)
+    lengths = rows.bucket_count
+    starts = np.cumsum(lengths) - lengths
+    magnitudes = -(-np.abs(rows.buckets.astype(np.intp)) // BUCKETS_PER_OCTAVE)
     lowest = np.minimum.reduceat(np.where(magnitudes, magnitudes, LAST_BUCKET), starts)
     sizes = np.maximum.reduceat(magnitudes, starts) - lowest + 1
     ends = np.cumsum(sizes)
     shifts = ends - sizes - lowest  # from a magnitude to its place among all
     counted = magnitudes > 0
     counts = np.bincount(
-        (magnitudes + shifts.repeat(lengths))[counted],
-        np.concatenate([sketch.counts for sketch in sketches])[counted],
+        (magnitudes + shifts.repeat(lengths))[counted], rows.counts[counted]
     ).astype(np.float64, copy=False)
-    rows = np.empty((len(counts), 3), summaries.histogram_dtype(counts, 0.0))
+    charts = np.empty((len(counts), 3), summaries.histogram_dtype(counts, 0.0))
     lower, upper = _log10_limits()
     places = np.arange(len(counts)) - shifts.repeat(sizes)
-    rows[:, 0], rows[:, 1] = lower.take(places), upper.take(places)
-    rows[:, 2] = counts
+    charts[:, 0], charts[:, 1] = lower.take(places), upper.take(places)
+    charts[:, 2] = counts
     last = ends - 1
-    largest = np.log10([max(abs(sketch.min), abs(sketch.max)) for sketch in sketches])
-    rows[last, 1] = np.maximum(np.minimum(rows[last, 1], largest), rows[last, 0])
-    return rows, ends.tolist()
+    largest = np.log10(np.maximum(np.abs(rows.min), np.abs(rows.max)))
+    charts[last, 1] = np.maximum(np.minimum(charts[last, 1], largest), charts[last, 0])
+    return charts, ends.tolist()
 
 
 @cache

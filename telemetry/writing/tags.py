@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +15,8 @@ from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.layers import PARAMETER_STATISTICS, table
 from telemetry.records import Layout, Output, Parameter, StepRecord
-from telemetry.records.sketch import Sketch
+from telemetry.records.rows import Rows
+from telemetry.records.tensor import TensorRecord, Tensors
 from telemetry.selection import evenly
 from telemetry.shared.plain_text import printable
 from telemetry.shared.tag_names import (
@@ -25,7 +28,7 @@ from telemetry.shared.tag_names import (
     TOTAL_GRAD_NORM,
     numbered,
 )
-from telemetry.writing.bulk import Bulk
+from telemetry.writing.bulk import Bulk, Tagged
 
 # Models with more parameters or modules have curves of some layers only, whatever the statistic:
 # TensorBoard shows one card for each curve.
@@ -51,19 +54,12 @@ def values_of(record: StepRecord, bulk: Bulk | None = None) -> Iterator[bytes]:
             return
     for tag, value in _curves_of_layers(record, f"{LAYERS}{prefix}"):
         yield summaries.scalar(tag, value)
-    groups = _sketches(record)
+    groups = _histograms(record)
+    grads = {f"{group}_log10": groups[group] for group in ("activation_grad", "grad")}
     yield from (bulk or Bulk()).values_of(
-        pictures=[(f"{IMAGES}{prefix}{tag}", pixels) for tag, pixels in _images(record)],
-        sketches={
-            f"{HISTOGRAMS}{prefix}{group}/{name}": s
-            for group in groups
-            for name, s in groups[group]
-        },
-        magnitudes={
-            f"{HISTOGRAMS}{prefix}{group}_log10/{name}": s
-            for group in ("activation_grad", "grad")
-            for name, s in groups[group]
-        },
+        [(f"{IMAGES}{prefix}{tag}", pixels) for tag, pixels in _images(record)],
+        _joined(groups, f"{HISTOGRAMS}{prefix}"),
+        _joined(grads, f"{HISTOGRAMS}{prefix}"),
     )
 
 
@@ -132,27 +128,34 @@ def _curves(
             yield f"{statistic}/max", max(finite)
 
 
-def _sketches(record: StepRecord) -> Mapping[str, Sequence[tuple[str, Sketch]]]:
-    """What is shown as histograms: name in the tag and sketch, by the tag's first part.
+def _histograms(record: StepRecord) -> Mapping[str, Tagged]:
+    """What is shown as histograms: names in the tags and rows, by the tags' first part.
 
     Those without a finite value are left out: TensorBoard would draw them as zeros.
     """
     layout = record.layout
-    outputs = {output: _output_tag(layout, output) for output in record.outputs}
-    parameters = [(p.name, _parameter_tag(layout, p)) for p in layout.parameters]
-    groups = {
-        "activation": [(outputs[output], t.sketch) for output, t in record.outputs.items()],
-        "activation_grad": [
-            (outputs.get(output) or _output_tag(layout, output), t.sketch)
-            for output, t in record.output_grads.items()
-        ],
-        "grad": [(tag, record.grads[n].sketch) for n, tag in parameters if n in record.grads],
-        "weight": [(tag, record.weights[n].sketch) for n, tag in parameters if n in record.weights],
-    }
+    parameters = {p.name: _parameter_tag(layout, p) for p in layout.parameters}
+    outputs, grads = record.outputs, record.output_grads
     return {
-        kind: [(name, sketch) for name, sketch in named if len(sketch.buckets)]
-        for kind, named in groups.items()
+        "activation": _filled(outputs, {o: _output_tag(layout, o) for o in outputs}),
+        "activation_grad": _filled(grads, {o: _output_tag(layout, o) for o in grads}),
+        "grad": _filled(record.grads, parameters),
+        "weight": _filled(record.weights, parameters),
     }
+
+
+def _filled(records: Mapping[Any, TensorRecord], tag_of: Mapping[Any, str]) -> Tagged:
+    tensors = Tensors.of(records)
+    # Units may be many, and no histogram shows them.
+    rows = replace(tensors.rows, units=tensors.rows.units[:0], unit_count=0 * tensors.rows.calls)
+    row_of = {name: row for row, name in enumerate(tensors) if rows.bucket_count[row]}
+    found = {tag: row_of[name] for name, tag in tag_of.items() if name in row_of}
+    return list(found), rows.take(np.array([*found.values()], np.intp))
+
+
+def _joined(groups: Mapping[str, Tagged], prefix: str) -> Tagged:
+    tags = [f"{prefix}{group}/{name}" for group, (names, _) in groups.items() for name in names]
+    return tags, Rows.concatenate([rows for _, rows in groups.values()])
 
 
 def _images(record: StepRecord) -> Iterator[tuple[str, NDArray[np.uint8]]]:

@@ -1,6 +1,6 @@
 """Histograms and pictures of a step stay within their bytes, and each comes in its turn.
 
-Histograms of many sketches are those of each; of log10 |x|, they hold each value with one."""
+Histograms of many tensors are those of each; of log10 |x|, they hold each value with one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from serialized import parsed, summary_of
 from tensorboard.util.tensor_util import make_ndarray
 
+from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch, sketch_array
 from telemetry.writing.bulk import (
     _AT_ONCE,
     Bulk,
     Picture,
+    Tagged,
     histogram_values,
     log10_histogram_values,
     log10_histograms,
@@ -31,12 +33,16 @@ SKETCHES = {f"grad/{i:04d}.layer": sketch_array(RANDOM.normal(size=400)) for i i
 PICTURES = [(f"maps/{i}", RANDOM.integers(255, size=(40, 40, 3), dtype=np.uint8)) for i in range(9)]
 
 
+def tagged(sketches: Mapping[str, Sketch]) -> Tagged:
+    return list(sketches), Rows.of(list(sketches.values()))
+
+
 def step(
     bulk: Bulk, pictures: Iterable[Picture] = PICTURES, sketches: Mapping[str, Sketch] = SKETCHES
 ) -> dict[str, int]:
     """Bytes by tag of what is written of one step."""
     magnitudes = {f"log10/{tag}": sketch for tag, sketch in sketches.items()}
-    values = list(bulk.values_of(list(pictures), sketches, magnitudes))
+    values = list(bulk.values_of(list(pictures), tagged(sketches), tagged(magnitudes)))
     return {parsed(value).tag: len(value) for value in values}
 
 
@@ -45,9 +51,10 @@ WHOLE = step(Bulk())
 
 def test_a_step_that_fits_is_written_whole() -> None:
     bulk = Bulk(max_bytes=3 * sum(WHOLE.values()))
-    assert list(bulk.values_of(PICTURES, SKETCHES, SKETCHES)) == list(
-        Bulk().values_of(PICTURES, SKETCHES, SKETCHES)
+    found, whole = (
+        list(one.values_of(PICTURES, tagged(SKETCHES), tagged(SKETCHES))) for one in (bulk, Bulk())
     )
+    assert found == whole
 
 
 @pytest.mark.parametrize("classic", [False, True])
@@ -68,6 +75,9 @@ def test_first_magnitudes_go_and_buckets_are_wider_then_tags_take_turns() -> Non
     seen = [tag for _ in range(5) for tag in step(bulk, ())]
     assert len(step(bulk, ())) < len(SKETCHES) < len(seen)
     assert seen == [tag for _ in range(5) for tag in SKETCHES][: len(seen)]
+    widest = set(histogram_values(*tagged(SKETCHES), merged=32))
+    for _ in range(5):
+        assert widest.issuperset(bulk.values_of((), tagged(SKETCHES), tagged({})))
 
 
 def test_that_magnitudes_are_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +97,7 @@ def test_pictures_take_turns_and_a_large_one_is_made_smaller() -> None:
     seen = [list(step(bulk, sketches={})) for _ in range(4)]
     assert [int(tag[-1]) for tags in seen for tag in tags] == [*range(9), 0, 1, 2]
     large: NDArray[np.uint8] = RANDOM.integers(255, size=(400, 300, 3), dtype=np.uint8)
-    [value] = Bulk(max_bytes=75_000).values_of([("large", large)], {}, {})
+    [value] = Bulk(max_bytes=75_000).values_of([("large", large)], tagged({}), tagged({}))
     assert [int(n) for n in parsed(value).tensor.string_val[:2]] == [75, 100]
 
 
@@ -110,7 +120,7 @@ def test_many_histograms_are_those_of_each(
     tensors: list[tuple[NDArray[np.float64], float]],
 ) -> None:
     sketches = {str(i): sketch_of(*tensor) for i, tensor in enumerate(tensors)}
-    found = written(list(histogram_values(sketches)))
+    found = written(list(histogram_values(*tagged(sketches))))
     assert list(found) == list(sketches)
     for tag, sketch in sketches.items():
         rows = np.stack(sketch.histogram(), axis=1)
@@ -122,7 +132,7 @@ def test_many_histograms_are_those_of_each(
 
 def test_between_two_histograms_there_is_no_gap() -> None:
     sketches = {str(i): sketch_array(np.array([i])) for i in (-1.0, 1.0)}
-    found = written(list(histogram_values(sketches)))
+    found = written(list(histogram_values(*tagged(sketches))))
     assert {tag: rows.tolist() for tag, rows in found.items()} == {
         "-1.0": [[-1.0, -1.0, 1.0]],
         "1.0": [[1.0, 1.0, 1.0]],
@@ -132,14 +142,14 @@ def test_between_two_histograms_there_is_no_gap() -> None:
 def test_more_histograms_than_are_made_at_once() -> None:
     count = 2 * _AT_ONCE + 1
     sketches = {str(i): sketch_array(np.arange(i % 7)) for i in range(count)}
-    for tag, rows in written(list(histogram_values(sketches))).items():
+    for tag, rows in written(list(histogram_values(*tagged(sketches)))).items():
         np.testing.assert_array_equal(rows[:, 2].sum(), int(tag) % 7)
 
 
 @given(st.lists(VALUES, min_size=1, max_size=4))
 def test_each_value_lies_in_a_bucket_that_counts_it(tensors: list[NDArray[np.float64]]) -> None:
     sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
-    found = written(list(log10_histogram_values(sketches)))
+    found = written(list(log10_histogram_values(*tagged(sketches))))
     for tag, values in zip(sketches, tensors, strict=True):
         magnitudes = np.abs(values[np.isfinite(values)])
         magnitudes = magnitudes[magnitudes > 1.5e-39].astype(np.float32)
@@ -159,14 +169,14 @@ def test_each_value_lies_in_a_bucket_that_counts_it(tensors: list[NDArray[np.flo
 @given(st.lists(VALUES, min_size=1, max_size=4))
 def test_many_magnitudes_are_those_of_each(tensors: list[NDArray[np.float64]]) -> None:
     sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
-    together = list(log10_histogram_values(sketches))
-    alone = [value for tag, s in sketches.items() for value in log10_histogram_values({tag: s})]
+    together = list(log10_histogram_values(*tagged(sketches)))
+    alone = [v for t, s in sketches.items() for v in log10_histogram_values([t], Rows.of([s]))]
     assert together == alone
 
 
 def test_counts_are_those_of_the_magnitudes() -> None:
     sketch = sketch_array(np.array([-1.0, 1.0, 1e-3, 0.0, np.nan]))
-    left, right, counts = log10_histograms([sketch])[0].T
+    left, right, counts = log10_histograms(Rows.of([sketch]))[0].T
     assert counts.sum() == 3
     assert counts[-1] == 2
     assert left[0] <= -3 <= right[0]
@@ -175,7 +185,7 @@ def test_counts_are_those_of_the_magnitudes() -> None:
 def test_without_magnitudes_there_is_no_histogram() -> None:
     values = ([], [0.0, 0.0], [np.nan])
     sketches = {str(i): sketch_array(np.array(x)) for i, x in enumerate(values)}
-    assert not list(log10_histogram_values(sketches))
+    assert not list(log10_histogram_values(*tagged(sketches)))
 
 
 @example([np.array([-1.0, 1.0])], 8)
@@ -185,8 +195,8 @@ def test_merged_buckets_hold_what_the_fine_ones_held(
 ) -> None:
     sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
     fine, coarse = (
-        written(list(histogram_values(sketches))),
-        written(list(histogram_values(sketches, merged=merged))),
+        written(list(histogram_values(*tagged(sketches)))),
+        written(list(histogram_values(*tagged(sketches), merged=merged))),
     )
     for tag, rows in coarse.items():
         left, right, counts = rows.astype(np.float64).T
@@ -200,4 +210,4 @@ def test_merged_buckets_hold_what_the_fine_ones_held(
         buckets = sketches[tag].buckets.tolist()
         groups = {(b > 0, -(-abs(b) // merged)) for b in buckets}  # sign and size
         assert np.count_nonzero(counts) == len(groups)
-        assert len(rows) <= row_count([sketches[tag]], merged) <= len(fine[tag])
+        assert len(rows) <= row_count(Rows.of([sketches[tag]]), merged) <= len(fine[tag])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from serialized import parsed, summary_of, tags_of
+from tensorboard.util.tensor_util import make_ndarray
 
 from telemetry.alert import Alert
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
@@ -69,6 +70,28 @@ def test_outputs_have_histograms_of_their_own_and_curves_together() -> None:
     assert curves["~layers/activation_mean/0001.lstm"] == 2.5, "of all outputs"
     tags = tags_of(values_of(record(full=True, outputs=outputs)))
     assert {"~histograms/activation/0001.lstm", "~histograms/activation/0001.lstm[1]"} <= tags
+
+
+def test_each_tag_has_the_histogram_of_its_own_tensor() -> None:
+    """Whatever the order in which they were measured, and if some have none."""
+    outputs = {Output("out"): tensor(1.0), Output("lstm"): tensor(np.nan), Output(""): tensor(2.0)}
+    grads = {"position": tensor(3.0), "out.weight": tensor(4.0)}
+    step = record(full=True, outputs=outputs, output_grads=outputs, grads=grads, weights=grads)
+    smallest = {
+        value.tag.removeprefix("~histograms/"): make_ndarray(value.tensor)[0, 0]
+        for value in summary_of(values_of(step)).value
+        if value.tag.startswith("~histograms/") and "log10" not in value.tag
+    }
+    assert smallest == {
+        "activation/0002.out": 1.0,
+        "activation/0000.Net": 2.0,
+        "activation_grad/0002.out": 1.0,
+        "activation_grad/0000.Net": 2.0,
+        "grad/0002.out.weight": 4.0,
+        "grad/0000.position": 3.0,
+        "weight/0002.out.weight": 4.0,
+        "weight/0000.position": 3.0,
+    }
 
 
 def test_what_has_no_finite_value_has_no_histogram() -> None:
