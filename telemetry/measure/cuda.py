@@ -246,7 +246,6 @@ class GpuRows:
         self._gpu = gpu
         self._buffer: _Buffer | None = None
         self._packs: list[_Pack] = []
-        self._sent_rows = 0
 
     def add(
         self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int, number: int
@@ -270,9 +269,6 @@ class GpuRows:
             return taken
         except RuntimeError as error:
             give_up(self._gpu.index, error)
-            if self._buffer is not None:  # rows that were taken, and are nobody's
-                rows = self._sent_rows + _cuda.contents(self._buffer.handle)[0]
-                self.numbers += [-1] * (rows - len(self.numbers))
             raise
 
     def _measured(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int:
@@ -320,12 +316,12 @@ class GpuRows:
             raise
         if pack is not None:
             self._packs.append(pack)
-            self._sent_rows += pack.rows
         return sum([pack.memory.numel() for pack in self._packs])
 
     def decode(self) -> Rows:
         """What was sent; waits for it."""
-        return Rows.concatenate([Rows.of(()), *(pack.decode() for pack in self._packs)])
+        rows = Rows.concatenate([Rows.of(()), *(pack.decode() for pack in self._packs)])
+        return rows.take(np.arange(len(self.numbers)))  # without those that an error has left
 
 
 # --- norms ---------------------------------------------------------------------------------------

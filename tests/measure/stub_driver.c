@@ -89,8 +89,8 @@ static void run(Task *task)
 {
     if (task == NULL || task->done)
         return;
+    run(task->after); /* first, so that it is not ordered by chance */
     run(task->before);
-    run(task->after);
     task->done = 1;
     void *arguments[ARGUMENTS];
     for (int i = 0; i < ARGUMENTS; i++)

@@ -224,21 +224,34 @@ def test_what_no_buffer_holds_at_once_is_sent_in_several(
 def test_nothing_is_read_before_what_is_to_come_first(
     driver: Driver, streams: tuple[int, ...]
 ) -> None:
-    driver.deferred = 1  # what no event orders before the copy's does not happen
-    measurer = Measurer()
+    driver.deferred = 1  # what no event orders before the copy's does not happen, or too early
+    measurer, steps = Measurer(), []
     tensors = [normal(40, 5), normal(300), normal(9, 9)]
-    for _ in range(3):
+    for _ in range(5):
         for stream, tensor in zip(streams, tensors, strict=True):
             driver.stream = stream
             measurer.add(on_gpu(tensor), unit_axis=0)
         measurer.add_all([on_gpu(tensor) for tensor in tensors])
-        records = measurer.finish().reduce()
+        steps.append(measurer.finish())
         launches = [call.stream for call in driver.calls(*LAUNCHES)][-6:]
         assert launches[:4] == [*streams, streams[-1]]
         assert launches[4] == launches[5] not in streams
+    for step in reversed(steps):
+        records = step.reduce()
         for number, tensor in enumerate(tensors):
             assert_same(records[number], on_host(tensor, 0))
             assert_same(records[3 + number], on_host(tensor))
+
+
+def test_steps_at_the_same_time_have_buffers_of_their_own(driver: Driver) -> None:
+    measurers = [Measurer() for _ in range(cuda.BUFFERS + 1)]
+    for _ in range(2):
+        for number, measurer in enumerate(measurers):
+            measurer.add(on_gpu(torch.full((3,), float(number))))
+    assert driver.counts()["measure_4"] == 2 * cuda.BUFFERS  # the others are left to operations
+    for number, measurer in enumerate(measurers):
+        records = measurer.finish().reduce()
+        assert [record.sketch.sum for record in records.values()] == [3 * number, 3 * number]
 
 
 def test_a_step_that_is_given_up_leaves_nothing_behind(driver: Driver) -> None:
@@ -300,6 +313,9 @@ def test_what_was_measured_before_an_error_stays(driver: Driver) -> None:
         measurer.add_all([on_gpu(tensor) for tensor in tensors[1:3]])
     driver.fail("")
     assert measurer.add(on_gpu(tensors[3])) == 1
+    [rows] = measurer._gpus.values()
+    rows.send()
+    assert len(rows.decode()) == len(rows.numbers) == 1
     records = measurer.finish().reduce()
     assert_same(records[0], on_host(tensors[0]))
     assert_same(records[1], on_host(tensors[3]))
