@@ -24,8 +24,14 @@ from telemetry.measure import nvrtc
 from telemetry.records.rows import HEAD, PAIR, UNIT, Rows
 from telemetry.torch_private.host_copy import raw_stream
 
+_missing = host.native  # why there is no extension, if there is none
 if host.available:
-    from telemetry.measure import _cuda
+    try:
+        from telemetry.measure import _cuda
+    except ImportError as error:
+        _missing = f"the C extension cannot be loaded: {error}"
+    else:
+        _missing = ""
 
 log = logging.getLogger("telemetry")
 
@@ -116,8 +122,8 @@ class Gpu:
     """
 
     def __init__(self, index: int) -> None:
-        if not host.available:
-            raise OSError(host.native)
+        if _missing:
+            raise OSError(_missing)
         if host.TENSORS is None:
             raise OSError(f"PyTorch {torch.__version__} cannot tell C where tensors are")
         if torch.version.hip is not None:

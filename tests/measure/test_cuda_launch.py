@@ -351,7 +351,7 @@ def test_without_memory_operations_measure(driver: Driver, monkeypatch: pytest.M
 
 
 NO_KERNELS = {
-    "TELEMETRY_NATIVE is 0": lambda p: p.setattr(native, "available", False),
+    "TELEMETRY_NATIVE is 0": lambda p: p.setattr(cuda, "_missing", "TELEMETRY_NATIVE is 0"),
     "cannot tell C": lambda p: p.setattr(native, "TENSORS", None),
     "ROCm": lambda p: p.setattr(torch.version, "hip", "6.2"),
     "capability 7.0": lambda p: p.setattr(torch.cuda, "get_device_capability", lambda i: (7, 0)),
@@ -371,7 +371,6 @@ def test_operations_measure_where_kernels_cannot(
 ) -> None:
     caplog.set_level(logging.INFO, "telemetry")
     monkeypatch.setattr(cuda, "_gpus", {})
-    monkeypatch.setattr(native, "native", "NumPy, because TELEMETRY_NATIVE is 0")
     NO_KERNELS[reason](monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
