@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 from weakref import ref
@@ -44,6 +45,7 @@ _LEAST_BYTES = 2**20
 # The modules of the kernels, as _cuda.c counts them: the first packs what the others find.
 _DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
+_NO_ROOM = -2  # "sampled" of a row whose pairs there was no room for
 _FULL = -1  # what _cuda.c says where a buffer has no room left
 
 # Loaded instead of the system's driver.
@@ -216,8 +218,19 @@ class _Pack:
         memory = self.memory.numpy()
         ends = np.cumsum([0, self.rows * HEAD.itemsize, self._units * UNIT.itemsize])
         heads, units = (memory[first:end].tobytes() for first, end in pairwise(ends))
-        pairs = int(np.frombuffer(heads, HEAD)["bucket_count"].sum()) * PAIR.itemsize
+        head = np.frombuffer(heads, HEAD)
+        if (head["sampled"] == _NO_ROOM).any():
+            _tell_no_room()
+        pairs = int(head["bucket_count"].sum()) * PAIR.itemsize
         return Rows.decode(heads, memory[ends[-1] :][:pairs].tobytes(), units)
+
+
+@cache
+def _tell_no_room() -> None:
+    log.warning(
+        "telemetry: some histograms of tensors on a GPU are empty, there were too many different "
+        "magnitudes in one step (logged once); everything else is measured"
+    )
 
 
 # What the tests replace where there is no GPU.

@@ -321,6 +321,18 @@ def test_what_was_measured_before_an_error_stays(driver: Driver) -> None:
     assert_same(records[1], on_host(tensors[3]))
 
 
+def test_histograms_without_room_are_told(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    cuda._tell_no_room.cache_clear()
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 20_000, dtype=np.uint32)
+    tensor = torch.from_numpy(bits.view(np.float32))
+    for _ in range(2):
+        [record] = measured(tensor)
+    assert record.sketch.count == 20_000
+    assert len(record.sketch.buckets) == 0
+    assert "histograms" in messages(caplog)[0]
+    assert len(messages(caplog)) == 1
+
+
 def test_a_stream_that_is_captured_is_left_alone(driver: Driver) -> None:
     driver.capturing = 1
     rows = cuda.GpuRows(cuda.gpu(0))  # type: ignore[arg-type]
