@@ -65,7 +65,7 @@ _lock = threading.RLock()  # the garbage collector may close a logger on a threa
 def gpu(index: int) -> Gpu | None:
     """What measures tensors on this GPU; None if PyTorch's operations do, which is logged once.
 
-    The first call compiles the kernels, which takes a second or two if that was never done before.
+    The first call compiles the kernels, which takes some seconds if that was never done before.
     """
     if index not in _gpus:
         with _lock:
