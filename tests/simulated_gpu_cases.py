@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from twins import assert_left_alone, run
 from telemetry import HookLogger
 from telemetry.capture import parameters
 from telemetry.interventions import clip_gradients, prune_activations, scale_gradients
-from telemetry.measure import Measurer, tensors
+from telemetry.measure import Measurer, cuda, tensors
 from telemetry.records import StepRecord, TensorRecord
 from telemetry.torch_private import host_copy
 from telemetry.torch_private.host_copy import HostCopy, send
@@ -44,6 +44,13 @@ def measured_by(
             types=(gpu.SimulatedTensor, nn.Parameter),
             stream=lambda: id(gpu.backend.current_stream()),
         )
+        take_norms = cuda.norms
+
+        def norms(tensors: Sequence[Tensor]) -> Tensor | None:
+            found = take_norms(tensors)
+            return None if found is None else gpu.SimulatedTensor(found)
+
+        monkeypatch.setattr(cuda, "norms", norms)
         monkeypatch.setattr(gpu.SimulatedTensor, "is_cuda", True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     take_as_plain(monkeypatch, gpu.SimulatedTensor)

@@ -191,8 +191,11 @@ static int enter(const Device *device, int *pushed)
 {
     Context current = NULL;
     int code = driver.get_current(&current);
-    *pushed = !code && current != device->context;
-    return *pushed ? driver.push_context(device->context) : code;
+    int is_other = !code && current != device->context;
+    if (is_other)
+        code = driver.push_context(device->context);
+    *pushed = is_other && !code;
+    return code;
 }
 
 static void leave(int pushed)

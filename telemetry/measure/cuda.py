@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,14 @@ from telemetry.measure import nvrtc
 from telemetry.records.rows import HEAD, PAIR, UNIT, Rows
 from telemetry.torch_private.host_copy import raw_stream
 
+_missing = host.native  # why there is no extension, if there is none
 if host.available:
-    from telemetry.measure import _cuda
+    try:
+        from telemetry.measure import _cuda
+    except ImportError as error:
+        _missing = f"the C extension cannot be loaded: {error}"
+    else:
+        _missing = ""
 
 log = logging.getLogger("telemetry")
 
@@ -46,6 +53,7 @@ DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 # Of a process that imports PyTorch and compares some hundred tensors.
 _CHECK_S = 180
 
+_NO_ROOM = -2  # "sampled" of a row whose pairs there was no room for
 _FULL = -1  # what _cuda.c says where a buffer has no room left
 
 # Loaded instead of the system's driver.
@@ -65,7 +73,7 @@ _lock = threading.RLock()  # the garbage collector may close a logger on a threa
 def gpu(index: int) -> Gpu | None:
     """What measures tensors on this GPU; None if PyTorch's operations do, which is logged once.
 
-    The first call compiles the kernels, which takes a second or two if that was never done before.
+    The first call compiles the kernels, which takes some seconds if that was never done before.
     """
     if index not in _gpus:
         with _lock:
@@ -131,8 +139,8 @@ class Gpu:
     """
 
     def __init__(self, index: int, *, checked: bool = False) -> None:
-        if not host.available:
-            raise OSError(host.native)
+        if _missing:
+            raise OSError(_missing)
         if host.TENSORS is None:
             raise OSError(f"PyTorch {torch.__version__} cannot tell C where tensors are")
         if torch.version.hip is not None:
@@ -257,8 +265,19 @@ class _Pack:
         memory = self.memory.numpy()
         ends = np.cumsum([0, self.rows * HEAD.itemsize, self._units * UNIT.itemsize])
         heads, units = (memory[first:end].tobytes() for first, end in pairwise(ends))
-        pairs = int(np.frombuffer(heads, HEAD)["bucket_count"].sum()) * PAIR.itemsize
+        head = np.frombuffer(heads, HEAD)
+        if (head["sampled"] == _NO_ROOM).any():
+            _tell_no_room()
+        pairs = int(head["bucket_count"].sum()) * PAIR.itemsize
         return Rows.decode(heads, memory[ends[-1] :][:pairs].tobytes(), units)
+
+
+@cache
+def _tell_no_room() -> None:
+    log.warning(
+        "telemetry: some histograms of tensors on a GPU are empty, there were too many different "
+        "magnitudes in one step (logged once); everything else is measured"
+    )
 
 
 # What the tests replace where there is no GPU.
@@ -293,7 +312,6 @@ class GpuRows:
         self._gpu = gpu
         self._buffer: _Buffer | None = None
         self._packs: list[_Pack] = []
-        self._sent_rows = 0
 
     def add(
         self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int, number: int
@@ -317,9 +335,6 @@ class GpuRows:
             return taken
         except RuntimeError as error:
             give_up(self._gpu.index, error)
-            if self._buffer is not None:  # rows that were taken, and are nobody's
-                rows = self._sent_rows + _cuda.contents(self._buffer.handle)[0]
-                self.numbers += [-1] * (rows - len(self.numbers))
             raise
 
     def _measured(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int:
@@ -367,12 +382,12 @@ class GpuRows:
             raise
         if pack is not None:
             self._packs.append(pack)
-            self._sent_rows += pack.rows
         return sum([pack.memory.numel() for pack in self._packs])
 
     def decode(self) -> Rows:
         """What was sent; waits for it."""
-        return Rows.concatenate([Rows.of(()), *(pack.decode() for pack in self._packs)])
+        rows = Rows.concatenate([Rows.of(()), *(pack.decode() for pack in self._packs)])
+        return rows.take(np.arange(len(self.numbers)))  # without those that an error has left
 
 
 # --- norms ---------------------------------------------------------------------------------------

@@ -321,6 +321,18 @@ def test_what_was_measured_before_an_error_stays(driver: Driver) -> None:
     assert_same(records[1], on_host(tensors[3]))
 
 
+def test_histograms_without_room_are_told(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    cuda._tell_no_room.cache_clear()
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 20_000, dtype=np.uint32)
+    tensor = torch.from_numpy(bits.view(np.float32))
+    for _ in range(2):
+        [record] = measured(tensor)
+    assert record.sketch.count == 20_000
+    assert len(record.sketch.buckets) == 0
+    assert "histograms" in messages(caplog)[0]
+    assert len(messages(caplog)) == 1
+
+
 def test_a_stream_that_is_captured_is_left_alone(driver: Driver) -> None:
     driver.capturing = 1
     rows = cuda.GpuRows(cuda.gpu(0))  # type: ignore[arg-type]
@@ -351,7 +363,7 @@ def test_without_memory_operations_measure(driver: Driver, monkeypatch: pytest.M
 
 
 NO_KERNELS = {
-    "TELEMETRY_NATIVE is 0": lambda p: p.setattr(native, "available", False),
+    "TELEMETRY_NATIVE is 0": lambda p: p.setattr(cuda, "_missing", "TELEMETRY_NATIVE is 0"),
     "cannot tell C": lambda p: p.setattr(native, "TENSORS", None),
     "ROCm": lambda p: p.setattr(torch.version, "hip", "6.2"),
     "capability 7.0": lambda p: p.setattr(torch.cuda, "get_device_capability", lambda i: (7, 0)),
@@ -371,7 +383,6 @@ def test_operations_measure_where_kernels_cannot(
 ) -> None:
     caplog.set_level(logging.INFO, "telemetry")
     monkeypatch.setattr(cuda, "_gpus", {})
-    monkeypatch.setattr(native, "native", "NumPy, because TELEMETRY_NATIVE is 0")
     NO_KERNELS[reason](monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -1,0 +1,62 @@
+"""The training thread's time for a tensor on a GPU, without a GPU: the driver is a stub.
+
+    python benchmarks/launches.py
+
+What the driver itself takes comes on top, 2 to 3 microseconds for a launch.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from machine import describe_machine
+
+from telemetry.measure import Measurer, cuda
+
+CALLS = 500
+ROUNDS = 9
+
+
+def microseconds(call: Callable[[Measurer], object], calls: int) -> float:
+    """Median over rounds of the time of one call."""
+    times = []
+    for _ in range(ROUNDS):
+        measurer = Measurer()
+        call(measurer)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call(measurer)
+        times.append((time.perf_counter() - begin) / calls)
+        measurer.finish()
+    return median(times) * 1e6
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "measure"))
+    stubbed = import_module("stubbed")
+    with pytest.MonkeyPatch.context() as patches, tempfile.TemporaryDirectory() as folder:
+        driver = stubbed.install(patches, Path(folder))
+        driver.idle = 1
+        # A real tensor is of no subclass, whose attributes take longer.
+        stubbed.OnGpu.__torch_function__ = torch._C._disabled_torch_function_impl
+        tensor, many = stubbed.on_gpu(torch.rand(8, 8)), [torch.rand(30) for _ in range(148)]
+        of_gpu = [stubbed.on_gpu(one) for one in many]
+        print(describe_machine(torch.device("cpu")))
+        plain = microseconds(lambda measurer: measurer.add(tensor), CALLS)
+        units = microseconds(lambda measurer: measurer.add(tensor, unit_axis=1), CALLS)
+        weights = microseconds(lambda measurer: measurer.add_all(of_gpu, powers=2), 20)
+        norms = microseconds(lambda measurer: cuda.norms(of_gpu), 20)
+        print(f"a tensor {plain:.1f} us, with units {units:.1f} us")
+        print(f"{len(many)} tensors at once {weights:.0f} us, their norms {norms:.0f} us")
+
+
+if __name__ == "__main__":
+    main()
