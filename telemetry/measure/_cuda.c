@@ -140,8 +140,8 @@ static const char *const MEASURING[KERNELS] = {
     "measure_2",        "measure_4",      "measure_last_2", "measure_last_4", "measure_middle_2",
     "measure_middle_4", "measure_many_2", "measure_many_4", "norms",
 };
-static const char DTYPES[] = "fEe"; /* of the modules behind that which packs */
-enum { MODULES = 4 };
+static const char DTYPES[] = "fEed45"; /* of the modules behind that which packs */
+enum { MODULES = 7 };
 
 typedef struct {
     const char *values;
@@ -257,7 +257,7 @@ static PyObject *python_open(PyObject *module, PyObject *const *args, Py_ssize_t
 {
     (void)module;
     if (arg_count != 2 || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) != MODULES) {
-        PyErr_SetString(PyExc_TypeError, "open() takes an int and four images");
+        PyErr_SetString(PyExc_TypeError, "open() takes an int and seven images");
         return NULL;
     }
     const char *images[MODULES];
@@ -382,7 +382,12 @@ static int module_of(int dtype)
 
 static int64_t size_of(const Values *values)
 {
-    return values->dtype == 'f' ? 4 : 2;
+    switch (values->dtype) {
+    case 'd': return 8;
+    case 'f': return 4;
+    case 'e': case 'E': return 2;
+    default: return 1;
+    }
 }
 
 static int64_t round_up(int64_t count, int64_t by)

@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -48,7 +49,10 @@ BUFFERS = 3
 _LEAST_BYTES = 2**20
 
 # The modules of the kernels, as _cuda.c counts them: the first packs what the others find.
-DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (
+    *(None, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+)
 
 # Of a process that imports PyTorch and compares some hundred tensors.
 _CHECK_S = 180
@@ -148,8 +152,10 @@ class Gpu:
         major, minor = torch.cuda.get_device_capability(index)
         if (major, minor) < (7, 5):
             raise OSError(f"its compute capability {major}.{minor} is below 7.5")
-        kernels = [nvrtc.compile_kernels(dtype, f"sm_{major}{minor}") for dtype in DTYPES]
-        images = tuple(compiled.cubin for compiled in kernels)
+        with ThreadPoolExecutor() as pool:
+            architecture = repeat(f"sm_{major}{minor}")
+            compiled = pool.map(nvrtc.compile_kernels, DTYPES, architecture)
+            images = tuple(kernels.cubin for kernels in compiled)
         if not checked:
             _check(index, b"".join(images))
         _cuda.load(_DRIVER, host.TYPES, host.TENSORS)

@@ -75,6 +75,20 @@ static int is_dense(const DLTensor *tensor)
     return count == 0 || next == count;
 }
 
+/* The letter of a type of floats by its code and bits, see _native.pyi; 0 of any other. */
+static int dtype_of(int code, int bits)
+{
+    switch (code << 8 | bits) {
+    case 2 << 8 | 32: return 'f';
+    case 2 << 8 | 64: return 'd';
+    case 2 << 8 | 16: return 'e';
+    case 4 << 8 | 16: return 'E';
+    case 10 << 8 | 8: return '4'; /* float8_e4m3fn */
+    case 12 << 8 | 8: return '5'; /* float8_e5m2 */
+    default: return 0;
+    }
+}
+
 /* Describe a dense tensor of floats, and where the units of one of its axes lie; 0 if it is anything
  * else or has no such axis. */
 static int describe(PyObject *object, const Exchange *exchange, PyObject *axis, Values *found)
@@ -84,10 +98,7 @@ static int describe(PyObject *object, const Exchange *exchange, PyObject *axis, 
         PyErr_Clear();
         return 0;
     }
-    int bits = tensor.dtype.bits;
-    int is_float = tensor.dtype.code == 2, is_bfloat = tensor.dtype.code == 4;
-    found->dtype = is_float && bits == 32 ? 'f' : is_float && bits == 64 ? 'd'
-                 : is_float && bits == 16 ? 'e' : is_bfloat && bits == 16 ? 'E' : 0;
+    found->dtype = dtype_of(tensor.dtype.code, tensor.dtype.bits);
     found->values = tensor.data + tensor.byte_offset;
     found->device_type = tensor.device.type;
     found->device = tensor.device.id;

@@ -48,7 +48,11 @@ def on_host(tensor: Tensor, unit_axis: int | None = None, powers: int = 4) -> Te
         patches.setattr(native, "TENSORS", None)
         patches.setattr(native, "sample_step", lambda count: 0)
         measurer = Measurer()
-        measurer.add(tensor.float(), unit_axis=unit_axis, powers=powers)
+        measurer.add(
+            tensor if tensor.dtype == torch.float64 else tensor.float(),
+            unit_axis=unit_axis,
+            powers=powers,
+        )
         [record] = measurer.finish().reduce().values()
     return record
 
@@ -79,7 +83,7 @@ def measured(*tensors: Tensor, **options: int | None) -> list[TensorRecord]:
 # --- what is measured ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", nvrtc.DTYPES, ids=str)
 @pytest.mark.parametrize("axis", [None, 0, 1, -1])
 def test_layouts_offsets_and_units(driver: Driver, dtype: torch.dtype, axis: int | None) -> None:
     whole = normal(4, 6, 5, 3).relu().to(dtype)
@@ -108,7 +112,6 @@ def test_other_tensors_are_left_to_operations(
     others = [
         normal(6, 6)[:, ::2],
         normal(6, 1).expand(6, 3),
-        normal(4).double(),
         torch.arange(4),
         torch.view_as_complex(normal(4, 2)).imag,
         torch.view_as_complex(normal(4, 2)).conj().imag,
@@ -149,7 +152,7 @@ def test_a_tensor_of_2_31_elements_has_several_rows(driver: Driver) -> None:
 def test_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> None:
     shapes = [(7,), (200, 300), (2049,), (2048,), (1, 1), (40,)]
     tensors = [normal(*shape) for shape in shapes] + [normal(70_000).bfloat16(), normal(3).half()]
-    others = [normal(4).double(), torch.empty(0)]
+    others = [torch.arange(4), torch.empty(0)]
     everything = [*tensors[:3], *others, *tensors[3:]]
     measurer = Measurer()
     numbers = measurer.add_all([on_gpu(tensor) for tensor in everything], powers=2)
@@ -169,7 +172,7 @@ def test_norms_of_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> 
     wide = [tensor.double() for tensor in tensors]
     expected = torch.tensor([[t.norm() for t in wide], [t.abs().max() for t in wide]])
     torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0, equal_nan=True)
-    assert cuda.norms([on_gpu(normal(3)), on_gpu(normal(3).double())]) is None
+    assert cuda.norms([on_gpu(normal(3)), on_gpu(torch.arange(3))]) is None
     driver.fail("cuLaunchKernel")
     assert cuda.norms([on_gpu(normal(3))]) is None
     assert cuda.gpu(0) is None
