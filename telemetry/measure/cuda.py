@@ -57,6 +57,9 @@ DTYPES = (
 # Of a process that imports PyTorch and compares some hundred tensors.
 _CHECK_S = 180
 
+# Tables of addresses that are kept: of gradients, parameters and moments, of a few dtypes.
+_TABLES = 16
+
 _NO_ROOM = -2  # "sampled" of a row whose pairs there was no room for
 _FULL = -1  # what _cuda.c says where a buffer has no room left
 
@@ -164,8 +167,19 @@ class Gpu:
         self._buffers: list[_Buffer] = []  # that which waited longest is the first
         self._packs: list[_Pack] = []  # which may be under way
         self._short = False
+        self._tables: dict[tuple[int, bytes], Tensor] = {}
         self._allocate()
         self._allocate()
+
+    def table(self, data: bytearray, stream: int) -> Tensor:
+        """Addresses on the GPU, for work in this stream; uploaded unless they are there already."""
+        key = stream, bytes(data)
+        with _lock:
+            chunks = self._tables.pop(key, None)
+            self._tables[key] = chunks = _uploaded(data, self.index) if chunks is None else chunks
+            if len(self._tables) > _TABLES:
+                del self._tables[next(iter(self._tables))]  # that which was not used for longest
+        return chunks
 
     def lend(self, owner: GpuRows) -> _Buffer | None:
         """A buffer for ``owner`` alone until it is sent; None if there is no memory for one."""
@@ -361,7 +375,7 @@ class GpuRows:
             stream = raw_stream(self._gpu.index)
             taken, tables = _cuda.plan(self._gpu.handle, buffer.handle, rest, stream)
             for module, table, large, count, partials in tables:
-                chunks = _uploaded(table, self._gpu.index)
+                chunks = self._gpu.table(table, stream)
                 where = chunks.data_ptr(), partials
                 _cuda.measure_many(buffer.handle, module, large, count, *where, powers, stream)
             known = taken[: taken.index(_FULL)] if _FULL in taken else taken
@@ -418,7 +432,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor | None:
         # Of each the sum of squares, the largest magnitude, and how many blocks are through.
         values = _device_memory(24 * len(tensors), index).zero_().view(torch.float64).view(-1, 3)
         for module, table, _, count, _ in tables:
-            chunks, partials = _uploaded(table, index), _device_memory(8 * count, index)
+            chunks, partials = found.table(table, stream), _device_memory(8 * count, index)
             memory = chunks.data_ptr(), values.data_ptr(), partials.data_ptr()
             _cuda.norms(found.handle, module, count, *memory, stream)
     except torch.OutOfMemoryError:

@@ -164,6 +164,22 @@ def test_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> None:
         assert_same(records[number], on_host(tensor, powers=2))
 
 
+def test_addresses_are_uploaded_only_when_they_change(driver: Driver) -> None:
+    tensors = [on_gpu(normal(size)) for size in (3, 70, 5_000)]
+    for _ in range(3):
+        first = cuda.norms(tensors)
+    assert len(driver.uploads) == 1
+    others = [tensors[1], tensors[0], tensors[2]]
+    second = cuda.norms(others)
+    assert len(driver.uploads) == 2
+    assert first is not None
+    assert second is not None
+    torch.testing.assert_close(second, first[:, [1, 0, 2]], rtol=0, atol=0)
+    driver.stream += 1  # where it may not have arrived yet
+    cuda.norms(others)
+    assert len(driver.uploads) == 3
+
+
 def test_norms_of_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> None:
     tensors = [normal(70_000), normal(5, 5).bfloat16(), normal(3) * 1e30, torch.zeros(4)]
     tensors += [torch.tensor([1.0, float("inf")]), torch.tensor([float("nan"), float("inf")])]
