@@ -80,9 +80,12 @@ class Measurer:
             else:
                 measured = self._host.add_plain(tensors, None, powers)
                 first, self._count = self._count, self._count + sum(measured)
-                self._of_host += range(first, self._count)
-                numbers = iter(range(first, self._count))
-                found = [next(numbers) if known else None for known in measured]
+                numbers = range(first, self._count)
+                self._of_host += numbers
+                if all(measured):
+                    return list(numbers)
+                rest = iter(numbers)
+                found = [next(rest) if known else None for known in measured]
         return [
             self._add_other(tensor, None, powers) if number is None else number
             for tensor, number in zip(tensors, found, strict=True)
