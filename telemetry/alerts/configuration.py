@@ -9,8 +9,9 @@ from typing import Any, get_args
 
 from telemetry.alert import Severity
 from telemetry.alerts.attention import AttentionCollapse, LogitGrowth
-from telemetry.alerts.causes import OneCause
-from telemetry.alerts.course import Course
+from telemetry.alerts.causes import CAUSES, _OF_LARGE_STEPS, _STATES
+from telemetry.alerts.detector import Detector
+from telemetry.alerts.engine import Engine
 from telemetry.alerts.episode import DefaultRule
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.judging import Suspicion
@@ -75,21 +76,44 @@ def rules_from(config: Mapping[str, Settings | None]) -> tuple[Rule, ...]:
     """
     for name, settings in config.items():
         _check(name, settings)
-    course = Course()
-    rules: list[Rule] = []
+    detectors: list[Detector] = []
     for name, make in _RULES.items():
         settings = config.get(name, {})
         if settings is not None:
             arguments: dict[str, Any] = {k: v for k, v in settings.items() if k != "severity"}
-            rule = make(**arguments)
-            rule.course = course
-            rules.append(rule)
+            detector = make(**arguments)
+            detectors.append(detector if isinstance(detector, Detector) else Former(detector))
     severities: dict[str, Any] = {
         name: settings["severity"]
         for name, settings in config.items()
         if settings and "severity" in settings
     }
-    return (OneCause([*rules, Suspicion()], severities=severities, course=course),)
+    return (Engine([*detectors, Former(Suspicion())], severities=severities),)
+
+
+class Former(Detector):
+    """A rule of before, as a detector."""
+
+    kind = explained_by = lasting = by_large_steps = None
+    rule: Any
+
+    def __init__(self, rule: Any) -> None:
+        self.rule = rule
+        self.kind = rule.name
+        self.explained_by = CAUSES.get(rule.name, set())
+        self.lasting = rule.name in _STATES
+        self.by_large_steps = rule.name in _OF_LARGE_STEPS
+
+    def look(self, record: Any, base: Any) -> Any:
+        self.rule.course = base
+        yield from self.rule(record)
+
+    def look_at_loss(self, step: int, loss: float) -> Any:
+        yield from self.rule.on_loss(step, loss)
+
+    @property
+    def asks(self) -> bool:
+        return self.rule.wants_full
 
 
 def _check(name: str, settings: Settings | None) -> None:
@@ -104,7 +128,8 @@ def _check(name: str, settings: Settings | None) -> None:
             f"HookLogger(alerts={{{name!r}: {settings!r}}}): must be a dict of parameters, or None "
             "to leave the rule out"
         )
-    known = _RULES[name].parameters()
+    make = _RULES[name]
+    known = make.limits() if issubclass(make, Detector) else make.parameters()
     for parameter, value in settings.items():
         where = f"HookLogger(alerts={{{name!r}: {{{parameter!r}: {value!r}}}}})"
         if parameter == "severity":

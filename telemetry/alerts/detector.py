@@ -1,0 +1,193 @@
+"""What a detector is: one kind of alert, what it finds in one step, and when that is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from telemetry.alert import Alert, Severity
+from telemetry.alerts.baseline import Baseline
+from telemetry.records import StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a detector sees in one step.
+
+    Attributes:
+        seen: What was seen and where, with figures; a sentence without its period.
+        advice: What people usually try.
+        value: The figure that was judged.
+        limit: What it was compared with, in the same unit.
+        module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
+        severity: None: that of the detector.
+        certain: Whether it needs no confirmation.
+        told_once: Whether it is a fact of this step, which neither lasts nor ends.
+        is_worse: Whether it makes a fault worse that has begun, though its severity is the same.
+        over_at: The step at which it was over already; None if it lasts.
+    """
+
+    seen: str
+    advice: str
+    value: float
+    limit: float
+    module_name: str | None = None
+    severity: Severity | None = None
+    certain: bool = False
+    told_once: bool = False
+    is_worse: bool = False
+    over_at: int | None = None
+
+
+class Detector:
+    """One kind of alert. A subclass names it and says what it finds in one step.
+
+    The engine does the rest: it asks for full measurements until a finding is confirmed, tells that
+    a fault begins, grows worse and ends, and which faults only follow from another. Public numbers
+    of the class are its limits, which ``alerts={kind: {...}}`` may set; what it remembers between
+    steps is annotated, and saved with a run (see :mod:`telemetry.alerts.memory`).
+
+    Args:
+        limits: Other values for some of them.
+
+    Attributes:
+        kind: The kind of its alerts.
+        on: At which steps it looks: each ``"step"``, those measured in ``"full"``, or those of
+            which a finite ``"loss"`` is known.
+        severity: Of its alerts.
+        confirm: Findings in a row that make an alert.
+        over_after: Looks without a finding after which a fault is over.
+        explained_by: Kinds of faults that it may follow from.
+        lasting: Whether it does not pass with what caused it.
+        by_large_steps: Whether a learning rate that has just jumped explains it.
+        wants_full: Whether a full measurement would help; to be set by :meth:`find`. While a
+            finding of a full step waits to be confirmed, one is asked for anyway.
+        alert: That of the fault that is on; None if none is.
+    """
+
+    kind: ClassVar[str]
+    on: ClassVar[Literal["step", "full", "loss"]] = "step"
+    severity: ClassVar[Severity] = "warning"
+    explained_by: ClassVar[frozenset[str]] = frozenset()
+    lasting: ClassVar[bool] = False
+    by_large_steps: ClassVar[bool] = False
+    confirm: ClassVar[int] = 1
+    over_after: ClassVar[int] = 1
+
+    wants_full: bool = False
+    alert: Alert | None = None
+    _findings: int = 0
+    _looks_without: int = 0
+
+    def __init__(self, **limits: float) -> None:
+        known = self.limits()
+        for name, value in limits.items():
+            if name not in known:
+                raise TypeError(f"{type(self).__name__}({name}={value!r}): no such limit")
+            setattr(self, name, value)
+        self._set_up()
+
+    @classmethod
+    def limits(cls) -> list[str]:
+        """Names of its limits, in their order."""
+        own = vars(cls).items()
+        return [
+            name
+            for name, value in own
+            if name[0] != "_" and type(value) in (int, float) and not hasattr(Detector, name)
+        ]
+
+    def _set_up(self) -> None:
+        """Make what it remembers and what cannot be shared by all detectors of the class."""
+
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        """What is wrong at this step; None if nothing is.
+
+        Args:
+            record: The step.
+            base: What this run's figures were, this step included.
+        """
+        raise NotImplementedError
+
+    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+        """Whether the fault that is on is still there, or not known to be over.
+
+        Asked where :meth:`find` found nothing.
+        """
+        return False
+
+    def find_in_loss(self, step: int, loss: float) -> Finding | None:
+        """What is wrong with a loss just logged, NaN perhaps: its step may never end."""
+        return None
+
+    # --- what the engine calls -------------------------------------------------------------------
+
+    def look(self, record: StepRecord, base: Baseline) -> Iterator[Alert]:
+        """Judge a step."""
+        if not self._looks_at(record):
+            return
+        found = self.find(record, base)
+        if found is None and self.alert is not None and self.lasts(record, base):
+            return
+        self._findings = self._findings + 1 if found is not None else 0
+        confirmed = found is not None and (found.certain or self._findings >= self.confirm)
+        yield from self._update(record.step, found if confirmed else None)
+
+    def look_at_loss(self, step: int, loss: float) -> Iterator[Alert]:
+        """Judge a loss that was just logged."""
+        if (found := self.find_in_loss(step, loss)) is not None:
+            yield from self._update(step, found)
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks for a full measurement."""
+        waits = self.on == "full" and 0 < self._findings < self.confirm
+        return self.wants_full or waits
+
+    def _looks_at(self, record: StepRecord) -> bool:
+        if self.on == "full":
+            return record.full
+        return self.on == "step" or (record.loss is not None and math.isfinite(record.loss))
+
+    def _update(self, step: int, found: Finding | None) -> Iterator[Alert]:
+        begun = self.alert
+        if found is not None:
+            self._looks_without = 0
+            alert = self._alert(step, found)
+            grown = begun is not None and (begun.severity, alert.severity) == ("warning", "error")
+            if found.told_once or found.over_at is not None:
+                yield alert
+                if found.over_at is not None:
+                    yield _ended(alert, found.over_at)
+            elif begun is None or grown or found.is_worse:
+                self.alert = alert
+                yield alert if begun is None else replace(alert, stage="worse")
+        elif begun is not None:
+            self._looks_without += 1
+            if self._looks_without >= self.over_after:
+                self.alert = None
+                yield _ended(begun, step)
+
+    def _alert(self, step: int, found: Finding) -> Alert:
+        return Alert(
+            kind=self.kind,
+            severity=found.severity or self.severity,
+            step=step,
+            module_name=found.module_name,
+            value=float(found.value),
+            threshold=float(found.limit),
+            message=f"{found.seen}.\n{found.advice}",
+        )
+
+
+def _ended(begun: Alert, step: int) -> Alert:
+    return replace(
+        begun,
+        severity="note" if begun.severity == "note" else "warning",
+        step=step,
+        stage="end",
+        message=f"Over: {begun.kind.replace('_', ' ')}{begun.where}, begun at step {begun.step}.",
+        consequences=(),
+    )

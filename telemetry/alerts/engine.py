@@ -1,0 +1,269 @@
+"""Applies the detectors to each step, and tells one alert for each cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from telemetry.alert import Alert, Severity
+from telemetry.alerts.baseline import Baseline
+from telemetry.alerts.detector import Detector
+from telemetry.alerts.memory import lacks, restore, to_plain
+from telemetry.records import StepRecord
+from telemetry.rule import Rule
+from telemetry.shared.plain_text import steps_in_words
+
+
+class Engine(Rule):
+    """The detectors of a run, of whose faults only the first cause is told.
+
+    If several faults begin at the same step, the one whose detector comes first is the cause. Those
+    that begin within 200 steps of one that explains them are its consequences: they are listed in
+    its alert and not reported themselves, unless they are still there when it is over. The cause is
+    reported again, as worse and with the figures of the consequence, if that is an error and the
+    cause was a warning, or if it does not pass with the cause: NaN, dead units and the like.
+
+    If the learning rate has just jumped above all former ones, a fault that may come from steps
+    that are too large is said to come from that, and the advice is that for learning rates.
+
+    It also limits the full measurements that the detectors ask for: three steps in a row, and no
+    more before these are there; on average one in ten steps, in addition to the schedule.
+
+    Args:
+        detectors: Causes before consequences.
+        severities: For some kinds of alerts, another severity than the detector's own.
+    """
+
+    name = "default_rules"
+    wants_full: bool = False
+    _reported: dict[str, _Reported]
+    _hidden: dict[str, _Hidden]
+    _allowance: float
+    _looks: int = 0
+    _next_ask: int = 0
+
+    def __init__(
+        self, detectors: Sequence[Detector], *, severities: Mapping[str, Severity] | None = None
+    ) -> None:
+        self._detectors = {detector.kind: detector for detector in detectors}
+        self._severities = dict(severities or {})
+        self._base = Baseline()
+        self._reported = {}
+        self._hidden = {}
+        self._allowance = _BURST
+
+    def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
+        """Judge a loss that was logged before its step ended."""
+        alerts = [a for d in self._detectors.values() for a in d.look_at_loss(step, loss)]
+        return self._sort_out(alerts) if alerts else ()
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self._base.add(record)
+        alerts = [a for d in self._detectors.values() for a in d.look(record, self._base)]
+        self._ask(record.step)
+        return self._sort_out(alerts) if alerts else ()
+
+    def _ask(self, step: int) -> None:
+        """Begin to ask for several measurements, or go on with that."""
+        self._allowance = min(_BURST, self._allowance + _PER_STEP)
+        may_begin = self._looks == 0 and step >= self._next_ask and self._allowance >= 1
+        if may_begin and (self._base.asks or any(d.asks for d in self._detectors.values())):
+            self._looks, self._next_ask = _LOOKS, step + _PAUSE
+        self.wants_full = self._looks > 0
+        self._looks -= self.wants_full
+        self._allowance -= self.wants_full
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this and its detectors remember, as numbers, strings, lists and dicts."""
+        return {name: to_plain(part) for name, part in self._parts().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there. A detector takes all of its state that it knows, or begins anew.
+
+        Raises:
+            ValueError: Some detectors begin anew, or in part, or do not exist; the others go on.
+        """
+        parts = self._parts()
+        misfits = [f"there is no rule {name}" for name in state if name not in parts]
+        for name, part in parts.items():
+            try:
+                restore(part, state[name])
+                if lacks(state[name], to_plain(part)):
+                    misfits.append(f"{name} begins anew in part")
+            except (TypeError, ValueError, KeyError):
+                misfits.append(f"{name} begins anew")
+        if misfits:
+            raise ValueError(", ".join(misfits))
+
+    def _parts(self) -> dict[str, object]:
+        """Everything that has a state, by name."""
+        return {"engine": self, "baseline": self._base, **self._detectors}
+
+    # --- causes and consequences -----------------------------------------------------------------
+
+    def _sort_out(self, alerts: list[Alert]) -> list[Alert]:
+        return [_with_consequences(alert) for alert in self._reportable(alerts)]
+
+    def _reportable(self, alerts: list[Alert]) -> list[Alert]:
+        reported: list[Alert] = []
+        for alert in map(self._graded, alerts):
+            if alert.stage == "end":
+                reported += self._end(alert)
+            elif (cause := self._cause_of(alert)) is None:
+                by_rate = self._base.follows_rate_jump
+                self._reported[alert.kind] = _Reported(alert=alert, by_rate=by_rate)
+                reported.append(alert)
+            else:
+                reported = self._add_consequence(cause, alert, reported)
+        return reported
+
+    def _graded(self, alert: Alert) -> Alert:
+        if alert.stage == "end":
+            return alert
+        base, message = self._base, alert.message
+        if self._detectors[alert.kind].by_large_steps and base.follows_rate_jump:
+            seen, _ = message.split("\n")
+            ago = steps_in_words(base.since_rate_jump)
+            message = f"{seen[:-1]}, {ago} after the learning rate had jumped to "
+            message += f"{base.rate_after_jump:.3g}.\n{_RATE_ADVICE}"
+        severity = self._severities.get(alert.kind, alert.severity)
+        return replace(alert, severity=severity, message=message)
+
+    def _end(self, alert: Alert) -> list[Alert]:
+        """Report the end of a fault that was reported, and consequences that outlive it."""
+        self._hidden.pop(alert.kind, None)
+        if self._reported.pop(alert.kind, None) is None:
+            return []
+        left = [hidden.alert for hidden in self._hidden.values() if hidden.cause == alert.kind]
+        for survivor in left:
+            del self._hidden[survivor.kind]
+        lasting = [found for found in left if self._detectors[found.kind].lasting]
+        return [alert, *self._reportable([_outlives(found, alert.step) for found in lasting])]
+
+    def _cause_of(self, alert: Alert) -> _Reported | None:
+        if alert.kind in self._hidden:
+            return self._reported.get(self._hidden[alert.kind].cause)
+        if alert.stage != "begin":
+            return None
+        known = [
+            self._reported[kind]
+            for kind in self._detectors[alert.kind].explained_by
+            if kind in self._reported and _may_explain(self._reported[kind], alert)
+        ]
+        near = [reported for reported in known if alert.step - reported.step <= _REACH]
+        return min(near, key=lambda reported: reported.alert.step, default=None)
+
+    def _add_consequence(
+        self, cause: _Reported, alert: Alert, reported: list[Alert]
+    ) -> list[Alert]:
+        before = after = cause.alert
+        what = f"{alert.kind}{alert.where}"
+        is_new = what not in before.consequences
+        lasts = self._detectors[alert.kind].lasting and alert.severity != "note"
+        rises = (before.severity, alert.severity) == ("warning", "error")
+        if is_new:
+            after = replace(before, consequences=(*before.consequences, what))
+        if rises:
+            after = replace(after, severity="error")
+        self._hidden[alert.kind] = _Hidden(alert=alert, cause=before.kind)
+        self._reported[before.kind] = replace(cause, alert=after, last=alert.step)
+        for index, item in enumerate(reported):
+            if item.kind == before.kind and item.stage != "end":
+                seen = _seen(item, alert) if is_new and item.stage == "worse" else item
+                reported[index] = replace(
+                    seen, severity=after.severity, consequences=after.consequences
+                )
+                return reported
+        return [*reported, _grown_worse(after, alert)] if rises or (lasts and is_new) else reported
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reported:
+    """An alert that was reported.
+
+    Attributes:
+        last: The last step at which it had a consequence; -1 if it had none.
+        by_rate: Whether the learning rate had jumped when it began.
+    """
+
+    alert: Alert
+    last: int = -1
+    by_rate: bool
+
+    @property
+    def step(self) -> int:
+        return max(self.alert.step, self.last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hidden:
+    """An alert that was not reported, and the kind of the one that was reported instead."""
+
+    alert: Alert
+    cause: str
+
+
+def _may_explain(reported: _Reported, alert: Alert) -> bool:
+    """Whether it fits: a note explains nothing, nor a layer without a gradient another.
+
+    A loss that jumps because of the learning rate may make things explode; otherwise they come
+    first.
+    """
+    cause = reported.alert
+    if cause.severity == "note" and alert.severity != "note":
+        return False
+    if cause.kind == "loss_spike" and alert.kind.startswith("exploding"):
+        return reported.by_rate
+    if "untrained_parameters" not in (cause.kind, alert.kind):
+        return True
+    inner, outer = sorted((cause.module_name or "", alert.module_name or ""), key=len)[::-1]
+    return f"{inner}.".startswith(f"{outer}.") or not outer
+
+
+def _seen(item: Alert, consequence: Alert) -> Alert:
+    """An alert with the figures of a consequence, which is told before what it told."""
+    seen = consequence.message.split("\n")[0]
+    return replace(
+        item,
+        step=consequence.step,
+        value=consequence.value,
+        threshold=consequence.threshold,
+        message=f"{seen} {item.message}",
+    )
+
+
+def _grown_worse(cause: Alert, consequence: Alert) -> Alert:
+    """The alert that ``cause`` grew worse: what was seen is the consequence, with its figures."""
+    since = f"It follows from the {cause.kind.replace('_', ' ')}{cause.where} of step {cause.step}."
+    advice = cause.message.split("\n")[-1]
+    return _seen(replace(cause, message=f"{since}\n{advice}", stage="worse"), consequence)
+
+
+def _outlives(consequence: Alert, step: int) -> Alert:
+    """What was not reported, when its cause is over: with the figures and the step they are of."""
+    seen, advice = consequence.message.split("\n")
+    seen += f" That was at step {consequence.step}, and it has not ended."
+    return replace(consequence, step=step, message=f"{seen}\n{advice}")
+
+
+def _with_consequences(alert: Alert) -> Alert:
+    """The alert with its consequences as the second line of the message."""
+    if not alert.consequences:
+        return alert
+    seen, advice = alert.message.split("\n")
+    kinds = (consequence.partition(" ") for consequence in alert.consequences)
+    listed = ", ".join(f"{kind.replace('_', ' ')}{space}{where}" for kind, space, where in kinds)
+    return replace(alert, message=f"{seen}\nIt leads to: {listed}.\n{advice}")
+
+
+_RATE_ADVICE = (
+    "People usually limit what a schedule can return, lower the learning rate or warm it up, and "
+    "go on from a checkpoint before the jump."
+)
+_REACH = 200  # by eye, in steps; tried 40 and 1000
+_LOOKS = 3  # one more than dead_units and saturated_units need; tried 2 and 5
+# How much detectors may cost, not what they find. Tried 60.
+_PAUSE = 19  # steps: what is asked for is there by then, unless rules are late
+_BURST = 12.0
+_PER_STEP = 0.1  # as much as every_n_steps=10; tried 0.02 and 0.5
