@@ -112,7 +112,7 @@ class Former(Detector):
         yield from self.rule.on_loss(step, loss)
 
     @property
-    def asks(self) -> bool:
+    def wants_full(self) -> bool:
         return self.rule.wants_full
 
 

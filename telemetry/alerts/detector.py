@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline
+from telemetry.alerts.memory import restore, to_plain
 from telemetry.records import StepRecord
+from telemetry.rule import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Finding:
     over_at: int | None = None
 
 
-class Detector:
+class Detector(Rule):
     """One kind of alert. A subclass names it and says what it finds in one step.
 
     The engine does the rest: it asks for full measurements until a finding is confirmed, tells that
@@ -62,8 +64,8 @@ class Detector:
         explained_by: Kinds of faults that it may follow from.
         lasting: Whether it does not pass with what caused it.
         by_large_steps: Whether a learning rate that has just jumped explains it.
-        wants_full: Whether a full measurement would help; to be set by :meth:`find`. While a
-            finding of a full step waits to be confirmed, one is asked for anyway.
+        undecided: Whether a full measurement would help; to be set by :meth:`find`. While a finding
+            of a full step waits to be confirmed, one is asked for anyway.
         alert: That of the fault that is on; None if none is.
     """
 
@@ -76,7 +78,7 @@ class Detector:
     confirm: ClassVar[int] = 1
     over_after: ClassVar[int] = 1
 
-    wants_full: bool = False
+    undecided: bool = False
     alert: Alert | None = None
     _findings: int = 0
     _looks_without: int = 0
@@ -87,6 +89,7 @@ class Detector:
             if name not in known:
                 raise TypeError(f"{type(self).__name__}({name}={value!r}): no such limit")
             setattr(self, name, value)
+        self._own_base = Baseline()
         self._set_up()
 
     @classmethod
@@ -141,10 +144,32 @@ class Detector:
             yield from self._update(step, found)
 
     @property
-    def asks(self) -> bool:
+    def wants_full(self) -> bool:
         """Whether it asks for a full measurement."""
         waits = self.on == "full" and 0 < self._findings < self.confirm
-        return self.wants_full or waits
+        return self.undecided or waits
+
+    # --- as a rule by itself ---------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    def __call__(self, record: StepRecord) -> Iterator[Alert]:
+        self._own_base.add(record)
+        return self.look(record, self._own_base)
+
+    def on_loss(self, step: int, loss: float) -> Iterator[Alert]:
+        return self.look_at_loss(step, loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"detector": to_plain(self), "baseline": to_plain(self._own_base)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        restore(self, state["detector"])
+        restore(self._own_base, state["baseline"])
+
+    # ---------------------------------------------------------------------------------------------
 
     def _looks_at(self, record: StepRecord) -> bool:
         if self.on == "full":
