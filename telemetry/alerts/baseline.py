@@ -1,53 +1,449 @@
-"""What this run's figures were: the only memory of them."""
+"""What this run's figures were: the only memory of them.
+
+The latest 20 steps are no past: a figure that rises step by step, compared with those just before
+it, would raise its own limit. What is unusual is none, either, unless it has lasted for 20 steps:
+then it is how things are.
+"""
 
 from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median, median_high
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.course import Course
+from telemetry.layers.movers import LOOK_BACK, NORMAL_CONSISTENT, Mover, movers
 from telemetry.records import StepRecord
+
+LATEST = 20  # steps, or losses, that are no past yet; tried 10 and 40
+LENGTH = 100  # of a past; tried 50 and 200
+FEWEST = 10  # values that make one: their range is 3.1 deviations, that of a hundred 5.0
+RECENT = 5  # losses whose median ignores two outliers; tried 2 and 10
+JUMP = 3.0  # of a rate: neither warm restarts nor warm-up triple the highest; tried 1.5 and 15
+FAR_ABOVE = 0.7  # decades: a factor of 5; tried 0.14 and 3.5
+NEVER = 10**9  # steps since an event that has not happened
+
+
+class Past:
+    """Up to a hundred values of a figure, without the latest 20; of few, the older half."""
+
+    _values: deque[float]
+    _unusual: deque[float]
+
+    def __init__(self) -> None:
+        self._values, self._unusual = deque(maxlen=LENGTH + LATEST), deque()
+        self._ordered: list[float] | None = None
+
+    def add(self, value: float, *, unusual: bool = False) -> None:
+        """Add the latest value, which becomes past later."""
+        self._ordered = None
+        if unusual:
+            self._unusual.append(value)
+            if len(self._unusual) <= LATEST:
+                return
+            self._values.clear()
+            self._values.extend(self._unusual)
+        else:
+            self._values.append(value)
+        self._unusual.clear()
+
+    def __len__(self) -> int:
+        count = len(self._values)
+        return count - min(LATEST, count // 2)
+
+    @property
+    def ordered(self) -> list[float]:
+        """All of the past, ascending."""
+        if self._ordered is None:
+            self._ordered = sorted([*self._values][: len(self)])
+        return self._ordered
+
+    @property
+    def usual(self) -> float:
+        """Its median; there must be a past."""
+        return self.ordered[len(self) // 2]
+
+    @property
+    def highest(self) -> float:
+        return self.ordered[-1]
+
+    @property
+    def highest_of_all(self) -> float:
+        """The highest, the latest values included."""
+        return max(self._values)
+
+    @property
+    def range(self) -> float:
+        """Highest minus lowest; at least a thousandth of the highest, so that a constant has one."""
+        return max(self.highest - self.ordered[0], 1e-3 * abs(self.highest))
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation, estimated from the median absolute deviation."""
+        usual = self.usual
+        return NORMAL_CONSISTENT * median_high(abs(value - usual) for value in self.ordered)
+
+    def ranges_above(self, value: float) -> float:
+        """How far a value lies above the highest, in ranges; minus infinity while they are few."""
+        if len(self) < FEWEST or self.range == 0:
+            return -math.inf
+        return (value - self.highest) / self.range
+
+
+class Loss:
+    """Whether the loss rises or falls. It may have any unit and sign.
+
+    - Each loss is compared with the past.
+    - The last five with the thirty before. While they are worse, the thirty are kept unchanged, for
+      at most a hundred steps.
+    - The last five with the best five and the first five: has half of what was learned been lost?
+      However slowly the loss rises, it comes to that.
+
+    Attributes:
+        past: Of all losses that are not far above it.
+        high: Steps and values of the losses in a row that are far above it.
+        first: Median of the first five losses that were not far above.
+        is_worse: Whether its recent median is four standard deviations above the thirty before.
+        is_better: Whether that is half a standard deviation below them.
+        is_recovering: Whether it is worse, but has fallen again by a fifth of its rise.
+        excess: By how many times its magnitude the last loss exceeds the highest of the past.
+        losses_lost: Number of losses in a row after which half of what was learned had been lost.
+    """
+
+    past: Past
+    high: deque[tuple[int, float]]
+    first: float = math.nan
+    is_worse: bool = False
+    is_better: bool = False
+    is_recovering: bool = False
+    excess: float = 0.0
+    losses_lost: int = 0
+    _firsts: tuple[float, ...] = ()
+    _best: float = math.inf
+    _recent: deque[float]
+    _before: deque[float]
+    _steps_worse: int = 0
+    _peak: float = 0.0
+
+    def __init__(self) -> None:
+        self.past, self.high = Past(), deque(maxlen=LATEST + 1)
+        self._recent, self._before = deque(maxlen=RECENT), deque(maxlen=30)
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether it is so far below zero that nothing seems to limit it: ten first losses."""
+        recent = median_high(self._recent) if self._recent else 0.0
+        return recent < 0 and recent < -10 * abs(self.first)
+
+    def add(self, step: int, loss: float) -> None:
+        """Add the finite loss of one step."""
+        if len(self._recent) == RECENT and not 0 < self._steps_worse <= LENGTH:
+            self._before.append(self._recent[0])
+        self._recent.append(loss)
+        recent = median_high(self._recent)
+        if len(self._before) >= RECENT:
+            self._compare(recent)
+        if len(self._recent) == RECENT and self._firsts:
+            self._best = min(self._best, recent)
+            has_learned = self.first - self._best > _LEARNED * abs(self.first)
+            is_lost = has_learned and recent > (self.first + self._best) / 2
+            self.losses_lost = self.losses_lost + 1 if is_lost else 0
+        if self._is_far_above(loss):
+            self.high.append((step, loss))
+        else:
+            self.high.clear()
+        if len(self._firsts) < RECENT and not self.high:
+            self._firsts = (*self._firsts, loss)
+            self.first = median_high(self._firsts)
+        self.past.add(loss, unusual=bool(self.high))
+
+    def _compare(self, recent: float) -> None:
+        usual = median_high(self._before)
+        deviation = NORMAL_CONSISTENT * median_high(abs(loss - usual) for loss in self._before)
+        deviation = max(deviation, 1e-3 * abs(usual))  # so that a constant has one
+        self.is_worse = recent > usual + _WORSE * deviation
+        self.is_better = recent < usual - _BETTER * deviation
+        self._steps_worse = self._steps_worse + 1 if self.is_worse else 0
+        self._peak = max(self._peak, recent) if self._steps_worse > 1 else recent
+        fallen = recent < self._peak - _RECOVERED * (self._peak - usual)
+        self.is_recovering = self.is_worse and fallen
+
+    def _is_far_above(self, loss: float) -> bool:
+        if not len(self.past):
+            return False
+        highest = self.past.highest
+        self.excess = (loss - highest) / abs(highest) if highest else 0.0
+        few = _FAR_OF_FEW * abs(highest) if len(self.past) < FEWEST else 0.0
+        return loss > highest + max(_FAR * (highest - self.past.ordered[0]), few)
+
+
+_LEARNED = 0.1  # of the first loss: less may be noise; by eye
+# A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
+# mlp_tanh20_small is called exploding; tried 2 and 20.
+_WORSE = 4.0
+_BETTER = 0.5  # by eye; tried 0.25 and 1
+_RECOVERED = 0.2  # by eye; tried 0.1 and 0.4
+_FAR = 0.5  # of the range of the losses so far, by eye; tried 0.1 and 2.5
+_FAR_OF_FEW = 0.2  # of the highest loss, while the range says little; by eye; tried 0.1 and 0.4
+
+
+class Norm:
+    """How far the total gradient norm is above its past, in decades (log10). Clipping hides it.
+
+    Attributes:
+        above: Compared with the highest of all, the latest included; 0 in the first steps.
+        far_above: Compared with the highest of the past.
+        usual: Median norm of the past.
+        since_jump: Steps since it first rose to five times the highest.
+    """
+
+    above: float = 0.0
+    far_above: float = 0.0
+    usual: float = 0.0
+    since_jump: int = NEVER
+    _past: Past
+
+    def __init__(self) -> None:
+        self._past = Past()
+
+    def add(self, total: float) -> None:
+        """Add the finite norm of one step."""
+        self.since_jump += 1
+        self.above = self.far_above = 0.0
+        if total == 0:
+            return
+        level = math.log10(total)
+        if len(self._past) >= RECENT:
+            self.above = level - self._past.highest_of_all
+            self.far_above = level - self._past.highest
+            self.usual = 10**self._past.usual
+            if self.above >= FAR_ABOVE and self.since_jump > _SAME_JUMP:
+                self.since_jump = 0
+        self._past.add(level, unusual=self.above > _UNUSUAL)
+
+
+_SAME_JUMP = 30  # by eye, in steps; tried 15 and 60
+_UNUSUAL = 1.5  # a factor of 30, that of ExplodingGradient's lasting_factor; tried 0.3 and 7.5
 
 
 class Layers:
-    """Gradient norms of the layers at the last steps.
+    """The gradient norms of all layers at the last steps.
 
     Attributes:
         names: The modules that own parameters.
         levels: log10 of their norms, float64 ``[k, layers]``, oldest first; ``-inf`` for zero.
         steps: Of each row, int64 ``[k]``.
+        highest: Of each layer, as it was found at most 20 steps ago, ``[layers]``.
+        are_unusual: Whether one differs tenfold, and by six deviations, from its median, or is
+            suddenly zero. Layers that often are zero do not count: experts, embeddings.
     """
 
     names: tuple[str, ...] = ()
     levels: NDArray[np.float64]
     steps: NDArray[np.int64]
+    highest: NDArray[np.float64]
+    are_unusual: bool = False
+    _usual: NDArray[np.float64]
+    _limit: NDArray[np.float64]
+    _since: int = 0
 
     def __init__(self) -> None:
-        self.levels, self.steps = np.zeros((0, 0)), np.zeros(0, np.int64)
+        self._begin(())
+
+    def _begin(self, names: tuple[str, ...]) -> None:
+        self.names, self.levels = names, np.zeros((0, len(names)))
+        self.steps = np.zeros(0, np.int64)
+        self.highest = self._usual = self._limit = np.full(len(names), np.nan)
+        self._since = 0
 
     def add(self, record: StepRecord) -> None:
-        names = record.layout.owner_names
-        if names is not self.names and names != self.names:
-            self.levels, self.steps = np.zeros((0, len(names))), np.zeros(0, np.int64)
-        self.names = names
-        self.levels = np.concatenate([self.levels[-_ROWS:], record.owner_grad_levels[None]])
-        self.steps = np.append(self.steps[-_ROWS:], record.step)
+        """Add a step whose gradients are finite."""
+        if record.layout.owner_names is not self.names:
+            if record.layout.owner_names != self.names:
+                self._begin(record.layout.owner_names)
+            self.names = record.layout.owner_names
+        levels = record.owner_grad_levels
+        with np.errstate(invalid="ignore"):
+            self.are_unusual = bool((np.abs(levels - self._usual) > self._limit).any())
+        self.levels = np.concatenate([self.levels[1 - _ROWS :], levels[None]])
+        self.steps = np.append(self.steps[1 - _ROWS :], record.step)
+        self._since += 1
+        if self._since == (LATEST if len(self.steps) > LATEST else FEWEST):
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self._since, past = 0, self.levels[-LENGTH:]
+        ordered = np.sort(past, axis=0)
+        self.highest, self._usual = ordered[-1], ordered[len(past) // 2]
+        with np.errstate(invalid="ignore"):
+            off = np.sort(np.abs(past - self._usual), axis=0)[len(past) // 2]
+        self._limit = np.maximum(_DECADES, _DEVIATIONS * NORMAL_CONSISTENT * off)
+        self._limit[ordered[0] == -np.inf] = np.nan
+
+    def movers(self, since: int) -> Sequence[Mover]:
+        """The layers whose norm had left its past by step ``since``, earliest first.
+
+        As the page finds them: of what came later it says nothing.
+        """
+        rows = (since - LOOK_BACK < self.steps) & (self.steps <= since)
+        return movers(self.names, self.steps[rows], 10 ** self.levels[rows], since) or ()
 
 
-_ROWS = 139
+_ROWS = LOOK_BACK + LATEST
+_DECADES = 1.0  # most healthy spikes of faultbench stay below it; tried 0.2 and 5
+_DEVIATIONS = 6.0  # by eye; tried 1.2 and 30
 
 
-class Baseline(Course):
+class Baseline:
+    """What detectors need to know of the whole run.
+
+    Attributes:
+        loss, norm, layers: See there.
+        age: Steps seen before this one.
+        since_rate_jump: Steps since the learning rate rose threefold above all former ones.
+        rate_before_jump, rate_after_jump: The highest before that, and what it rose to.
+        since_large_step: Steps since one moved the median weight matrix by a fifth of its norm.
+        step_ratio: The median update ratio of the weight matrices at the last full measurement.
+    """
+
+    loss: Loss
+    norm: Norm
     layers: Layers
+    age: int = -1
+    since_rate_jump: int = NEVER
+    rate_before_jump: float = 0.0
     rate_after_jump: float = 0.0
-    asks: bool = False
+    since_large_step: int = NEVER
+    step_ratio: float = 0.0
+    _ratio_rate: float = 0.0
+    _highest_rate: float = 0.0
+    _rates: deque[float]
+    _ratios: deque[float]
+    _wanted: int = 0
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = Layers()
+        self.loss, self.norm, self.layers = Loss(), Norm(), Layers()
+        self._rates, self._ratios = deque(maxlen=LENGTH), deque(maxlen=RECENT)
 
     def add(self, record: StepRecord) -> None:
-        self.follow(record)
-        self.layers.add(record)
-        if self.since_rate_jump == 0:
-            self.rate_after_jump = max(record.learning_rates)
+        """Add a step."""
+        self.age += 1
+        self.since_rate_jump += 1
+        self.since_large_step += 1
+        self._wanted -= record.full and self._wanted > 0
+        self._add_rate(max(record.learning_rates, default=0.0))
+        if record.loss is not None and math.isfinite(record.loss):
+            self.loss.add(record.step, record.loss)
+        if record.all_grads_finite:
+            self.norm.add(record.total_grad_norm)
+            self.layers.add(record)
+            self._wanted = _FULL_STEPS if self.layers.are_unusual else self._wanted
+        if record.update_ratios:
+            self._add_ratio(_median_ratio(record))
+
+    @property
+    def wants_full(self) -> bool:
+        """Whether the norms are so unusual that the next steps should be measured in full."""
+        return self._wanted > 0
+
+    @property
+    def is_young(self) -> bool:
+        """Whether training can hardly have changed the model so far."""
+        return self.age < RECENT
+
+    @property
+    def follows_rate_jump(self) -> bool:
+        """Whether the learning rate has jumped so recently that what happens comes from it."""
+        return self.since_rate_jump <= AFTER_JUMP
+
+    @property
+    def rate(self) -> float:
+        """The highest learning rate of this step; 0 if there is none."""
+        return self._rates[-1] if self._rates else 0.0
+
+    @property
+    def lowest_rate(self) -> float:
+        """The lowest of the last hundred steps above zero."""
+        return min((rate for rate in self._rates if rate > 0), default=0.0)
+
+    @property
+    def ratio_now(self) -> float:
+        """The ratio of this step. Of one that was not measured: 0 unless the rate has risen."""
+        growth = self.rate / self._ratio_rate if self._ratio_rate > 0 else 0.0
+        return self.step_ratio * growth if growth >= JUMP else 0.0
+
+    @property
+    def gradients_led(self) -> bool:
+        """Whether gradients just jumped while the learning rate did not, and was not too large."""
+        since = self.norm.since_jump
+        if since > FEWEST or self.since_rate_jump <= since + FEWEST:
+            return False
+        return not self._ratios or median_high(self._ratios) < _LARGE_USUALLY
+
+    def _add_rate(self, rate: float) -> None:
+        if len(self._rates) >= RECENT and rate > JUMP * self._highest_rate:
+            self.since_rate_jump = 0
+            self.rate_before_jump, self.rate_after_jump = self._highest_rate, rate
+        self._highest_rate = max(self._highest_rate, rate)
+        self._rates.append(rate)
+
+    def _add_ratio(self, ratio: float) -> None:
+        self.step_ratio, self._ratio_rate = ratio, self.rate
+        if ratio >= LARGE_STEP:
+            self.since_large_step = 0
+        if self.norm.since_jump > FEWEST:
+            self._ratios.append(ratio)
+
+
+# As update_ratio of loss_divergence: at 0.1 the healthy rare_positive_weighted alarms; tried 0.4.
+LARGE_STEP = 0.2
+# Five times the 0.01 that healthy runs stay below (see LossDivergence); tried 0.01 and 0.25.
+_LARGE_USUALLY = 0.05
+# What a jump does between two full measurements is seen some steps later, in those that rules ask
+# for. By then a momentum of 0.9 has forgotten most of it.
+AFTER_JUMP = 20
+_FULL_STEPS = 3  # one more than dead_units and saturated_units need; tried 1 and 6
+
+
+def _median_ratio(record: StepRecord) -> float:
+    matrices = record.layout.matrices
+    ratios = [r for n, r in record.update_ratios.items() if n in matrices and math.isfinite(r)]
+    return median(ratios) if ratios else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rise:
+    """A loss that rose from its usual level.
+
+    Attributes:
+        first: What it was in the first steps of the run.
+        usual: What it was before it rose.
+        peak: The highest since.
+    """
+
+    first: float
+    usual: float
+    peak: float
+
+    def followed_by(self, loss: float) -> Rise:
+        return self if loss <= self.peak else replace(self, peak=loss)
+
+    def is_undone(self, loss: float) -> bool:
+        """Whether this loss is so low that the rise is as good as over.
+
+        That is when half of the rise is undone. Where the loss rose above that of the first steps,
+        it is half of the way up to there: to be no worse than an untrained model is no recovery.
+        Where it had hardly come down before it rose, it is when it has.
+        """
+        learned = self.first - self.usual
+        if abs(learned) <= _NOISE * abs(self.first):
+            return loss < self.first - _NOISE * abs(self.first)
+        top = min(self.peak, self.first) if learned > 0 else self.peak
+        return loss < (self.usual + top) / 2
+
+
+_NOISE = 0.03  # of the first loss: less may be noise; as in LossStuck

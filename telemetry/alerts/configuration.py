@@ -14,7 +14,6 @@ from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.episode import DefaultRule
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
-from telemetry.alerts.judging import Suspicion
 from telemetry.alerts.loop_mistakes import EvalMode, LearningRateZero, SameBatch
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.alerts.loss_spike import LossSpike
@@ -31,7 +30,7 @@ Settings = Mapping[str, "float | str"]
 
 # Causes before consequences: if several faults begin at one step, the first is reported.
 _RULES: Mapping[str, type[DefaultRule]] = {
-    rule.name: rule
+    getattr(rule, "kind", None) or rule.name: rule
     for rule in (
         UntrainedParameters,
         LossSpike,
@@ -88,7 +87,7 @@ def rules_from(config: Mapping[str, Settings | None]) -> tuple[Rule, ...]:
         for name, settings in config.items()
         if settings and "severity" in settings
     }
-    return (Engine([*detectors, Former(Suspicion())], severities=severities),)
+    return (Engine(detectors, severities=severities),)
 
 
 class Former(Detector):
@@ -106,6 +105,8 @@ class Former(Detector):
 
     def look(self, record: Any, base: Any) -> Any:
         self.rule.course = base
+        base.follow = lambda r: None
+        base.loss.__class__.steps_far_above = 0
         yield from self.rule(record)
 
     def look_at_loss(self, step: int, loss: float) -> Any:

@@ -28,7 +28,8 @@ class Finding:
         certain: Whether it needs no confirmation.
         told_once: Whether it is a fact of this step, which neither lasts nor ends.
         is_worse: Whether it makes a fault worse that has begun, though its severity is the same.
-        over_at: The step at which it was over already; None if it lasts.
+        begun_at: The step at which it began; None: this one.
+        is_over: Whether it is over already.
     """
 
     seen: str
@@ -40,7 +41,8 @@ class Finding:
     certain: bool = False
     told_once: bool = False
     is_worse: bool = False
-    over_at: int | None = None
+    begun_at: int | None = None
+    is_over: bool = False
 
 
 class Detector(Rule):
@@ -182,10 +184,10 @@ class Detector(Rule):
             self._looks_without = 0
             alert = self._alert(step, found)
             grown = begun is not None and (begun.severity, alert.severity) == ("warning", "error")
-            if found.told_once or found.over_at is not None:
+            if found.told_once or found.is_over:
                 yield alert
-                if found.over_at is not None:
-                    yield _ended(alert, found.over_at)
+                if found.is_over:
+                    yield _ended(alert, step)
             elif begun is None or grown or found.is_worse:
                 self.alert = alert
                 yield alert if begun is None else replace(alert, stage="worse")
@@ -199,7 +201,7 @@ class Detector(Rule):
         return Alert(
             kind=self.kind,
             severity=found.severity or self.severity,
-            step=step,
+            step=step if found.begun_at is None else found.begun_at,
             module_name=found.module_name,
             value=float(found.value),
             threshold=float(found.limit),

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
+from statistics import median_high
 
-from telemetry.alert import Alert
-from telemetry.alerts.course import FAR_ABOVE
-from telemetry.alerts.episode import EpisodeRule
-from telemetry.alerts.growth import Blame, Stretch, backward_growth, forward_growth, gain
-from telemetry.alerts.history import History
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.alerts.baseline import FAR_ABOVE, FEWEST, Baseline
+from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.growth import Growth, Stretch, backward_growth, forward_growth, gain
 from telemetry.records import Output, StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
 from telemetry.shared.plain_text import called
 
 
-class ExplodingActivation(EpisodeRule):
+class ExplodingActivation(Detector):
     """Compares the variation of each module's output with the largest RMS that it has had.
 
     The variation (:attr:`TensorRecord.variation`), because what is the same for every input is no
@@ -32,78 +36,74 @@ class ExplodingActivation(EpisodeRule):
         depth_factor: Ratio of the largest variation in the network to the RMS of the first module.
     """
 
-    name = "exploding_activation"
+    kind = "exploding_activation"
+    on = "full"
+    confirm = 2
+    over_after = 3  # by eye: one more than begin it
+    explained_by = frozenset(
+        {"exploding_gradient", "saturated_units", "dead_units", "loss_divergence", "loss_spike"}
+    )
+    by_large_steps = True
     factor = 100.0  # by eye; tried 10 and 1000
     depth_factor = 1e4  # as in ExplodingGradient; tried 1e3 and 1e5
-    _calm = 3  # by eye: one more than begin it
     _highest: dict[Output, float]
-    _looks: int = 0
     _began_deep: bool | None = None
 
     def _set_up(self) -> None:
         self._highest = {}
 
-    @property
-    def wants_full(self) -> bool:
-        """Whether one measurement was large and a second one would decide."""
-        return self._looks == 1
-
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self.course.follow(record)
-        if not record.outputs:
-            return ()
-        found = self._grown(record)
-        self._looks = self._looks + 1 if found else 0
-        overflown = not record.all_grads_finite  # there will be no second look
-        certain = self._looks >= 2 or overflown
-        if not found and self._began_deep and self._is_deep(record):
-            return ()  # as in the beginning
-        return self._episode.update(record.step, found if certain else None)
-
-    def _grown(self, record: StepRecord) -> Alert | None:
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         found = None
         sizes = figures_of(record.outputs, rms_of)
         for output, now in figures_of(record.outputs, attrgetter("variation")).items():
-            name = output.module_name
             highest = self._highest.get(output, 0.0)
-            if highest and now > self.factor * highest and self.course.loss.is_worse:
-                times = now / highest
-                if found is None:
-                    seen = f"The output of {called(name)} is {times:.2g} times as large as ever"
-                    message = f"{seen} before.\n{_SMALLER_STEPS}"
-                    found = self._alert(record.step, name, times, self.factor, message)
+            if highest and now > self.factor * highest and base.loss.is_worse:
+                found = found or self._grown(output.module_name, now / highest)
             elif highest < sizes[output] < math.inf:
                 self._highest[output] = sizes[output]
-        growth = forward_growth(record)
         deep = self._is_deep(record)
         self._began_deep = deep if self._began_deep is None else self._began_deep
-        if found is None and self.course.is_young and deep and self._began_deep:
-            where, times = growth.stretch, 10**growth.decades
-            assert where is not None
-            seen = f"Activations grow {times:.2g}-fold through the network, most of all in "
-            message = f"{seen}{where.shared}.\n{_SMALLER_WEIGHTS}"
-            found = self._alert(record.step, where.first, times, self.depth_factor, message)
-        return found
+        if found is None and base.is_young and deep and self._began_deep:
+            found = self._deep(forward_growth(record))
+        # Where gradients are not finite there will be no second look.
+        certain = not record.all_grads_finite
+        return replace(found, certain=certain) if found is not None else None
+
+    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+        return bool(self._began_deep) and self._is_deep(record)
 
     def _is_deep(self, record: StepRecord) -> bool:
         return forward_growth(record).decades > math.log10(self.depth_factor)
 
+    def _grown(self, name: str, times: float) -> Finding:
+        return Finding(
+            seen=f"The output of {called(name)} is {times:.2g} times as large as ever before",
+            advice="People usually lower the learning rate or warm it up, clip gradients, and add "
+            "normalization.",
+            value=times,
+            limit=self.factor,
+            module_name=name,
+        )
 
-_SMALLER_WEIGHTS = (
-    "People usually make the initial weights smaller (He or Xavier initialization), scale the "
-    "inputs, and add normalization."
-)
-_SMALLER_STEPS = (
-    "People usually lower the learning rate or warm it up, clip gradients, and add normalization."
-)
+    def _deep(self, growth: Growth) -> Finding:
+        where, times = growth.stretch, 10**growth.decades
+        assert where is not None
+        return Finding(
+            seen=f"Activations grow {times:.2g}-fold through the network, most of all in "
+            f"{where.shared}",
+            advice="People usually make the initial weights smaller (He or Xavier initialization), "
+            "scale the inputs, and add normalization.",
+            value=times,
+            limit=self.depth_factor,
+            module_name=where.first,
+        )
 
 
-class ExplodingGradient(EpisodeRule):
+class ExplodingGradient(Detector):
     """Compares the gradients with the run's own past, and the layers with each other.
 
-    *In time*: the rule compares the total norm with the highest of the last 100 steps.
-    Heavy-tailed data, rare classes and warm restarts stay within ten times their own maximum. The
-    gradients explode if
+    *In time*: the total norm is compared with the highest of the last 100 steps. Heavy-tailed data,
+    rare classes and warm restarts stay within ten times their own maximum. The gradients explode if
 
     - the norm exceeds that maximum ``factor``-fold at three steps in a row, or ten times as much at
       one; or
@@ -120,11 +120,11 @@ class ExplodingGradient(EpisodeRule):
 
     *Over depth*: an explosion from the beginning multiplies activations from layer to layer on the
     way forward, and gradients on the way back. Either alone is common: small inputs, outputs in
-    large units, side branches with small gradients. The rule alerts if the product of both growths
-    is at least ``depth_factor``, if each has at least a third of its decades, and if this holds at
-    the first measurement, before training can have caused it. It takes two measurements, or one
-    that is thirty times larger. Later, where clipping hides the norm, both must have grown tenfold
-    and the loss must have risen.
+    large units, side branches with small gradients. It alerts if the product of both growths is at
+    least ``depth_factor``, if each has at least a third of its decades, and if this holds at the
+    first measurement, before training can have caused it. It takes two measurements, or one that is
+    thirty times larger. Later, where clipping hides the norm, both must have grown tenfold and the
+    loss must have risen.
 
     Args:
         factor: Ratio to the highest norm of the last 100 steps, at three steps in a row.
@@ -133,139 +133,132 @@ class ExplodingGradient(EpisodeRule):
             their gradients on the way back.
     """
 
-    name = "exploding_gradient"
+    kind = "exploding_gradient"
+    severity = "error"
+    over_after = 50
+    explained_by = frozenset(
+        {"exploding_activation", "saturated_units", "loss_divergence", "loss_spike"}
+    )
+    by_large_steps = True
     factor = 1000.0  # healthy runs stay within 10; tried 100 and 10,000
     lasting_factor = 30.0  # by eye; tried 6 and 300
     depth_factor = 1e4  # at 1e5 resnet_nonorm_explodes is found a step later; tried 1e3
-    _calm = 50  # after which NormTrend takes a norm for usual
-    _depths: History
-    _gains: History
-    _from_loss: float = 0.0
-    _is_explained: bool = False
+    _depths: deque[float]
+    _gains: deque[float]
+    _from_loss: float | None = None
     _blame: Blame
     _steps_far_above: int = 0
     _steps_lasting: int = 0
     _deep_looks: int = 0
     _began_deep: bool | None = None
-    _remains: bool = False
+    _is_deep: bool = False
 
     def _set_up(self) -> None:
-        self._decades = math.log10(self.factor)
-        self._lasting_decades = math.log10(self.lasting_factor)
-        self._depth_decades = math.log10(self.depth_factor)
-        self._depths = History(50)
-        self._gains = History(10)
+        self._depths, self._gains = deque(maxlen=50), deque(maxlen=10)
         self._blame = Blame()
 
-    @property
-    def wants_full(self) -> bool:
-        """Whether a full measurement would help to decide."""
-        just_jumped = self.course.norm.since_jump < _LASTING
-        return not self._episode.is_on and (just_jumped or self._deep_looks > 0)
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        found = self._find(record, base)
+        just_jumped = base.norm.since_jump < _LASTING
+        self.undecided = self.alert is None and (just_jumped or self._deep_looks > 0)
+        return found
 
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self.course.follow(record)
+    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+        return self._is_deep or not record.all_grads_finite
+
+    def _find(self, record: StepRecord, base: Baseline) -> Finding | None:
         if not record.all_grads_finite:
-            found = self._cut_short(record)
-            return self._episode.update(record.step, found) if found else ()
-        self._blame.add(record)
-        found = self._in_time(record) or self._over_depth(record)
-        if found is None and self._remains:
-            return ()
-        return self._episode.update(record.step, found)
+            return self._cut_short(base)
+        self._blame.add(record, base)
+        return self._in_time(record, base) or self._over_depth(record, base)
 
-    def _in_time(self, record: StepRecord) -> Alert | None:
-        course, norm, loss = self.course, self.course.norm, self.course.loss
+    def _in_time(self, record: StepRecord, base: Baseline) -> Finding | None:
+        norm, loss = base.norm, base.loss
         is_unbounded = loss.is_unbounded
-        lasting = FAR_ABOVE if is_unbounded else self._lasting_decades
+        lasting = FAR_ABOVE if is_unbounded else math.log10(self.lasting_factor)
         lasts = norm.far_above >= lasting
-        self._see_gain(record, large=lasts)
-        far_above = norm.above - self._from_loss >= self._decades
-        lasts &= norm.far_above - self._from_loss >= lasting
+        self._see_gain(record, base, large=lasts)
+        from_loss, decades = self._from_loss or 0.0, math.log10(self.factor)
+        far_above = norm.above - from_loss >= decades
+        lasts &= norm.far_above - from_loss >= lasting
         self._steps_far_above = self._steps_far_above + 1 if far_above else 0
         # One batch without a gradient in between is no end: all may be right for once.
         self._steps_lasting = max(0, self._steps_lasting + (1 if lasts else -1))
         lost = (loss.is_worse and not loss.is_recovering) or is_unbounded
-        explodes = norm.above >= self._decades + _AT_ONCE
+        explodes = norm.above >= decades + _AT_ONCE
         explodes |= self._steps_far_above >= _STEPS or (self._steps_lasting >= _LASTING and lost)
-        explodes |= (
-            course.gradients_led
-            and course.since_large_step <= norm.since_jump
-            and loss.steps_far_above >= _LOSSES
-        )
-        if not explodes or course.since_rate_jump < _WAIT_FOR_RATE:
+        led = base.gradients_led and base.since_large_step <= norm.since_jump
+        explodes |= led and len(loss.high) >= _LOSSES
+        if not explodes or base.since_rate_jump < _WAIT_FOR_RATE:
             return None
         total = record.total_grad_norm
         falls = ", while the loss falls without bound" if is_unbounded else ""
         return self._found(
-            record,
+            base,
             value=total,
-            threshold=norm.usual * 10**self._lasting_decades,
+            threshold=norm.usual * self.lasting_factor,
             seen=f"The gradient norm is {total:.3g}; it used to be {norm.usual:.3g}{falls}",
-            confined=self._blame.confined(record, norm.usual),
+            confined=_confined(record, norm.usual),
             advice=_UNBOUNDED if falls else "",
         )
 
-    def _see_gain(self, record: StepRecord, *, large: bool) -> None:
+    def _see_gain(self, record: StepRecord, base: Baseline, *, large: bool) -> None:
         """When the norm has become large, measure once how much of that came from the loss."""
         now = gain(record)
         if not large:
-            self._from_loss, self._is_explained = 0.0, False
+            self._from_loss = None
             if not math.isnan(now):
-                self._gains.add(now)
-        elif not self._is_explained and not math.isnan(now) and len(self._gains):
-            risen = now - self._gains.median
-            self._from_loss = max(self.course.norm.far_above - risen, 0.0)
-            self._is_explained = True
+                self._gains.append(now)
+        elif self._from_loss is None and not math.isnan(now) and self._gains:
+            self._from_loss = max(base.norm.far_above - now + median_high(self._gains), 0.0)
 
-    def _over_depth(self, record: StepRecord) -> Alert | None:
+    def _over_depth(self, record: StepRecord, base: Baseline) -> Finding | None:
         if not record.outputs or not record.output_grads:
             return None
         forward, backward = forward_growth(record), backward_growth(record)
         product = forward.decades + backward.decades
-        smaller = min(forward.decades, backward.decades)
+        smaller, least = min(forward.decades, backward.decades), math.log10(self.depth_factor)
         certain = False
-        deep = product >= self._depth_decades and smaller >= self._depth_decades * _SMALLER_SHARE
-        self._remains = self._episode.is_on and deep
-        if self.course.is_young:
+        deep = self._is_deep = product >= least and smaller >= least * _SMALLER_SHARE
+        if base.is_young:
             self._began_deep = deep if self._began_deep is None else self._began_deep
             deep &= self._began_deep
-            certain = deep and product >= self._depth_decades + _CERTAIN
+            certain = deep and product >= least + _CERTAIN
         else:
-            usual = self._depths.median if len(self._depths) else smaller
-            deep = smaller >= usual + _DEEPER and self.course.loss.is_worse
+            usual = median_high(self._depths) if self._depths else smaller
+            deep = smaller >= usual + _DEEPER and base.loss.is_worse
         self._deep_looks = self._deep_looks + 1 if deep else 0
         if not deep:
-            self._depths.add(smaller)
+            self._depths.append(smaller)
         if self._deep_looks < 2 and not certain:
             return None
         return self._found(
-            record,
+            base,
             value=10**product,
-            threshold=10**self._depth_decades,
+            threshold=self.depth_factor,
             seen=(
                 f"Activations grow {10**forward.decades:.2g}-fold through the network and their "
                 f"gradients {10**backward.decades:.2g}-fold on the way back"
             ),
             where=forward.stretch,
-            advice=_WEIGHTS if self.course.is_young else _STEPS_TOO_LARGE,
+            advice=_WEIGHTS if base.is_young else _STEPS_TOO_LARGE,
         )
 
-    def _cut_short(self, record: StepRecord) -> Alert | None:
+    def _cut_short(self, base: Baseline) -> Finding | None:
         """An explosion that was about to be reported when the numbers overflowed."""
-        just_jumped = self.course.gradients_led and self.course.norm.since_jump < _LASTING
-        if self._episode.is_on or not (self._deep_looks or just_jumped):
+        just_jumped = base.gradients_led and base.norm.since_jump < _LASTING
+        if self.alert is not None or not (self._deep_looks or just_jumped):
             return None
         return self._found(
-            record,
+            base,
             value=math.inf,
-            threshold=10**self._depth_decades,
+            threshold=self.depth_factor,
             seen="Gradients grew until the numbers overflowed",
         )
 
     def _found(
         self,
-        record: StepRecord,
+        base: Baseline,
         *,
         value: float,
         threshold: float,
@@ -273,12 +266,12 @@ class ExplodingGradient(EpisodeRule):
         where: Stretch | None = None,
         confined: Stretch | None = None,
         advice: str = "",
-    ) -> Alert:
-        """An alert that blames the layers in ``where``, else the batch or what grew first."""
-        blame, batch = self._blame, 0.0
-        if where is None and not self.course.follows_rate_jump:
-            where, batch = blame.stretch, blame.batch
-            if blame.is_alike and confined is None:
+    ) -> Finding:
+        """A finding that blames the layers in ``where``, else the batch or what grew first."""
+        batch = 0.0
+        if where is None and not base.follows_rate_jump:
+            where, batch = self._blame.stretch, self._blame.batch
+            if self._blame.is_alike and confined is None:
                 seen += ", in all layers alike: because of the batch, or of several layers"
         if batch:
             seen += f", because of the batch: its values are {batch:.2g} times as large as before"
@@ -287,12 +280,16 @@ class ExplodingGradient(EpisodeRule):
         elif confined is not None:
             where, advice = confined, advice or _ONE_LAYER
             seen += f", and without {confined} it would be nearly the same"
-        message = f"{seen}.\n{advice or (_BATCH if batch else _STEPS_TOO_LARGE)}"
-        place = where.first if where is not None else None
-        return self._alert(record.step, place, value, threshold, message, "error")
+        return Finding(
+            seen=seen,
+            advice=advice or (_BATCH if batch else _STEPS_TOO_LARGE),
+            value=value,
+            limit=threshold,
+            module_name=where.first if where is not None else None,
+        )
 
 
-_LASTING = 10  # by eye, in steps; tried 2 and 50
+_LASTING = FEWEST  # steps; tried 2 and 50
 _STEPS = 3  # by eye; tried 1, which finds cnn_scaled_batch a step earlier, and 6
 _AT_ONCE = 1.0  # ten times as much, by eye; tried 0.5 and 2
 _LOSSES = 2  # by eye; tried 1, which finds cnn_scaled_batch a step earlier, and 4
@@ -318,3 +315,108 @@ _STEPS_TOO_LARGE = (
     "People usually clip gradients (clip_grad_norm_), lower the learning rate or warm it up, and "
     "check the batch."
 )
+
+
+class Blame:
+    """Which modules caused a sudden growth of the gradients; the first evidence counts.
+
+    If a module's weights grew, so do its outputs and those of all behind it, which a full
+    measurement shows: to blame is where most of the growth comes about, be it in one module, in
+    several that grew alike, or in the batch already. The norms alone show a single one, too: in a
+    network of ReLUs all gradients grow except its own, which does not contain its weight. If none
+    stands out among several, and it is not known what the outputs were, it is the batch or all of
+    them. A step or two later everything has changed.
+
+    Attributes:
+        stretch: The culprits; None while nothing grows or they are not known.
+        batch: How many times as large as before the values are that the model was given, if it is
+            they; else 0.
+        is_alike: Whether all gradients grew alike, and nothing else is known.
+    """
+
+    stretch: Stretch | None = None
+    batch: float = 0.0
+    is_alike: bool = False
+    _outputs: dict[str, float]
+
+    def __init__(self) -> None:
+        self._outputs = {}
+
+    def add(self, record: StepRecord, base: Baseline) -> None:
+        """Add a step whose gradients are finite."""
+        outputs = self._grown_outputs(record) if record.inputs or record.outputs else None
+        growth = _growth(base)
+        if growth is None and outputs is None:
+            self.stretch, self.batch, self.is_alike = None, 0.0, False
+        elif self.stretch is None and not self.batch and not self.is_alike:
+            self.stretch = None if growth is None else _all_but_one(base.layers.names, growth)
+            if self.stretch is None and outputs is not None:
+                self.stretch = outputs.stretch
+            if outputs is not None and outputs.levels[0] > max(outputs.levels) / 2:
+                self.stretch, self.batch = None, 10 ** outputs.levels[0]
+            several = len(base.layers.names) > _FEWEST
+            self.is_alike = self.stretch is None and not record.full and several
+
+    def _grown_outputs(self, record: StepRecord) -> Growth | None:
+        """How far the batch and then each output are above what they were; None if none is."""
+        given = record.inputs.get("")
+        levels = [0.0 if given is None else self._above(_BATCH_KEY, given.variation, given.sketch.rms)]
+        sizes = figures_of(record.activations, rms_of)
+        now = figures_of(record.activations, attrgetter("variation"))
+        levels += [self._above(name, variation, sizes[name]) for name, variation in now.items()]
+        return Growth(names=["", *now], levels=levels) if max(levels) > _ALL_GROWN else None
+
+    def _above(self, name: str, now: float, rms: float) -> float:
+        """log10 of how far a variation is above a usual RMS; 0 if that is not known."""
+        usual = self._outputs.get(name, math.nan)
+        level = math.log10(now / usual) if 0 < now < math.inf and usual > 0 else 0.0
+        if level <= _ALL_GROWN and 0 < rms < math.inf:
+            self._outputs[name] = rms
+        return level
+
+
+def _growth(base: Baseline) -> NDArray[np.float64] | None:
+    """log10 of how far each norm is above its highest, if most have grown tenfold."""
+    layers = base.layers
+    with np.errstate(invalid="ignore"):
+        growth: NDArray[np.float64] = layers.levels[-1] - layers.highest
+    known = growth[np.isfinite(growth)]
+    if len(known) < _FEWEST or np.median(known) <= _ALL_GROWN:
+        return None
+    return growth
+
+
+def _all_but_one(names: Sequence[str], growth: NDArray[np.float64]) -> Stretch | None:
+    """The layer whose gradient grew far less than all others."""
+    known = np.isfinite(growth)
+    least, next_least = np.sort(growth[known])[:2]
+    if next_least - least <= _FAR_LESS:
+        return None
+    name = names[int(np.where(known, growth, np.inf).argmin())]
+    return Stretch(name, name)
+
+
+def _confined(record: StepRecord, usual: float) -> Stretch | None:
+    """Where gradients have grown if few have: without those, the norm is nearly as it was.
+
+    On its way back through the network such a gradient begins at the last of the modules.
+
+    Args:
+        record: A step whose gradients are finite and have grown.
+        usual: Their norm before.
+    """
+    norms = record.owner_grad_norms
+    order = norms.argsort()
+    others = np.sqrt(np.cumsum(norms[order] ** 2))
+    grown = order[others > 10**_ALL_GROWN * usual]
+    if not 0 < len(grown) <= max(1, _FEW * len(norms)) or len(norms) < _FEWEST:
+        return None
+    name = record.layout.owner_names[int(grown.max())]
+    return Stretch(name, name)
+
+
+_BATCH_KEY = "(batch)"
+_FEW = 0.1  # of all modules, by eye
+_FEWEST = 3  # fewer modules have no majority; tried 1 and 6
+_ALL_GROWN = 1.0  # ten times, gradients as well as outputs; by eye; tried 0.5 and 2
+_FAR_LESS = 1.0  # by eye; tried 0.5 and 2

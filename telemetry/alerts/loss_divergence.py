@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from operator import attrgetter
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alert import Alert
-from telemetry.alerts.course import AFTER_JUMP, LARGE_STEP, NEVER, Rise
-from telemetry.alerts.episode import EpisodeRule
-from telemetry.alerts.history import middle
+from telemetry.alerts.baseline import (
+    AFTER_JUMP,
+    JUMP,
+    LARGE_STEP,
+    LENGTH,
+    NEVER,
+    RECENT,
+    Baseline,
+    Rise,
+)
+from telemetry.alerts.detector import Detector, Finding
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.records import StepRecord
 from telemetry.records.moments import mean_of, rms_of
@@ -20,7 +28,7 @@ from telemetry.records.rows import Rows
 from telemetry.records.tensor import figures_of
 
 
-class LossDivergence(EpisodeRule):
+class LossDivergence(Detector):
     """Alerts when steps move the weights too far and the loss has risen since.
 
     A loss may rise for good reasons: a harder task, an annealed term, two networks that compete.
@@ -33,8 +41,8 @@ class LossDivergence(EpisodeRule):
       has become several times as high; or
     - half of what was learned has been lost, after the first hundred steps.
 
-    If gradients jumped and the learning rate did not, this rule is silent: ``exploding_gradient``
-    covers that. It is over when :class:`Rise` is undone.
+    If gradients jumped and the learning rate did not, it is silent: ``exploding_gradient`` covers
+    that. It is over when :class:`Rise` is undone.
 
     It alerts, too, when gradients are never zeroed, so that those of all steps add up and steps
     become ever larger (see :class:`SummedGradients`); the loss is high soon after.
@@ -44,91 +52,87 @@ class LossDivergence(EpisodeRule):
         losses: Number of high losses in a row, within 20 steps of that measurement.
     """
 
-    name = "loss_divergence"
+    kind = "loss_divergence"
+    over_after = 10  # losses
+    explained_by = frozenset(
+        {
+            "exploding_gradient",
+            "exploding_activation",
+            "loss_spike",
+            "dead_units",
+            "saturated_units",
+            "nonfinite",
+        }
+    )
     update_ratio = LARGE_STEP
     losses = 3  # at 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
-    _calm = 10  # losses, as many as of a rate that was survived (LossSpike)
     _ratio: float = 0.0
-    _since_large: int = NEVER
+    _large_at: int = -NEVER
     _sums: SummedGradients
     _rise: Rise | None = None
 
     def _set_up(self) -> None:
         self._sums = SummedGradients()
 
-    @property
-    def wants_full(self) -> bool:
-        """Whether the loss is high and the size of the steps should be measured."""
-        course, loss = self.course, self.course.loss
-        rises = loss.steps_far_above > 0 or loss.has_just_lost
-        suspicious = rises or course.since_rate_jump <= _JUST or self._sums.wants_full
-        return suspicious and not self._episode.is_on
-
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        course = self.course
-        course.follow(record)
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         self._sums.add(record)
-        self._since_large += 1
-        ratio = course.ratio_at(max(record.learning_rates, default=0.0))
-        ratio = course.step_ratio if record.update_ratios else ratio
+        ratio = base.step_ratio if record.update_ratios else base.ratio_now
         if ratio >= self.update_ratio:
-            self._since_large, self._ratio = 0, ratio
+            self._large_at, self._ratio = record.step, ratio
+        loss = base.loss
+        rises = loss.high or loss.losses_lost == RECENT
+        suspicious = rises or base.since_rate_jump <= _JUST or self._sums.undecided
+        self.undecided = bool(suspicious) and self.alert is None
         if self._sums.is_sure:
-            return self._episode.update(record.step, self._summed(record))
+            return self._summed(record)
+        if self.alert is not None or record.loss is None or not math.isfinite(record.loss):
+            return None
+        is_new = base.is_young and loss.excess > _FAR
+        enough = self.losses - (is_new or base.follows_rate_jump)
+        lost = loss.losses_lost >= RECENT and base.age > LENGTH  # of fewer, the best is luck
+        is_high = len(loss.high) >= enough or lost
+        if not is_high or record.step - self._large_at > AFTER_JUMP or base.gradients_led:
+            return None
+        usual = loss.past.usual
+        self._rise = Rise(first=loss.first, usual=usual, peak=usual)
+        return self._found(record, base)
+
+    def lasts(self, record: StepRecord, base: Baseline) -> bool:
         if record.loss is None or not math.isfinite(record.loss):
-            return ()
-        diverges = self._diverges() if self._rise is None else self._goes_on(record.loss)
-        return self._episode.update(record.step, self._found(record) if diverges else None)
-
-    def _diverges(self) -> bool:
-        course, loss = self.course, self.course.loss
-        is_new = course.is_young and loss.excess > _FAR
-        enough = self.losses - (is_new or course.follows_rate_jump)
-        lost = loss.has_lost and course.age > _BEGINNING
-        high = loss.steps_far_above >= enough or lost
-        if not high or self._since_large > AFTER_JUMP or course.gradients_led:
+            return True
+        if self._rise is None:
             return False
-        self._rise = Rise(first=loss.first, usual=loss.usual, peak=loss.usual)
-        return True
+        self._rise = self._rise.followed_by(record.loss)
+        return not self._rise.is_undone(record.loss)
 
-    def _goes_on(self, loss: float) -> bool:
-        assert self._rise is not None
-        if not self._episode.is_on:
-            self._rise = None
-            return self._diverges()
-        self._rise = self._rise.followed_by(loss)
-        return not self._rise.is_undone(loss)
-
-    def _found(self, record: StepRecord) -> Alert:
-        rate, lowest = self.course.rate_rise
+    def _found(self, record: StepRecord, base: Baseline) -> Finding:
+        rate, lowest = base.rate, base.lowest_rate
         at = f" at a learning rate of {rate:.3g}" if rate > 0 else ""
-        if 0 < lowest * _RISEN <= rate:
+        if 0 < lowest * JUMP <= rate:
             at = f" since the learning rate rose from {lowest:.3g} to {rate:.3g}"
         ratio = f"{self._ratio:.0%} of" if self._ratio < 10 else f"{self._ratio:.2g} times"
-        message = (
-            f"The loss has risen to {record.loss:.4g}, far above earlier ones, and one "
-            f"optimizer step moves the weights by {ratio} their norm{at}.\n"
-            "People usually divide the learning rate by 3 to 10, and warm it up."
+        return Finding(
+            seen=f"The loss has risen to {record.loss:.4g}, far above earlier ones, and one "
+            f"optimizer step moves the weights by {ratio} their norm{at}",
+            advice="People usually divide the learning rate by 3 to 10, and warm it up.",
+            value=self._ratio,
+            limit=self.update_ratio,
         )
-        return self._alert(record.step, None, self._ratio, self.update_ratio, message)
 
-    def _summed(self, record: StepRecord) -> Alert:
+    def _summed(self, record: StepRecord) -> Finding:
         norm = record.total_grad_norm
-        message = (
-            "The gradients of each step are added to those of the steps before, which nobody "
-            f"zeroes: their norm is {norm:.3g} by now, and steps become ever larger.\n"
-            "Call optimizer.zero_grad() in every step, before backward(). To accumulate gradients, "
-            "step once for all of them, and zero them then."
+        return Finding(
+            seen="The gradients of each step are added to those of the steps before, which nobody "
+            f"zeroes: their norm is {norm:.3g} by now, and steps become ever larger",
+            advice="Call optimizer.zero_grad() in every step, before backward(). To accumulate "
+            "gradients, step once for all of them, and zero them then.",
+            value=norm,
+            limit=0.0,
         )
-        return self._alert(record.step, None, norm, 0.0, message)
 
 
 _JUST = 2  # steps after a jump of the learning rate that are measured in full; tried 1 and 4
 _FAR = 3.0  # times the loss itself; meta_learning, which learns, has 2.4 in its first steps
-# As many as a past has losses: of fewer, the best is luck. Without it matrix_factorization, which
-# learns, alarms at step 16.
-_BEGINNING = 100
-_RISEN = 3.0  # as a jump in course
 
 
 class SummedGradients:
@@ -147,11 +151,11 @@ class SummedGradients:
 
     Attributes:
         is_sure: Whether two pairs of steps in a row have shown it, and none the contrary since.
-        wants_full: Whether two full measurements in a row would tell.
+        undecided: Whether two full measurements in a row would tell.
     """
 
     is_sure: bool = False
-    wants_full: bool = False
+    undecided: bool = False
     _step: int = -2
     _biases: dict[str, float]
     _pairs: int = 0
@@ -186,18 +190,18 @@ class SummedGradients:
         now = np.array([biases[name] for name in given])
         own = np.array(list(given.values()))
         if _is_one_factor(now, own):
-            self._pairs, self.is_sure, self.wants_full = 0, False, False
+            self._pairs, self.is_sure, self.undecided = 0, False, False
         elif before.keys() >= given.keys():
             old = np.array([before[name] for name in given])
             self._pairs = self._pairs + 1 if _is_one_factor(now, own + old) else 0
             self.is_sure |= self._pairs >= _PAIRS
-            self.wants_full &= not self.is_sure and self._pairs > 0
+            self.undecided &= not self.is_sure and self._pairs > 0
         else:
             self._ask(not self.is_sure)
 
     def _ask(self, might: bool) -> None:
-        if might and not self.wants_full and self._asked < _ASKED:
-            self.wants_full = True
+        if might and not self.undecided and self._asked < _ASKED:
+            self.undecided = True
             self._asked += 1
 
 
@@ -236,7 +240,7 @@ def _is_one_factor(
         ratios = values / others
     if np.isnan(ratios).any():
         return False
-    factor = middle(ratios.tolist()) if len(ratios) >= _FEW else 1.0
+    factor = median(ratios.tolist()) if len(ratios) >= _FEW else 1.0
     if factor > 1 + _NEAR:
         return False
     near = np.abs(ratios - factor) <= _NEAR * abs(factor)
