@@ -55,6 +55,9 @@ class Past:
         count = len(self._values)
         return count - min(LATEST, count // 2)
 
+    def last(self, count: int) -> list[float]:
+        return [*self._values][: len(self)][-count:]
+
     @property
     def ordered(self) -> list[float]:
         """All of the past, ascending."""
@@ -141,11 +144,9 @@ class Loss:
 
     def add(self, step: int, loss: float) -> None:
         """Add the finite loss of one step."""
-        if len(self._recent) == RECENT and not 0 < self._steps_worse <= LENGTH:
-            self._before.append(self._recent[0])
         self._recent.append(loss)
         recent = median_high(self._recent)
-        if len(self._before) >= RECENT:
+        if len(self.past) >= RECENT:
             self._compare(recent)
         if len(self._recent) == RECENT and self._firsts:
             self._best = min(self._best, recent)
@@ -162,9 +163,8 @@ class Loss:
         self.past.add(loss, unusual=bool(self.high))
 
     def _compare(self, recent: float) -> None:
-        usual = median_high(self._before)
-        deviation = NORMAL_CONSISTENT * median_high(abs(loss - usual) for loss in self._before)
-        deviation = max(deviation, 1e-3 * abs(usual))  # so that a constant has one
+        usual = self.past.usual
+        deviation = max(self.past.deviation, 1e-3 * abs(usual))  # so that a constant has one
         self.is_worse = recent > usual + _WORSE * deviation
         self.is_better = recent < usual - _BETTER * deviation
         self._steps_worse = self._steps_worse + 1 if self.is_worse else 0
