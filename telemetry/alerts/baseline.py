@@ -36,11 +36,9 @@ class Past:
 
     def __init__(self) -> None:
         self._values, self._unusual = deque(maxlen=LENGTH + LATEST), deque()
-        self._ordered: list[float] | None = None
 
     def add(self, value: float, *, unusual: bool = False) -> None:
         """Add the latest value, which becomes past later."""
-        self._ordered = None
         if unusual:
             self._unusual.append(value)
             if len(self._unusual) <= LATEST:
@@ -56,20 +54,18 @@ class Past:
         return count - min(LATEST, count // 2)
 
     @property
-    def ordered(self) -> list[float]:
-        """All of the past, ascending."""
-        if self._ordered is None:
-            self._ordered = sorted([*self._values][: len(self)])
-        return self._ordered
+    def values(self) -> list[float]:
+        """All of the past, oldest first. What follows needs one."""
+        return [*self._values][: len(self)]
 
     @property
     def usual(self) -> float:
-        """Its median; there must be a past."""
-        return self.ordered[len(self) // 2]
+        """Median, the upper one of two."""
+        return median_high(self.values)
 
     @property
     def highest(self) -> float:
-        return self.ordered[-1]
+        return max(self.values)
 
     @property
     def highest_of_all(self) -> float:
@@ -79,13 +75,14 @@ class Past:
     @property
     def range(self) -> float:
         """Highest minus lowest; at least a thousandth of the highest, so that a constant has one."""
-        return max(self.highest - self.ordered[0], 1e-3 * abs(self.highest))
+        highest = self.highest
+        return max(highest - min(self.values), 1e-3 * abs(highest))
 
-    @property
-    def deviation(self) -> float:
-        """Standard deviation, estimated from the median absolute deviation."""
-        usual = self.usual
-        return NORMAL_CONSISTENT * median_high(abs(value - usual) for value in self.ordered)
+    def of_latest(self, count: int) -> tuple[float, float]:
+        """Median and standard deviation, from the median absolute one, of the latest of the past."""
+        latest = self.values[-count:]
+        usual = median_high(latest)
+        return usual, NORMAL_CONSISTENT * median_high(abs(value - usual) for value in latest)
 
     def ranges_above(self, value: float) -> float:
         """How far a value lies above the highest, in ranges; minus infinity while they are few."""
@@ -98,8 +95,7 @@ class Loss:
     """Whether the loss rises or falls. It may have any unit and sign.
 
     - Each loss is compared with the past.
-    - The last five with the thirty before. While they are worse, the thirty are kept unchanged, for
-      at most a hundred steps.
+    - The last five with the latest thirty of the past.
     - The last five with the best five and the first five: has half of what was learned been lost?
       However slowly the loss rises, it comes to that.
 
@@ -107,7 +103,7 @@ class Loss:
         past: Of all losses that are not far above it.
         high: Steps and values of the losses in a row that are far above it.
         first: Median of the first five losses that were not far above.
-        is_worse: Whether its recent median is four standard deviations above the thirty before.
+        is_worse: Whether the recent median is four standard deviations above the thirty.
         is_better: Whether that is half a standard deviation below them.
         is_recovering: Whether it is worse, but has fallen again by a fifth of its rise.
         excess: By how many times its magnitude the last loss exceeds the highest of the past.
@@ -125,13 +121,12 @@ class Loss:
     _firsts: tuple[float, ...] = ()
     _best: float = math.inf
     _recent: deque[float]
-    _before: deque[float]
     _steps_worse: int = 0
     _peak: float = 0.0
 
     def __init__(self) -> None:
         self.past, self.high = Past(), deque(maxlen=LATEST + 1)
-        self._recent, self._before = deque(maxlen=RECENT), deque(maxlen=30)
+        self._recent = deque(maxlen=RECENT)
 
     @property
     def is_unbounded(self) -> bool:
@@ -141,11 +136,9 @@ class Loss:
 
     def add(self, step: int, loss: float) -> None:
         """Add the finite loss of one step."""
-        if len(self._recent) == RECENT and not 0 < self._steps_worse <= LENGTH:
-            self._before.append(self._recent[0])
         self._recent.append(loss)
         recent = median_high(self._recent)
-        if len(self._before) >= RECENT:
+        if len(self.past) >= RECENT:
             self._compare(recent)
         if len(self._recent) == RECENT and self._firsts:
             self._best = min(self._best, recent)
@@ -162,8 +155,7 @@ class Loss:
         self.past.add(loss, unusual=bool(self.high))
 
     def _compare(self, recent: float) -> None:
-        usual = median_high(self._before)
-        deviation = NORMAL_CONSISTENT * median_high(abs(loss - usual) for loss in self._before)
+        usual, deviation = self.past.of_latest(_BEFORE)
         deviation = max(deviation, 1e-3 * abs(usual))  # so that a constant has one
         self.is_worse = recent > usual + _WORSE * deviation
         self.is_better = recent < usual - _BETTER * deviation
@@ -175,16 +167,17 @@ class Loss:
     def _is_far_above(self, loss: float) -> bool:
         if not len(self.past):
             return False
-        highest = self.past.highest
+        highest, span = self.past.highest, self.past.range
         self.excess = (loss - highest) / abs(highest) if highest else 0.0
         few = _FAR_OF_FEW * abs(highest) if len(self.past) < FEWEST else 0.0
-        return loss > highest + max(_FAR * (highest - self.past.ordered[0]), few)
+        return loss > highest + max(_FAR * span, few)
 
 
 _LEARNED = 0.1  # of the first loss: less may be noise; by eye
 # A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
 # mlp_tanh20_small is called exploding; tried 2 and 20.
 _WORSE = 4.0
+_BEFORE = 30  # of the past: a loss falls far in a hundred steps; tried 15 and 60
 _BETTER = 0.5  # by eye; tried 0.25 and 1
 _RECOVERED = 0.2  # by eye; tried 0.1 and 0.4
 _FAR = 0.5  # of the range of the losses so far, by eye; tried 0.1 and 2.5
@@ -197,18 +190,21 @@ class Norm:
     Attributes:
         above: Compared with the highest of all, the latest included; 0 in the first steps.
         far_above: Compared with the highest of the past.
-        usual: Median norm of the past.
         since_jump: Steps since it first rose to five times the highest.
     """
 
     above: float = 0.0
     far_above: float = 0.0
-    usual: float = 0.0
     since_jump: int = NEVER
     _past: Past
 
     def __init__(self) -> None:
         self._past = Past()
+
+    @property
+    def usual(self) -> float:
+        """Median norm of the past; 0 if there is none."""
+        return 10**self._past.usual if len(self._past) else 0.0
 
     def add(self, total: float) -> None:
         """Add the finite norm of one step."""
@@ -220,7 +216,6 @@ class Norm:
         if len(self._past) >= RECENT:
             self.above = level - self._past.highest_of_all
             self.far_above = level - self._past.highest
-            self.usual = 10**self._past.usual
             if self.above >= FAR_ABOVE and self.since_jump > _SAME_JUMP:
                 self.since_jump = 0
         self._past.add(level, unusual=self.above > _UNUSUAL)
@@ -304,8 +299,9 @@ class Baseline:
     Attributes:
         loss, norm, layers: See there.
         age: Steps seen before this one.
-        since_rate_jump: Steps since the learning rate rose threefold above all former ones.
-        rate_before_jump, rate_after_jump: The highest before that, and what it rose to.
+        since_rate_jump: Steps since the learning rate rose threefold above all that were survived:
+            ten steps later, the loss was not worse than before.
+        rate_before_jump, rate_after_jump: The highest of these, and what it rose to.
         since_large_step: Steps since one moved the median weight matrix by a fifth of its norm.
         step_ratio: The median update ratio of the weight matrices at the last full measurement.
     """
@@ -320,7 +316,7 @@ class Baseline:
     since_large_step: int = NEVER
     step_ratio: float = 0.0
     _ratio_rate: float = 0.0
-    _highest_rate: float = 0.0
+    _survived_rate: float = 0.0
     _rates: deque[float]
     _ratios: deque[float]
     _wanted: int = 0
@@ -385,10 +381,12 @@ class Baseline:
         return not self._ratios or median_high(self._ratios) < _LARGE_USUALLY
 
     def _add_rate(self, rate: float) -> None:
-        if len(self._rates) >= RECENT and rate > JUMP * self._highest_rate:
+        before = max(self._survived_rate, *[*self._rates][-FEWEST:], 0.0)
+        if len(self._rates) >= RECENT and rate > JUMP * before:
             self.since_rate_jump = 0
-            self.rate_before_jump, self.rate_after_jump = self._highest_rate, rate
-        self._highest_rate = max(self._highest_rate, rate)
+            self.rate_before_jump, self.rate_after_jump = before, rate
+        if len(self._rates) >= FEWEST and not self.loss.high and not self.loss.is_worse:
+            self._survived_rate = max(self._survived_rate, self._rates[-FEWEST])
         self._rates.append(rate)
 
     def _add_ratio(self, ratio: float) -> None:

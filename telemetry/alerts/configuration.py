@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from telemetry.alert import Severity
 from telemetry.alerts.attention import AttentionCollapse, LogitGrowth
-from telemetry.alerts.causes import CAUSES, _OF_LARGE_STEPS, _STATES
+from telemetry.alerts.causes import _OF_LARGE_STEPS, _STATES, CAUSES
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.episode import DefaultRule

@@ -135,6 +135,7 @@ class Detector(Rule):
             return
         found = self.find(record, base)
         if found is None and self.alert is not None and self.lasts(record, base):
+            self._looks_without = 0
             return
         self._findings = self._findings + 1 if found is not None else 0
         confirmed = found is not None and (found.certain or self._findings >= self.confirm)

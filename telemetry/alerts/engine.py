@@ -68,7 +68,9 @@ class Engine(Rule):
         """Begin to ask for several measurements, or go on with that."""
         self._allowance = min(_BURST, self._allowance + _PER_STEP)
         may_begin = self._looks == 0 and step >= self._next_ask and self._allowance >= 1
-        if may_begin and (self._base.wants_full or any(d.wants_full for d in self._detectors.values())):
+        if may_begin and (
+            self._base.wants_full or any(d.wants_full for d in self._detectors.values())
+        ):
             self._looks, self._next_ask = _LOOKS, step + _PAUSE
         self.wants_full = self._looks > 0
         self._looks -= self.wants_full

@@ -360,7 +360,9 @@ class Blame:
     def _grown_outputs(self, record: StepRecord) -> Growth | None:
         """How far the batch and then each output are above what they were; None if none is."""
         given = record.inputs.get("")
-        levels = [0.0 if given is None else self._above(_BATCH_KEY, given.variation, given.sketch.rms)]
+        levels = [
+            0.0 if given is None else self._above(_BATCH_KEY, given.variation, given.sketch.rms)
+        ]
         sizes = figures_of(record.activations, rms_of)
         now = figures_of(record.activations, attrgetter("variation"))
         levels += [self._above(name, variation, sizes[name]) for name, variation in now.items()]

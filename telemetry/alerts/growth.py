@@ -9,9 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from telemetry.alerts.history import carried
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.records import StepRecord, once

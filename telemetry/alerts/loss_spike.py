@@ -20,8 +20,9 @@ class LossSpike(Detector):
     losses, the latest ones left out. A jump alone is no fault: a harder task, other data or another
     weight of a term do the same, so it gives a note. A warning takes one of three reasons:
 
-    - The learning rate has just jumped to three times all former ones, and two losses are far above
-      the past. A warm restart returns to a rate that it has survived.
+    - The learning rate has just jumped to three times all that the run has survived, and two losses
+      are far above the past, or the last five are worse than that (a range is wide where the loss
+      was falling fast). A warm restart returns to a rate that it has survived.
     - Layers left their own past before the loss did, and three losses in a row are ``distance``
       ranges above. Where the task or the data change, gradients change in the same step as the
       loss, because both are of the same batch; if the weights went wrong, gradients went first.
@@ -64,14 +65,15 @@ class LossSpike(Detector):
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         high, before = tuple(base.loss.high), self._before
         self._before = high
-        if not high:
-            return self._of_batch(before, base) if before else None
         jumped_at = record.step - base.since_rate_jump
-        if len(high) >= 2 and base.since_rate_jump <= _JUST and jumped_at != self._jumped_at:
+        is_new = base.since_rate_jump <= _JUST and jumped_at != self._jumped_at
+        if is_new and (len(high) >= 2 or base.loss.is_worse):
             self._jumped_at = jumped_at
+            high = high or ((record.step, record.loss or 0.0),)
             times = base.rate_after_jump / base.rate_before_jump
             reason = f"after the learning rate had jumped {times:.3g}-fold to "
-            self._rise = self._rise or self._rise_of(base)
+            if self.alert is None:
+                self._rise = _rise(high, base)
             return _found(
                 high,
                 base,
@@ -80,6 +82,8 @@ class LossSpike(Detector):
                 "or warm it up, and go on from a checkpoint before the spike.",
                 is_worse=self.alert is not None,
             )
+        if not high:
+            return self._of_batch(before, base) if before else None
         past = base.loss.past
         least = min(past.ranges_above(loss) for _, loss in high) * len(past) / LENGTH
         if self.alert is not None or len(high) != _IN_A_ROW or least < self.distance:
@@ -87,7 +91,7 @@ class LossSpike(Detector):
         since = high[0][0]
         early = [mover for mover in base.layers.movers(since) if mover.step < since]
         if len(early) >= FEW * len(base.layers.names):
-            self._rise = self._rise_of(base)
+            self._rise = _rise(high, base)
             ago = steps_in_words(since - early[0].step)
             return _found(
                 high,
@@ -118,16 +122,13 @@ class LossSpike(Detector):
             return loss > self._rise.usual
         return not self._rise.is_undone(loss)
 
-    def _rise_of(self, base: Baseline) -> Rise:
-        peak = max(loss for _, loss in base.loss.high)
-        return Rise(first=base.loss.first, usual=base.loss.past.usual, peak=peak)
-
     def _of_batch(self, high: Sequence[tuple[int, float]], base: Baseline) -> Finding | None:
         """The loss is usual again: high ones before it were those of single batches."""
         past, highest = base.loss.past, max(loss for _, loss in high)
         if self.alert is not None or len(high) > RECENT or not past.ranges_above(highest) > 0:
             return None
-        deviations = past.range / past.deviation if past.deviation else 0.0
+        _, deviation = past.of_latest(LENGTH)
+        deviations = past.range / deviation if deviation else 0.0
         least = max(self.batch_distance * LENGTH / len(past), deviations**2)
         known = max(past.highest, self._highest_batch)
         self._highest_batch = max(self._highest_batch, highest)
@@ -150,6 +151,11 @@ _JUST = 10  # steps; as in gradients_led of the baseline
 # Of all layers; by eye, so that one noisy layer is no reason.
 FEW = 0.1
 _NAMED = 5
+
+
+def _rise(high: Sequence[tuple[int, float]], base: Baseline) -> Rise:
+    peak = max(loss for _, loss in high)
+    return Rise(first=base.loss.first, usual=base.loss.past.usual, peak=peak)
 
 
 def _found(

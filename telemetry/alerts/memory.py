@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import is_dataclass
 from types import UnionType
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def to_plain(value: object) -> Any:
         return sorted(map(to_plain, value))
     if value is None or isinstance(value, int | float | str):
         return value
-    return {name: to_plain(getattr(value, name)) for name in get_type_hints(type(value))}
+    return {name: to_plain(getattr(value, name)) for name in _remembered(type(value))}
 
 
 def lacks(before: object, now: object) -> bool:
@@ -81,7 +81,7 @@ def _from_list(hint: Any, plain: Sequence[Any], current: Any) -> Any:
 
 
 def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
-    hints = get_type_hints(hint)
+    hints = _remembered(hint)
     if is_dataclass(hint):
         fields = {name: _restored(hints[name], item) for name, item in plain.items()}
         return cast("Any", hint)(**fields)
@@ -92,6 +92,12 @@ def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
     for name in known:
         setattr(filled, name, _restored(hints[name], plain[name], getattr(current, name)))
     return filled
+
+
+def _remembered(kind: Any) -> dict[str, Any]:
+    """What an object of a class remembers: names and types."""
+    hints = get_type_hints(kind)
+    return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
 _SCALARS: Mapping[Any, Any] = {bool: bool, int: int, float: (int, float), str: str}

@@ -12,6 +12,7 @@ from small_runs import Batch, draw, net, train
 from torch.optim import Adam
 
 from telemetry import HookLogger
+from telemetry.alerts.engine import Engine
 from telemetry.alerts.loss_spike import LossSpike
 from telemetry.reading.log_dirs import open_run
 from telemetry.testing import alerts_of, capture_run
@@ -194,9 +195,7 @@ def test_the_state_continues_in_another_run() -> None:
             loss.backward()
             run.log(loss=loss)
             optimizer.step()
-    from telemetry.alerts.causes import OneCause
-
-    first, second = OneCause([LossSpike()]), OneCause([LossSpike()])
+    first, second = Engine([LossSpike()]), Engine([LossSpike()])
     assert alerts_of(run.records[:206], [first]) == []
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     [alert, *_] = alerts_of(run.records[206:], [second])
