@@ -36,7 +36,6 @@ class Nonfinite(Detector):
 
     kind = "nonfinite"
     severity = "error"
-    over_after = 20
     explained_by = frozenset(
         {
             "exploding_gradient",
@@ -51,9 +50,10 @@ class Nonfinite(Detector):
     losses = 10  # a scaler halves its factor at each skipped step, and first needs several
     _bad_losses: int = 0
     _loss_step: int = -1
-    _good_step: int | None = None
+    _last_good: int | None = None
     _skipped: bool | None = None
     _has_scaler: bool = False
+    _calm_steps: int = 0
     _usual: set[str]
 
     def _set_up(self) -> None:
@@ -66,11 +66,12 @@ class Nonfinite(Detector):
         if record.skipped:
             return None
         # What the steps did in between of which there is no record is not known.
-        found = origin(record, self._usual, after_good=self._good_step == record.step - 1)
-        self._good_step = record.step if record.all_grads_finite else None
+        found = origin(record, self._usual, after_good=self._last_good == record.step - 1)
+        self._last_good = record.step if record.all_grads_finite else None
         if found is None:
             self._usual.update(bad_among(record.inputs))
             return None
+        self._calm_steps = 0
         levels = base.layers.levels.max(axis=1, initial=-np.inf)
         levels = levels[levels > -np.inf]
         known = [("the gradient norm", 10 ** (levels[-1] - levels[0]))] if len(levels) else []
@@ -88,8 +89,11 @@ class Nonfinite(Detector):
         )
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
-        self.undecided = self._looks_without >= self.over_after - 1 and not record.full
-        return record.skipped or self.undecided
+        self._calm_steps += not record.skipped
+        seems_over = self._calm_steps >= _CALM_STEPS
+        is_over = seems_over and record.full and not record.skipped
+        self.undecided = seems_over and not is_over
+        return not is_over
 
     def find_in_loss(self, step: int, loss: float) -> Finding | None:
         # A step may come without a record: not of each are the norms taken. Before the first one
@@ -100,6 +104,7 @@ class Nonfinite(Detector):
         self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
         if self._bad_losses < self.losses or self._skipped is None:
             return None
+        self._calm_steps = 0
         why = ": the gradient scaler skips every step" if self._has_scaler else " after them"
         return Finding(
             value=self._bad_losses,
@@ -111,6 +116,7 @@ class Nonfinite(Detector):
         )
 
 
+_CALM_STEPS = 20  # after which it is over: two full measurements of every ten steps
 _OVERFLOWS = 1e6  # cnn_lr30 grows to 5e15; cnn_nan_batch, which does not overflow, to 4
 _TOO_LARGE = (
     "People usually lower the learning rate or warm it up, clip gradients (clip_grad_norm_), and "
