@@ -74,12 +74,12 @@ class Past:
 
     @property
     def range(self) -> float:
-        """Highest minus lowest; at least a thousandth of the highest, so that a constant has one."""
+        """Highest minus lowest, at least a thousandth of the highest: a constant has one, too."""
         highest = self.highest
         return max(highest - min(self.values), 1e-3 * abs(highest))
 
     def of_latest(self, count: int) -> tuple[float, float]:
-        """Median and standard deviation, from the median absolute one, of the latest of the past."""
+        """Median and standard deviation (from the median absolute one) of the latest values."""
         latest = self.values[-count:]
         usual = median_high(latest)
         return usual, NORMAL_CONSISTENT * median_high(abs(value - usual) for value in latest)
@@ -232,17 +232,16 @@ class Layers:
         names: The modules that own parameters.
         levels: log10 of their norms, float64 ``[k, layers]``, oldest first; ``-inf`` for zero.
         steps: Of each row, int64 ``[k]``.
-        highest: Of each layer, as it was found at most 20 steps ago, ``[layers]``.
-        are_unusual: Whether one differs tenfold, and by six deviations, from its median, or is
-            suddenly zero. Layers that often are zero do not count: experts, embeddings.
+        usual: Their medians, as they were at most 20 steps ago, ``[layers]``.
+        are_unusual: Whether one differs tenfold, and by four deviations, from its usual one, or is
+            suddenly zero. Layers that were zero before do not count: experts, embeddings.
     """
 
     names: tuple[str, ...] = ()
     levels: NDArray[np.float64]
     steps: NDArray[np.int64]
-    highest: NDArray[np.float64]
+    usual: NDArray[np.float64]
     are_unusual: bool = False
-    _usual: NDArray[np.float64]
     _limit: NDArray[np.float64]
     _since: int = 0
 
@@ -252,7 +251,7 @@ class Layers:
     def _begin(self, names: tuple[str, ...]) -> None:
         self.names, self.levels = names, np.zeros((0, len(names)))
         self.steps = np.zeros(0, np.int64)
-        self.highest = self._usual = self._limit = np.full(len(names), np.nan)
+        self.usual = self._limit = np.full(len(names), np.nan)
         self._since = 0
 
     def add(self, record: StepRecord) -> None:
@@ -263,7 +262,7 @@ class Layers:
             self.names = record.layout.owner_names
         levels = record.owner_grad_levels
         with np.errstate(invalid="ignore"):
-            self.are_unusual = bool((np.abs(levels - self._usual) > self._limit).any())
+            self.are_unusual = bool((np.abs(levels - self.usual) > self._limit).any())
         self.levels = np.concatenate([self.levels[1 - _ROWS :], levels[None]])
         self.steps = np.append(self.steps[1 - _ROWS :], record.step)
         self._since += 1
@@ -273,9 +272,9 @@ class Layers:
     def _refresh(self) -> None:
         self._since, past = 0, self.levels[-LENGTH:]
         ordered = np.sort(past, axis=0)
-        self.highest, self._usual = ordered[-1], ordered[len(past) // 2]
+        self.usual = ordered[len(past) // 2]
         with np.errstate(invalid="ignore"):
-            off = np.sort(np.abs(past - self._usual), axis=0)[len(past) // 2]
+            off = np.sort(np.abs(past - self.usual), axis=0)[len(past) // 2]
         self._limit = np.maximum(_DECADES, _DEVIATIONS * NORMAL_CONSISTENT * off)
         self._limit[ordered[0] == -np.inf] = np.nan
 
@@ -290,7 +289,7 @@ class Layers:
 
 _ROWS = LOOK_BACK + LATEST
 _DECADES = 1.0  # most healthy spikes of faultbench stay below it; tried 0.2 and 5
-_DEVIATIONS = 6.0  # by eye; tried 1.2 and 30
+_DEVIATIONS = 4.0  # as for the loss
 
 
 class Baseline:

@@ -378,10 +378,10 @@ class Blame:
 
 
 def _growth(base: Baseline) -> NDArray[np.float64] | None:
-    """log10 of how far each norm is above its highest, if most have grown tenfold."""
+    """log10 of how far each norm is above its usual one, if most have grown tenfold."""
     layers = base.layers
     with np.errstate(invalid="ignore"):
-        growth: NDArray[np.float64] = layers.levels[-1] - layers.highest
+        growth: NDArray[np.float64] = layers.levels[-1] - layers.usual
     known = growth[np.isfinite(growth)]
     if len(known) < _FEWEST or np.median(known) <= _ALL_GROWN:
         return None

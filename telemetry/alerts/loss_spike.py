@@ -97,8 +97,8 @@ class LossSpike(Detector):
                 high,
                 base,
                 reason=f"and gradients had left their past {ago} before",
-                advice="People usually clip gradients, lower the learning rate or Adam's beta2, and "
-                "go on from a checkpoint before the spike without the batches around it.",
+                advice="People usually clip gradients, lower the learning rate or Adam's beta2, "
+                "and go on from a checkpoint before the spike without the batches around it.",
             )
         if base.since_rate_jump <= _JUST:
             return None
