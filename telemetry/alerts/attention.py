@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 
 import numpy as np
 
-from telemetry.alert import Alert
-from telemetry.alerts.episode import EpisodeRule
+from telemetry.alerts.baseline import Baseline
+from telemetry.alerts.detector import Detector, Finding
 from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.records.buckets import edges
 from telemetry.shared.plain_text import called
 
 
-class AttentionCollapse(EpisodeRule):
+class AttentionCollapse(Detector):
     """A note when attention weights have hardly any entropy left.
 
     Each row of attention weights is a distribution over S tokens, with an entropy of 0 (one token)
@@ -32,38 +31,40 @@ class AttentionCollapse(EpisodeRule):
         fraction: Of ln S, the mean over all rows and heads.
     """
 
-    name = "attention_collapse"
+    kind = "attention_collapse"
+    on = "full"
+    severity = "note"
+    over_after = 2
+    explained_by = frozenset({"logit_growth"})
     # attention_one_hot and logits_grow (benchmarks/runs) have 0.01 to 0.04, their healthy twin
     # 0.97; at 0.1 a token sees 1.3 of 24 others.
     fraction = 0.1
-    _calm = 2
 
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        if not record.outputs:
-            return ()
-        entropies = {
-            output: entropy
-            for output in record.outputs
-            if _is_attention(record, output)
-            and (entropy := _entropy(record.outputs[output])) is not None
-        }
-        if not entropies:
-            return ()
-        low = {o: e for o, e in entropies.items() if e < self.fraction}
-        found = self._found(record, low, len(entropies)) if low else None
-        return self._episode.update(record.step, found)
-
-    def _found(self, record: StepRecord, low: dict[Output, float], count: int) -> Alert:
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        entropies = _entropies(record)
+        low = {o: entropy for o, entropy in entropies.items() if entropy < self.fraction}
+        if not low:
+            return None
         worst = min(low, key=lambda output: low[output])
-        message = (
-            f"The attention weights of {called(str(worst))} have {low[worst]:.1%} of the "
-            f"entropy of even ones, so each token sees hardly more than one; the same holds "
-            f"for {len(low)} of {count} layers.\n"
-            "If the loss is not as low as it should be, normalize queries and keys, scale the "
-            "logits by 1 / sqrt(d), and lower the learning rate or warm it up."
+        return Finding(
+            seen=f"The attention weights of {called(str(worst))} have {low[worst]:.1%} of the "
+            "entropy of even ones, so each token sees hardly more than one; the same holds for "
+            f"{len(low)} of {len(entropies)} layers",
+            advice="If the loss is not as low as it should be, normalize queries and keys, scale "
+            "the logits by 1 / sqrt(d), and lower the learning rate or warm it up.",
+            value=low[worst],
+            limit=self.fraction,
+            module_name=worst.module_name,
         )
-        place = worst.module_name
-        return self._alert(record.step, place, low[worst], self.fraction, message, "note")
+
+    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+        return not _entropies(record)
+
+
+def _entropies(record: StepRecord) -> dict[Output, float]:
+    """Of the attention weights that a step has."""
+    known = {o: _entropy(record.outputs[o]) for o in record.outputs if _is_attention(record, o)}
+    return {output: entropy for output, entropy in known.items() if entropy is not None}
 
 
 def _is_attention(record: StepRecord, output: Output) -> bool:
@@ -90,7 +91,7 @@ def _entropy(weights: TensorRecord) -> float | None:
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
-class LogitGrowth(EpisodeRule):
+class LogitGrowth(Detector):
     """A note when attention logits that a module returns are very large.
 
     Softmax then returns 0 and 1 alone, and no gradient. All models in Wortsman et al. 2023,
@@ -105,27 +106,27 @@ class LogitGrowth(EpisodeRule):
         largest: Magnitude of the largest logit.
     """
 
-    name = "logit_growth"
+    kind = "logit_growth"
+    on = "full"
+    severity = "note"
+    over_after = 2
     largest = 1e4
-    _calm = 2
 
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        if not record.outputs:
-            return ()
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         ran = record.activations
         logits = [name for name in ran if _LOGITS.search(name)]
         found = {name: max(-ran[name].sketch.min, ran[name].sketch.max) for name in logits}
         name = max(found, key=lambda name: found[name], default="")
-        high = found.get(name, 0.0) > self.largest
-        alert = self._found(record, name, found[name]) if high else None
-        return self._episode.update(record.step, alert)
-
-    def _found(self, record: StepRecord, name: str, value: float) -> Alert:
-        message = (
-            f"The largest attention logit of {called(name)} is {value:.3g}.\n"
-            "People usually normalize queries and keys, and lower the learning rate or warm it up."
+        if not found.get(name, 0.0) > self.largest:
+            return None
+        return Finding(
+            seen=f"The largest attention logit of {called(name)} is {found[name]:.3g}",
+            advice="People usually normalize queries and keys, and lower the learning rate or warm "
+            "it up.",
+            value=found[name],
+            limit=self.largest,
+            module_name=name,
         )
-        return self._alert(record.step, name, value, self.largest, message, "note")
 
 
 # A masked logit of minus infinity is not finite, and counts in neither extreme.

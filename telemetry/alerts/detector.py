@@ -61,7 +61,7 @@ class Detector(Rule):
         on: At which steps it looks: each ``"step"``, those measured in ``"full"``, or those of
             which a finite ``"loss"`` is known.
         severity: Of its alerts.
-        confirm: Findings in a row that make an alert.
+        confirm: Findings in a row that make an alert, or the name of the limit that is that.
         over_after: Looks without a finding after which a fault is over.
         explained_by: Kinds of faults that it may follow from.
         lasting: Whether it does not pass with what caused it.
@@ -77,7 +77,7 @@ class Detector(Rule):
     explained_by: ClassVar[frozenset[str]] = frozenset()
     lasting: ClassVar[bool] = False
     by_large_steps: ClassVar[bool] = False
-    confirm: ClassVar[int] = 1
+    confirm: ClassVar[int | str] = 1
     over_after: ClassVar[int] = 1
 
     undecided: bool = False
@@ -139,7 +139,7 @@ class Detector(Rule):
             self._looks_without = 0
             return
         self._findings = self._findings + 1 if found is not None else 0
-        if found is None or found.certain or self._findings >= self.confirm:
+        if found is None or found.certain or self._findings >= self._enough:
             yield from self._update(record.step, found)
         else:
             self._looks_without = 0
@@ -152,8 +152,12 @@ class Detector(Rule):
     @property
     def wants_full(self) -> bool:
         """Whether it asks for a full measurement."""
-        waits = self.on == "full" and 0 < self._findings < self.confirm
+        waits = self.on == "full" and 0 < self._findings < self._enough
         return self.undecided or waits
+
+    @property
+    def _enough(self) -> float:
+        return getattr(self, self.confirm) if isinstance(self.confirm, str) else self.confirm
 
     # --- as a rule by itself ---------------------------------------------------------------------
 

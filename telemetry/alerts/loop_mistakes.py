@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Iterable
+from statistics import median_high
 
-from telemetry.alert import Alert
-from telemetry.alerts.episode import EpisodeRule
-from telemetry.alerts.history import median
-from telemetry.records import Layout, StepRecord
+from telemetry.alerts.baseline import FEWEST, Baseline
+from telemetry.alerts.detector import Detector, Finding
+from telemetry.records import StepRecord
 
 
-class EvalMode(EpisodeRule):
+class EvalMode(Detector):
     """A note when optimizer steps are taken while the whole model is in evaluation mode.
 
     That is usual after ``from_pretrained()`` or a validation, where ``train()`` was forgotten.
@@ -25,120 +24,111 @@ class EvalMode(EpisodeRule):
         steps: Number of such steps in a row.
     """
 
-    name = "eval_mode"
+    kind = "eval_mode"
+    severity = "note"
+    confirm = "steps"
     steps = 20  # by eye: a step or two may be an experiment
-    _steps: int = 0
-    _differ: tuple[str, ...] = ()
 
-    def _set_up(self) -> None:
-        self._layout: Layout | None = None
-
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        if record.layout is not self._layout:
-            self._layout = record.layout
-            self._differ = tuple(
-                sorted({m.type_name for m in record.layout.modules if _DIFFER.search(m.type_name)})
-            )
-        self._steps = self._steps + 1 if record.eval_mode and self._differ else 0
-        found = self._found(record) if self._steps >= self.steps else None
-        return self._episode.update(record.step, found)
-
-    def _found(self, record: StepRecord) -> Alert:
-        message = (
-            f"{self._steps} steps in a row were taken in evaluation mode, in which "
-            f"{', '.join(self._differ[:3])} work differently.\n"
-            "Call model.train() before training and after each validation, unless this is "
-            "meant to be so."
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        if not record.eval_mode:
+            return None
+        types = {module.type_name for module in record.layout.modules}
+        differ = sorted(filter(_DIFFER.search, types))
+        if not differ:
+            return None
+        return Finding(
+            seen=f"{self.steps} steps in a row were taken in evaluation mode, in which "
+            f"{', '.join(differ[:3])} work differently",
+            advice="Call model.train() before training and after each validation, unless this is "
+            "meant to be so.",
+            value=self.steps,
+            limit=self.steps,
         )
-        return self._alert(record.step, None, self._steps, self.steps, message, "note")
 
 
 # What torch's own modules that look at ``training`` are called, and most of other libraries.
 _DIFFER = re.compile("BatchNorm|Drop|RReLU")
 
 
-class SameBatch(EpisodeRule):
+class SameBatch(Detector):
     """A note when the model was given the same values at all steps that were looked at.
 
-    A loader that begins anew after each epoch repeats its batches, too. So the rule compares steps
-    whose distances have no common divisor: then no period but that of a single batch explains it.
+    A loader that begins anew after each epoch repeats its batches, too. So steps are compared whose
+    distances have no common divisor: then no period but that of a single batch explains it.
 
     Where the values were other ones before, the loader is stuck. Where they are the same from the
-    first step on, the data set may be a single batch, as a graph is; then the rule is silent until
-    the loss says that this batch is being learned by heart.
+    first step on, the data set may be a single batch, as a graph is; then it is silent until the
+    loss says that this batch is being learned by heart.
 
     Args:
         steps: Distance of the first and the last of these steps, at least.
         share: Of the first losses; below it, a batch that was the only one is known by heart.
     """
 
-    name = "same_batch"
+    kind = "same_batch"
+    severity = "note"
     steps = 100  # by eye: PPO takes up to 80 steps on what it has collected
     # The healthy gcn, trained on one graph with dropout, stays above 0.09; constant_batch and
     # first_batch_forever come to 0.0002 and 0.01.
     share = 0.05
     _given: tuple[float, ...] = ()
-    _first: int = 0
+    _begun: int = 0
     _divisor: int = 0
     _refuted: bool = False
     _varied: bool = False
-    _wants: bool = False
     _first_losses: tuple[float, ...] = ()
     _losses: deque[float]
 
     def _set_up(self) -> None:
-        self._losses = deque(maxlen=_LOSSES)
+        self._losses = deque(maxlen=FEWEST)
 
-    @property
-    def wants_full(self) -> bool:
-        """Whether one more step would tell a loader's period from a single batch, or decide."""
-        return self._wants or (self._waits_for_loss and self._is_known_by_heart())
-
-    @property
-    def _waits_for_loss(self) -> bool:
-        """Whether the batch is the only one so far, and its loss decides."""
-        return self._divisor == 1 and not self._varied and not self._episode.is_on
-
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         if record.loss is not None and math.isfinite(record.loss):
-            if len(self._first_losses) < _LOSSES:
+            if len(self._first_losses) < FEWEST:
                 self._first_losses = (*self._first_losses, record.loss)
             self._losses.append(record.loss)
-        given = record.fingerprints
-        if not given or not all(map(math.isfinite, given)):
-            return ()
-        if given != self._given:
-            self._refuted = self._refuted or self._divisor > 0
-            self._varied = bool(self._given)
-            self._given, self._first, self._divisor, self._wants = given, record.step, 0, False
-            return self._episode.update(record.step, None)
-        distance = record.step - self._first
-        self._divisor = math.gcd(self._divisor, distance)
-        self._wants = self._divisor > 1 and not self._refuted
-        found = self._divisor == 1 and distance >= self.steps
-        found &= self._varied or self._is_known_by_heart()
-        return self._episode.update(record.step, self._found(record, distance) if found else None)
+        given, distance = record.fingerprints, record.step - self._begun
+        if self._is_unknown(record):
+            found = None
+        elif given != self._given:
+            self._refuted, self._varied = self._refuted or self._divisor > 0, bool(self._given)
+            self._given, self._begun, self._divisor, found = given, record.step, 0, None
+        else:
+            self._divisor = math.gcd(self._divisor, distance)
+            is_told = self._varied or self._is_known_by_heart()
+            is_one = self._divisor == 1 and distance >= self.steps and is_told
+            found = self._found(distance) if is_one else None
+        # One more step would tell a loader's period from a single batch, or the loss decides.
+        self.undecided = self._divisor > 1 and not self._refuted
+        if self._divisor == 1 and not self._varied and self.alert is None:
+            self.undecided |= self._is_known_by_heart()
+        return found
+
+    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+        return self._is_unknown(record)
+
+    def _is_unknown(self, record: StepRecord) -> bool:
+        """Whether it is not known what the model was given."""
+        return not record.fingerprints or not all(map(math.isfinite, record.fingerprints))
 
     def _is_known_by_heart(self) -> bool:
         """Whether the loss has come down to next to nothing; True if none is logged."""
         if not self._losses:
             return True
-        return median(self._losses) <= self.share * median(self._first_losses)
+        return median_high(self._losses) <= self.share * median_high(self._first_losses)
 
-    def _found(self, record: StepRecord, distance: int) -> Alert:
-        message = (
-            f"The model was given the same values at each step that was measured since step "
-            f"{self._first}.\n"
-            "Check that the loop takes a new batch at each step (next(iter(loader)) begins "
-            "anew), unless the data are a single batch."
+    def _found(self, distance: int) -> Finding:
+        return Finding(
+            seen="The model was given the same values at each step that was measured since step "
+            f"{self._begun}",
+            advice="Check that the loop takes a new batch at each step (next(iter(loader)) begins "
+            "anew), unless the data are a single batch.",
+            value=distance,
+            limit=self.steps,
         )
-        return self._alert(record.step, None, distance, self.steps, message, "note")
 
 
-_LOSSES = 10  # by eye
-
-
-class LearningRateZero(EpisodeRule):
+class LearningRateZero(Detector):
     """A note when training goes on though the learning rate of all parameter groups has run out.
 
     Usual causes are a schedule that was made for fewer steps, and one made for epochs that is
@@ -149,31 +139,27 @@ class LearningRateZero(EpisodeRule):
         steps: Number of such steps in a row.
     """
 
-    name = "learning_rate_zero"
+    kind = "learning_rate_zero"
+    severity = "note"
+    confirm = "steps"
     # A million such steps do what one did. Usual schedules end at 0.1 to 0.001 of their peak.
     fraction = 1e-6
     steps = 20  # by eye: a schedule that ends at 0 has one or two such steps
     _highest: float = 0.0
-    _steps: int = 0
-    _since: int = 0
 
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         rate = max(record.learning_rates, default=math.nan)
         if not math.isfinite(sum(record.learning_rates, rate)):
-            return ()  # an optimizer without one, which works it out itself
+            return None  # an optimizer without one, which works it out itself
         self._highest = max(self._highest, rate)
         limit = self.fraction * self._highest
-        is_zero = rate <= limit
-        self._since = self._since if is_zero and self._steps else record.step
-        self._steps = self._steps + 1 if is_zero else 0
-        found = self._found(record, rate, limit) if self._steps >= self.steps else None
-        return self._episode.update(record.step, found)
-
-    def _found(self, record: StepRecord, rate: float, limit: float) -> Alert:
-        message = (
-            f"The learning rate is {rate:.3g} since step {self._since}, after up to "
-            f"{self._highest:.3g}: steps go on and change nothing.\n"
-            "Check how many steps the schedule was made for, and that it is advanced once for "
-            "each of them."
+        if rate > limit:
+            return None
+        return Finding(
+            seen=f"The learning rate is {rate:.3g} since step {record.step - int(self.steps) + 1}, "
+            f"after up to {self._highest:.3g}: steps go on and change nothing",
+            advice="Check how many steps the schedule was made for, and that it is advanced once "
+            "for each of them.",
+            value=rate,
+            limit=limit,
         )
-        return self._alert(record.step, None, rate, limit, message, "note")

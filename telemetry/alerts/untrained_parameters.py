@@ -8,13 +8,16 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alert import Alert, Severity
-from telemetry.alerts.episode import DefaultRule
+from telemetry.alert import Severity
+from telemetry.alerts.baseline import Baseline
+from telemetry.alerts.detector import Detector, Finding
 from telemetry.records import Layout, Parameter, StepRecord
 from telemetry.shared.plain_text import called
 
+Marks = NDArray[np.bool_]
 
-class UntrainedParameters(DefaultRule):
+
+class UntrainedParameters(Detector):
     """Names parameters that require a gradient and never get one, or that no optimizer steps.
 
     Told once, after ``steps`` steps. It is a warning where gradients come and no optimizer takes
@@ -33,92 +36,86 @@ class UntrainedParameters(DefaultRule):
         steps: Number of steps that are looked at before anything is said.
     """
 
-    name = "untrained_parameters"
+    kind = "untrained_parameters"
+    explained_by = frozenset({"vanishing_gradient"})
     # An auxiliary head of Inception has an eighth, a pooler of BERT a hundredth; a branch that is
     # detached by mistake usually a third or more. By eye between them.
     share = 0.2
     steps = 90  # as long as within 100 steps: rare parts should have had their turn
     _steps: int
     _looks: int
-    _trained: NDArray[np.bool_]
-    _reached: NDArray[np.bool_]
-    _trainable: NDArray[np.bool_]
-    _held: NDArray[np.bool_]
-    _ran: NDArray[np.bool_]
-    _trained_before: NDArray[np.bool_]
-    _told: NDArray[np.bool_]
     _is_new: bool
+    _marks: Marks
+    _trainable: Marks
+    _told: Marks
+    _trained_before: Marks
 
     def _set_up(self) -> None:
         self._begin(0)
-        self._trainable = self._trained_before = self._told = np.zeros(0, bool)
+        self._trainable = self._told = self._trained_before = np.zeros(0, bool)
 
     def _begin(self, count: int, *, is_new: bool = True) -> None:
         """Look at so many parameters from now on.
+
+        Marked is whether each was trained, reached by a gradient, held by an optimizer, and ran.
 
         Args:
             is_new: Whether something can learn that could not before.
         """
         self._steps = self._looks = 0
-        self._trained, self._reached = np.zeros(count, bool), np.zeros(count, bool)
-        self._held, self._ran = np.zeros(count, bool), np.zeros(count, bool)
-        self._is_new = is_new
+        self._marks, self._is_new = np.zeros((4, count), bool), is_new
 
-    @property
-    def wants_full(self) -> bool:
-        """Whether it is time to tell, and which parameters have a gradient is not known enough."""
-        late = self.steps - _LATE <= self._steps <= self.steps + _LATE
-        if not (late and self._is_new and self._looks < _LOOKS):
-            return False
-        return bool((self._trainable & ~self._trained).any())
-
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        count = len(record.layout.parameters)
-        if len(self._trained) != count:
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        layout = record.layout
+        count = len(layout.parameters)
+        if len(self._told) != count:
             self._begin(count)
-            self._trainable = self._trained_before = self._told = np.zeros(count, bool)
+            self._trainable = self._told = self._trained_before = np.zeros(count, bool)
         if len(record.trainable) == count:
             if not self._is_new and (record.trainable & ~self._trainable).any():
                 self._begin(count)
             self._looks += 1
+            ran = [p.module_name in record.activations for p in layout.parameters]
+            self._marks[1:] |= np.array([record.reached, record.held, ran])
             self._trainable = record.trainable
-            self._reached |= record.reached
-            self._held |= record.held
-            ran = record.activations
-            self._ran |= [p.module_name in ran for p in record.layout.parameters]
         self._steps += 1
-        self._trained |= record.grad_present
+        self._marks[0] |= record.grad_present
+        (trained, reached, _, ran), trainable = self._marks, self._trainable
+        late = abs(self._steps - self.steps) <= _LATE and self._is_new and self._looks < _LOOKS
+        self.undecided = late and bool((trainable & ~trained).any())
         if self._steps < self.steps or self._looks < _LOOKS or record.total_grad_norm == 0:
-            return ()
-        left = self._trainable & ~self._trained & ~self._told
-        left &= self._reached | self._ran | ~_one_of_many(record.layout, self._trained)
-        left &= self._reached | ~self._trained_before
-        alerts = [self._found(record, left)] if left.any() else []
-        self._told = self._told | left
-        self._trained_before = self._trained_before | self._trained
+            return None
+        left = trainable & ~trained & ~self._told & (reached | ~self._trained_before)
+        left &= reached | ran | ~_one_of_many(layout, trained)
+        found = self._found(layout, left) if left.any() else None
+        self._told, self._trained_before = self._told | left, self._trained_before | trained
         self._begin(count, is_new=False)
-        return alerts
+        return found
 
-    def _found(self, record: StepRecord, left: NDArray[np.bool_]) -> Alert:
-        layout = record.layout
-        sizes = np.array([parameter.size for parameter in layout.parameters])
-        share = float(sizes[left].sum() / sizes[self._trainable].sum())
-        names = list(_groups(layout, left, self._trainable))
+    def _found(self, layout: Layout, left: Marks) -> Finding:
+        (_, reached, held, _), trainable = self._marks, self._trainable
+        share = float(layout.sizes[left].sum() / layout.sizes[trainable].sum())
+        names = list(_groups(layout, left, trainable))
         shown = ", ".join(called(name) for name in names[:_NAMED])
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        severity: Severity = "warning"
+        comes = bool((left & reached).any())
         if self._trained_before[left].all():
-            severity = "note"
+            severity: Severity = "note"
             what = f"gets gradients, and no optimizer has stepped it for {self._steps} steps"
-        elif (left & self._reached).any():
-            what = "gets gradients, and no optimizer steps it"
+        elif comes:
+            severity, what = "warning", "gets gradients, and no optimizer steps it"
         else:
-            lost = share >= self.share and (left & self._held).any()
-            severity = "warning" if lost else "note"
+            severity = "warning" if share >= self.share and (left & held).any() else "note"
             what = f"requires a gradient, and had none in {self._steps} steps"
-        advice = _NOT_STEPPED if (left & self._reached).any() else _NOT_REACHED
-        message = f"{shown}{more} ({share:.1%} of the trainable elements) {what}.\n{advice}"
-        return self._alert(record.step, names[0], share, self.share, message, severity)
+        return Finding(
+            seen=f"{shown}{more} ({share:.1%} of the trainable elements) {what}",
+            advice=_NOT_STEPPED if comes else _NOT_REACHED,
+            value=share,
+            limit=self.share,
+            module_name=names[0],
+            severity=severity,
+            told_once=True,
+        )
 
 
 _NOT_STEPPED = (
@@ -135,7 +132,7 @@ _NAMED = 5
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
-def _one_of_many(layout: Layout, trained: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _one_of_many(layout: Layout, trained: Marks) -> Marks:
     """Parameters that but for numbers in their names are called like one that is trained."""
 
     def kind(parameter: Parameter) -> tuple[str, tuple[int, ...]]:
@@ -146,7 +143,7 @@ def _one_of_many(layout: Layout, trained: NDArray[np.bool_]) -> NDArray[np.bool_
     return np.array([kind in known for kind in kinds])
 
 
-def _groups(layout: Layout, left: NDArray[np.bool_], trainable: NDArray[np.bool_]) -> Iterable[str]:
+def _groups(layout: Layout, left: Marks, trainable: Marks) -> Iterable[str]:
     """The largest modules all of whose trainable parameters are left, in forward order."""
     learns: set[str] = set()
     for parameter, is_left, can in zip(layout.parameters, left, trainable, strict=True):

@@ -145,6 +145,7 @@ class NoLoss(Detector):
 
     kind = "no_loss"
     severity = "error"
+    confirm = "losses"
     losses = 3
     share = 0.5
     _bad: int = 0
@@ -153,10 +154,6 @@ class NoLoss(Detector):
 
     def _set_up(self) -> None:
         self._seen, self._by_step = deque(maxlen=2), {}
-
-    @property
-    def confirm(self) -> int:  # type: ignore[override]
-        return self.losses
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         self._seen.append(float(record.step))
@@ -190,8 +187,13 @@ def test_limits_are_the_public_numbers_of_the_class_and_of_those_before_it() -> 
 
 def test_users_set_limits_of_one_detector() -> None:
     detector = Stricter(losses=5, share=0.1)
-    assert (detector.losses, detector.confirm, detector.share, detector.depth) == (5, 5, 0.1, 4)
+    assert (detector.losses, detector.share, detector.depth) == (5, 0.1, 4)
     assert (Stricter().losses, Stricter.losses) == (2, 2)
+
+
+def test_a_limit_can_be_the_findings_that_confirm() -> None:
+    [begun, *_] = alerts_of(steps(9), [NoLoss(losses=5)])
+    assert begun.step == 4
 
 
 @pytest.mark.parametrize("name", ["los", "_bad", "counted", "over_after", "kind"])
