@@ -14,6 +14,9 @@ from telemetry.version import __version__ as __version__
 if TYPE_CHECKING:
     from telemetry.alert import Alert as Alert
     from telemetry.alert import TelemetryAlert as TelemetryAlert
+    from telemetry.alerts.baseline import Baseline as Baseline
+    from telemetry.alerts.detector import Detector as Detector
+    from telemetry.alerts.detector import Finding as Finding
     from telemetry.events.summary_writer import SummaryWriter as SummaryWriter
     from telemetry.interventions import clip_gradients as clip_gradients
     from telemetry.interventions import prune_activations as prune_activations
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Alert": "telemetry.alert",
+    "Baseline": "telemetry.alerts.baseline",
+    "Detector": "telemetry.alerts.detector",
+    "Finding": "telemetry.alerts.detector",
     "HookLogger": "telemetry.run.logger",
     "Layout": "telemetry.records",
     "Module": "telemetry.records",

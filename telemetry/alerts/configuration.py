@@ -58,35 +58,40 @@ def default_rules() -> tuple[Rule, ...]:
     return rules_from({})
 
 
-def rules_from(config: Mapping[str, Settings | None]) -> tuple[Rule, ...]:
-    """The default rules, with other parameters or without some of them.
+def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, ...]:
+    """The default rules, with other parameters, without some of them, or with others beside them.
 
     ::
 
         rules_from({"dead_units": {"fraction": 0.8, "severity": "error"}, "saturated_units": None})
+        rules_from({"my_kind": MyDetector()})
 
     Args:
         config: For each rule's name its parameters, or None to leave the rule out. The parameters
-            are the keyword arguments of the rule's class, and ``severity`` for each rule.
+            are the keyword arguments of the rule's class, and ``severity`` for each rule. Or for
+            the kind of a detector the detector itself: it comes after the default ones, or in the
+            place of the one of its kind.
 
     Raises:
         TypeError: A rule's parameters are not a mapping, or a parameter is not a number.
-        ValueError: A rule or parameter of that name does not exist, or a number is not positive.
+        ValueError: A rule or parameter of that name does not exist, a number is not positive, or a
+            detector is of another kind.
     """
-    for name, settings in config.items():
-        _check(name, settings)
+    for name, given in config.items():
+        _check(name, given)
     detectors: list[Detector] = []
-    for name, make in _RULES.items():
-        settings = config.get(name, {})
-        if settings is not None:
-            arguments: dict[str, Any] = {k: v for k, v in settings.items() if k != "severity"}
-            detector = make(**arguments)
+    severities: dict[str, Any] = {}
+    for name in {**_RULES, **config}:
+        given = config.get(name, {})
+        if isinstance(given, Detector):
+            detectors.append(given)
+        elif given is not None:
+            limits: dict[str, Any] = {**given}
+            severity = limits.pop("severity", None)
+            if severity is not None:
+                severities[name] = severity
+            detector = _RULES[name](**limits)
             detectors.append(detector if isinstance(detector, Detector) else Former(detector))
-    severities: dict[str, Any] = {
-        name: settings["severity"]
-        for name, settings in config.items()
-        if settings and "severity" in settings
-    }
     return (Engine(detectors, severities=severities),)
 
 
@@ -117,7 +122,19 @@ class Former(Detector):
         return self.rule.wants_full
 
 
-def _check(name: str, settings: Settings | None) -> None:
+def _check(name: str, settings: Settings | Detector | None) -> None:
+    if isinstance(settings, Detector):
+        if settings.kind != name:
+            raise ValueError(
+                f"HookLogger(alerts={{{name!r}: {type(settings).__name__}()}}): its kind is "
+                f"{settings.kind!r}; that has to be the key"
+            )
+        return
+    if isinstance(settings, type):
+        called = settings.__name__
+        raise TypeError(
+            f"HookLogger(alerts={{{name!r}: {called}}}): is a class; pass an instance: {called}()"
+        )
     if name not in _RULES:
         raise ValueError(
             f"HookLogger(alerts={{{name!r}: ...}}): no such rule; {_closest(name, _RULES)}"
@@ -126,8 +143,8 @@ def _check(name: str, settings: Settings | None) -> None:
         return
     if not isinstance(settings, Mapping):
         raise TypeError(
-            f"HookLogger(alerts={{{name!r}: {settings!r}}}): must be a dict of parameters, or None "
-            "to leave the rule out"
+            f"HookLogger(alerts={{{name!r}: {settings!r}}}): must be a dict of parameters, a "
+            "Detector of this kind, or None to leave the rule out"
         )
     make = _RULES[name]
     known = make.limits() if issubclass(make, Detector) else make.parameters()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_type_hints
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline
@@ -97,11 +97,12 @@ class Detector(Rule):
     @classmethod
     def limits(cls) -> list[str]:
         """Names of its limits, in their order."""
-        own = vars(cls).items()
+        values = {name: v for part in reversed(cls.__mro__) for name, v in vars(part).items()}
+        others = {*dir(Detector), *get_type_hints(cls)}
         return [
             name
-            for name, value in own
-            if name[0] != "_" and type(value) in (int, float) and not hasattr(Detector, name)
+            for name, value in values.items()
+            if name[0] != "_" and type(value) in (int, float) and name not in others
         ]
 
     def _set_up(self) -> None:
@@ -138,8 +139,10 @@ class Detector(Rule):
             self._looks_without = 0
             return
         self._findings = self._findings + 1 if found is not None else 0
-        confirmed = found is not None and (found.certain or self._findings >= self._enough)
-        yield from self._update(record.step, found if confirmed else None)
+        if found is None or found.certain or self._findings >= self._enough:
+            yield from self._update(record.step, found)
+        else:
+            self._looks_without = 0
 
     def look_at_loss(self, step: int, loss: float) -> Iterator[Alert]:
         """Judge a loss that was just logged."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,14 +55,17 @@ class Engine(Rule):
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Judge a loss that was logged before its step ended."""
-        alerts = [a for d in self._detectors.values() for a in d.look_at_loss(step, loss)]
-        return self._sort_out(alerts) if alerts else ()
+        errors: list[Exception] = []
+        found = [_contained(d.look_at_loss(step, loss), errors) for d in self._detectors.values()]
+        return self._told([alert for alerts in found for alert in alerts], errors)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._base.add(record)
-        alerts = [a for d in self._detectors.values() for a in d.look(record, self._base)]
+        errors: list[Exception] = []
+        found = [_contained(d.look(record, self._base), errors) for d in self._detectors.values()]
+        alerts = [alert for alerts in found for alert in alerts]
         self._ask(record.step)
-        return self._sort_out(alerts) if alerts else ()
+        return self._told(alerts, errors)
 
     def _ask(self, step: int) -> None:
         """Begin to ask for several measurements, or go on with that."""
@@ -104,8 +107,10 @@ class Engine(Rule):
 
     # --- causes and consequences -----------------------------------------------------------------
 
-    def _sort_out(self, alerts: list[Alert]) -> list[Alert]:
-        return [_with_consequences(alert) for alert in self._reportable(alerts)]
+    def _told(self, alerts: list[Alert], errors: list[Exception]) -> Iterator[Alert]:
+        yield from map(_with_consequences, self._reportable(alerts))
+        if errors:
+            raise errors[0]
 
     def _reportable(self, alerts: list[Alert]) -> list[Alert]:
         reported: list[Alert] = []
@@ -125,7 +130,7 @@ class Engine(Rule):
             return alert
         base, message = self._base, alert.message
         if self._detectors[alert.kind].by_large_steps and base.follows_rate_jump:
-            seen, _ = message.split("\n")
+            seen = message.split("\n")[0]
             ago = steps_in_words(base.since_rate_jump)
             message = f"{seen[:-1]}, {ago} after the learning rate had jumped to "
             message += f"{base.rate_after_jump:.3g}.\n{_RATE_ADVICE}"
@@ -178,6 +183,14 @@ class Engine(Rule):
                 )
                 return reported
         return [*reported, _grown_worse(after, alert)] if rises or (lasts and is_new) else reported
+
+
+def _contained(found: Iterator[Alert], errors: list[Exception]) -> Iterator[Alert]:
+    """What a detector finds; one that raises, perhaps the user's, does not stop the others."""
+    try:
+        yield from found
+    except Exception as error:  # of any detector
+        errors.append(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +257,7 @@ def _grown_worse(cause: Alert, consequence: Alert) -> Alert:
 
 def _outlives(consequence: Alert, step: int) -> Alert:
     """What was not reported, when its cause is over: with the figures and the step they are of."""
-    seen, advice = consequence.message.split("\n")
+    seen, _, advice = consequence.message.partition("\n")
     seen += f" That was at step {consequence.step}, and it has not ended."
     return replace(consequence, step=step, message=f"{seen}\n{advice}")
 
@@ -253,7 +266,7 @@ def _with_consequences(alert: Alert) -> Alert:
     """The alert with its consequences as the second line of the message."""
     if not alert.consequences:
         return alert
-    seen, advice = alert.message.split("\n")
+    seen, _, advice = alert.message.partition("\n")
     kinds = (consequence.partition(" ") for consequence in alert.consequences)
     listed = ", ".join(f"{kind.replace('_', ' ')}{space}{where}" for kind, space, where in kinds)
     return replace(alert, message=f"{seen}\nIt leads to: {listed}.\n{advice}")

@@ -73,6 +73,8 @@ class Judge:
             try:
                 if name in known:
                     rule.load_state_dict(known.pop(name))
+                elif name == "default_rules" and known.pop(_FORMER_NAME, None) is not None:
+                    misfits.append(f"{name}: their state is of an earlier release, they begin anew")
                 elif rule.state_dict():
                     misfits.append(f"{name} begins anew")
             except Exception as error:  # of any rule
@@ -90,6 +92,8 @@ class Judge:
             count = seen[rule.name]
             yield rule.name if count == 1 else f"{rule.name} {count}", rule
 
+
+_FORMER_NAME = "OneCause"  # of the default rules, whose state had another form
 
 # What a rule had once, to pass over steps at which it would find nothing.
 _NO_LONGER_ASKED = ("quiet_steps", "pass_over", "narrow")

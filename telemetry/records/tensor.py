@@ -119,6 +119,8 @@ def figures_of(
 
 def bad_among(tensors: Mapping[Name, TensorRecord]) -> list[Name]:
     """Names of the tensors that hold more than the ``-inf`` of a mask: NaN or ``+inf``."""
+    if not tensors:  # as at most steps
+        return []
     bad = figures_of(tensors, lambda rows: rows.nan_count + rows.positive_inf_count)
     return [name for name, count in bad.items() if count]
 

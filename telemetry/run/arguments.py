@@ -17,13 +17,14 @@ from torch.utils import tensorboard
 from telemetry.alert import Alert
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
+from telemetry.alerts.detector import Detector
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model
 from telemetry.shared.plain_text import check_text, type_of
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing.bulk import Bulk
 
-Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | None] | None
+Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | Detector | None] | None
 FirstStep: TypeAlias = int | Literal["auto"]
 HistogramForm: TypeAlias = Literal["tensor", "classic"]
 OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise", "stop"] | None

@@ -105,8 +105,8 @@ class HookLogger:
         weights: Measure parameters and how far each step moves them.
         images: Draw feature maps and filters of convolutions, and the input.
         alerts: Rules that judge each step; None: the default rules; ``()``: none. A dict sets
-            parameters of the default rules, or leaves some out:
-            ``{"dead_units": {"fraction": 0.8}, "saturated_units": None}``.
+            parameters of the default rules, leaves some out, or adds detectors of your own:
+            ``{"dead_units": {"fraction": 0.8}, "saturated_units": None, "my_kind": MyDetector()}``.
         on_alert: Called with each :class:`Alert` on a background thread, or ``"raise"`` to raise
             :class:`TelemetryAlert` from the end of an optimizer step, :meth:`log`, :meth:`step` or
             the end of the ``with`` block; or ``"stop"`` to set :attr:`should_stop` there. Notes do

@@ -125,7 +125,7 @@ class Scale(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "at", "module", "seen"),
     [
-        ([Scale()], 13, "1", "the forward pass, most likely in 1; else in the inputs, the targets"),
+        ([Scale()], 13, "1", "the forward pass, perhaps in 1, or in the inputs, the targets or"),
         ([nn.BatchNorm1d(16), Scale(), nn.Tanh(), nn.BatchNorm1d(16)], 13, "2",
          "the forward pass, before 4, whose running statistics are NaN, and behind 1, whose are "
          "not, perhaps in 2."),

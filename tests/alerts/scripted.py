@@ -1,0 +1,63 @@
+"""Steps without a measurement, and detectors that find in them what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from telemetry import Baseline, Detector, Finding, StepRecord
+from telemetry.records import Layout, Module, Parameter
+
+LAYOUT = Layout(
+    modules=(Module(name="fc", type_name="Linear"),),
+    parameters=(Parameter(name="fc.weight", module_name="fc", shape=(4, 4)),),
+)
+
+
+def record(step: int, **known: Any) -> StepRecord:
+    return StepRecord(
+        step=step,
+        wall_time=0.0,
+        layout=LAYOUT,
+        grad_norms=np.ones(1),
+        grad_present=np.ones(1, bool),
+        grad_finite=np.ones(1, bool),
+        **known,
+    )
+
+
+def finding(**known: Any) -> Finding:
+    return Finding(**{"seen": "Seen", "advice": "Advice.", "value": 1.0, "limit": 0.0, **known})
+
+
+def at(*steps: int, **known: Any) -> dict[int, Finding]:
+    """The same at each of these steps."""
+    return {step: finding(**known) for step in steps}
+
+
+class Scripted(Detector):
+    """Finds what it is told to find.
+
+    Args:
+        found: By step.
+        lasts_at: Steps at which the fault is still there though nothing is found.
+        others: Attributes of a detector: its kind, its severity, ...
+    """
+
+    kind = "scripted"
+
+    def __init__(
+        self, found: Mapping[int, Finding], *, lasts_at: Collection[int] = (), **others: Any
+    ) -> None:
+        super().__init__()
+        self.found, self.lasts_at = found, lasts_at
+        for name, value in others.items():
+            setattr(self, name, value)
+
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        return self.found.get(record.step)
+
+    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+        return record.step in self.lasts_at
