@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alert import Alert, Severity
-from telemetry.alerts.episode import EpisodeRule
+from telemetry.alerts.baseline import LATEST, Baseline
+from telemetry.alerts.detector import Detector, Finding
 from telemetry.layers import table
 from telemetry.layers.module_types import (
     AFFINE,
@@ -26,7 +26,7 @@ from telemetry.layers.module_types import (
     Bounded,
     Flat,
 )
-from telemetry.records import Output, StepRecord, TensorRecord, once
+from telemetry.records import Output, StepRecord, once
 from telemetry.records.buckets import bucket_of
 from telemetry.records.moments import rms_of, zero_fraction_of
 from telemetry.records.rows import Rows
@@ -34,8 +34,10 @@ from telemetry.records.sketch import Sketch
 from telemetry.records.tensor import Tensors
 from telemetry.shared.plain_text import called, printable
 
+_CAUSES = frozenset({"exploding_gradient", "exploding_activation", "loss_divergence", "loss_spike"})
 
-class DeadUnits(EpisodeRule):
+
+class DeadUnits(Detector):
     """Alerts when units of a layer are silent in each of several batches.
 
     A unit is silent in a batch
@@ -48,7 +50,7 @@ class DeadUnits(EpisodeRule):
     Zero outputs of modules with parameters of their own count only if these get no gradient;
     otherwise it is a branch that begins at zero. Activations with two flat ends saturate instead.
 
-    The rule alerts when nearly all units of a layer are silent in ``batches`` full measurements in
+    It alerts when nearly all units of a layer are silent in ``batches`` full measurements in
     a row, with enough samples to distinguish rarely active units from dead ones. If only a share
     ``fraction`` is, it takes 50 steps: the layers before go on to change, and units near the limit
     come back. It is an error when all are, and over when a third is active again.
@@ -60,82 +62,78 @@ class DeadUnits(EpisodeRule):
             because several silent units confirm each other.
     """
 
-    name = "dead_units"
+    kind = "dead_units"
+    on = "full"
+    over_after = 3  # by eye: one more than begin it
+    explained_by = _CAUSES | {"nonfinite", "vanishing_gradient"}
+    lasting = True
+    by_large_steps = True
     # Healthy layers have 47 % at most, dead ones 96 %. At 0.75 the vanishing mlp_overwrite_tiny is
     # missed; at 0.99 mlp_dies_slowly is found 50 steps later.
     fraction = 0.9
     batches = 2  # the fewest that confirm each other; tried 1 and 4
     # By eye; tried 50, and 5000, with which alerts come up to 60 steps later.
     samples = 500.0
-    _calm = 3  # by eye: one more than begin it
     _silence: dict[Output, _Silence]
-    wants_full: bool = False  # a layer is silent, but not for long enough
 
     def _set_up(self) -> None:
         self._silence = {}
 
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        if not record.full:
-            return ()
-        self.wants_full = False
-        dead = [
-            output
-            for output, silent in _silent_units(record)
-            if self._is_dead(output, silent, record.outputs[output], record.step)
-        ]
-        if not dead and self._lasts(record):
-            return ()
-        if self._episode.is_on:  # it grows worse with the first layer that has no unit left
-            dead.sort(key=lambda output: self._silence[output].whole < self.batches)
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        self.undecided = False
+        dead = [out for out, silent in _silent_units(record) if self._is_dead(out, silent, record)]
         # If nothing gets a gradient, the loss does not depend on the model.
         gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
-        wanted = record.total_grad_norm > 0 or any(gradients)
+        if not dead or not (record.total_grad_norm > 0 or any(gradients)):
+            return None
+        if self.alert is not None:  # it grows worse with the first layer that has no unit left
+            dead.sort(key=lambda output: self._silence[output].whole < self.batches)
         # Layers behind a dead one see only constants: the first is the cause.
-        found = self._found(record, dead) if dead and wanted else None
-        return self._episode.update(record.step, found)
-
-    def _lasts(self, record: StepRecord) -> bool:
-        """Whether most units of the layer that was reported are still silent."""
-        name = self._episode.module_name
-        return name is not None and any(
-            output.module_name == name and _share(silent) > _REVIVED
-            for output, silent in _silent_units(record)
-        )
-
-    def _is_dead(
-        self, output: Output, silent: NDArray[np.bool_], tensor: TensorRecord, step: int
-    ) -> bool:
-        """Add this batch to those before; whether the units are dead now."""
-        before = self._silence.pop(output, None)
-        if _share(silent) < self.fraction:
-            return False
-        samples = tensor.sketch.finite_count / silent.size
-        whole = int(silent.all())
-        now = _Silence(silent=silent, batches=1, samples=samples, since=step, whole=whole)
-        if before is not None and before.silent.shape == silent.shape:
-            both = before.joined(now)
-            now = both if both.share >= self.fraction else now
-        self._silence[output] = now
-        witnessed = now.samples * now.silent.sum() ** 0.5 >= self.samples
-        enough = bool(now.batches >= self.batches and witnessed)
-        self.wants_full |= not enough
-        return enough and (now.is_nearly_complete or step - now.since >= _PARTLY)
-
-    def _found(self, record: StepRecord, dead: list[Output]) -> Alert:
         silence = self._silence[dead[0]]
         size, is_whole = silence.silent.size, silence.whole >= self.batches
         count = size if is_whole else int(silence.silent.sum())
         batches = silence.whole if is_whole else silence.batches
         first, *others = (called(str(output)) for output in dead[:4])
-        also = f" The same holds for units of {', '.join(others)}." if others else ""
+        also = f". The same holds for units of {', '.join(others)}" if others else ""
         module = record.layout.modules[record.layout.position[dead[0].module_name]]
-        severity: Severity = "error" if is_whole or record.total_grad_norm == 0 else "warning"
-        message = (
-            f"{count} of {size} units of {first} are zero for every input of {batches} "
-            f"batches and cannot learn.{also}\n"
-            f"{_DROPPED if module.type_name in DROPOUTS else _ADVICE}"
+        return Finding(
+            seen=f"{count} of {size} units of {first} are zero for every input of {batches} "
+            f"batches and cannot learn{also}",
+            advice=_DROPPED if module.type_name in DROPOUTS else _ADVICE,
+            value=count / size,
+            limit=self.fraction,
+            module_name=module.name,
+            severity="error" if is_whole or record.total_grad_norm == 0 else "warning",
         )
-        return self._alert(record.step, module.name, count / size, self.fraction, message, severity)
+
+    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+        """Whether most units of the layer that was reported are still silent."""
+        name = self.alert.module_name if self.alert is not None else None
+        of_layer = (s for output, s in _silent_units(record) if output.module_name == name)
+        return any(_share(silent) > _REVIVED for silent in of_layer)
+
+    def _is_dead(self, output: Output, silent: NDArray[np.bool_], record: StepRecord) -> bool:
+        """Add this batch to those before; whether the units are dead now."""
+        before = self._silence.pop(output, None)
+        if _share(silent) < self.fraction:
+            return False
+        now = _Silence(
+            silent=silent,
+            batches=1,
+            samples=record.outputs[output].sketch.finite_count / silent.size,
+            since=record.step,
+            whole=int(silent.all()),
+        )
+        if before is not None and before.silent.shape == silent.shape:
+            both = before.joined(now)
+            now = both if _share(both.silent) >= self.fraction else now
+        self._silence[output] = now
+        witnessed = now.samples * now.silent.sum() ** 0.5 >= self.samples
+        enough = bool(now.batches >= self.batches and witnessed)
+        self.undecided |= not enough
+        active = np.count_nonzero(~now.silent)
+        is_nearly_complete = active <= max(1, (1 - _NEARLY_ALL) * silent.size)
+        return enough and (is_nearly_complete or record.step - now.since >= _PARTLY)
 
 
 _ADVICE = (
@@ -165,17 +163,7 @@ class _Silence:
     batches: int
     samples: float
     since: int
-    whole: int = 0
-
-    @property
-    def is_nearly_complete(self) -> bool:
-        """Whether it is all units but one, or nearly all."""
-        active = np.count_nonzero(~self.silent)
-        return bool(active <= max(1, (1 - _NEARLY_ALL) * self.silent.size))
-
-    @property
-    def share(self) -> float:
-        return _share(self.silent)
+    whole: int
 
     def joined(self, other: _Silence) -> _Silence:
         """Units that were silent in the batches of both."""
@@ -183,7 +171,7 @@ class _Silence:
             silent=self.silent & other.silent,
             batches=self.batches + other.batches,
             samples=self.samples + other.samples,
-            since=min(self.since, other.since),
+            since=self.since,
             whole=self.whole + other.whole if other.whole else 0,
         )
 
@@ -192,11 +180,12 @@ def _share(units: NDArray[np.bool_]) -> float:
     return np.count_nonzero(units) / units.size  # faster than their mean
 
 
-def _silent_units(record: StepRecord) -> Iterable[tuple[Output, NDArray[np.bool_]]]:
+@once
+def _silent_units(record: StepRecord) -> Sequence[tuple[Output, NDArray[np.bool_]]]:
     """Outputs that get a gradient, and which of their units are silent, in forward order."""
     forward, idle = Forward.of(record), _idle_modules(record)
     if not forward.outputs:
-        return
+        return ()
     units, sizes = forward.rows.units, forward.rows.unit_count
     two_sided = np.array([kind in TWO_SIDED for kind in forward.types])
     is_idle = np.array([output.module_name in idle for output in forward.outputs])
@@ -213,8 +202,8 @@ def _silent_units(record: StepRecord) -> Iterable[tuple[Output, NDArray[np.bool_
     of_owned = (zero & is_idle[rows]) | (negative & cut_off[rows])
     silent = np.where(np.array(forward.owned)[rows], of_owned, zero | _negligible(forward.rows))
     ends = sizes.cumsum().tolist()
-    for index in np.flatnonzero((places >= 0) & (sizes >= _FEWEST_UNITS) & ~two_sided).tolist():
-        yield forward.outputs[index], silent[ends[index] - sizes[index] : ends[index]]
+    counted = np.flatnonzero((places >= 0) & (sizes >= _FEWEST_UNITS) & ~two_sided).tolist()
+    return [(forward.outputs[i], silent[ends[i] - sizes[i] : ends[i]]) for i in counted]
 
 
 def _negligible(rows: Rows) -> NDArray[np.bool_]:
@@ -240,7 +229,7 @@ def _idle_modules(record: StepRecord) -> set[str]:
     return {layout.modules[index].name for index in idle}
 
 
-class SaturatedUnits(EpisodeRule):
+class SaturatedUnits(Detector):
     """Alerts when most outputs of a layer lie where its activation function is flat.
 
     There it passes hardly any gradient. Which part is flat depends on the type of the module. Of
@@ -263,72 +252,62 @@ class SaturatedUnits(EpisodeRule):
         looks: Number of full measurements in a row.
     """
 
-    name = "saturated_units"
+    kind = "saturated_units"
+    on = "full"
+    over_after = 3  # by eye: one more than begin it
+    explained_by = _CAUSES
+    lasting = True
+    by_large_steps = True
     # Healthy hidden layers have 21 % at most, faulty ones 90 % or more; the exception are the gates
     # of highway_carry_gates, which _FLATTEST is for. Tried 0.4 and 0.95.
     fraction = 0.8
     looks = 2  # the fewest that confirm each other; tried 1 and 4
-    _calm = 3  # by eye: one more than begin it
     _layers: dict[Output, _Layer]
     _ranges: dict[Output, tuple[float, float]]
-    _undecided: bool = False
+    _shares: dict[str, float]
 
     def _set_up(self) -> None:
-        self._layers = {}
-        self._ranges = {}
+        self._layers, self._ranges, self._shares = {}, {}, {}
 
-    @property
-    def wants_full(self) -> bool:
-        """Whether a layer is flat, but not for long enough."""
-        return self._undecided and not self._episode.is_on
-
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self.course.follow(record)
-        if not record.full or not record.all_grads_finite:
-            return ()
-        self._undecided = False
-        found = None
-        shares = list(self._flat_shares(record))
-        for output, share in shares:
-            if self._is_faulty(output, share, record.step) and found is None:
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        self.undecided, self._shares, found = False, {}, None
+        if not record.all_grads_finite:
+            return None
+        for output, share in self._flat_shares(record):
+            self._shares[output.module_name] = share
+            is_faulty = self._is_faulty(output, share, record.step, base)
+            if is_faulty and found is None:
                 found = self._found(record, output, share)
-        layer = self._episode.module_name
-        if found is None and any(
-            output.module_name == layer and share >= _FINE for output, share in shares
-        ):
-            return ()
-        return self._episode.update(record.step, found)
+        self.undecided &= self.alert is None
+        return found
 
-    def _found(self, record: StepRecord, output: Output, share: float) -> Alert:
+    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+        name = self.alert.module_name if self.alert is not None else None
+        return not record.all_grads_finite or self._shares.get(name or "", 0.0) >= _FINE
+
+    def _found(self, record: StepRecord, output: Output, share: float) -> Finding:
         name, layout = output.module_name, record.layout
-        what = f"{share:.0%} of the outputs of {called(str(output))}"
+        seen = f"{share:.0%} of the outputs of {called(str(output))} "
         if any(parameter.module_name == name for parameter in layout.parameters):
-            message = (
-                f"{what} are so large that what follows is most likely flat there; hardly any "
-                "gradient comes back.\n"
-                "People usually make its weights smaller or normalize: queries and keys where they "
-                "go into a softmax, else what goes into the activation."
-            )
+            seen += "are so large that what follows is most likely flat there; hardly any gradient "
+            seen += "comes back"
+            advice = _SMALLER
         else:
             kind = printable(layout.modules[layout.position[name]].type_name)
-            message = (
-                f"{what} lie on the flat part of {kind}; hardly any gradient gets through.\n"
-                "People usually scale or center the inputs, make the initial weights smaller, and "
-                "add normalization before the activation."
-            )
-        return self._alert(record.step, name, share, self.fraction, message)
+            seen += f"lie on the flat part of {kind}; hardly any gradient gets through"
+            advice = _CENTERED
+        return Finding(seen=seen, advice=advice, value=share, limit=self.fraction, module_name=name)
 
-    def _is_faulty(self, output: Output, share: float, step: int) -> bool:
+    def _is_faulty(self, output: Output, share: float, step: int, base: Baseline) -> bool:
         layer = self._layers.setdefault(output, _Layer())
         if share < self.fraction:
             layer.looks, layer.is_suspect = 0, False
             layer.fine_at = step if share < _FINE else layer.fine_at
             return False
         layer.looks += 1
-        sudden = layer.fine_at is None or step - layer.fine_at <= _SUDDEN
-        if self.course.loss.is_worse or (sudden and not self.course.loss.is_better):
-            layer.is_suspect = True
-        self._undecided |= layer.looks < self.looks
+        sudden = layer.fine_at is None or step - layer.fine_at <= LATEST
+        layer.is_suspect |= base.loss.is_worse or (sudden and not base.loss.is_better)
+        self.undecided |= layer.looks < self.looks
         return layer.is_suspect and layer.looks >= self.looks
 
     def _flat_shares(self, record: StepRecord) -> Iterator[tuple[Output, float]]:
@@ -377,9 +356,16 @@ class _Layer:
     is_suspect: bool = False
 
 
+_SMALLER = (
+    "People usually make its weights smaller or normalize: queries and keys where they go into a "
+    "softmax, else what goes into the activation."
+)
+_CENTERED = (
+    "People usually scale or center the inputs, make the initial weights smaller, and add "
+    "normalization before the activation."
+)
 _FLATTEST = 0.75  # so that nearly closed gates pass; by eye; tried 0.375 and 0.95
 _FINE = 0.5  # by eye; tried 0.25 and 0.95
-_SUDDEN = 20  # by eye, in steps: two full measurements in faultbench; tried 10 and 40
 # By eye; tried 0.14 and 0.95. Beyond 1, where nothing counts, lecun_tanh_saturates is missed.
 _BLOCKED = 0.7
 _FAINT = 1e-3  # by eye; tried 0.0005 and 0.002
