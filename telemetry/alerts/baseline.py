@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_high
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +92,13 @@ class Past:
         return (value - self.highest) / self.range
 
 
+class Logged(NamedTuple):
+    """A loss, and the step that it was logged for."""
+
+    step: int
+    loss: float
+
+
 class Loss:
     """Whether the loss rises or falls. It may have any unit and sign.
 
@@ -101,7 +109,7 @@ class Loss:
 
     Attributes:
         past: Of all losses that are not far above it.
-        high: Steps and values of the losses in a row that are far above it.
+        high: The losses in a row that are far above it.
         first: Median of the first five losses that were not far above.
         is_worse: Whether the recent median is four standard deviations above the thirty.
         is_better: Whether that is half a standard deviation below them.
@@ -111,7 +119,7 @@ class Loss:
     """
 
     past: Past
-    high: deque[tuple[int, float]]
+    high: deque[Logged]
     first: float = math.nan
     is_worse: bool = False
     is_better: bool = False
@@ -146,7 +154,7 @@ class Loss:
             is_lost = has_learned and recent > (self.first + self._best) / 2
             self.losses_lost = self.losses_lost + 1 if is_lost else 0
         if self._is_far_above(loss):
-            self.high.append((step, loss))
+            self.high.append(Logged(step, loss))
         else:
             self.high.clear()
         if len(self._firsts) < RECENT and not self.high:

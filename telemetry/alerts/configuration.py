@@ -9,10 +9,8 @@ from typing import Any, get_args
 
 from telemetry.alert import Severity
 from telemetry.alerts.attention import AttentionCollapse, LogitGrowth
-from telemetry.alerts.causes import _OF_LARGE_STEPS, _STATES, CAUSES
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
-from telemetry.alerts.episode import DefaultRule
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.loop_mistakes import EvalMode, LearningRateZero, SameBatch
 from telemetry.alerts.loss_divergence import LossDivergence
@@ -29,8 +27,8 @@ Settings = Mapping[str, "float | str"]
 """Parameters of one rule by name, and ``severity``."""
 
 # Causes before consequences: if several faults begin at one step, the first is reported.
-_RULES: Mapping[str, type[DefaultRule]] = {
-    getattr(rule, "kind", None) or rule.name: rule
+_RULES: Mapping[str, type[Detector]] = {
+    rule.kind: rule
     for rule in (
         UntrainedParameters,
         LossSpike,
@@ -90,36 +88,8 @@ def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, 
             severity = limits.pop("severity", None)
             if severity is not None:
                 severities[name] = severity
-            detector = _RULES[name](**limits)
-            detectors.append(detector if isinstance(detector, Detector) else Former(detector))
+            detectors.append(_RULES[name](**limits))
     return (Engine(detectors, severities=severities),)
-
-
-class Former(Detector):
-    """A rule of before, as a detector."""
-
-    kind = explained_by = lasting = by_large_steps = None
-    rule: Any
-
-    def __init__(self, rule: Any) -> None:
-        self.rule = rule
-        self.kind = rule.name
-        self.explained_by = CAUSES.get(rule.name, set())
-        self.lasting = rule.name in _STATES
-        self.by_large_steps = rule.name in _OF_LARGE_STEPS
-
-    def look(self, record: Any, base: Any) -> Any:
-        self.rule.course = base
-        base.follow = lambda r: None
-        base.loss.__class__.steps_far_above = 0
-        yield from self.rule(record)
-
-    def look_at_loss(self, step: int, loss: float) -> Any:
-        yield from self.rule.on_loss(step, loss)
-
-    @property
-    def wants_full(self) -> bool:
-        return self.rule.wants_full
 
 
 def _check(name: str, settings: Settings | Detector | None) -> None:
@@ -146,8 +116,7 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
             f"HookLogger(alerts={{{name!r}: {settings!r}}}): must be a dict of parameters, a "
             "Detector of this kind, or None to leave the rule out"
         )
-    make = _RULES[name]
-    known = make.limits() if issubclass(make, Detector) else make.parameters()
+    known = _RULES[name].limits()
     for parameter, value in settings.items():
         where = f"HookLogger(alerts={{{name!r}: {{{parameter!r}: {value!r}}}}})"
         if parameter == "severity":

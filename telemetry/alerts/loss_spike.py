@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from telemetry.alerts.baseline import LENGTH, NEVER, RECENT, Baseline, Rise
+from telemetry.alerts.baseline import LENGTH, NEVER, RECENT, Baseline, Logged, Rise
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.layers.movers import Mover
 from telemetry.records import StepRecord
@@ -57,7 +57,7 @@ class LossSpike(Detector):
     # A batch with one example of a rare class, weighted 100 times (rare_class_1to200), is 5 above;
     # targets in a wrong unit (target_spike) are 80,000.
     batch_distance = 100.0
-    _before: tuple[tuple[int, float], ...] = ()
+    _before: tuple[Logged, ...] = ()
     _highest_batch: float = -math.inf
     _jumped_at: int = -NEVER
     _rise: Rise | None = None
@@ -69,7 +69,7 @@ class LossSpike(Detector):
         is_new = base.since_rate_jump <= _JUST and jumped_at != self._jumped_at
         if is_new and (len(high) >= 2 or base.loss.is_worse):
             self._jumped_at = jumped_at
-            high = high or ((record.step, record.loss or 0.0),)
+            high = high or (Logged(record.step, record.loss or 0.0),)
             times = base.rate_after_jump / base.rate_before_jump
             reason = f"after the learning rate had jumped {times:.3g}-fold to "
             if self.alert is None:
@@ -122,7 +122,7 @@ class LossSpike(Detector):
             return loss > self._rise.usual
         return not self._rise.is_undone(loss)
 
-    def _of_batch(self, high: Sequence[tuple[int, float]], base: Baseline) -> Finding | None:
+    def _of_batch(self, high: Sequence[Logged], base: Baseline) -> Finding | None:
         """The loss is usual again: high ones before it were those of single batches."""
         past, highest = base.loss.past, max(loss for _, loss in high)
         if self.alert is not None or len(high) > RECENT or not past.ranges_above(highest) > 0:
@@ -153,16 +153,16 @@ FEW = 0.1
 _NAMED = 5
 
 
-def _rise(high: Sequence[tuple[int, float]], base: Baseline) -> Rise:
+def _rise(high: Sequence[Logged], base: Baseline) -> Rise:
     peak = max(loss for _, loss in high)
     return Rise(first=base.loss.first, usual=base.loss.past.usual, peak=peak)
 
 
 def _found(
-    high: Sequence[tuple[int, float]], base: Baseline, *, reason: str, advice: str, **more: Any
+    high: Sequence[Logged], base: Baseline, *, reason: str, advice: str, **more: Any
 ) -> Finding:
     (step, loss), past = high[0], base.loss.past
-    peak_step, peak = max(high, key=lambda item: item[1])
+    peak_step, peak = max(high, key=lambda logged: logged.loss)
     rise = f", and to {peak:.4g} at step {peak_step}" if peak > loss else ""
     return Finding(
         seen=f"The loss, usually {past.usual:.4g}, jumped to {loss:.4g} at step {step}{rise}, "

@@ -133,7 +133,7 @@ class DeadUnits(Detector):
         self.undecided |= not enough
         active = np.count_nonzero(~now.silent)
         is_nearly_complete = active <= max(1, (1 - _NEARLY_ALL) * silent.size)
-        return enough and (is_nearly_complete or record.step - now.since >= _PARTLY)
+        return enough and bool(is_nearly_complete or record.step - now.since >= _PARTLY)
 
 
 _ADVICE = (

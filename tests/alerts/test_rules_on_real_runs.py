@@ -319,7 +319,7 @@ def test_a_rule_that_is_left_out_says_nothing(
         ({"dead_units": {"fraction": "half"}}, TypeError, "must be a number"),
         ({"dead_units": {"fraction": 0}}, ValueError, "must be above 0"),
         ({"dead_units": {"severity": "fatal"}}, ValueError, "must be one of note, warning, error"),
-        ({"dead_units": 0.5}, TypeError, "must be a dict of parameters, or None"),
+        ({"dead_units": 0.5}, TypeError, "must be a dict of parameters, a Detector"),
     ],
 )
 def test_what_cannot_be_configured_is_named(
