@@ -265,10 +265,10 @@ def test_a_rule_whose_state_cannot_be_taken_is_left_out(
     ("before", "after", "expected"),
     [
         (None, {"dead_units": {"fraction": 0.5}}, []),
-        (None, {"dead_units": None}, ["OneCause: there is no rule dead_units"]),
-        ({"dead_units": None}, None, ["OneCause: dead_units begins anew"]),
-        (None, (), ["there is no rule OneCause"]),
-        ((), None, ["OneCause begins anew"]),
+        (None, {"dead_units": None}, ["default_rules: there is no rule dead_units"]),
+        ({"dead_units": None}, None, ["default_rules: dead_units begins anew"]),
+        (None, (), ["there is no rule default_rules"]),
+        ((), None, ["default_rules begins anew"]),
         ([Counter()], (), ["there is no rule Counter"]),
     ],
 )
@@ -318,10 +318,12 @@ def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
         return {**state, "format": 2}
     if what == "without a step":
         return {"format": 1}
+    if what == "of an earlier release":
+        state["rules"][0] = {"rule": "OneCause", "state": {"causes": {}, "course": {}}}
     if what == "other types":
-        rules["no_learning"]["_steps"] = "many"
+        rules["no_learning"]["_looks"] = "many"
         rules["dead_units"]["_silence"] = {"0": {"silent": [True], "batches": 1}}
-        rules["course"] = [1, 2]
+        rules["baseline"] = [1, 2]
     return state
 
 
@@ -329,11 +331,16 @@ def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
     ("what", "step", "expected"),
     [
         ("newer", 3, "the state of the rules: its format 2 is unknown"),
-        ("without a step", 0, "the step: None; OneCause begins anew"),
+        ("without a step", 0, "the step: None; default_rules begins anew"),
+        (
+            "of an earlier release",
+            3,
+            "default_rules: their state is of an earlier release, they begin anew",
+        ),
         (
             "other types",
             3,
-            "OneCause: course begins anew, dead_units begins anew, no_learning begins anew",
+            "default_rules: baseline begins anew, dead_units begins anew, no_learning begins anew",
         ),
     ],
 )

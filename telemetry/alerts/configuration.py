@@ -85,9 +85,8 @@ def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, 
             detectors.append(given)
         elif given is not None:
             limits: dict[str, Any] = {**given}
-            severity = limits.pop("severity", None)
-            if severity is not None:
-                severities[name] = severity
+            if "severity" in limits:
+                severities[name] = limits.pop("severity")
             detectors.append(_RULES[name](**limits))
     return (Engine(detectors, severities=severities),)
 

@@ -35,14 +35,14 @@ class Key(NamedTuple):
 class Outer:
     inner: Inner
     _items: dict[Key, Item]
-    _range: tuple[float, float]
+    _range: tuple[float, int]
     _alert: Alert | None
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self.inner = Inner()
         self._items = {}
-        self._range = (0.0, 0.0)
+        self._range = (0.0, 0)
         self._alert = None
 
 
@@ -50,7 +50,7 @@ def test_a_value_comes_back_as_what_it_was() -> None:
     before, after = Outer(1.0), Outer(2.0)
     before.inner._values.extend([np.float32(2.0), 3.0])
     before._items[Key("a", 1)] = Item(mask=np.array([True, False]), share=np.float64(0.5))
-    before._range = (-np.inf, 1.0)
+    before._range = (-np.inf, 1)
     before._alert = Alert(
         kind="k", severity="error", step=3, module_name=None, value=1.0, threshold=0.0,
         message="m", consequences=("x",),
@@ -72,6 +72,8 @@ def test_a_value_comes_back_as_what_it_was() -> None:
     "damage",
     [
         {"_range": [1.0, "far"]},
+        {"_range": [1.0, 0.5]},
+        {"_range": [1.0]},
         {"_items": [[["a", 1], {"mask": [True]}]]},
         {"_items": [[["a", 1], {"mask": [True], "share": 0.5, "color": 1}]]},
         {"_items": [[["a"], {"mask": [True], "share": 0.5}]]},

@@ -81,16 +81,13 @@ def test_a_run_goes_on_from_its_checkpoint(
     assert done.returncode == 0, done.stderr
     step, counted = json.loads(done.stdout)
     assert (step, counted) == (SAVED, SAVED)
-    left_out = re.findall(r"load_state_dict\(\) left out OneCause: (.*)", done.stderr)
-    parts = [part for line in left_out for part in line.split(", ")]
-    assert all(part.endswith(" begins anew in part") for part in parts)
+    left_out = re.findall(r"load_state_dict\(\) left out (.*)", done.stderr)
+    assert {*left_out} == {"default_rules: their state is of an earlier release, they begin anew"}
     assert "telemetry failed" not in done.stderr
 
     client = open_client(folder)
     assert shown_steps(client, name) == list(range(SAVED + MORE))
-    # Those of the run that was not interrupted, the counts of which began before the checkpoint.
-    before = [alert[:5] for alert in expected(folder)[name]["alerts"] if alert[2] < SAVED + MORE]
-    assert [kind for kind, *_ in before].count("learning_rate_zero") == 2
+    before = [alert[:5] for alert in expected(folder)[name]["alerts"] if alert[2] < SAVED]
     alerts = client.json("run", run=name)["alerts"]
     fields = ("kind", "severity", "step", "module_name", "stage")
     assert [[alert[field] for field in fields] for alert in alerts] == before
