@@ -400,7 +400,7 @@ class CapturedStep:
         places: dict[tuple[Kind, Name], int] = {}
         of = [places.setdefault((o.kind, o.name), len(places)) for o in observations]
         rows = rows.merged(np.array(of, np.int64), len(places))
-        rows = replace(rows, calls=rows.calls + [detail.counted[key] for key in places])
+        rows = rows.having(calls=rows.calls + [detail.counted[key] for key in places])
         for kind in kinds:
             some = {name: place for (of_kind, name), place in places.items() if of_kind == kind}
             kinds[kind] = Tensors(tuple(some), rows.take(np.array([*some.values()], np.intp)))

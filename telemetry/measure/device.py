@@ -7,7 +7,6 @@ the range back), boolean indexing, ``torch.tensor`` on the device.
 from __future__ import annotations
 
 from math import inf, nan
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 from telemetry.measure.tensors import Values, pieces, unit_shape, working
 from telemetry.records.buckets import LAST_BUCKET
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS, finite_of
-from telemetry.records.rows import Rows
+from telemetry.records.rows import COLUMNS, Rows
 from telemetry.torch_private.host_copy import HostCopy, current_stream, send
 
 # Bounds the temporary memory, about 40 bytes for each element of a piece.
@@ -88,21 +87,23 @@ class DeviceRows:
         copied = self._copy.wait().numpy()
         size = len(self.numbers) * _WIDTH
         dense, units = copied[:size].reshape(-1, _WIDTH), copied[size:].reshape(-1, 2)
-        columns: dict[str, Any] = dict(zip(_FIGURES, dense.T, strict=False))
-        columns |= {name: columns[name].astype(np.int64) for name in COUNTS[1:]}
-        columns["count"] = np.array(self._counts)
-        codes, finite = dense[:, len(_FIGURES) :], finite_of(SimpleNamespace(**columns)) > 0
-        by_bucket = _by_bucket(codes, columns["positive_inf_count"], columns["negative_inf_count"])
-        row, place = by_bucket.nonzero()
-        return Rows(
-            **columns | {name: np.where(finite, columns[name], nan) for name in EXTREMES},
-            calls=np.ones(len(dense), np.int64),
-            bucket_count=np.bincount(row, minlength=len(dense)),
-            buckets=(place - LAST_BUCKET).astype(np.int16),
-            counts=by_bucket[row, place],
-            unit_count=np.array(self._unit_counts),
-            units=units.astype(np.float32),
+        columns = np.zeros(len(dense), COLUMNS)
+        for name, figures in zip(_FIGURES, dense.T, strict=False):
+            columns[name] = figures
+        columns["count"], columns["calls"], columns["unit_count"] = (
+            self._counts,
+            1,
+            self._unit_counts,
         )
+        positive, negative = columns["positive_inf_count"], columns["negative_inf_count"]
+        by_bucket = _by_bucket(dense[:, len(_FIGURES) :], positive, negative)
+        row, place = by_bucket.nonzero()
+        columns["bucket_count"] = np.bincount(row, minlength=len(dense))
+        buckets, counts = (place - LAST_BUCKET).astype(np.int16), by_bucket[row, place]
+        rows = Rows(columns, buckets, counts, units.astype(np.float32))
+        for name in EXTREMES:
+            columns[name][finite_of(rows) == 0] = nan
+        return rows
 
 
 def _by_bucket(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -176,8 +175,7 @@ class Measurements:
             devices = self._devices
             rows = Rows.concatenate([self._host.decode(), *(d.decode() for d in devices)])
             places = np.array([*self._of_host, *(n for d in devices for n in d.numbers)], np.int64)
-            rows = rows.merged(places, self._count)
-            rows = replace(rows, calls=np.ones(self._count, np.int64))  # also of several rows
+            rows = rows.merged(places, self._count).having(calls=1)  # also of several rows
             self._tensors = Tensors(range(self._count), rows)
             self._devices = ()
         return self._tensors

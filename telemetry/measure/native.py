@@ -118,7 +118,7 @@ class HostRows:
             if axis is not None:  # those of the other pieces change nothing
                 units = np.tile(np.array([inf, -inf], np.float32), (tensor.shape[axis], 1))
                 units[index[axis]] = piece.units
-                piece = replace(piece, units=units, unit_count=np.array([len(units)]))
+                piece = piece.having(units, unit_count=len(units))
             self._append(piece)
 
     def add_zeros(self, count: int) -> None:

@@ -86,12 +86,7 @@ class TensorTable:
                 calls=rows.calls,
                 **spreads(rank, rms_of(rows)),
             ),
-            rows=replace(
-                rows,
-                counts=_shortened(rows.counts),
-                unit_count=np.zeros_like(rows.calls),
-                units=rows.units[:0],
-            ),
+            rows=replace(rows.without_units(), counts=_shortened(rows.counts)),
             units=units,
         )
 
@@ -116,11 +111,10 @@ class TensorTable:
         known = self._whole_units()
         units = [known.get(row, none) for row in names]
         low, high = np.concatenate([*units, none], axis=1)
-        rows = replace(
-            self.rows,
+        rows = self.rows.having(
+            np.stack([low, -high], axis=1),
+            unit_count=[one.shape[1] for one in units],
             calls=self.table["calls"],
-            unit_count=np.array([one.shape[1] for one in units], np.int64),
-            units=np.stack([low, -high], axis=1),
         )
         return Tensors(names, rows)
 

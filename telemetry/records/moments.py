@@ -7,12 +7,12 @@ finite value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import fsum, nan
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 # The fields of :class:`Moments` by how two tensors' are put together.
 COUNTS = ("count", "nan_count", "positive_inf_count", "negative_inf_count", "zero_count")
@@ -161,18 +161,18 @@ class Moments:
 
 
 @_unwarned
-def merge_figures(columns: Mapping[str, Any], starts: Any) -> dict[str, Any]:
-    """Columns of :data:`FIGURES` over groups of rows, from those over rows.
+def merge_figures(columns: NDArray[Any], starts: NDArray[np.intp]) -> NDArray[Any]:
+    """The fields :data:`FIGURES` over groups of rows, from those over rows; others are zero.
 
     Args:
-        columns: By name, ``[rows]``; the rows of a group lie together.
-        starts: Where each group begins, int64 ``[groups]``, ascending; none is empty.
+        columns: ``[rows]``; those of a group lie together.
+        starts: Where each group begins, ``[groups]``, ascending; none is empty.
     """
-    merged: dict[str, Any] = {name: np.add.reduceat(columns[name], starts) for name in COUNTS}
-    merged["min"] = np.fmin.reduceat(columns["min"], starts)
-    merged["max"] = np.fmax.reduceat(columns["max"], starts)
-    merged |= {name: np.add.reduceat(columns[name], starts) for name in POWER_SUMS}
-    sizes = np.diff(starts, append=len(columns["count"]))
+    merged = np.zeros(len(starts), columns.dtype)
+    reductions = {"min": np.fmin, "max": np.fmax}
+    for name in FIGURES:
+        merged[name] = reductions.get(name, np.add).reduceat(columns[name], starts)
+    sizes = np.diff(starts, append=len(columns))
     for group in np.flatnonzero(sizes > 2).tolist():  # of two, every sum is correctly rounded
         some = slice(starts[group], starts[group] + sizes[group])
         for name in POWER_SUMS:

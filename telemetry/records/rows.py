@@ -7,7 +7,7 @@ hand over what they have measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,14 +25,16 @@ from telemetry.records.moments import (
     std_of,
 )
 
-# Of each tensor the fields of :class:`Moments`; ``sampled``: -1 if the pairs count all finite
-# values, else how many of those that are not zero they count, for a sample; how many pairs and how
-# many units it has.
-HEAD = np.dtype(
+# Of each tensor the figures of :class:`~telemetry.records.moments.Moments`, how many tensors it
+# stands for, and how many buckets and units it has.
+COLUMNS = np.dtype(
     [(name, "i8") for name in COUNTS]
     + [(name, "f8") for name in (*EXTREMES, *POWER_SUMS)]
-    + [(name, "i8") for name in ("sampled", "bucket_count", "unit_count")]
+    + [(name, "i8") for name in ("calls", "bucket_count", "unit_count")]
 )
+# The same as it is handed over, of one tensor: in the place of ``calls`` -1 if the pairs count all
+# finite values, else how many of those that are not zero they count, for a sample.
+HEAD = np.dtype([(name.replace("calls", "sampled"), COLUMNS[name]) for name in COLUMNS.names or ()])
 # A bucket that is not empty, see :func:`~telemetry.records.buckets.bucket_indices`, and how many
 # values are in it. Those of a tensor ascend. In a sample, the zeros of the head stand for bucket 0.
 PAIR = np.dtype([("count", "u4"), ("bucket", "i2"), ("", "V2")])
@@ -46,69 +48,56 @@ Column = NDArray[Any]
 _Bytes = bytes | bytearray
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """What was measured of some tensors.
 
+    Each column is an attribute, int64 or float64 ``[rows]``: the figures of
+    :class:`~telemetry.records.moments.Moments`; ``calls``, how many tensors a row stands for;
+    ``bucket_count`` and ``unit_count``, how many buckets hold anything and how many units were
+    told apart.
+
     Attributes:
-        count, nan_count, positive_inf_count, negative_inf_count, zero_count: As in
-            :class:`~telemetry.records.moments.Moments`, int64 ``[rows]``.
-        min, max, sum, sum_squares, sum_cubes, sum_fourth_powers: Likewise, float64 ``[rows]``.
-        calls: How many tensors each row stands for, int64 ``[rows]``.
-        bucket_count: How many buckets hold anything, int64 ``[rows]``.
-        buckets: These, row after row and ascending in each, int16.
+        columns: All of them, :data:`COLUMNS` ``[rows]``.
+        buckets: Those that hold anything, row after row and ascending in each, int16.
         counts: Finite values in each of them, float64; fractional where a sample was scaled up.
-        unit_count: How many units were told apart, int64 ``[rows]``.
         units: Smallest and largest value of each, row after row, float32 ``[..., 2]``.
     """
 
-    count: Column
-    nan_count: Column
-    positive_inf_count: Column
-    negative_inf_count: Column
-    zero_count: Column
-    min: Column
-    max: Column
-    sum: Column
-    sum_squares: Column
-    sum_cubes: Column
-    sum_fourth_powers: Column
-    calls: Column
-    bucket_count: Column
+    columns: NDArray[Any]
     buckets: NDArray[np.int16]
     counts: NDArray[np.float64]
-    unit_count: Column
     units: NDArray[np.float32]
 
+    def __getattr__(self, name: str) -> Column:
+        if name not in (COLUMNS.names or ()):
+            raise AttributeError(name)
+        column: Column = self.columns[name]
+        return column
+
     def __len__(self) -> int:
-        return len(self.count)
+        return len(self.columns)
 
     @staticmethod
     def decode(heads: _Bytes, pairs: _Bytes, units: _Bytes) -> Rows:
         """Rows of :data:`HEAD`, with their :data:`PAIR` and :data:`UNIT` one after the other."""
-        head, pair = np.frombuffer(heads, HEAD), np.frombuffer(pairs, PAIR)
-        rows = Rows(
-            **{name: head[name] for name in (*FIGURES, "bucket_count", "unit_count")},
-            calls=np.ones(len(head), np.int64),
-            buckets=np.ascontiguousarray(pair["bucket"]),
-            counts=pair["count"].astype(np.float64),
-            units=np.frombuffer(units, UNIT),
-        )
-        sampled = head["sampled"]
+        columns, pair = np.frombuffer(heads, COLUMNS).copy(), np.frombuffer(pairs, PAIR)
+        counts, sampled = pair["count"].astype(np.float64), columns["calls"].copy()
+        columns["calls"] = 1
+        buckets = np.ascontiguousarray(pair["bucket"])
+        rows = Rows(columns, buckets, counts, np.frombuffer(units, UNIT))
         if (sampled >= 0).any():
             some = np.flatnonzero(sampled > 0)
             scale = np.ones(len(rows))
             scale[some] = (finite_of(rows) - rows.zero_count)[some] / sampled[some]
-            rows.counts[:] *= scale.repeat(rows.bucket_count)
+            counts *= scale.repeat(rows.bucket_count)
             zeros = np.where(sampled >= 0, rows.zero_count, 0).repeat(rows.bucket_count)
-            np.copyto(rows.counts, zeros, where=(rows.buckets == 0) & (zeros > 0))
+            np.copyto(counts, zeros, where=(buckets == 0) & (zeros > 0))
         return rows
 
     def encode(self) -> tuple[bytes, bytes, bytes]:
         """What :meth:`decode` takes, of rows whose counts are whole numbers below 2^32."""
-        head, pair = np.empty(len(self), HEAD), np.zeros(len(self.buckets), PAIR)
-        for name in (*FIGURES, "bucket_count", "unit_count"):
-            head[name] = getattr(self, name)
+        head, pair = self.columns.view(HEAD).copy(), np.zeros(len(self.buckets), PAIR)
         head["sampled"] = -1
         pair["bucket"], pair["count"] = self.buckets, self.counts
         return head.tobytes(), pair.tobytes(), self.units.tobytes()
@@ -124,30 +113,29 @@ class Rows:
         """
         none = np.empty((0, 2), np.float32)
         units = [none if one is None else one for one in units or [None] * len(histograms)]
+        columns = np.empty(len(histograms), COLUMNS)
+        for name in FIGURES:
+            columns[name] = [getattr(one, name) for one in histograms]
+        columns["calls"] = calls or 1
+        columns["bucket_count"] = [len(one.buckets) for one in histograms]
+        columns["unit_count"] = [len(one) for one in units]
         return Rows(
-            **{
-                name: np.array([getattr(one, name) for one in histograms], HEAD[name])
-                for name in FIGURES
-            },
-            calls=np.array(calls or [1] * len(histograms), np.int64),
-            bucket_count=np.array([len(one.buckets) for one in histograms], np.int64),
-            buckets=_joined([one.buckets for one in histograms], np.empty(0, np.int16)),
-            counts=_joined([one.counts for one in histograms], np.empty(0)),
-            unit_count=np.array([len(one) for one in units], np.int64),
-            units=_joined(units, none),
+            columns,
+            np.concatenate([np.empty(0, np.int16), *(one.buckets for one in histograms)]),
+            np.concatenate([np.empty(0), *(one.counts for one in histograms)]),
+            np.concatenate([none, *units]),
         )
 
     @staticmethod
     def concatenate(parts: Sequence[Rows]) -> Rows:
         """The rows of all, one after the other; at least one part."""
-        if len(parts) == 1:
-            return parts[0]
-        names = [field.name for field in fields(Rows)]
-        return Rows(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
+        columns, buckets, counts, units = zip(*map(_arrays, parts), strict=True)
+        joined = np.concatenate
+        return Rows(joined(columns), joined(buckets), joined(counts), joined(units))
 
     def moments(self, row: int) -> dict[str, Any]:
         """The arguments of :class:`~telemetry.records.moments.Moments` for one row."""
-        return {name: getattr(self, name)[row].item() for name in FIGURES}
+        return dict(zip(FIGURES, self.columns[row].item(), strict=False))
 
     def span(self, row: int) -> slice:
         """Where in :attr:`buckets` and :attr:`counts` those of one row are."""
@@ -197,14 +185,19 @@ class Rows:
         """These rows, in this order."""
         if len(rows) == len(self) and (rows == np.arange(len(self))).all():
             return self
-        names = (*FIGURES, "calls", "bucket_count", "unit_count")
         pairs = _places(self._bucket_ends, self.bucket_count, rows)
-        return Rows(
-            **{name: getattr(self, name)[rows] for name in names},
-            buckets=self.buckets[pairs],
-            counts=self.counts[pairs],
-            units=self.units[_places(self._unit_ends, self.unit_count, rows)],
-        )
+        units = _places(self._unit_ends, self.unit_count, rows)
+        return Rows(self.columns[rows], self.buckets[pairs], self.counts[pairs], self.units[units])
+
+    def having(self, units: NDArray[np.float32] | None = None, **columns: Any) -> Rows:
+        """The same with other columns, or other units; then say how many each row has."""
+        changed = replace(self, columns=self.columns.copy())
+        for name, column in columns.items():
+            changed.columns[name] = column
+        return changed if units is None else replace(changed, units=units)
+
+    def without_units(self) -> Rows:
+        return self.having(self.units[:0], unit_count=0)
 
     @np.errstate(invalid="ignore")  # of NaN
     def merged(self, places: NDArray[np.int64], size: int) -> Rows:
@@ -223,17 +216,14 @@ class Rows:
         groups = np.repeat(np.arange(size), np.diff(starts, append=len(order)))
         codes = groups.repeat(rows.bucket_count) * _CODES + rows.buckets + LAST_BUCKET
         of_group, buckets, counts = _added(codes, rows.counts)
-        return Rows(
-            **merge_figures(vars(rows), starts),
-            calls=np.add.reduceat(rows.calls, starts),
-            bucket_count=np.bincount(of_group, minlength=size),
-            buckets=buckets,
-            counts=counts,
-            **rows._merged_units(groups, starts),
-        )
+        columns = merge_figures(rows.columns, starts)
+        columns["calls"] = np.add.reduceat(rows.calls, starts)
+        columns["bucket_count"] = np.bincount(of_group, minlength=size)
+        columns["unit_count"], units = rows._merged_units(groups, starts)
+        return Rows(columns, buckets, counts, units)
 
-    def _merged_units(self, groups: Column, starts: Column) -> dict[str, Column]:
-        """Units of groups of neighbouring rows; none where not all have as many."""
+    def _merged_units(self, groups: Column, starts: Column) -> tuple[Column, Column]:
+        """How many units groups of neighbouring rows have, and these; none where numbers differ."""
         sizes = self.unit_count[starts]
         sizes = np.where(np.maximum.reduceat(self.unit_count, starts) == sizes, sizes, 0)
         sizes = np.where(np.minimum.reduceat(self.unit_count, starts) == sizes, sizes, 0)
@@ -243,7 +233,7 @@ class Rows:
         units = np.tile(np.array([np.inf, -np.inf], np.float32), (sizes.sum(), 1))
         np.minimum.at(units[:, 0], places, given[:, 0])
         np.maximum.at(units[:, 1], places, given[:, 1])
-        return {"unit_count": sizes, "units": units}
+        return sizes, units
 
     def scaled(self, factors: NDArray[np.float64]) -> Rows:
         """As if all elements of each row had been multiplied by its positive, finite factor.
@@ -251,24 +241,24 @@ class Rows:
         Counts are exact if a factor is a power of two, and else up to half a bucket off; values
         that leave or enter the range of normal float32 numbers stay in the outermost buckets.
         """
-        powers = {name: factors**power for power, name in enumerate(POWER_SUMS, 1)}
-        powers |= dict.fromkeys(EXTREMES, factors)
         shifts = np.rint(BUCKETS_PER_OCTAVE * np.log2(factors)).astype(np.int64)
         moved = np.abs(self.buckets.astype(np.int64)) + shifts.repeat(self.bucket_count)
         moved = np.sign(self.buckets) * np.clip(moved, 1, LAST_BUCKET)
         rows = np.arange(len(self)).repeat(self.bucket_count)
         of_row, buckets, counts = _added(rows * _CODES + moved + LAST_BUCKET, self.counts)
-        kept = {field.name: getattr(self, field.name) for field in fields(Rows)}
+        columns = self.columns.copy()
+        columns["bucket_count"] = np.bincount(of_row, minlength=len(self))
         with np.errstate(all="ignore"):
-            scaled = {name: kept[name] * by for name, by in powers.items()}
+            for name in EXTREMES:
+                columns[name] *= factors
+            for power, name in enumerate(POWER_SUMS, 1):
+                columns[name] *= factors**power
             units = self.units * factors.repeat(self.unit_count).astype(np.float32)[:, None]
-        bucket_count = np.bincount(of_row, minlength=len(self))
-        changed = {"buckets": buckets, "counts": counts, "bucket_count": bucket_count}
-        return Rows(**{**kept, **scaled, **changed, "units": units})
+        return Rows(columns, buckets, counts, units)
 
 
-def _joined(parts: Sequence[Any], empty: NDArray[Any]) -> NDArray[Any]:
-    return np.concatenate([empty, *parts]).astype(empty.dtype, copy=False)
+def _arrays(rows: Rows) -> tuple[Column, ...]:
+    return rows.columns, rows.buckets, rows.counts, rows.units
 
 
 def _places(ends: Column, sizes: Column, rows: Column) -> NDArray[np.int64]:

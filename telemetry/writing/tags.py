@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -147,7 +146,7 @@ def _histograms(record: StepRecord) -> Mapping[str, Tagged]:
 def _filled(records: Mapping[Any, TensorRecord], tag_of: Mapping[Any, str]) -> Tagged:
     tensors = Tensors.of(records)
     # Units may be many, and no histogram shows them.
-    rows = replace(tensors.rows, units=tensors.rows.units[:0], unit_count=0 * tensors.rows.calls)
+    rows = tensors.rows.without_units()
     row_of = {name: row for row, name in enumerate(tensors) if rows.bucket_count[row]}
     found = {tag: row_of[name] for name, tag in tag_of.items() if name in row_of}
     return list(found), rows.take(np.array([*found.values()], np.intp))
