@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from difflib import get_close_matches
 from numbers import Real
@@ -22,6 +23,8 @@ from telemetry.alerts.units import DeadUnits, SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.rule import Rule
+
+log = logging.getLogger("telemetry")
 
 Settings = Mapping[str, "float | str"]
 """Parameters of one rule by name, and ``severity``."""
@@ -49,6 +52,10 @@ _RULES: Mapping[str, type[Detector]] = {
         LossStuck,
     )
 }
+
+
+# Limits that users could set once.
+_GONE: Mapping[str, tuple[str, ...]] = {"loss_spike": ("rate_distance",)}
 
 
 def default_rules() -> tuple[Rule, ...]:
@@ -84,10 +91,9 @@ def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, 
         if isinstance(given, Detector):
             detectors.append(given)
         elif given is not None:
-            limits: dict[str, Any] = {**given}
-            if "severity" in limits:
-                severities[name] = limits.pop("severity")
-            detectors.append(_RULES[name](**limits))
+            known = _RULES[name].limits()
+            detectors.append(_RULES[name](**{k: given[k] for k in known if k in given}))
+            severities |= {name: given["severity"]} if "severity" in given else {}
     return (Engine(detectors, severities=severities),)
 
 
@@ -118,7 +124,9 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
     known = _RULES[name].limits()
     for parameter, value in settings.items():
         where = f"HookLogger(alerts={{{name!r}: {{{parameter!r}: {value!r}}}}})"
-        if parameter == "severity":
+        if parameter in _GONE.get(name, ()):
+            log.warning("telemetry: %s: this limit is gone, and changes nothing", where)
+        elif parameter == "severity":
             if value not in get_args(Severity):
                 raise ValueError(f"{where}: must be one of {', '.join(get_args(Severity))}")
         elif parameter not in known:

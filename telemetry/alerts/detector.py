@@ -45,6 +45,10 @@ class Finding:
     is_over: bool = False
 
 
+EXPLOSIONS = frozenset({"exploding_gradient", "exploding_activation"})
+RISEN_LOSSES = frozenset({"loss_divergence", "loss_spike"})
+
+
 class Detector(Rule):
     """One kind of alert. A subclass names it and says what it finds in one step.
 

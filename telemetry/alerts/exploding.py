@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alerts.baseline import FAR_ABOVE, FEWEST, Baseline
-from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.detector import RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import Growth, Stretch, backward_growth, forward_growth, gain
 from telemetry.records import Output, StepRecord
 from telemetry.records.moments import rms_of
@@ -40,9 +40,7 @@ class ExplodingActivation(Detector):
     on = "full"
     confirm = 2
     over_after = 3  # by eye: one more than begin it
-    explained_by = frozenset(
-        {"exploding_gradient", "saturated_units", "dead_units", "loss_divergence", "loss_spike"}
-    )
+    explained_by = RISEN_LOSSES | {"exploding_gradient", "saturated_units", "dead_units"}
     by_large_steps = True
     factor = 100.0  # by eye; tried 10 and 1000
     depth_factor = 1e4  # as in ExplodingGradient; tried 1e3 and 1e5
@@ -136,9 +134,7 @@ class ExplodingGradient(Detector):
     kind = "exploding_gradient"
     severity = "error"
     over_after = 50
-    explained_by = frozenset(
-        {"exploding_activation", "saturated_units", "loss_divergence", "loss_spike"}
-    )
+    explained_by = RISEN_LOSSES | {"exploding_activation", "saturated_units"}
     by_large_steps = True
     factor = 1000.0  # healthy runs stay within 10; tried 100 and 10,000
     lasting_factor = 30.0  # by eye; tried 6 and 300

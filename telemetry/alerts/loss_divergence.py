@@ -20,7 +20,7 @@ from telemetry.alerts.baseline import (
     Baseline,
     Rise,
 )
-from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.records import StepRecord
 from telemetry.records.moments import mean_of, rms_of
@@ -54,16 +54,7 @@ class LossDivergence(Detector):
 
     kind = "loss_divergence"
     over_after = 10  # losses
-    explained_by = frozenset(
-        {
-            "exploding_gradient",
-            "exploding_activation",
-            "loss_spike",
-            "dead_units",
-            "saturated_units",
-            "nonfinite",
-        }
-    )
+    explained_by = EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"}
     update_ratio = LARGE_STEP
     losses = 3  # at 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
     _ratio: float = 0.0

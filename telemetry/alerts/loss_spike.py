@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from telemetry.alerts.baseline import LENGTH, NEVER, RECENT, Baseline, Logged, Rise
-from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
 from telemetry.layers.movers import Mover
 from telemetry.records import StepRecord
 from telemetry.shared.plain_text import called, steps_in_words
@@ -43,16 +43,7 @@ class LossSpike(Detector):
     kind = "loss_spike"
     on = "loss"
     over_after = RECENT
-    explained_by = frozenset(
-        {
-            "exploding_gradient",
-            "exploding_activation",
-            "loss_divergence",
-            "dead_units",
-            "saturated_units",
-            "nonfinite",
-        }
-    )
+    explained_by = EXPLOSIONS | {"loss_divergence", "dead_units", "saturated_units", "nonfinite"}
     distance = 2.0  # GANs and PPO stay below 0.3
     # A batch with one example of a rare class, weighted 100 times (rare_class_1to200), is 5 above;
     # targets in a wrong unit (target_spike) are 80,000.

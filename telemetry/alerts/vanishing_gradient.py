@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alerts.baseline import FAR_ABOVE, FEWEST, Baseline
-from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import Stretch
 from telemetry.layers import table
 from telemetry.records import StepRecord
@@ -56,16 +56,8 @@ class VanishingGradient(Detector):
 
     kind = "vanishing_gradient"
     over_after = 20
-    explained_by = frozenset(
-        {
-            "exploding_gradient",
-            "exploding_activation",
-            "loss_divergence",
-            "loss_spike",
-            "dead_units",
-            "saturated_units",
-            "untrained_parameters",
-        }
+    explained_by = (
+        EXPLOSIONS | RISEN_LOSSES | {"dead_units", "saturated_units", "untrained_parameters"}
     )
     lasting = True
     factor = 300.0  # at 30 the healthy cnn_sigmoid_ok alarms; tried 3000
