@@ -91,8 +91,8 @@ def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, 
         if isinstance(given, Detector):
             detectors.append(given)
         elif given is not None:
-            known = _RULES[name].limits()
-            detectors.append(_RULES[name](**{k: given[k] for k in known if k in given}))
+            make, limits = _RULES[name], dict[str, Any](given)
+            detectors.append(make(**{k: limits[k] for k in make.limits() if k in limits}))
             severities |= {name: given["severity"]} if "severity" in given else {}
     return (Engine(detectors, severities=severities),)
 
