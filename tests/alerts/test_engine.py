@@ -99,9 +99,13 @@ def test_a_lasting_consequence_is_told_though_its_cause_is_as_severe(severity: S
 
 def test_a_warning_that_leads_to_an_error_grows_worse_once_with_all_consequences() -> None:
     first = cause(*range(5, 100), severity="warning")
-    [_, worse] = alerts_from(first, effect(7), effect(7, kind="my_effect", lasting=True), steps=10)
+    second = Scripted(at(7, seen="And"), kind="my_effect", explained_by={"cause"}, lasting=True)
+    [_, worse] = alerts_from(first, effect(7), second, steps=8)
     assert (worse.stage, worse.severity, worse.step) == ("worse", "error", 7)
     assert worse.consequences == ("effect", "my_effect")
+    assert worse.message.startswith(
+        "And. Seen. It follows from the cause of step 5.\nIt leads to: "
+    )
     assert "It leads to: effect, my effect." in worse.message
 
 
