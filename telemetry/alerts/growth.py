@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
-from telemetry.records import StepRecord, once
+from telemetry.records import Module, StepRecord, once
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
 from telemetry.shared.plain_text import called
@@ -78,22 +78,30 @@ _ENDS = 0.1
 def forward_growth(record: StepRecord) -> Growth:
     """Growth of the modules' outputs: from the RMS of the first to the variation of others.
 
-    So a constant is no growth, however large it is.
+    So a constant is no growth, however large it is. What a normalization makes larger is none
+    either: it returns numbers around 1 whatever it is given, as behind embeddings of 0.02.
     """
     sizes = figures_of(record.activations, rms_of)
-    names = [
-        module.name
+    variation = figures_of(record.activations, attrgetter("variation"))
+    ran = [
+        module
         for module in record.layout.modules
         if 0 < sizes.get(module.name, 0.0) < math.inf and module.type_name not in LOOKUPS
     ]
-    variation = figures_of(record.activations, attrgetter("variation"))
-    first = [(name, sizes[name]) for name in names[:1]]
-    return _growth(first + [(name, variation[name]) for name in names[1:]])
+    values = [sizes[module.name] for module in ran[:1]]
+    values += [variation[module.name] for module in ran[1:]]
+    return _growth(ran, values, [_normalizes(module) for module in ran])
 
 
 def backward_growth(record: StepRecord) -> Growth:
-    """Growth of the gradients with respect to these outputs, from the last module back."""
-    return _growth(_gradients(record)[::-1])
+    """Growth of the gradients with respect to these outputs, from the last module back.
+
+    A normalization divides the gradient by what it divides its input by: that is not counted.
+    """
+    modules, values = (
+        zip(*_gradients(record)[::-1], strict=True) if _gradients(record) else ((), ())
+    )
+    return _growth(modules, values, [False, *map(_normalizes, modules)])
 
 
 def gain(record: StepRecord) -> float:
@@ -112,20 +120,35 @@ def gain(record: StepRecord) -> float:
 
 
 @once
-def _gradients(record: StepRecord) -> list[tuple[str, float]]:
-    """Names of layers and the RMS of the gradients of their outputs, in forward order.
+def _gradients(record: StepRecord) -> list[tuple[Module, float]]:
+    """Layers and the RMS of the gradients of their outputs, in forward order.
 
     Leaves out layers where it is zero or not finite, and embeddings, which have a scale of their
     own.
     """
     layers = zip(record.layout.modules, table(record).column("activation_grad_rms"), strict=True)
     return [
-        (module.name, rms)
+        (module, rms)
         for module, rms in layers
         if 0 < rms < math.inf and module.type_name not in LOOKUPS
     ]
 
 
-def _growth(values: Iterable[tuple[str, float]]) -> Growth:
-    known = [(name, math.log10(value)) for name, value in values if 0 < value < math.inf]
-    return Growth(names=[name for name, _ in known], levels=[level for _, level in known])
+def _growth(modules: Sequence[Module], values: Sequence[float], free: Sequence[bool]) -> Growth:
+    """Growth over modules, but for what comes about where it is ``free``."""
+    names, levels, allowance = [], [], 0.0
+    last = math.nan
+    for module, value, is_free in zip(modules, values, free, strict=False):
+        if not 0 < value < math.inf:
+            continue
+        level = math.log10(value)
+        if is_free and level > last:
+            allowance += level - last
+        names.append(module.name)
+        levels.append(level - allowance)
+        last = level
+    return Growth(names=names, levels=levels)
+
+
+def _normalizes(module: Module) -> bool:
+    return "Norm" in module.type_name
