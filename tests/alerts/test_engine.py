@@ -109,6 +109,21 @@ def test_a_warning_that_leads_to_an_error_grows_worse_once_with_all_consequences
     assert "It leads to: effect, my effect." in worse.message
 
 
+def test_a_lasting_note_makes_nothing_worse() -> None:
+    note = effect(7, severity="note", lasting=True)
+    assert told(cause(*range(5, 100)), note) == [(5, "begin", "cause")]
+
+
+def test_what_began_before_a_cause_does_not_follow_from_it() -> None:
+    found = at(3, severity="warning") | at(7, severity="error")
+    earlier = Scripted(found, kind="effect", explained_by={"cause"}, over_after=99)
+    assert told(cause(*range(5, 100)), earlier) == [
+        (3, "begin", "effect"),
+        (5, "begin", "cause"),
+        (7, "worse", "effect"),
+    ]
+
+
 def test_a_lasting_consequence_is_told_when_its_cause_is_over() -> None:
     later = effect(7, lasting=True)
     assert told(cause(*range(5, 30)), later, steps=50) == [
