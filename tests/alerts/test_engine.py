@@ -377,6 +377,15 @@ def test_a_detector_of_ones_own_comes_after_the_default_ones_or_in_their_place()
     assert [*detectors] == [kind for kind in _RULES if kind != "loss_spike"]
 
 
+def test_users_set_limits_and_severity_of_a_default_kind() -> None:
+    rates = [0.1] * 30 + [0.0] * 40
+    records = [record(step, learning_rates=(rate,)) for step, rate in enumerate(rates)]
+    settings = {"learning_rate_zero": {"steps": 5, "severity": "error"}}
+    for config, step, severity in ((settings, 34, "error"), ({}, 49, "note")):
+        [found] = alerts_of(records, rules_from(config))
+        assert (found.kind, found.step, found.severity) == ("learning_rate_zero", step, severity)
+
+
 def test_a_detector_of_ones_own_takes_part_in_causes_and_consequences() -> None:
     mine = Scripted(at(7), explained_by={"eval_mode"})
     first = Scripted(at(*range(5, 40)), kind="eval_mode")
