@@ -18,12 +18,9 @@ class Alert:
     """One training fault: that it begins, grows worse or ends.
 
     Attributes:
-        kind: What is wrong. The default rules report ``exploding_gradient``,
-            ``exploding_activation``, ``vanishing_gradient``, ``nonfinite``, ``dead_units``,
-            ``saturated_units``, ``loss_divergence``, ``ranks_diverge`` and ``no_learning``; your
-            own may use others.
-        severity: ``error`` if the run is lost unless something changes; ``note`` if it may well be
-            meant so: that is shown, but neither raised nor printed; else ``warning``.
+        kind: What is wrong; those of the default rules are in ``docs/alerts.md``.
+        severity: ``error``: the run is lost or wrong; ``warning``: look; ``note``: a fact, which
+            may well be meant so: it is shown, but neither raised nor printed.
         step: Optimizer steps completed when the measurement was taken, from 0.
         module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
         value: The measured figure that the rule judged; of a fault that grew worse by another one

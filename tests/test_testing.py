@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from telemetry import Alert, HookLogger, Rule, StepRecord
+from telemetry import Alert, Baseline, Detector, Finding, HookLogger, Rule, StepRecord
+from telemetry.alerts import rules_from
 from telemetry.testing import CapturedRun, alerts_of, capture_run
 
 PAGE = (Path(__file__).parents[1] / "docs" / "rules.md").read_text(encoding="utf-8")
@@ -121,24 +122,40 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     for example in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(example, page)
     page["logger"].close()
-    assert [record.full for record in page["run"].records[:11]].count(True) >= 2
+    records = page["run"].records
+    assert [record.full for record in records] == [step in (0, 10) for step in range(12)]
 
-    low: Callable[[], Rule] = lambda: page["HeavyTails"](kurtosis=1.0)  # noqa: E731
-    found = alerts_of(page["run"].records, [low()])
-    assert {alert.module_name for alert in found} == {"0", "1", "2"}
-    again = low()
-    again.load_state_dict({"last_norm": 0.0, "reported": ["0", "1", "2"]})
-    assert alerts_of(page["run"].records, [again]) == []
+    [rule] = rules_from({"heavy_tails": page["HeavyTails"](kurtosis=1.0)})
+    found = alerts_of([replace(records[0], step=step) for step in range(9)], [rule])
+    assert [(alert.kind, alert.step, alert.stage) for alert in found] == [
+        ("heavy_tails", 6, "begin")
+    ]
+    assert found[0].module_name == "1"
+    assert found[0].message.startswith("The outputs of 1 have a kurtosis of ")
     negative = replace(page["run"].records[0], scalars={"loss": -1.0})
     [alert] = alerts_of([negative], [page["loss_is_negative"]])
     assert (alert.kind, alert.value) == ("negative_loss", -1.0)
 
 
-@pytest.mark.parametrize("value", [StepRecord, Alert])
+@pytest.mark.parametrize("value", [StepRecord, Alert, Finding])
 def test_the_page_names_every_field(value: Any) -> None:
     assert [field.name for field in fields(value) if f"`{field.name}`" not in PAGE] == []
 
 
-def test_the_page_names_every_member_of_a_rule() -> None:
-    members = [name for name in vars(Rule) if not name.startswith("_")]
-    assert [name for name in members if f"| `{name}" not in PAGE] == []
+@pytest.mark.parametrize("value", [Rule, Detector])
+def test_the_page_names_every_member(value: type[Rule]) -> None:
+    members = {name for name in vars(value) if not name.startswith("_")}
+    engine = {"look", "look_at_loss", "limits"}
+    assert [name for name in members - engine if f"| `{name}" not in PAGE] == []
+
+
+def test_what_the_page_says_of_the_baseline_is_there() -> None:
+    names = re.findall(r"`(base\.[\w.]+)`", PAGE)
+    base, model = Baseline(), make()
+    with capture_run(model, rules=()) as run:
+        train(model, run, 3)
+    for record in run.records:
+        base.add(record)
+    assert len(names) > 10
+    for name in names:
+        assert eval(name, {"base": base}) is not None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.layers.module_types import STANDARD
 from telemetry.measure.sampling import SAMPLE_ELEMENTS
 from telemetry.records import Module, StepRecord
@@ -36,15 +36,7 @@ class Nonfinite(Detector):
 
     kind = "nonfinite"
     severity = "error"
-    explained_by = frozenset(
-        {
-            "exploding_gradient",
-            "exploding_activation",
-            "loss_divergence",
-            "loss_spike",
-            "ranks_diverge",
-        }
-    )
+    explained_by = EXPLOSIONS | RISEN_LOSSES | {"ranks_diverge"}
     lasting = True
     by_large_steps = True
     losses = 10  # a scaler halves its factor at each skipped step, and first needs several
@@ -222,8 +214,9 @@ def _broken_by_step(record: StepRecord) -> list[str]:
     return [
         p.name
         for p in record.layout.parameters
-        if not math.isfinite(record.update_ratios.get(p.name, 0.0))
-        and p.size <= SAMPLE_ELEMENTS
+        if p.size <= SAMPLE_ELEMENTS
+        and not math.isfinite(record.update_ratios.get(p.name, 0.0))
+        and p.name in record.weights
         and record.weights[p.name].sketch.norm > 0
     ]
 

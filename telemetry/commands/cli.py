@@ -94,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         "--fail-on",
         choices=FAIL_ON,
         default="warning",
-        help="how severe an alert must be to exit with 1 (default: %(default)s); notes never are",
+        help="how severe an alert must be to exit with 1 (default: %(default)s): an error says "
+        "that the run is lost or wrong, a warning: look; a note is a fact and never counts",
     )
     _add_form(of_alerts)
 

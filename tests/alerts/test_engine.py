@@ -75,14 +75,11 @@ def test_a_consequence_explains_no_less_than_its_cause() -> None:
 
 
 def test_the_earliest_of_several_causes_is_the_cause() -> None:
-    later = cause(*range(6, 50), kind="later")
-    found = alerts_from(later, cause(*range(5, 50)), effect(6, explained_by={"cause", "later"}))
-    assert {alert.kind: alert.consequences for alert in found if alert.stage == "begin"} == {
-        "cause": (),
-        "later": (),
-    }
-    ends = {alert.kind for alert in found if alert.stage == "end"}
-    assert ends == {"cause", "later"}
+    first = cause(*range(5, 50), severity="warning")
+    later = cause(*range(6, 50), severity="warning", kind="later")
+    found = alerts_from(later, first, effect(7, explained_by={"cause", "later"}))
+    [worse] = [alert for alert in found if alert.stage == "worse"]
+    assert (worse.kind, worse.consequences) == ("cause", ("effect",))
 
 
 @pytest.mark.parametrize("severity", ["warning", "error"])
@@ -102,10 +99,29 @@ def test_a_lasting_consequence_is_told_though_its_cause_is_as_severe(severity: S
 
 def test_a_warning_that_leads_to_an_error_grows_worse_once_with_all_consequences() -> None:
     first = cause(*range(5, 100), severity="warning")
-    [_, worse] = alerts_from(first, effect(7), effect(7, kind="my_effect", lasting=True), steps=10)
+    second = Scripted(at(7, seen="And"), kind="my_effect", explained_by={"cause"}, lasting=True)
+    [_, worse] = alerts_from(first, effect(7), second, steps=8)
     assert (worse.stage, worse.severity, worse.step) == ("worse", "error", 7)
     assert worse.consequences == ("effect", "my_effect")
+    assert worse.message.startswith(
+        "And. Seen. It follows from the cause of step 5.\nIt leads to: "
+    )
     assert "It leads to: effect, my effect." in worse.message
+
+
+def test_a_lasting_note_makes_nothing_worse() -> None:
+    note = effect(7, severity="note", lasting=True)
+    assert told(cause(*range(5, 100)), note) == [(5, "begin", "cause")]
+
+
+def test_what_began_before_a_cause_does_not_follow_from_it() -> None:
+    found = at(3, severity="warning") | at(7, severity="error")
+    earlier = Scripted(found, kind="effect", explained_by={"cause"}, over_after=99)
+    assert told(cause(*range(5, 100)), earlier) == [
+        (3, "begin", "effect"),
+        (5, "begin", "cause"),
+        (7, "worse", "effect"),
+    ]
 
 
 def test_a_lasting_consequence_is_told_when_its_cause_is_over() -> None:
@@ -359,6 +375,15 @@ def test_a_detector_of_ones_own_comes_after_the_default_ones_or_in_their_place()
     detectors = engine._detectors  # type: ignore[attr-defined]
     assert detectors["dead_units"] is mine
     assert [*detectors] == [kind for kind in _RULES if kind != "loss_spike"]
+
+
+def test_users_set_limits_and_severity_of_a_default_kind() -> None:
+    rates = [0.1] * 30 + [0.0] * 40
+    records = [record(step, learning_rates=(rate,)) for step, rate in enumerate(rates)]
+    settings = {"learning_rate_zero": {"steps": 5, "severity": "error"}}
+    for config, step, severity in ((settings, 34, "error"), ({}, 49, "note")):
+        [found] = alerts_of(records, rules_from(config))
+        assert (found.kind, found.step, found.severity) == ("learning_rate_zero", step, severity)
 
 
 def test_a_detector_of_ones_own_takes_part_in_causes_and_consequences() -> None:
