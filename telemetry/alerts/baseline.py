@@ -239,7 +239,7 @@ class Layers:
     Attributes:
         names: The modules that own parameters.
         levels: log10 of their norms, float64 ``[k, layers]``, oldest first; ``-inf`` for zero.
-        steps: Of each row, int64 ``[k]``.
+        steps: Of each row.
         usual: Their medians, as they were at most 20 steps ago, ``[layers]``.
         are_unusual: Whether one differs tenfold, and by four deviations, from its usual one, or is
             suddenly zero. Layers that were zero before do not count: experts, embeddings.
@@ -247,7 +247,7 @@ class Layers:
 
     names: tuple[str, ...] = ()
     levels: NDArray[np.float64]
-    steps: NDArray[np.int64]
+    steps: list[int]
     usual: NDArray[np.float64]
     are_unusual: bool = False
     _limit: NDArray[np.float64]
@@ -258,7 +258,7 @@ class Layers:
 
     def _begin(self, names: tuple[str, ...]) -> None:
         self.names, self.levels = names, np.zeros((0, len(names)))
-        self.steps = np.zeros(0, np.int64)
+        self.steps = []
         self.usual = self._limit = np.full(len(names), np.nan)
         self._since = 0
 
@@ -272,7 +272,7 @@ class Layers:
         with np.errstate(invalid="ignore"):
             self.are_unusual = bool((np.abs(levels - self.usual) > self._limit).any())
         self.levels = np.concatenate([self.levels[1 - _ROWS :], levels[None]])
-        self.steps = np.append(self.steps[1 - _ROWS :], record.step)
+        self.steps = [*self.steps[1 - _ROWS :], record.step]
         self._since += 1
         if self._since == (LATEST if len(self.steps) > LATEST else FEWEST):
             self._refresh()
@@ -291,8 +291,9 @@ class Layers:
 
         As the page finds them: of what came later it says nothing.
         """
-        rows = (since - LOOK_BACK < self.steps) & (self.steps <= since)
-        return movers(self.names, self.steps[rows], 10 ** self.levels[rows], since) or ()
+        rows = [row for row, step in enumerate(self.steps) if since - LOOK_BACK < step <= since]
+        steps = [self.steps[row] for row in rows]
+        return movers(self.names, steps, 10 ** self.levels[rows], since) or ()
 
 
 _ROWS = LOOK_BACK + LATEST

@@ -379,9 +379,8 @@ def _growth(base: Baseline) -> NDArray[np.float64] | None:
     with np.errstate(invalid="ignore"):
         growth: NDArray[np.float64] = layers.levels[-1] - layers.usual
     known = growth[np.isfinite(growth)]
-    if len(known) < _FEWEST or np.median(known) <= _ALL_GROWN:
-        return None
-    return growth
+    is_grown = 2 * np.count_nonzero(known > _ALL_GROWN) > len(known) >= _FEWEST
+    return growth if is_grown else None
 
 
 def _all_but_one(names: Sequence[str], growth: NDArray[np.float64]) -> Stretch | None:

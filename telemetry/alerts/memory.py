@@ -1,7 +1,7 @@
 """Converts what rules remember to plain values and back, so that a resumed run continues with it.
 
 A class remembers the attributes that it annotates in its body, but not its parameters: those are
-the new run's. Annotated attributes may be numbers, strings, arrays, tuples, sets, dicts, deques,
+the new run's. Annotated attributes may be numbers, strings, arrays, lists, tuples, sets, dicts, deques,
 and objects of such classes. Dataclasses and named tuples are created anew, other objects are
 filled. A dict becomes a list of pairs, because JSON allows only strings as keys.
 """
@@ -24,7 +24,7 @@ def to_plain(value: object) -> Any:
         return value.tolist()
     if isinstance(value, dict):
         return [[to_plain(key), to_plain(item)] for key, item in value.items()]
-    if isinstance(value, tuple | deque):
+    if isinstance(value, list | tuple | deque):
         return [to_plain(item) for item in value]
     if isinstance(value, set):
         return sorted(map(to_plain, value))
