@@ -1,9 +1,9 @@
 """Converts what rules remember to plain values and back, so that a resumed run continues with it.
 
 A class remembers the attributes that it annotates in its body, but not its parameters: those are
-the new run's. Annotated attributes may be numbers, strings, arrays, lists, tuples, sets, dicts, deques,
-and objects of such classes. Dataclasses and named tuples are created anew, other objects are
-filled. A dict becomes a list of pairs, because JSON allows only strings as keys.
+the new run's. Annotated attributes may be numbers, strings, arrays, lists, tuples, sets, dicts,
+deques, and objects of such classes. Dataclasses and named tuples are created anew, other objects
+are filled. A dict becomes a list of pairs, because JSON allows only strings as keys.
 """
 
 from __future__ import annotations
