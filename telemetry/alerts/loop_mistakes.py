@@ -30,11 +30,8 @@ class EvalMode(Detector):
     steps = 20  # by eye: a step or two may be an experiment
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        if not record.eval_mode:
-            return None
-        types = {module.type_name for module in record.layout.modules}
-        differ = sorted(filter(_DIFFER.search, types))
-        if not differ:
+        types = {m.type_name for m in record.layout.modules} if record.eval_mode else set()
+        if not (differ := sorted(filter(_DIFFER.search, types))):
             return None
         return Finding(
             seen=f"{self.steps} steps in a row were taken in evaluation mode, in which "
@@ -76,7 +73,6 @@ class SameBatch(Detector):
     _divisor: int = 0
     _refuted: bool = False
     _varied: bool = False
-    _first_losses: tuple[float, ...] = ()
     _losses: deque[float]
 
     def _set_up(self) -> None:
@@ -84,40 +80,23 @@ class SameBatch(Detector):
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         if record.loss is not None and math.isfinite(record.loss):
-            if len(self._first_losses) < FEWEST:
-                self._first_losses = (*self._first_losses, record.loss)
             self._losses.append(record.loss)
         given, distance = record.fingerprints, record.step - self._begun
-        if self._is_unknown(record):
-            found = None
-        elif given != self._given:
-            self._refuted, self._varied = self._refuted or self._divisor > 0, bool(self._given)
-            self._given, self._begun, self._divisor, found = given, record.step, 0, None
-        else:
+        is_known = len(given) > 0 and all(map(math.isfinite, given))
+        if is_known and given == self._given:
             self._divisor = math.gcd(self._divisor, distance)
-            is_told = self._varied or self._is_known_by_heart()
-            is_one = self._divisor == 1 and distance >= self.steps and is_told
-            found = self._found(distance) if is_one else None
-        # One more step would tell a loader's period from a single batch, or the loss decides.
+        elif is_known:
+            self._refuted, self._varied = self._refuted or self._divisor > 0, bool(self._given)
+            self._given, self._begun, self._divisor = given, record.step, 0
+        is_one = self._divisor == 1 and distance >= self.steps
+        is_one &= self.alert is not None or self._varied or self._is_known_by_heart(base)
+        # One more step would tell a loader's period from a single batch, or is the one to tell it.
         self.undecided = self._divisor > 1 and not self._refuted
-        if self._divisor == 1 and not self._varied and self.alert is None:
-            self.undecided |= self._is_known_by_heart()
-        return found
-
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
-        return self._is_unknown(record)
-
-    def _is_unknown(self, record: StepRecord) -> bool:
-        """Whether it is not known what the model was given."""
-        return not record.fingerprints or not all(map(math.isfinite, record.fingerprints))
-
-    def _is_known_by_heart(self) -> bool:
-        """Whether the loss has come down to next to nothing; True if none is logged."""
-        if not self._losses:
-            return True
-        return median_high(self._losses) <= self.share * median_high(self._first_losses)
-
-    def _found(self, distance: int) -> Finding:
+        if not is_known and self.alert is None:
+            self.undecided |= is_one
+            return None
+        if not is_one:
+            return None
         return Finding(
             seen="The model was given the same values at each step that was measured since step "
             f"{self._begun}",
@@ -126,6 +105,10 @@ class SameBatch(Detector):
             value=distance,
             limit=self.steps,
         )
+
+    def _is_known_by_heart(self, base: Baseline) -> bool:
+        """Whether the loss has come down to next to nothing; True if none is logged."""
+        return not self._losses or median_high(self._losses) <= self.share * base.loss.first
 
 
 class LearningRateZero(Detector):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median, median_high
+from statistics import median_high
 
 import numpy as np
 
@@ -17,8 +17,8 @@ class NoLearning(Detector):
     """Alerts when, from the beginning, no step moves any weight matrix noticeably.
 
     Small steps are fine if training has converged, if the schedule has ended or not begun, or if
-    the gradients have faded. So the gradients must be as large as at first, and the learning rate
-    must not be rising.
+    the gradients have faded. So the gradients must be as large as usual, and the learning rate must
+    not have risen. It is over as soon as a weight moves.
 
     Args:
         update_ratio: Largest update ratio over all weight matrices that counts as no movement.
@@ -33,9 +33,7 @@ class NoLearning(Detector):
     update_ratio = 3e-6
     steps = 30  # by eye; tried 15 and 60, by which the alert comes earlier or later
     losses = 100  # by eye: more micro-batches per step are unusual
-    _first_norms: tuple[float, ...] = ()
     _norms: deque[float]
-    _first_rates: tuple[float, ...] = ()
     _largest_ratio: float = 0.0
     _looks: int = 0
     _losses: int = 0
@@ -60,32 +58,26 @@ class NoLearning(Detector):
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         self._norms.append(record.total_grad_norm)
-        if len(self._first_norms) < RECENT:
-            self._first_norms = (*self._first_norms, record.total_grad_norm)
-            self._first_rates = record.learning_rates
         if record.update_ratios:
             self._looks += 1
             matrices, ratios = record.layout.matrices, record.update_ratios.items()
             moved = (r for name, r in ratios if name in matrices and math.isfinite(r))
             self._largest_ratio = max(self._largest_ratio, *moved, 0.0)
-        if self._largest_ratio > self.update_ratio:
-            self.undecided = False
+        ratio, steps, now = self._largest_ratio, base.age + 1, median_high(self._norms)
+        few = self._looks < _LOOKS and ratio <= self.update_ratio
+        self.undecided = few and steps >= self.steps - _LOOKS
+        if few or steps < self.steps or ratio > self.update_ratio or record.loss == 0:
             return None
-        steps = base.age + 1
-        self.undecided = steps >= self.steps - _LOOKS and self._looks < _LOOKS
-        if steps < self.steps or self._looks < _LOOKS or record.loss == 0:
-            return None
-        first, now = median_high(self._first_norms), median_high(self._norms)
-        faded = not (now >= _FADED * first) or (now == 0 and first != 0)
-        rates = zip(record.learning_rates, self._first_rates, strict=False)
-        if faded or any(rate > before for rate, before in rates):
+        if not now >= _FADED * base.norm.usual or base.rate > base.lowest_rate:
             return None
         seen, advice = "No parameter gets a gradient", _GRADIENT
         if now > 0:
             seen = f"In {steps} steps no step moved any weight by more than "
-            seen, advice = f"{seen}{self._largest_ratio:.1g} of its size", _RATE
-        ratio = self._largest_ratio
+            seen, advice = f"{seen}{ratio:.1g} of its size", _RATE
         return Finding(seen=seen, advice=advice, value=ratio, limit=self.update_ratio)
+
+    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+        return self._largest_ratio <= self.update_ratio
 
 
 _LOOKS = 3  # by eye; tried 1 and 6
@@ -128,9 +120,7 @@ class LossStuck(Detector):
     )
     reduction = 0.03
     steps = 100
-    _first: tuple[float, ...] = ()
     _losses: deque[float]
-    _moves: float = 0.0
     _classes: int = 0
     _given: tuple[float, ...] = ()
     _varies: bool = False
@@ -140,42 +130,32 @@ class LossStuck(Detector):
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         if record.update_ratios:
-            ratios = [*filter(math.isfinite, record.update_ratios.values())]
-            self._moves = median(ratios) if ratios else 0.0
             counts = record.activations.rows.unit_count  # 0 where units are not told apart
             self._classes = int(counts[-1]) if len(counts) else 0
         if record.fingerprints:
             self._varies = self._given != () and record.fingerprints != self._given
             self._given = record.fingerprints
         if record.loss is not None and math.isfinite(record.loss):
-            if len(self._first) < FEWEST:
-                self._first = (*self._first, record.loss)
             self._losses.append(record.loss)
-        return None if self._is_no_look(record) else self._find()
+        return None if self.lasts(record, base) else self._judge(base)
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
-        return self._is_no_look(record)
-
-    def _is_no_look(self, record: StepRecord) -> bool:
-        """Whether it is not one of the steps at which it looks: that takes some time."""
+        """Whether this is none of the steps at which it looks: that takes some time."""
         known = record.loss is not None and math.isfinite(record.loss)
-        return not known or len(self._losses) < 2 * self.steps or record.step % _LOOK > 0
+        return not known or len(self._losses) < 2 * self.steps or record.step % self.steps > 0
 
-    def _find(self) -> Finding | None:
-        losses, first = np.array(self._losses), median(self._first)
+    def _judge(self, base: Baseline) -> Finding | None:
+        losses, first = np.array(self._losses), base.loss.first
         latest = losses[-int(self.steps) :]
         now = float(latest.mean())
         is_constant = bool(latest.std() <= _ROUNDING * abs(now))
         if self._varies and is_constant and now > _NOTHING * abs(first):
             return self._found(now, now, "the same at each, though the batches differ")
-        if not (is_constant or _is_noise(latest)) or self._moves <= _MOVES:
+        if not (is_constant or _is_noise(latest)) or base.step_ratio <= _MOVES:
             return None
-        if first <= 0 or losses.std() > _NOISE * now:
-            return None
-        blocks = losses[: len(losses) // FEWEST * FEWEST].reshape(-1, FEWEST)
-        least = float(np.median(blocks, axis=1).min())
+        least = min(map(np.median, np.array_split(losses, FEWEST)))
         guess = math.log(self._classes) if self._classes > 2 else math.nan
-        moves = f"though the weights move by {self._moves:.1g} of their norm at each step"
+        moves = f"though the weights move by {base.step_ratio:.1g} of their norm at each step"
         if abs(now - guess) < self.reduction * guess:
             what = f"which is ln {self._classes}: a guess among {self._classes} classes"
             return self._found(now, guess, f"{what}, {moves}")
@@ -203,9 +183,7 @@ def _is_noise(losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
     return not trend and float(off[1:] @ off[:-1]) < _CORRELATED * float(off @ off)
 
 
-_LOOK = 100  # every so many steps
 _MOVES = 1e-5  # ten thousand such steps move a weight by a tenth; below it no_learning looks
-_NOISE = 0.25  # of the loss: policy losses are noise around 0; by eye
 _ROUNDING = 1e-5
 _NOTHING = 0.05  # of the first loss: what is left where all examples are known; by eye
 _CORRELATED = 0.3  # three standard errors of the correlation of 100 independent losses

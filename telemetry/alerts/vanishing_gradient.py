@@ -74,7 +74,6 @@ class VanishingGradient(Detector):
     _first: Figures
     _largest: Figures
     _update_share: Figures
-    _was_lost: Figures
 
     def _set_up(self) -> None:
         self._begin(())
@@ -85,10 +84,10 @@ class VanishingGradient(Detector):
         A module's share is log10 of its gradient norm over the largest. Remembered are for how many
         steps in a row it was small and not zero, and for how many zero; the first that was not
         zero, and the largest; while it is small, log10 of the update ratio over the largest at the
-        last full step, and whether (1) the loss was worse or the module never had more.
+        last full step.
         """
         self._names = names
-        self._faint_steps, self._zero_steps, self._was_lost = np.zeros((3, len(names)))
+        self._faint_steps, self._zero_steps = np.zeros((2, len(names)))
         self._first, self._update_share = np.full((2, len(names)), np.nan)
         self._largest = np.full(len(names), -np.inf)
 
@@ -107,7 +106,7 @@ class VanishingGradient(Detector):
         self._largest = np.maximum(self._largest, share)
         self._faint_steps = np.where(faint, self._faint_steps + 1, 0.0)
         self._zero_steps = np.where(zero, self._zero_steps + 1, 0.0)
-        found = self._small(record, base, share, faint, zero) if faint.any() else None
+        found = self._small(record, base, share, faint) if faint.any() else None
         if found is not None or not zero.any():
             return found
         never = (self._largest == -np.inf) & (self._zero_steps == self.zero_steps)
@@ -123,37 +122,43 @@ class VanishingGradient(Detector):
         return bool(self._zero_steps[at] > 0 or (self._faint_steps[at] > 0 and not moves))
 
     def _small(
-        self, record: StepRecord, base: Baseline, share: Figures, faint: Marks, zero: Marks
+        self, record: StepRecord, base: Baseline, share: Figures, faint: Marks
     ) -> Finding | None:
         """Modules whose gradients are small and not zero."""
         limit, update_limit = -math.log10(self.factor), -math.log10(self.update_factor)
-        lost = (self._first < limit) | (self._was_lost > 0) | base.loss.is_worse
-        self._was_lost = np.where(faint & lost, 1.0, 0.0)
         updates = _update_share(record) if record.update_ratios else self._update_share
         self._update_share = np.where(faint, updates, np.nan)
-        latest = base.layers.levels[-FEWEST:]
-        faint = faint & ~(latest == -np.inf).any(axis=0)
+        levels, rows = base.layers.levels, len(base.layers.levels) - 1
+        faint = faint & ~(levels[-FEWEST:] == -np.inf).any(axis=0)
         self.undecided = self.alert is None and bool((faint & np.isnan(updates)).any())
 
         fading = faint & (self._faint_steps >= self.steps) & (self._update_share < update_limit)
-        fading &= np.logical_and.accumulate(fading | zero)  # from the first on, without a gap
-        fading = _unless_rising(fading, share, self._share_before(base))
+        fading &= np.logical_and.accumulate(fading | (share == -np.inf))  # no gap from the first on
+        # The middle of the steps in which each has been small.
+        middle = rows - np.minimum((self._faint_steps.astype(int) + 1) // 2, rows)
+        before = levels[middle, np.arange(len(share))] - levels.max(axis=1)[middle]
+        fading = _unless_rising(fading, share, before)
 
         further = math.log10(self.branch_factor)
         branch = faint & (self._faint_steps >= self.branch_steps) & (share < limit - further)
-        branch &= (self._update_share < update_limit - further) & (self._was_lost > 0)
-        # A branch whose scale begins at zero and goes up and down has had larger ones.
-        branch &= (self._first >= limit) | (share > self._largest - _STEADY_DECADES)
+        branch &= self._update_share < update_limit - further
+        # One whose scale begins at zero and goes up and down has had larger ones.
+        steady = (self._first < limit) & (share > self._largest - _STEADY)
+        branch &= steady | ((self._first >= limit) & base.loss.is_worse)
         fading |= _unless_rising(branch, share, self._first)
-        return self._found(share, fading) if fading.any() else None
-
-    def _share_before(self, base: Baseline) -> Figures:
-        """Each share in the middle of the steps in which it has been small."""
-        levels = base.layers.levels
-        back = np.minimum((self._faint_steps.astype(int) + 1) // 2, len(levels) - 1)
-        rows = len(levels) - 1 - back
-        before: Figures = levels[rows, np.arange(len(back))] - levels.max(axis=1)[rows]
-        return before
+        if not fading.any():
+            return None
+        first = int(np.flatnonzero(fading)[0])
+        return Finding(
+            seen=f"The gradient of {called(self._names[first])} is {10 ** -share[first]:.2g} times "
+            "smaller than the largest, and the optimizer hardly moves it; the same holds for "
+            f"{int(fading.sum())} of {len(share)} layers",
+            advice="People usually replace sigmoid and tanh by ReLU or GELU, add normalization or "
+            "skip connections, and use He or Xavier initialization.",
+            value=float(10 ** share[first]),
+            limit=1 / self.factor,
+            module_name=self._names[first],
+        )
 
     def _zero(self, record: StepRecord) -> Finding | None:
         """Modules that ran and have had no gradient for long, though layers behind them have."""
@@ -179,23 +184,8 @@ class VanishingGradient(Detector):
         if sizes[branch].sum() < self.zero_share * sizes[holds(record.trainable)].sum():
             branch[:] = False
         gone = first | branch
-        return self._found_zero(gone) if gone.any() else None
-
-    def _found(self, share: Figures, fading: Marks) -> Finding:
-        first = int(np.flatnonzero(fading)[0])
-        name, times = self._names[first], 10 ** -share[first]
-        return Finding(
-            seen=f"The gradient of {called(name)} is {times:.2g} times smaller than the largest, "
-            "and the optimizer hardly moves it; the same holds for "
-            f"{int(fading.sum())} of {len(share)} layers",
-            advice="People usually replace sigmoid and tanh by ReLU or GELU, add normalization or "
-            "skip connections, and use He or Xavier initialization.",
-            value=float(10 ** share[first]),
-            limit=1 / self.factor,
-            module_name=name,
-        )
-
-    def _found_zero(self, gone: Marks) -> Finding:
+        if not gone.any():
+            return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
         return Finding(
@@ -210,8 +200,9 @@ class VanishingGradient(Detector):
         )
 
 
-_RISING_DECADES = 0.2  # by eye; tried 0.04 and 1
-_STEADY_DECADES = 0.5  # by eye; tried 0.1 and 2.5
+# Decades: branches whose scale begins at zero change by more. At 0.3 init_div100 is found 4 steps
+# earlier.
+_STEADY = 0.2
 
 
 def _is_known(record: StepRecord) -> bool:
@@ -222,8 +213,8 @@ def _is_known(record: StepRecord) -> bool:
 def _unless_rising(fading: Marks, share: Figures, before: Figures) -> Marks:
     """``fading``, or none if their shares rise on average, as in branches that begin at zero."""
     known = fading & np.isfinite(before)
-    rising = known.any() and (share[known] - before[known]).mean() > _RISING_DECADES
-    return np.zeros_like(fading) if rising else fading
+    growth = share[known] - before[known]
+    return np.zeros_like(fading) if growth.size and growth.mean() > _STEADY else fading
 
 
 def _update_share(record: StepRecord) -> Figures:
