@@ -96,7 +96,7 @@ class Detector(Rule):
                 raise TypeError(f"{type(self).__name__}({name}={value!r}): no such limit")
             setattr(self, name, value)
         self._own_base = Baseline()
-        self._set_up()
+        self.set_up()
 
     @classmethod
     def limits(cls) -> list[str]:
@@ -109,7 +109,7 @@ class Detector(Rule):
             if name[0] != "_" and type(value) in (int, float) and name not in others
         ]
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         """Make what it remembers and what cannot be shared by all detectors of the class."""
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:

@@ -47,7 +47,7 @@ class ExplodingActivation(Detector):
     _highest: dict[Output, float]
     _began_deep: bool | None = None
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._highest = {}
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
@@ -149,7 +149,7 @@ class ExplodingGradient(Detector):
     _began_deep: bool | None = None
     _is_deep: bool = False
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._depths, self._gains = deque(maxlen=50), deque(maxlen=10)
         self._blame = Blame()
 

@@ -75,7 +75,7 @@ class SameBatch(Detector):
     _varied: bool = False
     _losses: deque[float]
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._losses = deque(maxlen=FEWEST)
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:

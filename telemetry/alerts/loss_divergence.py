@@ -62,7 +62,7 @@ class LossDivergence(Detector):
     _sums: SummedGradients
     _rise: Rise | None = None
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._sums = SummedGradients()
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:

@@ -38,7 +38,7 @@ class NoLearning(Detector):
     _looks: int = 0
     _losses: int = 0
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._norms = deque(maxlen=RECENT)
 
     def find_in_loss(self, step: int, loss: float) -> Finding | None:
@@ -125,7 +125,7 @@ class LossStuck(Detector):
     _given: tuple[float, ...] = ()
     _varies: bool = False
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._losses = deque(maxlen=int(2 * self.steps))
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:

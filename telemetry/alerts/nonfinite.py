@@ -48,7 +48,7 @@ class Nonfinite(Detector):
     _calm_steps: int = 0
     _usual: set[str]
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._usual = set()
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:

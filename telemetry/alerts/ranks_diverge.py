@@ -30,7 +30,7 @@ class RanksDiverge(Detector):
     _looked: bool = False
     _apart: set[str]
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._apart = set()
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:

@@ -76,7 +76,7 @@ class DeadUnits(Detector):
     samples = 500.0
     _silence: dict[Output, _Silence]
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._silence = {}
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
@@ -266,7 +266,7 @@ class SaturatedUnits(Detector):
     _ranges: dict[Output, tuple[float, float]]
     _shares: dict[str, float]
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._layers, self._ranges, self._shares = {}, {}, {}
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:

@@ -50,7 +50,7 @@ class UntrainedParameters(Detector):
     _told: Marks
     _trained_before: Marks
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._begin(0)
         self._trainable = self._told = self._trained_before = np.zeros(0, bool)
 

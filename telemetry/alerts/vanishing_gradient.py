@@ -75,7 +75,7 @@ class VanishingGradient(Detector):
     _largest: Figures
     _update_share: Figures
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._begin(())
 
     def _begin(self, names: tuple[str, ...]) -> None:

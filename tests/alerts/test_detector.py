@@ -152,7 +152,7 @@ class NoLoss(Detector):
     _seen: deque[float]
     _by_step: dict[int, tuple[float, ...]]
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
         self._seen, self._by_step = deque(maxlen=2), {}
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
