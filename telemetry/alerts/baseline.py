@@ -26,6 +26,9 @@ FEWEST = 10  # values that make one: their range is 3.1 deviations, that of a hu
 RECENT = 5  # losses whose median ignores two outliers; tried 2 and 10
 JUMP = 3.0  # of a rate: neither warm restarts nor warm-up triple the highest; tried 1.5 and 15
 FAR_ABOVE = 0.7  # decades: a factor of 5; tried 0.14 and 3.5
+TENFOLD = 1.0  # decades: most healthy spikes of faultbench stay below it; tried 0.2 and 5
+FEW = 0.1  # of all layers, so that one noisy layer is none
+NOISE = 0.03  # of the first loss: less may be noise
 NEVER = 10**9  # steps since an event that has not happened
 
 
@@ -103,7 +106,7 @@ class Loss:
     """Whether the loss rises or falls. It may have any unit and sign.
 
     - Each loss is compared with the past.
-    - The last five with the latest thirty of the past.
+    - The last five with the latest twenty of the past: a loss may fall far in a hundred steps.
     - The last five with the best five and the first five: has half of what was learned been lost?
       However slowly the loss rises, it comes to that.
 
@@ -111,9 +114,8 @@ class Loss:
         past: Of all losses that are not far above it.
         high: The losses in a row that are far above it.
         first: Median of the first five losses that were not far above.
-        is_worse: Whether the recent median is four standard deviations above the thirty.
+        is_worse: Whether the recent median is four standard deviations above these.
         is_better: Whether that is half a standard deviation below them.
-        is_recovering: Whether it is worse, but has fallen again by a fifth of its rise.
         excess: By how many times its magnitude the last loss exceeds the highest of the past.
         losses_lost: Number of losses in a row after which half of what was learned had been lost.
     """
@@ -123,14 +125,11 @@ class Loss:
     first: float = math.nan
     is_worse: bool = False
     is_better: bool = False
-    is_recovering: bool = False
     excess: float = 0.0
     losses_lost: int = 0
     _firsts: tuple[float, ...] = ()
     _best: float = math.inf
     _recent: deque[float]
-    _steps_worse: int = 0
-    _peak: float = 0.0
 
     def __init__(self) -> None:
         self.past, self.high = Past(), deque(maxlen=LATEST + 1)
@@ -150,7 +149,7 @@ class Loss:
             self._compare(recent)
         if len(self._recent) == RECENT and self._firsts:
             self._best = min(self._best, recent)
-            has_learned = self.first - self._best > _LEARNED * abs(self.first)
+            has_learned = self.first - self._best > NOISE * abs(self.first)
             is_lost = has_learned and recent > (self.first + self._best) / 2
             self.losses_lost = self.losses_lost + 1 if is_lost else 0
         if self._is_far_above(loss):
@@ -163,33 +162,24 @@ class Loss:
         self.past.add(loss, unusual=bool(self.high))
 
     def _compare(self, recent: float) -> None:
-        usual, deviation = self.past.of_latest(_BEFORE)
+        usual, deviation = self.past.of_latest(LATEST)
         deviation = max(deviation, 1e-3 * abs(usual))  # so that a constant has one
         self.is_worse = recent > usual + _WORSE * deviation
         self.is_better = recent < usual - _BETTER * deviation
-        self._steps_worse = self._steps_worse + 1 if self.is_worse else 0
-        self._peak = max(self._peak, recent) if self._steps_worse > 1 else recent
-        fallen = recent < self._peak - _RECOVERED * (self._peak - usual)
-        self.is_recovering = self.is_worse and fallen
 
     def _is_far_above(self, loss: float) -> bool:
         if not len(self.past):
             return False
         highest, span = self.past.highest, self.past.range
         self.excess = (loss - highest) / abs(highest) if highest else 0.0
-        few = _FAR_OF_FEW * abs(highest) if len(self.past) < FEWEST else 0.0
-        return loss > highest + max(_FAR * span, few)
+        return loss > highest + _FAR * span
 
 
-_LEARNED = 0.1  # of the first loss: less may be noise; by eye
 # A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
 # mlp_tanh20_small is called exploding; tried 2 and 20.
 _WORSE = 4.0
-_BEFORE = 30  # of the past: a loss falls far in a hundred steps; tried 15 and 60
 _BETTER = 0.5  # by eye; tried 0.25 and 1
-_RECOVERED = 0.2  # by eye; tried 0.1 and 0.4
 _FAR = 0.5  # of the range of the losses so far, by eye; tried 0.1 and 2.5
-_FAR_OF_FEW = 0.2  # of the highest loss, while the range says little; by eye; tried 0.1 and 0.4
 
 
 class Norm:
@@ -224,12 +214,11 @@ class Norm:
         if len(self._past) >= RECENT:
             self.above = level - self._past.highest_of_all
             self.far_above = level - self._past.highest
-            if self.above >= FAR_ABOVE and self.since_jump > _SAME_JUMP:
+            if self.above >= FAR_ABOVE and self.since_jump > LATEST:
                 self.since_jump = 0
         self._past.add(level, unusual=self.above > _UNUSUAL)
 
 
-_SAME_JUMP = 30  # by eye, in steps; tried 15 and 60
 _UNUSUAL = 1.5  # a factor of 30, that of ExplodingGradient's lasting_factor; tried 0.3 and 7.5
 
 
@@ -283,7 +272,7 @@ class Layers:
         self.usual = ordered[len(past) // 2]
         with np.errstate(invalid="ignore"):
             off = np.sort(np.abs(past - self.usual), axis=0)[len(past) // 2]
-        self._limit = np.maximum(_DECADES, _DEVIATIONS * NORMAL_CONSISTENT * off)
+        self._limit = np.maximum(TENFOLD, _WORSE * NORMAL_CONSISTENT * off)
         self._limit[ordered[0] == -np.inf] = np.nan
 
     def movers(self, since: int) -> Sequence[Mover]:
@@ -297,8 +286,6 @@ class Layers:
 
 
 _ROWS = LOOK_BACK + LATEST
-_DECADES = 1.0  # most healthy spikes of faultbench stay below it; tried 0.2 and 5
-_DEVIATIONS = 4.0  # as for the loss
 
 
 class Baseline:
@@ -326,12 +313,11 @@ class Baseline:
     _ratio_rate: float = 0.0
     _survived_rate: float = 0.0
     _rates: deque[float]
-    _ratios: deque[float]
     _wanted: int = 0
 
     def __init__(self) -> None:
         self.loss, self.norm, self.layers = Loss(), Norm(), Layers()
-        self._rates, self._ratios = deque(maxlen=LENGTH), deque(maxlen=RECENT)
+        self._rates = deque(maxlen=LENGTH)
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
@@ -382,11 +368,9 @@ class Baseline:
 
     @property
     def gradients_led(self) -> bool:
-        """Whether gradients just jumped while the learning rate did not, and was not too large."""
+        """Whether gradients just jumped while the learning rate did not."""
         since = self.norm.since_jump
-        if since > FEWEST or self.since_rate_jump <= since + FEWEST:
-            return False
-        return not self._ratios or median_high(self._ratios) < _LARGE_USUALLY
+        return since <= FEWEST < self.since_rate_jump - since
 
     def _add_rate(self, rate: float) -> None:
         before = max(self._survived_rate, *[*self._rates][-FEWEST:], 0.0)
@@ -401,17 +385,13 @@ class Baseline:
         self.step_ratio, self._ratio_rate = ratio, self.rate
         if ratio >= LARGE_STEP:
             self.since_large_step = 0
-        if self.norm.since_jump > FEWEST:
-            self._ratios.append(ratio)
 
 
 # As update_ratio of loss_divergence: at 0.1 the healthy rare_positive_weighted alarms; tried 0.4.
 LARGE_STEP = 0.2
-# Five times the 0.01 that healthy runs stay below (see LossDivergence); tried 0.01 and 0.25.
-_LARGE_USUALLY = 0.05
 # What a jump does between two full measurements is seen some steps later, in those that rules ask
 # for. By then a momentum of 0.9 has forgotten most of it.
-AFTER_JUMP = 20
+AFTER_JUMP = LATEST
 _FULL_STEPS = 3  # one more than dead_units and saturated_units need; tried 1 and 6
 
 
@@ -446,10 +426,7 @@ class Rise:
         Where it had hardly come down before it rose, it is when it has.
         """
         learned = self.first - self.usual
-        if abs(learned) <= _NOISE * abs(self.first):
-            return loss < self.first - _NOISE * abs(self.first)
+        if abs(learned) <= NOISE * abs(self.first):
+            return loss < self.first - NOISE * abs(self.first)
         top = min(self.peak, self.first) if learned > 0 else self.peak
         return loss < (self.usual + top) / 2
-
-
-_NOISE = 0.03  # of the first loss: less may be noise; as in LossStuck

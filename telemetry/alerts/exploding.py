@@ -12,7 +12,7 @@ from statistics import median_high
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import FAR_ABOVE, FEWEST, Baseline
+from telemetry.alerts.baseline import FAR_ABOVE, FEW, FEWEST, RECENT, TENFOLD, Baseline
 from telemetry.alerts.detector import RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import Growth, Stretch, backward_growth, forward_growth, gain
 from telemetry.records import Output, StepRecord
@@ -108,8 +108,7 @@ class ExplodingGradient(Detector):
     - it exceeds it fivefold, the optimizer then moves the weights by a fifth of their norm, and the
       loss is far above all before; or
     - it is for ten steps ``lasting_factor`` times what it was more than 20 steps ago (ten more
-      than it is not), while the loss has risen and does not recover (harder data raise both as
-      well, then the loss falls again); or five times, while the loss falls without bound.
+      than it is not), while the loss has risen; or five times, while it falls without bound.
 
     Growth that comes from the loss does not count: if the loss gets another weight or unit, the
     gradient of the network's output grows as much as those of the parameters. The first full
@@ -120,9 +119,8 @@ class ExplodingGradient(Detector):
     way forward, and gradients on the way back. Either alone is common: small inputs, outputs in
     large units, side branches with small gradients. It alerts if the product of both growths is at
     least ``depth_factor``, if each has at least a third of its decades, and if this holds at the
-    first measurement, before training can have caused it. It takes two measurements, or one that is
-    thirty times larger. Later, where clipping hides the norm, both must have grown tenfold and the
-    loss must have risen.
+    first measurement, before training can have caused it. It takes two measurements. Later, where
+    clipping hides the norm, both must have grown tenfold and the loss must have risen.
 
     Args:
         factor: Ratio to the highest norm of the last 100 steps, at three steps in a row.
@@ -180,12 +178,12 @@ class ExplodingGradient(Detector):
         self._steps_far_above = self._steps_far_above + 1 if far_above else 0
         # One batch without a gradient in between is no end: all may be right for once.
         self._steps_lasting = max(0, self._steps_lasting + (1 if lasts else -1))
-        lost = (loss.is_worse and not loss.is_recovering) or is_unbounded
-        explodes = norm.above >= decades + _AT_ONCE
+        lost = loss.is_worse or is_unbounded
+        explodes = norm.above >= decades + TENFOLD
         explodes |= self._steps_far_above >= _STEPS or (self._steps_lasting >= _LASTING and lost)
         led = base.gradients_led and base.since_large_step <= norm.since_jump
         explodes |= led and len(loss.high) >= _LOSSES
-        if not explodes or base.since_rate_jump < _WAIT_FOR_RATE:
+        if not explodes or base.since_rate_jump < RECENT:  # loss_divergence needs some losses
             return None
         total = record.total_grad_norm
         falls = ", while the loss falls without bound" if is_unbounded else ""
@@ -214,19 +212,17 @@ class ExplodingGradient(Detector):
         forward, backward = forward_growth(record), backward_growth(record)
         product = forward.decades + backward.decades
         smaller, least = min(forward.decades, backward.decades), math.log10(self.depth_factor)
-        certain = False
         deep = self._is_deep = product >= least and smaller >= least * _SMALLER_SHARE
         if base.is_young:
             self._began_deep = deep if self._began_deep is None else self._began_deep
             deep &= self._began_deep
-            certain = deep and product >= least + _CERTAIN
         else:
             usual = median_high(self._depths) if self._depths else smaller
-            deep = smaller >= usual + _DEEPER and base.loss.is_worse
+            deep = smaller >= usual + TENFOLD and base.loss.is_worse
         self._deep_looks = self._deep_looks + 1 if deep else 0
         if not deep:
             self._depths.append(smaller)
-        if self._deep_looks < 2 and not certain:
+        if self._deep_looks < 2:
             return None
         return self._found(
             base,
@@ -287,12 +283,8 @@ class ExplodingGradient(Detector):
 
 _LASTING = FEWEST  # steps; tried 2 and 50
 _STEPS = 3  # by eye; tried 1, which finds cnn_scaled_batch a step earlier, and 6
-_AT_ONCE = 1.0  # ten times as much, by eye; tried 0.5 and 2
 _LOSSES = 2  # by eye; tried 1, which finds cnn_scaled_batch a step earlier, and 4
 _SMALLER_SHARE = 1 / 3  # at 2/3 resnet_nonorm_explodes is missed; tried 1/6
-_DEEPER = 1.0  # at 0.5 gpt_lr100, which diverges, is called exploding, too; tried 2
-_WAIT_FOR_RATE = 5  # by eye, in steps: loss_divergence needs three losses; tried 1 and 25
-_CERTAIN = 1.5  # a factor of 30, by eye; tried 0.75 and 3
 
 _WEIGHTS = (
     "People usually make the initial weights smaller (He or Xavier initialization), scale down the "
@@ -362,13 +354,13 @@ class Blame:
         sizes = figures_of(record.activations, rms_of)
         now = figures_of(record.activations, attrgetter("variation"))
         levels += [self._above(name, variation, sizes[name]) for name, variation in now.items()]
-        return Growth(names=["", *now], levels=levels) if max(levels) > _ALL_GROWN else None
+        return Growth(names=["", *now], levels=levels) if max(levels) > TENFOLD else None
 
     def _above(self, name: str, now: float, rms: float) -> float:
         """log10 of how far a variation is above a usual RMS; 0 if that is not known."""
         usual = self._outputs.get(name, math.nan)
         level = math.log10(now / usual) if 0 < now < math.inf and usual > 0 else 0.0
-        if level <= _ALL_GROWN and 0 < rms < math.inf:
+        if level <= TENFOLD and 0 < rms < math.inf:
             self._outputs[name] = rms
         return level
 
@@ -379,7 +371,7 @@ def _growth(base: Baseline) -> NDArray[np.float64] | None:
     with np.errstate(invalid="ignore"):
         growth: NDArray[np.float64] = layers.levels[-1] - layers.usual
     known = growth[np.isfinite(growth)]
-    is_grown = 2 * np.count_nonzero(known > _ALL_GROWN) > len(known) >= _FEWEST
+    is_grown = 2 * np.count_nonzero(known > TENFOLD) > len(known) >= _FEWEST
     return growth if is_grown else None
 
 
@@ -387,7 +379,7 @@ def _all_but_one(names: Sequence[str], growth: NDArray[np.float64]) -> Stretch |
     """The layer whose gradient grew far less than all others."""
     known = np.isfinite(growth)
     least, next_least = np.sort(growth[known])[:2]
-    if next_least - least <= _FAR_LESS:
+    if next_least - least <= TENFOLD:
         return None
     name = names[int(np.where(known, growth, np.inf).argmin())]
     return Stretch(name, name)
@@ -405,15 +397,12 @@ def _confined(record: StepRecord, usual: float) -> Stretch | None:
     norms = record.owner_grad_norms
     order = norms.argsort()
     others = np.sqrt(np.cumsum(norms[order] ** 2))
-    grown = order[others > 10**_ALL_GROWN * usual]
-    if not 0 < len(grown) <= max(1, _FEW * len(norms)) or len(norms) < _FEWEST:
+    grown = order[others > 10**TENFOLD * usual]
+    if not 0 < len(grown) <= max(1, FEW * len(norms)) or len(norms) < _FEWEST:
         return None
     name = record.layout.owner_names[int(grown.max())]
     return Stretch(name, name)
 
 
 _BATCH_KEY = "(batch)"
-_FEW = 0.1  # of all modules, by eye
 _FEWEST = 3  # fewer modules have no majority; tried 1 and 6
-_ALL_GROWN = 1.0  # ten times, gradients as well as outputs; by eye; tried 0.5 and 2
-_FAR_LESS = 1.0  # by eye; tried 0.5 and 2

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from telemetry.alerts.baseline import LENGTH, NEVER, RECENT, Baseline, Logged, Rise
+from telemetry.alerts.baseline import FEW, FEWEST, LENGTH, NEVER, RECENT, Baseline, Logged, Rise
 from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
 from telemetry.layers.movers import Mover
 from telemetry.records import StepRecord
@@ -57,7 +57,7 @@ class LossSpike(Detector):
         high, before = tuple(base.loss.high), self._before
         self._before = high
         jumped_at = record.step - base.since_rate_jump
-        is_new = base.since_rate_jump <= _JUST and jumped_at != self._jumped_at
+        is_new = base.since_rate_jump <= FEWEST and jumped_at != self._jumped_at
         if is_new and (len(high) >= 2 or base.loss.is_worse):
             self._jumped_at = jumped_at
             high = high or (Logged(record.step, record.loss or 0.0),)
@@ -91,7 +91,7 @@ class LossSpike(Detector):
                 advice="People usually clip gradients, lower the learning rate or Adam's beta2, "
                 "and go on from a checkpoint before the spike without the batches around it.",
             )
-        if base.since_rate_jump <= _JUST:
+        if base.since_rate_jump <= FEWEST:
             return None
         return _found(
             high,
@@ -137,10 +137,7 @@ class LossSpike(Detector):
 
 
 _IN_A_ROW = 3  # losses
-_JUST = 10  # steps; as in gradients_led of the baseline
 
-# Of all layers; by eye, so that one noisy layer is no reason.
-FEW = 0.1
 _NAMED = 5
 
 

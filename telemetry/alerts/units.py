@@ -110,7 +110,7 @@ class DeadUnits(Detector):
         """Whether most units of the layer that was reported are still silent."""
         name = self.alert.module_name if self.alert is not None else None
         of_layer = (s for output, s in _silent_units(record) if output.module_name == name)
-        return any(_share(silent) > _REVIVED for silent in of_layer)
+        return any(_share(silent) > _FINE for silent in of_layer)
 
     def _is_dead(self, output: Output, silent: NDArray[np.bool_], record: StepRecord) -> bool:
         """Add this batch to those before; whether the units are dead now."""
@@ -141,8 +141,6 @@ _ADVICE = (
     "LeakyReLU or GELU."
 )
 _DROPPED = "Check the probability of this dropout: it is the share that is dropped."
-# The largest healthy share is 0.47; that of sparsity_too_strong goes up and down from 0.86 to 0.98.
-_REVIVED = 2 / 3
 # In labels_shuffled, whose loss has nothing to learn, 0.906 are silent for 30 steps.
 _PARTLY = 50  # steps
 _NEARLY_ALL = 0.93  # or all but one; in sparsity_too_strong they are 0.945
@@ -259,7 +257,7 @@ class SaturatedUnits(Detector):
     lasting = True
     by_large_steps = True
     # Healthy hidden layers have 21 % at most, faulty ones 90 % or more; the exception are the gates
-    # of highway_carry_gates, which _FLATTEST is for. Tried 0.4 and 0.95.
+    # of highway_carry_gates, which _MOST is for. Tried 0.4 and 0.95.
     fraction = 0.8
     looks = 2  # the fewest that confirm each other; tried 1 and 4
     _layers: dict[Output, _Layer]
@@ -334,7 +332,7 @@ class SaturatedUnits(Detector):
         low, high = min(low, sketch.min), max(high, sketch.max)
         self._ranges[output] = low, high
         gradient = record.output_grads.get(before)
-        if gradient is None or _share_faint(gradient.sketch) < _BLOCKED or low == high:
+        if gradient is None or _share_faint(gradient.sketch) < _MOST or low == high:
             return 0.0
         if low == 0:  # a kind of ReLU: zero is its flat part, and not a fault
             return Flat(high=high).share(sketch)
@@ -364,11 +362,8 @@ _CENTERED = (
     "People usually scale or center the inputs, make the initial weights smaller, and add "
     "normalization before the activation."
 )
-_FLATTEST = 0.75  # so that nearly closed gates pass; by eye; tried 0.375 and 0.95
+_MOST = 0.75  # so that nearly closed gates pass; by eye; tried 0.375 and 0.95
 _FINE = 0.5  # by eye; tried 0.25 and 0.95
-# By eye; tried 0.14 and 0.95. Beyond 1, where nothing counts, lecun_tanh_saturates is missed.
-_BLOCKED = 0.7
-_FAINT = 1e-3  # by eye; tried 0.0005 and 0.002
 _LARGE = 10.0  # tanh has slope 1e-8 there; tried 2 and 50
 # Bounded functions return 1 at most, and few sums of them are much larger. At 0.4
 # rnncell_saturated is missed; tried 1 and 10.
@@ -383,14 +378,14 @@ def _share_flat(record: StepRecord, output: Output, function: Bounded) -> float:
     share = table(record).value(record.layout.position[output.module_name], "saturation") or 0.0
     if function.flattest is None:
         return share
-    return min(share, function.flattest.share(record.outputs[output].sketch) / _FLATTEST)
+    return min(share, function.flattest.share(record.outputs[output].sketch) / _MOST)
 
 
 def _share_faint(sketch: Sketch) -> float:
     """Share of the values that are a thousand times smaller than the RMS."""
     if not sketch.finite_count or sketch.sum_squares == 0:
         return 1.0
-    limit = bucket_of(_FAINT * sketch.rms)
+    limit = bucket_of(_NEGLIGIBLE * sketch.rms)
     return float(sketch.counts[np.abs(sketch.buckets) < limit].sum() / sketch.finite_count)
 
 
