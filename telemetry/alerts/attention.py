@@ -42,7 +42,7 @@ class AttentionCollapse(Detector):
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         entropies = _entropies(record)
-        low = {o: entropy for o, entropy in entropies.items() if entropy < self.fraction}
+        low = {output: share for output, share in entropies.items() if share < self.fraction}
         if not low:
             return None
         worst = min(low, key=lambda output: low[output])
@@ -63,15 +63,13 @@ class AttentionCollapse(Detector):
 
 def _entropies(record: StepRecord) -> dict[Output, float]:
     """Of the attention weights that a step has."""
-    known = {o: _entropy(record.outputs[o]) for o in record.outputs if _is_attention(record, o)}
-    return {output: entropy for output, entropy in known.items() if entropy is not None}
-
-
-def _is_attention(record: StepRecord, output: Output) -> bool:
-    if not _ATTENTION.search(output.module_name):
-        return False
-    module = record.layout.modules[record.layout.position[output.module_name]]
-    return module.type_name.startswith("Softmax") or output.place > 0
+    layout, entropies = record.layout, {}
+    for output in record.outputs:
+        if _ATTENTION.search(output.module_name):
+            module = layout.modules[layout.position[output.module_name]]
+            if module.type_name.startswith("Softmax") or output.place > 0:
+                entropies[output] = _entropy(record.outputs[output])
+    return {output: entropy for output, entropy in entropies.items() if entropy is not None}
 
 
 def _entropy(weights: TensorRecord) -> float | None:
@@ -113,17 +111,16 @@ class LogitGrowth(Detector):
     largest = 1e4
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        ran = record.activations
-        logits = [name for name in ran if _LOGITS.search(name)]
-        found = {name: max(-ran[name].sketch.min, ran[name].sketch.max) for name in logits}
-        name = max(found, key=lambda name: found[name], default="")
-        if not found.get(name, 0.0) > self.largest:
+        ran = ((name, output.sketch) for name, output in record.activations.items())
+        found = [(max(-s.min, s.max), name) for name, s in ran if _LOGITS.search(name)]
+        largest, name = max(found, default=(0.0, ""))
+        if not largest > self.largest:
             return None
         return Finding(
-            seen=f"The largest attention logit of {called(name)} is {found[name]:.3g}",
+            seen=f"The largest attention logit of {called(name)} is {largest:.3g}",
             advice="People usually normalize queries and keys, and lower the learning rate or warm "
             "it up.",
-            value=found[name],
+            value=largest,
             limit=self.largest,
             module_name=name,
         )

@@ -27,11 +27,7 @@ class RanksDiverge(Detector):
     severity = "error"
     over_after = 20
     _reported: bool = False
-    _looked: bool = False
-    _apart: set[str]
-
-    def set_up(self) -> None:
-        self._apart = set()
+    _apart: set[str] | None = None  # none before the first look
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         if record.ranks is None:
@@ -39,46 +35,44 @@ class RanksDiverge(Detector):
         diverged = self._copies_that_differ(record.ranks)
         if diverged and not self._reported:
             self._reported = True
-            return self._diverged(record, record.ranks, diverged)
-        return self._alone(record, record.ranks)
+            return _diverged(record, record.ranks, diverged)
+        return None if record.skipped else _alone(record.ranks)
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
         return record.ranks is None
 
     def _copies_that_differ(self, facts: RankFacts) -> Sequence[Divergence]:
-        if not self._looked and len(facts.measured) > 1:
-            self._looked = True
+        if self._apart is None and len(facts.measured) > 1:
             self._apart = {found.parameter for found in facts.diverged if not found.declared}
-        return [found for found in facts.diverged if found.parameter not in self._apart]
+        return [found for found in facts.diverged if found.parameter not in (self._apart or ())]
 
-    def _diverged(
-        self, record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]
-    ) -> Finding:
-        first, count = diverged[0], len(diverged)
-        more = f" and {count - 1} more parameters" if count > 1 else ""
-        owner = {p.name: p.module_name for p in record.layout.parameters}
-        return Finding(
-            seen=f"{printable(first.parameter)}{more} on {facts.called(first.rank)} is no longer "
-            f"equal to that on {facts.called(first.other)}",
-            advice="People usually look for code that runs on some ranks only and changes "
-            "parameters or random numbers, for parameters that DDP does not know of, and for "
-            "faulty memory; then they go back to a checkpoint.",
-            value=count,
-            limit=0.0,
-            module_name=owner.get(first.parameter),
-            told_once=True,
-        )
 
-    def _alone(self, record: StepRecord, facts: RankFacts) -> Finding | None:
-        """One rank of several holds NaN or infinity of its own."""
-        is_alone = facts.nonfinite == 1 and len(facts.held) > 1
-        if facts.first_nonfinite is None or not is_alone or record.skipped:
-            return None
-        rank, where = facts.first_nonfinite
-        return Finding(
-            seen=f"NaN or infinity on {facts.called(rank)} alone, first seen in {printable(where)}",
-            advice="People usually look at the samples that this rank was given, and exclude the "
-            "host if it happens there again.",
-            value=1.0,
-            limit=0.0,
-        )
+def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]) -> Finding:
+    first, count = diverged[0], len(diverged)
+    more = f" and {count - 1} more parameters" if count > 1 else ""
+    owner = {p.name: p.module_name for p in record.layout.parameters}
+    return Finding(
+        seen=f"{printable(first.parameter)}{more} on {facts.called(first.rank)} is no longer "
+        f"equal to that on {facts.called(first.other)}",
+        advice="People usually look for code that runs on some ranks only and changes "
+        "parameters or random numbers, for parameters that DDP does not know of, and for "
+        "faulty memory; then they go back to a checkpoint.",
+        value=count,
+        limit=0.0,
+        module_name=owner.get(first.parameter),
+        told_once=True,
+    )
+
+
+def _alone(facts: RankFacts) -> Finding | None:
+    """One rank of several holds NaN or infinity of its own."""
+    if facts.first_nonfinite is None or facts.nonfinite != 1 or len(facts.held) < 2:
+        return None
+    rank, where = facts.first_nonfinite
+    return Finding(
+        seen=f"NaN or infinity on {facts.called(rank)} alone, first seen in {printable(where)}",
+        advice="People usually look at the samples that this rank was given, and exclude the "
+        "host if it happens there again.",
+        value=1.0,
+        limit=0.0,
+    )

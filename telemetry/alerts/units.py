@@ -117,16 +117,18 @@ class DeadUnits(Detector):
         before = self._silence.pop(output, None)
         if _share(silent) < self.fraction:
             return False
-        now = _Silence(
-            silent=silent,
-            batches=1,
-            samples=record.outputs[output].sketch.finite_count / silent.size,
-            since=record.step,
-            whole=int(silent.all()),
-        )
+        samples = record.outputs[output].sketch.finite_count / silent.size
+        now = _Silence(silent=silent, samples=samples, since=record.step, whole=int(silent.all()))
         if before is not None and before.silent.shape == silent.shape:
-            both = before.joined(now)
-            now = both if _share(both.silent) >= self.fraction else now
+            both = silent & before.silent
+            if _share(both) >= self.fraction:
+                now = _Silence(
+                    silent=both,
+                    batches=before.batches + 1,
+                    samples=before.samples + samples,
+                    since=before.since,
+                    whole=before.whole + 1 if now.whole else 0,
+                )
         self._silence[output] = now
         witnessed = now.samples * now.silent.sum() ** 0.5 >= self.samples
         enough = bool(now.batches >= self.batches and witnessed)
@@ -144,8 +146,9 @@ _DROPPED = "Check the probability of this dropout: it is the share that is dropp
 # In labels_shuffled, whose loss has nothing to learn, 0.906 are silent for 30 steps.
 _PARTLY = 50  # steps
 _NEARLY_ALL = 0.93  # or all but one; in sparsity_too_strong they are 0.945
-_FEWEST_UNITS = 2  # a single unit is no layer
-_NEGLIGIBLE = 1e-3  # SiLU(x) / x is less below x = -6.9; tried 0.0002 and 0.005
+# Of an input, as SiLU(x) / x is below x = -6.9 (tried 0.0002 and 0.005), and of the RMS of
+# gradients (by eye; tried 0.0005 and 0.002).
+_NEGLIGIBLE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,20 +161,10 @@ class _Silence:
     """
 
     silent: NDArray[np.bool_]
-    batches: int
+    batches: int = 1
     samples: float
     since: int
     whole: int
-
-    def joined(self, other: _Silence) -> _Silence:
-        """Units that were silent in the batches of both."""
-        return _Silence(
-            silent=self.silent & other.silent,
-            batches=self.batches + other.batches,
-            samples=self.samples + other.samples,
-            since=self.since,
-            whole=self.whole + other.whole if other.whole else 0,
-        )
 
 
 def _share(units: NDArray[np.bool_]) -> float:
@@ -181,7 +174,7 @@ def _share(units: NDArray[np.bool_]) -> float:
 @once
 def _silent_units(record: StepRecord) -> Sequence[tuple[Output, NDArray[np.bool_]]]:
     """Outputs that get a gradient, and which of their units are silent, in forward order."""
-    forward, idle = Forward.of(record), _idle_modules(record)
+    forward, idle = _Forward.of(record), _idle_modules(record)
     if not forward.outputs:
         return ()
     units, sizes = forward.rows.units, forward.rows.unit_count
@@ -200,7 +193,8 @@ def _silent_units(record: StepRecord) -> Sequence[tuple[Output, NDArray[np.bool_
     of_owned = (zero & is_idle[rows]) | (negative & cut_off[rows])
     silent = np.where(np.array(forward.owned)[rows], of_owned, zero | _negligible(forward.rows))
     ends = sizes.cumsum().tolist()
-    counted = np.flatnonzero((places >= 0) & (sizes >= _FEWEST_UNITS) & ~two_sided).tolist()
+    # A single unit is no layer.
+    counted = np.flatnonzero((places >= 0) & (sizes > 1) & ~two_sided).tolist()
     return [(forward.outputs[i], silent[ends[i] - sizes[i] : ends[i]]) for i in counted]
 
 
@@ -310,7 +304,7 @@ class SaturatedUnits(Detector):
 
     def _flat_shares(self, record: StepRecord) -> Iterator[tuple[Output, float]]:
         """Outputs of hidden layers, and the share of each that is flat, in forward order."""
-        forward = Forward.of(record)
+        forward = _Forward.of(record)
         rms = rms_of(forward.rows).tolist()
         for index in forward.hidden:
             output, type_name = forward.outputs[index], forward.types[index]
@@ -327,16 +321,13 @@ class SaturatedUnits(Detector):
 
     def _share_at_ends(self, record: StepRecord, output: Output, before: Output) -> float:
         """Share of a module's outputs at the ends of its range; 0 if gradients pass it."""
-        sketch = record.outputs[output].sketch
+        sketch, gradient = record.outputs[output].sketch, record.output_grads.get(before)
         low, high = self._ranges.get(output, (math.inf, -math.inf))
-        low, high = min(low, sketch.min), max(high, sketch.max)
-        self._ranges[output] = low, high
-        gradient = record.output_grads.get(before)
+        low, high = self._ranges[output] = min(low, sketch.min), max(high, sketch.max)
         if gradient is None or _share_faint(gradient.sketch) < _MOST or low == high:
             return 0.0
-        if low == 0:  # a kind of ReLU: zero is its flat part, and not a fault
-            return Flat(high=high).share(sketch)
-        return Flat(low=low, high=high).share(sketch)
+        # If zero is the low end, it is a kind of ReLU, and that no fault.
+        return Flat(low=low or -math.inf, high=high).share(sketch)
 
 
 @dataclass(kw_only=True)
@@ -406,13 +397,12 @@ def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
 
 def _received(record: StepRecord, output: Output) -> float | None:
     """RMS of the input of a linear or convolutional layer: ``rms_out * sqrt(out) / ||W||``."""
+    rms = record.outputs[output].sketch.rms
     for parameter in record.layout.parameters:
         if parameter.module_name == output.module_name and len(parameter.shape) > 1:
             weight = record.weights.get(parameter.name)
-            if weight is None or weight.sketch.norm == 0:
-                return None
-            rms, units = record.outputs[output].sketch.rms, parameter.shape[0]
-            return float(rms * units**0.5 / weight.sketch.norm)
+            norm = weight.sketch.norm if weight is not None else 0.0
+            return float(rms * parameter.shape[0] ** 0.5 / norm) if norm else None
     return None
 
 
@@ -421,7 +411,7 @@ _KEEP_POSITIONS = CONVOLUTIONS | {"Linear"} | NORMALIZATIONS | UNBOUNDED | DROPO
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forward:
+class _Forward:
     """The outputs in forward order, and the type of module that returned each.
 
     Attributes:
@@ -441,7 +431,7 @@ class Forward:
 
     @staticmethod
     @once
-    def of(record: StepRecord) -> Forward:
+    def of(record: StepRecord) -> _Forward:
         """The outputs measured at this step."""
         layout, tensors = record.layout, Tensors.of(record.outputs)
         place = {output: layout.position[output.module_name] for output in tensors}
@@ -451,7 +441,7 @@ class Forward:
         with np.errstate(all="ignore"):
             positions = np.where(rows.unit_count, rows.count / rows.unit_count, math.nan)
         owning = set(layout.owning.tolist())
-        return Forward(
+        return _Forward(
             outputs=outputs,
             types=[layout.modules[place[output]].type_name for output in outputs],
             owned=[place[output] in owning for output in outputs],
