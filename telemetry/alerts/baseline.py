@@ -172,13 +172,16 @@ class Loss:
             return False
         highest, span = self.past.highest, self.past.range
         self.excess = (loss - highest) / abs(highest) if highest else 0.0
-        return loss > highest + _FAR * span
+        few = _FAR_OF_FEW * abs(highest) if len(self.past) < FEWEST else 0.0
+        return loss > highest + max(_FAR * span, few)
 
 
 # A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
 # mlp_tanh20_small is called exploding; tried 2 and 20.
 _WORSE = 4.0
 _BETTER = 0.5  # by eye; tried 0.25 and 1
+# Of the highest loss, while the range says little: without it the healthy lora alarms.
+_FAR_OF_FEW = 0.2
 _FAR = 0.5  # of the range of the losses so far, by eye; tried 0.1 and 2.5
 
 
