@@ -11,12 +11,12 @@ from numpy.typing import ArrayLike, NDArray
 # Median absolute deviation to standard deviation, for a normal distribution.
 NORMAL_CONSISTENT = 1.4826  # 1 / (3rd quartile of the standard normal distribution)
 
-LOOK_BACK = 120  # a past of a hundred steps, as in course, and the steps that are judged
+LOOK_BACK = 120  # a past of a hundred steps, as in the baseline, and the latest 20
 LEAD = 10  # by eye: instability shows in the norms a few steps before the loss
 
 # Steps that tell what is usual: fewer than an alert needs, for somebody who asks.
 FEWEST_TO_SHOW = 8
-_DEVIATIONS = 4.0  # as for the loss in course
+_DEVIATIONS = 4.0  # as for the loss in the baseline
 _DECADES = 0.3  # a factor of two
 
 
