@@ -119,8 +119,9 @@ class ExplodingGradient(Detector):
     way forward, and gradients on the way back. Either alone is common: small inputs, outputs in
     large units, side branches with small gradients. It alerts if the product of both growths is at
     least ``depth_factor``, if each has at least a third of its decades, and if this holds at the
-    first measurement, before training can have caused it. It takes two measurements. Later, where
-    clipping hides the norm, both must have grown tenfold and the loss must have risen.
+    first measurement, before training can have caused it. It takes two measurements, or one that is
+    thirty times larger. Later, where clipping hides the norm, both must have grown tenfold and the
+    loss must have risen.
 
     Args:
         factor: Ratio to the highest norm of the last 100 steps, at three steps in a row.
@@ -212,17 +213,19 @@ class ExplodingGradient(Detector):
         forward, backward = forward_growth(record), backward_growth(record)
         product = forward.decades + backward.decades
         smaller, least = min(forward.decades, backward.decades), math.log10(self.depth_factor)
+        certain = False
         deep = self._is_deep = product >= least and smaller >= least * _SMALLER_SHARE
         if base.is_young:
             self._began_deep = deep if self._began_deep is None else self._began_deep
             deep &= self._began_deep
+            certain = deep and product >= least + _CERTAIN
         else:
             usual = median_high(self._depths) if self._depths else smaller
             deep = smaller >= usual + TENFOLD and base.loss.is_worse
         self._deep_looks = self._deep_looks + 1 if deep else 0
         if not deep:
             self._depths.append(smaller)
-        if self._deep_looks < 2:
+        if self._deep_looks < 2 and not certain:
             return None
         return self._found(
             base,
@@ -284,6 +287,7 @@ class ExplodingGradient(Detector):
 _LASTING = FEWEST  # steps; tried 2 and 50
 _STEPS = 3  # by eye; tried 1, which finds cnn_scaled_batch a step earlier, and 6
 _LOSSES = 2  # by eye; tried 1, which finds cnn_scaled_batch a step earlier, and 4
+_CERTAIN = 1.5  # a factor of 30: resnet_nonorm_explodes overflows before a second look
 _SMALLER_SHARE = 1 / 3  # at 2/3 resnet_nonorm_explodes is missed; tried 1/6
 
 _WEIGHTS = (
