@@ -22,10 +22,10 @@ from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
 from telemetry.ranks.stage_part import Addend, StagePart
 from telemetry.ranks.tensor_table import Piece, Row, TensorTable
 from telemetry.records import Layout, Module, Parameter
-from telemetry.records.rows import Rows
+from telemetry.records.rows import COLUMNS, Rows
 
 # What the bytes begin with; another version has another number.
-FORMAT = b"telemetry-ranks-4\n"
+FORMAT = b"telemetry-ranks-5\n"
 
 # Of a part that is not compressed. 20,000 modules with four tensors each take about 200 MB.
 MAX_BYTES = 1 << 30
@@ -34,7 +34,8 @@ _PARTS = (RankPart, StagePart, TensorTable, Rows, Table, Row, Piece, Addend, Com
 _CLASSES = {cls.__name__: cls for cls in (*_PARTS, Layout, Module, Parameter)}
 _TUPLE, _SET, _MAPPING, _ARRAY, _RANGE = "()", "{}", "{:}", "[]", ".."
 
-_DTYPES = ("<f8", "<f4", "<i8", "<i4", "<i2", "|b1")
+_DTYPES = {name: np.dtype(name) for name in ("<f8", "<f4", "<i8", "<i4", "<i2", "|b1")}
+_DTYPES["rows"] = COLUMNS
 _LEVEL = 1  # higher ones take several times as long for a tenth less
 
 
@@ -101,8 +102,8 @@ class _Columns:
 
     def _add(self, array: NDArray[Any]) -> list[Any]:
         array = np.ascontiguousarray(array)
-        dtype = array.dtype.newbyteorder("<").str
-        raw = array.astype(dtype, copy=False)
+        dtype = "rows" if array.dtype == COLUMNS else array.dtype.newbyteorder("<").str
+        raw = array.astype(_DTYPES[dtype], copy=False)
         planes = raw.reshape(-1).view(np.uint8).reshape(-1, raw.itemsize).T.tobytes()
         at = self._size
         self.written.append(planes)
@@ -134,7 +135,7 @@ def _restored(plain: Any, body: memoryview) -> Any:
 def _array(body: memoryview, at: int, dtype: str, shape: list[int]) -> NDArray[Any]:
     if dtype not in _DTYPES:
         raise ValueError(f"an array of {dtype!r}")
-    kind = np.dtype(dtype)
+    kind = _DTYPES[dtype]
     count = math.prod(shape)
     if count < 0 or at < 0 or at + count * kind.itemsize > len(body):
         raise ValueError("an array lies outside of the data")

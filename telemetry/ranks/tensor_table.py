@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from telemetry.ranks.merging import NO_ROWS, Table, by_key, merge_tables, minima, spreads
 from telemetry.ranks.share import Share
-from telemetry.records.moments import FIGURES, rms_of
+from telemetry.records.moments import rms_of
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 
@@ -60,11 +60,8 @@ class TensorTable:
     units: Mapping[Piece, Units]
 
     def __post_init__(self) -> None:
-        rows, size = self.rows, len(self.table.rows)
-        names = (*FIGURES, "calls", "bucket_count", "unit_count")
-        columns = [getattr(rows, name) for name in names]
-        pairs = int(rows.bucket_count.sum())
-        if {len(rows.buckets), len(rows.counts)} != {pairs} or {*map(len, columns)} != {size}:
+        rows, sizes = self.rows, {len(self.rows.buckets), len(self.rows.counts)}
+        if sizes != {rows.bucket_count.sum()} or len(rows) != len(self.table.rows):
             raise ValueError("its columns do not fit together")
 
     @staticmethod
