@@ -61,18 +61,11 @@ def test_a_loss_that_rose_is_worse_in_any_unit(unit: float, offset: float) -> No
     past, now = noise(1.0, 40), noise(3.0, 5)
     trend = loss_after(unit * (loss + offset) for loss in past + now)
     assert trend.is_worse
-    assert not trend.is_recovering
     assert len(trend.high) == 5
 
 
 def test_a_loss_that_falls_is_better() -> None:
     assert loss_after(noise(1.0, 40) + noise(0.5, 5)).is_better
-
-
-def test_a_loss_that_comes_back_is_recovering() -> None:
-    trend = loss_after([*noise(1.0, 40), *noise(3.0, 5), *noise(2.5, 5)])
-    assert trend.is_worse
-    assert trend.is_recovering
 
 
 def test_noise_is_neither_worse_nor_far_above() -> None:

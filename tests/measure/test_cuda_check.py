@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def test_kernels_that_are_wrong_fail(
 
     def wrong(self: cuda.GpuRows) -> Rows:
         rows = decode(self)
-        return replace(rows, **{column: getattr(rows, column) + 1})
+        return rows.having(**{column: getattr(rows, column) + 1})
 
     monkeypatch.setattr(cuda.GpuRows, "decode", wrong)
     with pytest.raises(ValueError, match=column):
