@@ -422,7 +422,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor | None:
     """
     index = tensors[0].get_device()
     found = gpu(index)
-    if found is None or any(tensor.is_neg() for tensor in tensors):
+    if found is None or any(map(Tensor.is_neg, tensors)):
         return None
     stream = raw_stream(index)
     try:
@@ -440,4 +440,5 @@ def norms(tensors: Sequence[Tensor]) -> Tensor | None:
     except RuntimeError as error:
         give_up(index, error)
         return None
-    return torch.stack([values[:, 0].sqrt(), values[:, 1]])
+    values[:, 0].sqrt_()
+    return values[:, :2].t()
