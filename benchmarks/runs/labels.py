@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 EXPLOSION = frozenset({"exploding_gradient", "exploding_activation"})
 LOSS = frozenset({"loss_divergence", "loss_spike"})
+TREND = frozenset({"exponential_trend"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,18 @@ LABELS = {
     "physics_informed": Label(why="second derivatives, tanh; the loss falls by decades"),
     "layerwise_rates_ema": Label(why="rates from 1e-5 to 1e-3, three optimizers, an averaged copy"),
     "frozen_batch_norm": Label(why="fine-tuning with all batch norms in eval mode on purpose"),
+    "text_ok": Label(why="weights as small as GPT-2's, no dropout"),
+    "decay_in_loss": Label(why="squares of the weights as a term of the loss"),
+    "strong_decay_of_grokking": Label(why="weight decay 1: weights shrink while the loss falls"),
+    "rate_decays": Label(why="by a tenth every 20 steps"),
+    "rate_warms_up_by_a_factor": Label(why="from a thousandth, by 7 % in each of 100 steps"),
+    "values_discounted": Label(why="TD(0), discount 0.95: values and the loss rise at first"),
+    "rates_fall_by_layer": Label(why="by 0.65 in each of nine layers, as in fine-tuning"),
+    "second_stage_freezes_trunk": Label(why="requires_grad_(False), and an optimizer of the head"),
+    "router_learns": Label(why="experts weighted by their share; some are chosen rarely"),
+    "siamese_stops_gradient": Label(why="no collapse: predictor and detach()"),
+    "batch_norms_train": Label(why="a small CNN"),
+    "hard_batch_every_40": Label(why="one batch of noise every 40 steps; its loss is high"),
     # --- faulty
     "encoder_not_in_optimizer": Label(
         kinds=frozenset({"untrained_parameters"}), layers=("down1", "down2", "middle"), by=100,
@@ -127,5 +140,55 @@ LABELS = {
     "logits_grow": Label(
         kinds=frozenset({"attention_collapse", "logit_growth"}) | LOSS, layers=("blocks",), by=280,
         onset=60, why="learning rate of queries and keys x 100 from step 60, without a warm-up",
+    ),
+    "text_loss_negated": Label(
+        kinds=frozenset({"unbounded_loss"}) | LOSS | EXPLOSION, by=150,
+        why="the sign of the loss: it falls from -4 to -18",
+    ),
+    "logits_into_nll": Label(
+        kinds=frozenset({"unbounded_loss"}) | LOSS | EXPLOSION, by=100,
+        why="nll_loss of logits, log_softmax forgotten: the loss falls to -10,000",
+    ),
+    "text_decay_x1000": Label(
+        kinds=TREND | {"loss_stuck"}, by=200,
+        why="weight decay 30: weights shrink by 3 % at each step, the loss comes back to ln 64",
+    ),
+    "decay_far_too_strong": Label(
+        kinds=TREND | {"loss_stuck"}, by=200, why="weight decay 20: nothing is learned",
+    ),
+    "decay_in_loss_of_wrong_sign": Label(
+        kinds=TREND | EXPLOSION | LOSS | {"unbounded_loss"}, by=250,
+        why="the squares of the weights are subtracted: they grow by 1 % at each step",
+    ),
+    "rate_decay_inverted": Label(
+        kinds=TREND | LOSS | EXPLOSION, by=200, why="divided instead of multiplied by 0.75",
+    ),
+    "values_discount_above_one": Label(
+        kinds=TREND | LOSS | EXPLOSION, by=200, why="discount 1.1: the loss grows 2 % per step",
+    ),
+    "rates_vanish_by_layer": Label(
+        kinds=frozenset({"layers_not_learning", "no_learning"}), by=200,
+        layers=tuple(str(2 * layer) for layer in range(6)),
+        why="the rate falls by 0.05 from layer to layer",
+    ),
+    "optimizer_rebuilt_without_trunk": Label(
+        kinds=frozenset({"untrained_parameters", "layers_not_learning"}), layers=("0",),
+        onset=137, by=260, why="from step 137 on only the head is stepped",
+    ),
+    "router_behind_argmax": Label(
+        kinds=frozenset({"untrained_parameters", "layers_not_learning"}), layers=("router",),
+        by=150, why="the router is not in the loss",
+    ),
+    "siamese_collapses": Label(
+        kinds=frozenset({"output_collapse"}), layers=("encoder", "predictor"),
+        why="neither predictor nor detach(): all inputs get one embedding",
+    ),
+    "batch_norms_in_eval_from_start": Label(
+        kinds=frozenset({"eval_mode"}), by=100, layers=("1", "5"),
+        why="batch norms with the statistics that they were made with: they do nothing",
+    ),
+    "garbage_for_ten_batches": Label(
+        kinds=frozenset({"loss_burst", "loss_spike"}), onset=173, by=190,
+        why="ten batches of noise double the loss",
     ),
 }  # fmt: skip

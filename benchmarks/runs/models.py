@@ -464,3 +464,84 @@ def residual(model: nn.Module, t: Tensor) -> Tensor:
     (du0,) = torch.autograd.grad(u0.sum(), at_0, create_graph=True)
     error: Tensor = ((ddu + 9 * u) ** 2).mean() + 10 * (u0**2 + (du0 - 3) ** 2).sum()
     return error
+
+
+class Text(nn.Module):
+    """Two pre-norm blocks over letters, with weights as small as GPT-2's."""
+
+    def __init__(self, vocabulary: int = 64, width: int = 64, length: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.places = nn.Parameter(0.02 * torch.randn(length, width))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, F.gelu, 1e-5, True, True)
+            for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        for parameter in (self.embedding.weight, self.head.weight):
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x) + self.places
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for block in self.blocks:
+            h = block(h, src_mask=mask, is_causal=True)
+        logits: Tensor = self.head(self.norm(h))
+        return logits
+
+
+def letters(g: torch.Generator, size: int = 16, length: int = 33) -> Tensor:
+    """Each letter is the one two places before plus 1 or 3, of 64; ``[size, length]``."""
+    given = torch.randint(0, 64, (size, length), generator=g)
+    for place in range(2, length):
+        step = 1 + 2 * torch.randint(0, 2, (size,), generator=g)
+        given[:, place] = (given[:, place - 2] + step) % 64
+    return given
+
+
+def chain(g: torch.Generator, size: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """States of a random walk of 8 in a ring, rewards of 1 at one of them, and what follows."""
+    at = torch.randint(0, 8, (size,), generator=g)
+    following = (at + 2 * torch.randint(0, 2, (size,), generator=g) - 1) % 8
+    return F.one_hot(at, 8).float(), (at == 3).float(), F.one_hot(following, 8).float()
+
+
+class Experts(nn.Module):
+    """The best of four experts; only where it is weighted by its share does the router learn."""
+
+    def __init__(self, *, weighted: bool) -> None:
+        super().__init__()
+        self.inside = nn.Linear(64, 64)
+        self.router = nn.Linear(64, 4)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 10)
+        self.weighted = weighted
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.inside(x))
+        shares = self.router(h).softmax(1)
+        best = shares.argmax(1)
+        outputs = torch.stack([expert(h) for expert in self.experts], 1)
+        chosen = outputs[torch.arange(len(x)), best]
+        if self.weighted:
+            chosen = chosen * shares.gather(1, best[:, None])
+        logits: Tensor = self.head(h + F.relu(chosen))
+        return logits
+
+
+class Collapsing(nn.Module):
+    """Encoder and predictor of two views; returns both outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 32)
+        )
+        self.predictor = nn.Sequential(
+            nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 32)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.encoder(x)
+        return z, self.predictor(z)
