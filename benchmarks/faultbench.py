@@ -36,7 +36,7 @@ KINDS = {
     "no_learning": "no_learning",
     "untrained_parameters": "no_learning",
 }
-"""Maps our kinds to those of faultbench."""
+"""Maps our kinds to those of faultbench; it has none for the others."""
 
 
 class Adapter:
@@ -67,7 +67,7 @@ class Adapter:
         return self._found
 
     def _note(self, alert: Alert) -> None:
-        if alert.stage != "end" and alert.severity != "note":
+        if alert.stage != "end" and alert.severity != "note" and alert.kind in KINDS:
             self._found.append(
                 {"step": self._step, "kind": KINDS[alert.kind], "layer": alert.module_name}
             )

@@ -38,6 +38,11 @@ from telemetry import Alert, HookLogger
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parents[1] / "shared"
 BENCHES = ("realruns", "runs", "faultbench")
+ADDITIONAL = {
+    *("exponential_trend", "unbounded_loss", "layers_not_learning"),
+    *("output_collapse", "loss_burst"),
+}
+"""Kinds that labels may not know: beside the wanted one, or in its place, they are not wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,14 +181,15 @@ def judged(label: Wanted, alerts: Iterable[Alert]) -> tuple[str, bool | None]:
     if label.want == "H":
         return "FALSE ALARM" if loud else "note" if new else "ok", None
     if label.want == "A":
-        right = all(alert.kind in label.kinds for alert in loud)
+        right = all(alert.kind in label.kinds | ADDITIONAL for alert in loud)
         return "silent" if not loud else "ok" if right else "WRONG KIND", None
     if any(alert.step < label.onset for alert in loud):
         return "EARLY", None
     told = [a for a in new if a.kind in label.kinds and a.step >= label.onset]
     if not told:  # a note of another kind misleads nobody
         missed = "gap" if label.want == "G" else "MISSED"
-        return ("WRONG KIND" if loud else missed), None
+        wrong = any(alert.kind not in ADDITIONAL for alert in loud)
+        return ("WRONG KIND" if wrong else missed), None
     first = told[0]
     layer = None
     if label.layers:

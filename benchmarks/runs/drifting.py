@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from runs.models import Collapsing, Experts, Text, chain, letters
+from runs.models import Experts, Text, chain, letters
 from runs.training import Log, batches, digits, fit, generator, mlp, run
 
 
@@ -220,31 +220,27 @@ def router_behind_argmax(log: Log) -> None:
     _routed(log, weighted=False)
 
 
-def _siamese(log: Log, *, stop: bool) -> None:
+def _siamese(log: Log, *, apart: bool) -> None:
     g, data = generator(log), batches(log, 64, *digits())
-    model = Collapsing()
+    model = mlp(64, 128, 64, 32)
 
     def loss() -> Tensor:
         images = next(data)[0].flatten(1)
-        a, b = (images + 0.5 * torch.randn(images.shape, generator=g) for _ in range(2))
-        (za, pa), (zb, pb) = model(a), model(b)
-        if stop:
-            za, zb = za.detach(), zb.detach()
-        else:
-            pa, pb = za, zb
-        return 1 - (F.cosine_similarity(pa, zb).mean() + F.cosine_similarity(pb, za).mean()) / 2
+        a, b = (model(images + 0.5 * torch.randn(images.shape, generator=g)) for _ in range(2))
+        spread = F.relu(1 - a.std(0)).mean() + F.relu(1 - b.std(0)).mean()
+        return F.mse_loss(a, b) + (spread if apart else 0.0)
 
-    fit(log, model, SGD(model.parameters(), 0.05, 0.9), loss, 300)
+    fit(log, model, Adam(model.parameters(), 1e-3), loss, 400)
 
 
 @run
-def siamese_stops_gradient(log: Log) -> None:
-    _siamese(log, stop=True)
+def siamese_kept_apart(log: Log) -> None:
+    _siamese(log, apart=True)
 
 
 @run
 def siamese_collapses(log: Log) -> None:
-    _siamese(log, stop=False)
+    _siamese(log, apart=False)
 
 
 def _pictures(log: Log, *, train_norms: bool) -> None:

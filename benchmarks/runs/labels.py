@@ -60,7 +60,7 @@ LABELS = {
     "rates_fall_by_layer": Label(why="by 0.65 in each of nine layers, as in fine-tuning"),
     "second_stage_freezes_trunk": Label(why="requires_grad_(False), and an optimizer of the head"),
     "router_learns": Label(why="experts weighted by their share; some are chosen rarely"),
-    "siamese_stops_gradient": Label(why="no collapse: predictor and detach()"),
+    "siamese_kept_apart": Label(why="a term for the variance of each unit"),
     "batch_norms_train": Label(why="a small CNN"),
     "hard_batch_every_40": Label(why="one batch of noise every 40 steps; its loss is high"),
     # --- faulty
@@ -180,8 +180,8 @@ LABELS = {
         by=150, why="the router is not in the loss",
     ),
     "siamese_collapses": Label(
-        kinds=frozenset({"output_collapse"}), layers=("encoder", "predictor"),
-        why="neither predictor nor detach(): all inputs get one embedding",
+        kinds=frozenset({"output_collapse"}), by=300,
+        why="two views are pulled together and nothing apart: all inputs get one embedding",
     ),
     "batch_norms_in_eval_from_start": Label(
         kinds=frozenset({"eval_mode"}), by=100, layers=("1", "5"),

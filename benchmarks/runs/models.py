@@ -528,20 +528,3 @@ class Experts(nn.Module):
             chosen = chosen * shares.gather(1, best[:, None])
         logits: Tensor = self.head(h + F.relu(chosen))
         return logits
-
-
-class Collapsing(nn.Module):
-    """Encoder and predictor of two views; returns both outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(
-            nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 32)
-        )
-        self.predictor = nn.Sequential(
-            nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 32)
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        z = self.encoder(x)
-        return z, self.predictor(z)

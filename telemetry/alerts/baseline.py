@@ -136,15 +136,19 @@ class Loss:
         self._recent = deque(maxlen=RECENT)
 
     @property
+    def recent(self) -> float:
+        """Median of the last five losses; NaN before the first."""
+        return median_high(self._recent) if self._recent else math.nan
+
+    @property
     def is_unbounded(self) -> bool:
         """Whether it is so far below zero that nothing seems to limit it: ten first losses."""
-        recent = median_high(self._recent) if self._recent else 0.0
-        return recent < 0 and recent < -10 * abs(self.first)
+        return self.recent < 0 and self.recent < -10 * abs(self.first)
 
     def add(self, step: int, loss: float) -> None:
         """Add the finite loss of one step."""
         self._recent.append(loss)
-        recent = median_high(self._recent)
+        recent = self.recent
         if len(self.past) >= RECENT:
             self._compare(recent)
         if len(self._recent) == RECENT and self._firsts:

@@ -15,10 +15,12 @@ from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.loop_mistakes import EvalMode, LearningRateZero, SameBatch
 from telemetry.alerts.loss_divergence import LossDivergence
-from telemetry.alerts.loss_spike import LossSpike
+from telemetry.alerts.loss_spike import LossBurst, LossSpike
 from telemetry.alerts.no_learning import LossStuck, NoLearning
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.ranks_diverge import RanksDiverge
+from telemetry.alerts.slow_parts import LayersNotLearning, OutputCollapse
+from telemetry.alerts.trends import ExponentialTrend, UnboundedLoss
 from telemetry.alerts.units import DeadUnits, SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
@@ -49,6 +51,11 @@ _RULES: Mapping[str, type[Detector]] = {
         SameBatch,
         LogitGrowth,
         AttentionCollapse,
+        UnboundedLoss,
+        ExponentialTrend,
+        OutputCollapse,
+        LayersNotLearning,
+        LossBurst,
         LossStuck,
     )
 }

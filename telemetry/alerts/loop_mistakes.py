@@ -10,6 +10,7 @@ from statistics import median_high
 from telemetry.alerts.baseline import FEWEST, Baseline
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.records import StepRecord
+from telemetry.shared.plain_text import called
 
 
 class EvalMode(Detector):
@@ -18,7 +19,9 @@ class EvalMode(Detector):
     That is usual after ``from_pretrained()`` or a validation, where ``train()`` was forgotten.
     Silent where only some modules are in evaluation mode, as batch norms that are frozen on
     purpose, and where no module does anything else in training: the model has neither dropout nor
-    batch norm.
+    batch norm. But batch norms that are new (gains of 1, biases of 0) and evaluate from the first
+    step on have learned no statistics, and do nothing: what they return then has neither a mean of
+    0 nor a deviation of 1.
 
     Args:
         steps: Number of such steps in a row.
@@ -30,6 +33,8 @@ class EvalMode(Detector):
     steps = 20  # by eye: a step or two may be an experiment
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        if base.age == 0 and not record.eval_mode and (found := _idle_norms(record)) is not None:
+            return found
         types = {m.type_name for m in record.layout.modules} if record.eval_mode else set()
         if not (differ := sorted(filter(_DIFFER.search, types))):
             return None
@@ -42,6 +47,38 @@ class EvalMode(Detector):
             limit=self.steps,
         )
 
+
+def _idle_norms(record: StepRecord) -> Finding | None:
+    """Batch norms that have learned nothing and do not look at the batch."""
+    new, idle = 0, []
+    for module in record.layout.modules:
+        output = record.activations.get(module.name)
+        gain, bias = (record.weights.get(f"{module.name}.{part}") for part in ("weight", "bias"))
+        if not _BATCH_NORM.search(module.type_name) or not (output and gain and bias):
+            continue
+        gains, biases, values = gain.sketch, bias.sketch, output.sketch
+        if (gains.min, gains.max, biases.min, biases.max) == (1, 1, 0, 0):
+            new += 1
+            dead = output.dead_fraction if output.unit_min is not None else 0.0
+            size = values.rms / math.sqrt(1 - dead) if dead < 1 else 1.0
+            if abs(values.mean) > _NORMAL or abs(size - 1) > _NORMAL:
+                idle.append(module.name)
+    if not new or len(idle) <= new / 2:
+        return None
+    return Finding(
+        seen=f"{len(idle)} of {new} new batch norms, {called(idle[0])} the first, are in "
+        "evaluation mode, with the statistics that they were made with: they normalize nothing",
+        advice="Call train() on them, too; to freeze batch norms helps where they have learned.",
+        value=len(idle),
+        limit=new / 2,
+        module_name=idle[0],
+        certain=True,
+        told_once=True,
+    )
+
+
+_BATCH_NORM = re.compile(r"^(Lazy)?BatchNorm")
+_NORMAL = 0.05  # rounding in bfloat16 is a tenth of that
 
 # What torch's own modules that look at ``training`` are called, and most of other libraries.
 _DIFFER = re.compile("BatchNorm|Drop|RReLU")

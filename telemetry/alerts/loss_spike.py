@@ -6,7 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from telemetry.alerts.baseline import FEW, FEWEST, LENGTH, NEVER, RECENT, Baseline, Logged, Rise
+from telemetry.alerts.baseline import (
+    FEW,
+    FEWEST,
+    LATEST,
+    LENGTH,
+    NEVER,
+    RECENT,
+    Baseline,
+    Logged,
+    Rise,
+)
 from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
 from telemetry.layers.movers import Mover
 from telemetry.records import StepRecord
@@ -139,6 +149,62 @@ class LossSpike(Detector):
 _IN_A_ROW = 3  # losses
 
 _NAMED = 5
+
+
+class LossBurst(Detector):
+    """A note when the loss of some steps in a row was far above all before, and then as before.
+
+    It jumps up at once and comes back at once, by half of the range of the hundred losses before;
+    so it was not the weights, but other data, targets or masks: a broken shard, a batch of another
+    task. Single hard batches are none, nor is what comes again and again: the third is not told.
+
+    Args:
+        losses: Number of high losses in a row, at least; at most 20.
+    """
+
+    kind = "loss_burst"
+    on = "loss"
+    severity = "note"
+    explained_by = EXPLOSIONS | {"loss_divergence", "loss_spike", "nonfinite"}
+    losses = 3  # of independent losses, three in a row above a hundred are one in 200,000
+    _before: float = math.nan
+    _high: tuple[Logged, ...] = ()
+    _normal: int = 0
+    _bursts: int = 0
+
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        high, loss, past = tuple(base.loss.high), record.loss or 0.0, base.loss.past
+        if high:
+            self._high, self._normal = high, 0
+            return None
+        self._normal += 1
+        if self._normal == 1 and self._high:
+            jump = min(self._high[0].loss - self._before, self._high[-1].loss - loss)
+            is_abrupt = len(past) == LENGTH and jump >= past.range / 2
+            if not is_abrupt or not self.losses <= len(self._high) <= LATEST:
+                self._high = ()
+        self._before = loss
+        if self._normal != RECENT or not self._high:
+            return None
+        self._bursts += 1
+        first, last = self._high[0].step, self._high[-1].step
+        highest, self._high = max(loss for _, loss in self._high), ()
+        if self._bursts > _TOLD or base.since_rate_jump < record.step - first + FEWEST:
+            return None
+        return Finding(
+            seen=f"The loss was up to {highest:.4g} from step {first} to {last}, at most "
+            f"{past.highest:.4g} in a hundred steps before, and is as before since: other batches, "
+            "other targets or another loss",
+            advice="Look at what these batches were made of: a broken file, labels in another "
+            "order, an augmentation, another task.",
+            value=highest,
+            limit=past.highest,
+            begun_at=first,
+            told_once=True,
+        )
+
+
+_TOLD = 2  # bursts; more are how the data are
 
 
 def _rise(high: Sequence[Logged], base: Baseline) -> Rise:

@@ -41,3 +41,27 @@ def test_single_modules_that_are_frozen_are_none() -> None:
 def test_a_model_that_is_the_same_in_both_modes_is_none() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).eval()
     assert train(EvalMode(), 60, model=model) == []
+
+
+def with_norms() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.BatchNorm1d(32), nn.Linear(32, 3)
+    )
+
+
+def test_new_batch_norms_that_evaluate_from_the_start_are_noted_once() -> None:
+    model = with_norms()
+    model[1].eval()
+    model[3].eval()
+    (note,) = train(EvalMode(), 60, model=model)
+    assert (note.severity, note.step, note.module_name) == ("note", 0, "1")
+    assert "2 of 2 new batch norms" in note.message
+
+
+def test_batch_norms_that_train_or_were_trained_before_are_none() -> None:
+    model = with_norms()
+    assert train(EvalMode(), 30, model=model) == []
+    model[1].eval()
+    model[3].eval()
+    assert train(EvalMode(), 30, model=model) == []

@@ -2,18 +2,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_runs import Batch, draw, net, train
-from torch.optim import Adam
+from torch.optim import SGD, Adam
 
 from telemetry import HookLogger
 from telemetry.alerts.engine import Engine
-from telemetry.alerts.loss_spike import LossSpike
+from telemetry.alerts.loss_spike import LossBurst, LossSpike
 from telemetry.reading.log_dirs import open_run
 from telemetry.testing import alerts_of, capture_run
 
@@ -223,3 +223,36 @@ def test_a_flight_file_is_written_for_it_and_the_page_names_the_same_layers(tmp_
     assert movers
     said = ", ".join(f"{m.name} ({m.factor:.3g} times at step {m.step})" for m in movers)
     assert f"First to move: {said}." in spike.message
+
+
+def bursts(*steps: range) -> Callable[[int], Batch]:
+    """Targets of other points at these steps."""
+    other = frozenset(step for some in steps for step in some)
+
+    def batch(step: int) -> Batch:
+        points, classes = draw()
+        return points, (classes + 1) % 3 if step in other else classes
+
+    return batch
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_some_batches_of_other_data_are_noted_with_their_steps(every: int) -> None:
+    (note,) = train(LossBurst(), 250, every=every, batch=bursts(range(173, 183)), **slow())
+    assert (note.severity, note.step) == ("note", 173)
+    assert "from step 173 to 182" in note.message
+
+
+def test_other_data_for_good_hard_batches_and_what_comes_again_are_no_burst() -> None:
+    assert train(LossBurst(), 250, batch=bursts(range(173, 250)), **slow()) == []
+    hard = bursts(*(range(step, step + 1) for step in range(120, 300, 15)))
+    assert train(LossBurst(), 300, batch=hard, **slow()) == []
+    again = bursts(*(range(step, step + 4) for step in range(150, 330, 40)))
+    assert len(train(LossBurst(), 340, batch=again, **slow())) == 2
+
+
+def slow() -> dict[str, Any]:
+    """A run that the other data hardly change."""
+    model = net()
+    train(LossBurst(), 150, model=model)
+    return {"model": model, "optimizer": SGD(model.parameters(), 1e-4)}

@@ -1,0 +1,270 @@
+"""Figures that change by a fixed factor per step, and a loss that falls without bound."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.alerts.baseline import FEWEST, LARGE_STEP, LENGTH, NEVER, Baseline
+from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.records import StepRecord
+from telemetry.records.moments import rms_of
+from telemetry.records.tensor import figures_of
+from telemetry.shared.plain_text import called, steps_in_words
+
+Figures = NDArray[np.float64]
+
+
+class ExponentialTrend(Detector):
+    """Alerts when a figure grows or shrinks by the same factor at each step, while it is small yet.
+
+    What feeds on itself does that: a weight decay that is far too strong or has the wrong sign, a
+    discount above 1, a schedule that multiplies where it should divide. Learning does not: its
+    figures change fast at first, and ever more slowly. A trend is steady if its rate in each
+    quarter of its steps is 0.6 to 3 times that in the one before.
+
+    - *Weights*: the median weight matrix has shrunk to one part in ``shrinkage``, and the loss is
+      that of the first steps; or it has grown ``weight_growth``-fold, and the loss does not fall.
+    - *Loss*: it has risen ``loss_growth``-fold, and so has the gradient norm, at least by a third.
+    - *Learning rate*: it was multiplied by one number at least four times in a row and has grown
+      ``rate_growth``-fold by that, and one step now moves the median weight matrix by 2 % of its
+      norm: a warm-up ends below that.
+
+    Each is told once.
+
+    Args:
+        shrinkage: Of the root mean square of the weights.
+        weight_growth: Likewise.
+        loss_growth: Of the loss, which is taken as the median of ten.
+        rate_growth: Of the learning rate.
+    """
+
+    kind = "exponential_trend"
+    explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "dead_units", "saturated_units"}
+    shrinkage = 2.0  # healthy matrices keep at least 0.7 of their size
+    weight_growth = 10.0  # warm_restarts has 4.8 in a hundred steps
+    loss_growth = 30.0  # dqn_cartpole, whose values grow, has 10
+    rate_growth = 3.0  # as JUMP, which no rate goes through unseen
+    _told: tuple[str, ...] = ()
+    _names: tuple[str, ...] = ()
+    _first_weights: tuple[float, ...] = ()
+    _weights: deque[tuple[int, float]]
+    _block: list[tuple[float, float]]
+    _levels: deque[tuple[float, float]]
+    _rates: deque[float]
+
+    def set_up(self) -> None:
+        self._weights, self._levels = deque(maxlen=LENGTH), deque(maxlen=LENGTH)
+        self._rates, self._block = deque(maxlen=LENGTH), []
+
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        found = self._of_rate(base) or self._of_loss(record)
+        if record.weights:
+            found = self._of_weights(record, base) or found
+        return found
+
+    def _of_weights(self, record: StepRecord, base: Baseline) -> Finding | None:
+        sizes = figures_of(record.weights, rms_of)
+        names = tuple(name for name in sizes if name in record.layout.matrices)
+        if names != self._names:
+            self._names, self._first_weights = names, tuple(sizes[name] for name in names)
+            self._weights.clear()
+        pairs = zip(names, self._first_weights, strict=True)
+        changes = [sizes[n] / first for n, first in pairs if first > 0 and 0 < sizes[n] < math.inf]
+        if not changes:
+            return None
+        self._weights.append((record.step, math.log10(median(changes))))
+        steps, levels = np.array(self._weights).T
+        loss = base.loss
+        learns = not loss.recent > (1 - _LEARNED) * abs(loss.first)
+        shrunk = -levels[-1] > math.log10(self.shrinkage) / 2
+        self.undecided = bool(shrunk and not learns and len(steps) < 2 * _LOOKS)
+        shrinks = 0.0 if learns else _steady(steps, -levels, math.log10(self.shrinkage))
+        grows = 0.0 if loss.is_better else _steady(steps, levels, math.log10(self.weight_growth))
+        if shrinks:
+            return self._found(
+                "weights",
+                f"The weights shrink by {1 - 10**-shrinks:.2g} of their size at each step, and "
+                f"nothing is learned: they are {10 ** levels[-1]:.2g} of what they were",
+                "Check the weight decay: times the learning rate it is the part that each step "
+                "takes away; usual are 1e-6 to 1e-3.",
+                10 ** levels[-1],
+                1 / self.shrinkage,
+            )
+        if grows:
+            return self._found(
+                "weights",
+                f"The weights grow by {10**grows - 1:.2g} of their size at each step: they are "
+                f"{10 ** levels[-1]:.3g} times what they were",
+                "Check the signs of weight decay, penalties and loss, and the learning rate.",
+                10 ** levels[-1],
+                self.weight_growth,
+            )
+        return None
+
+    def _of_loss(self, record: StepRecord) -> Finding | None:
+        if record.loss is not None:
+            self._block.append((record.loss, record.total_grad_norm))
+        if len(self._block) < FEWEST:
+            return None
+        loss, norm = np.median(self._block, axis=0)
+        self._block.clear()
+        if not (0 < loss < math.inf and 0 < norm < math.inf):
+            self._levels.clear()
+            return None
+        self._levels.append((math.log10(loss), math.log10(norm)))
+        losses, norms = np.array(self._levels).T
+        steps = FEWEST * np.arange(len(losses), dtype=float)
+        least = math.log10(self.loss_growth)
+        rate = _steady(steps, losses, least)
+        if not rate or not _steady(steps, norms, least / 3):
+            return None
+        return self._found(
+            "loss",
+            f"The loss grows by {10**rate - 1:.2g} of itself at each step, and the gradients with "
+            f"it: it is {loss:.3g}, after {10 ** losses.min():.3g}",
+            "Look for what feeds on itself: targets that the model makes (a discount of 1 or more, "
+            "a target network that is not held back), a penalty or decay with the wrong sign.",
+            loss,
+            self.loss_growth * 10 ** losses.min(),
+        )
+
+    def _of_rate(self, base: Baseline) -> Finding | None:
+        if not self._rates or base.rate != self._rates[-1]:
+            self._rates.append(base.rate)
+        moves = max(base.step_ratio, base.ratio_now)
+        if base.age % FEWEST or moves < LARGE_STEP / 10 or len(self._rates) <= _CHANGES:
+            return None
+        with np.errstate(all="ignore"):
+            changes = np.diff(np.log(self._rates))
+            others = np.flatnonzero(~np.isclose(changes, changes[-1], rtol=1e-3, atol=0))
+        count = len(changes) - (others[-1] + 1 if len(others) else 0)
+        began = self._rates[-1 - count]
+        if count < _CHANGES or not base.rate >= self.rate_growth * began > 0:
+            return None
+        return self._found(
+            "rate",
+            f"The learning rate is multiplied by {math.exp(changes[-1]):.4g} again and again: from "
+            f"{began:.3g} to {base.rate:.3g} so far, and steps move the weights by {moves:.2g} of "
+            "their norm",
+            "Check the factor of the schedule: to decay it has to be below 1.",
+            base.rate,
+            self.rate_growth * began,
+        )
+
+    def _found(
+        self, what: str, seen: str, advice: str, value: float, limit: float
+    ) -> Finding | None:
+        if what in self._told:
+            return None
+        self._told = (*self._told, what)
+        return Finding(seen=seen, advice=advice, value=value, limit=limit, told_once=True)
+
+
+def _steady(steps: Figures, levels: Figures, least: float) -> float:
+    """How fast levels rise per step: steadily up to the last, by ``least`` in all; 0 if not so."""
+    for first in range(len(levels) - _LOOKS, -1, -1):
+        if levels[-1] - levels[first] < least:
+            continue
+        at = np.linspace(steps[first], steps[-1], _PARTS + 1)
+        parts = np.diff(np.interp(at, steps[first:], levels[first:]))
+        with np.errstate(all="ignore"):
+            faster = parts[1:] / parts[:-1]
+        if parts.min() > 0 and faster.min() >= _SLOWER and faster.max() <= _FASTER:
+            return float((levels[-1] - levels[first]) / (steps[-1] - steps[first]))
+    return 0.0
+
+
+_LOOKS = 5  # fewer points say nothing of a rate
+_PARTS = 4
+_SLOWER, _FASTER = 0.6, 3.0  # what learns slows down, what jumps does so at once
+_CHANGES = 4  # of the learning rate: two warm restarts or drops are fewer
+_LEARNED = 0.1  # of the first loss: text_decay_x1000 comes down by 6 % before its weights are gone
+
+
+class UnboundedLoss(Detector):
+    """Alerts when the loss falls below zero because the model only makes its outputs larger.
+
+    A density, a reward or a distance may be below zero, too; but it falls ever more slowly, and the
+    outputs settle. Here nothing limits either: the sign of the loss is wrong, or a logarithm that
+    belongs to it is missing. There are two signs:
+
+    - the first losses were -ln C, that of a guess among the C outputs of the last layer with the
+      wrong sign, and it has fallen by a tenth since; or
+    - the loss falls no slower in the second half of the run than in the first, while the last
+      layer's output has become ``growth`` times as large, half of that in the second half.
+
+    Args:
+        growth: Of the root mean square of the last output, since the first full measurement.
+    """
+
+    kind = "unbounded_loss"
+    on = "loss"
+    over_after = NEVER
+    explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite"}
+    growth = 20.0  # wgan_gradient_penalty, whose outputs settle, has 8
+    _looks: deque[tuple[int, float, float]]
+    _classes: int = 0
+    _last: str = ""
+
+    def set_up(self) -> None:
+        self._looks = deque(maxlen=LENGTH)
+
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        first, recent = base.loss.first, base.loss.recent
+        if record.activations:
+            self._look(record, recent)
+        self.undecided = recent < 0 and recent < first and len(self._looks) <= _LOOKS
+        guess = -math.log(self._classes) if self._classes > 2 else math.nan
+        if abs(first - guess) < _NEAR * -guess and recent < (1 + _FALLEN) * min(first, guess):
+            return self._found(
+                recent, guess, f"began at {first:.3g}, which is -ln {self._classes}, and falls"
+            )
+        if not recent < 0 or not record.activations or len(self._looks) < _LOOKS:
+            return None
+        steps, sizes, losses = np.array(self._looks).T
+        middle = (steps[0] + steps[-1]) / 2
+        size, loss = np.interp(middle, steps, sizes), np.interp(middle, steps, losses)
+        grows = sizes[-1] > self.growth * sizes[0] and sizes[-1] > _HALF * size
+        falls = losses[0] > loss and loss - losses[-1] >= _UNDIMINISHED * (losses[0] - loss)
+        if not grows or not falls or steps[-1] - steps[0] < _STEPS:
+            return None
+        times = sizes[-1] / sizes[0]
+        return self._found(
+            recent,
+            losses[0],
+            f"falls faster and faster below zero while the output of {called(self._last)} grows, "
+            f"{times:.3g}-fold in {steps_in_words(int(steps[-1] - steps[0]))}",
+        )
+
+    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+        return base.loss.recent < 0
+
+    def _look(self, record: StepRecord, loss: float) -> None:
+        rows = record.activations.rows
+        self._last = [*record.activations][-1]
+        outputs = max((p.shape[0] for p in record.layout.parameters if len(p.shape) > 1), default=0)
+        self._classes = int(rows.unit_count[-1]) or outputs
+        size = float(rms_of(rows)[-1])
+        if math.isfinite(size + loss) and size > 0:
+            self._looks.append((record.step, size, loss))
+
+    def _found(self, loss: float, limit: float, what: str) -> Finding:
+        return Finding(
+            seen=f"The loss, {loss:.4g} by now, {what}: nothing limits it",
+            advice="Check the sign of the loss and of each of its terms, and that nll_loss is "
+            "given log-probabilities (log_softmax); what is to become large needs a limit.",
+            value=loss,
+            limit=limit,
+        )
+
+
+_NEAR = 0.15  # of ln C: large first weights guess worse than all alike
+_FALLEN = 0.1
+_HALF = 1.5  # linear growth doubles in the second half; that of wgan_gradient_penalty is 1.3
+_UNDIMINISHED = 0.8  # text_loss_negated has 1.5
+_STEPS = 40  # by then a loss that settles has slowed down
