@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from telemetry.alerts.baseline import Baseline as Baseline
     from telemetry.alerts.detector import Detector as Detector
     from telemetry.alerts.detector import Finding as Finding
+    from telemetry.checking import Check as Check
+    from telemetry.checking import check as check
     from telemetry.events.summary_writer import SummaryWriter as SummaryWriter
     from telemetry.interventions import clip_gradients as clip_gradients
     from telemetry.interventions import prune_activations as prune_activations
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Alert": "telemetry.alert",
     "Baseline": "telemetry.alerts.baseline",
+    "Check": "telemetry.checking",
     "Detector": "telemetry.alerts.detector",
     "Finding": "telemetry.alerts.detector",
     "HookLogger": "telemetry.run.logger",
@@ -52,6 +55,7 @@ _HOMES = {
     "SummaryWriter": "telemetry.events.summary_writer",
     "TelemetryAlert": "telemetry.alert",
     "TensorRecord": "telemetry.records",
+    "check": "telemetry.checking",
     "clip_gradients": "telemetry.interventions",
     "native": "telemetry.measure.cuda",
     "prune_activations": "telemetry.interventions",

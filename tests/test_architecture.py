@@ -27,6 +27,7 @@ LAYERS = [
     {"integrations"},
     {"tensorboard_plugin"},
     {"commands"},
+    {"checking"},
     {"__main__"},
     {""},  # telemetry/__init__.py
 ]

@@ -173,14 +173,14 @@ LABELS = {
     ),
     "optimizer_rebuilt_without_trunk": Label(
         kinds=frozenset({"untrained_parameters", "layers_not_learning"}), layers=("0",),
-        onset=137, by=260, why="from step 137 on only the head is stepped",
+        onset=137, by=317, why="from step 137 on only the head is stepped",
     ),
     "router_behind_argmax": Label(
         kinds=frozenset({"untrained_parameters", "layers_not_learning"}), layers=("router",),
         by=150, why="the router is not in the loss",
     ),
     "siamese_collapses": Label(
-        kinds=frozenset({"output_collapse"}), by=300,
+        kinds=frozenset({"output_collapse", "dead_units"}),
         why="two views are pulled together and nothing apart: all inputs get one embedding",
     ),
     "batch_norms_in_eval_from_start": Label(

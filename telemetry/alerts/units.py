@@ -97,8 +97,9 @@ class DeadUnits(Detector):
         also = f". The same holds for units of {', '.join(others)}" if others else ""
         module = record.layout.modules[record.layout.position[dead[0].module_name]]
         return Finding(
-            seen=f"{count} of {size} units of {first} are zero for every input of {batches} "
-            f"batches and cannot learn{also}",
+            seen=f"{count} of {size} units of {first} are zero for every input of "
+            f"{batches if batches > 1 else 'one'} batch{'es' if batches > 1 else ''} and cannot "
+            f"learn{also}",
             advice=_DROPPED if module.type_name in DROPOUTS else _ADVICE,
             value=count / size,
             limit=self.fraction,

@@ -1,0 +1,366 @@
+"""Looks at a model before it is trained: one forward and backward pass, judged like a step."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.text import Text
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from telemetry.alert import Alert
+from telemetry.alerts.detector import Detector
+from telemetry.alerts.engine import Engine
+from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
+from telemetry.alerts.loop_mistakes import EvalMode
+from telemetry.alerts.nonfinite import Nonfinite
+from telemetry.alerts.units import DeadUnits, SaturatedUnits
+from telemetry.alerts.untrained_parameters import UntrainedParameters
+from telemetry.alerts.vanishing_gradient import VanishingGradient
+from telemetry.commands.output import Column, new_console, number, print_table
+from telemetry.layers import table
+from telemetry.records import StepRecord, TensorRecord
+from telemetry.records.moments import norm_of
+from telemetry.records.tensor import figures_of
+from telemetry.shared.plain_text import called, printable
+from telemetry.testing import capture_run
+
+__all__ = ["Check", "check"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What :func:`check` found.
+
+    Attributes:
+        findings: Alerts of step 0, causes first. Kinds that only a check has: ``batch_leak``,
+            ``input_ignored`` and ``loss_at_start``.
+        skipped: What could not be judged, and why; a sentence each.
+        loss: Of the batch.
+        record: Everything that was measured.
+    """
+
+    findings: tuple[Alert, ...]
+    skipped: tuple[str, ...]
+    loss: float
+    record: StepRecord
+
+    @property
+    def exit_code(self) -> int:
+        """1 if there are findings that are more than notes, else 0; for ``sys.exit``."""
+        return int(any(found.severity != "note" for found in self.findings))
+
+    def print(self) -> None:
+        """Print a table of the layers and the findings to stdout."""
+        console, layers, modules = new_console(), table(self.record), self.record.layout.modules
+        rows = [row for row in range(len(modules)) if layers.known[row].any()]
+        columns = [Column("class", [Text(printable(modules[row].type_name)) for row in rows], 0)]
+        for place, (title, name) in enumerate(_SHOWN.items()):
+            values = (layers.value(row, name) for row in rows)
+            cells = [Text() if value is None else number(value) for value in values]
+            columns.append(Column(title, cells, len(_SHOWN) - place, is_number=True))
+        print_table(console, "layer", [called(modules[row].name) for row in rows], columns)
+        console.print(f"\nloss {self.loss:.4g}")
+        for found in self.findings:
+            console.print(f"{found.severity}: {found.kind.replace('_', ' ')}{found.where}")
+            console.print(f"  {found.message}".replace("\n", "\n  "))
+        for reason in self.skipped:
+            console.print(f"skipped: {reason}")
+        if not self.findings:
+            console.print("nothing found")
+
+
+_SHOWN = {
+    "output RMS": "activation_rms",
+    "gradient RMS": "activation_grad_rms",
+    "weight RMS": "weight_rms",
+    "dead": "dead_units",
+    "saturated": "saturation",
+}
+
+
+def check(
+    model: nn.Module,
+    inputs: Any,
+    loss_function: Callable[..., Any] | None = None,
+    *,
+    targets: Any = None,
+    show: bool = True,
+) -> Check:
+    """Look at a model before it is trained.
+
+    ::
+
+        telemetry.check(model, images, nn.CrossEntropyLoss(), targets=classes)
+        telemetry.check(gpt, {"input_ids": tokens, "labels": tokens})
+
+    One forward and backward pass is judged by the rules that judge training: growth of activations
+    and gradients over depth, dead and saturated units, NaN and infinity and where they begin,
+    parameters without a gradient, new batch norms in evaluation mode. Beside these, whether the
+    outputs depend on the inputs, whether one sample's output depends on another sample (in
+    evaluation mode, by gradients, from the first floating-point tensor with as many rows as there
+    are samples), and whether the cross entropy is more than four times ln C, that of a guess among
+    C classes.
+
+    Parameters, buffers, gradients, training flags, hooks, and the random states of torch, NumPy and
+    Python are afterwards as before, bit for bit, also if the model raises.
+
+    Args:
+        model: In the mode in which it will be trained.
+        inputs: What the model is given: a tensor, a tuple of arguments, or a mapping of keyword
+            arguments. 16 samples or more tell dead units from rarely active ones.
+        loss_function: Of the model's output, and of ``targets`` if they are given; returns a
+            scalar, or one loss per sample. None: the model returns its loss, as a scalar or as
+            ``loss`` of what it returns.
+        targets: Likewise.
+        show: Whether to print the result.
+
+    Raises:
+        ValueError: No loss was found, or it does not depend on any parameter.
+    """
+    with _unchanged(model):
+        output: list[Any] = []
+
+        def run() -> Tensor:
+            output[:] = [_call(model, inputs)]
+            return _loss_of(output[0], loss_function, targets)
+
+        record, loss = _measured(model, run)
+        findings, skipped = list(_of_training(record)), []
+        findings += _untrained(record)
+        found, reason = _of_loss(output[0], loss_function, targets, inputs, loss)
+        findings += found
+        skipped += reason
+        for parameter in model.parameters():
+            parameter.grad = None
+        found, reason = _of_samples(model, inputs, record)
+        findings += found
+        skipped += reason
+    result = Check(findings=tuple(findings), skipped=tuple(skipped), loss=loss, record=record)
+    if show:
+        result.print()
+    return result
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _loss_of(output: Any, loss_function: Callable[..., Any] | None, targets: Any) -> Tensor:
+    if loss_function is not None:
+        loss = loss_function(output) if targets is None else loss_function(output, targets)
+    elif isinstance(output, Mapping):
+        loss = output.get("loss")
+    else:
+        loss = getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or (loss_function is None and loss.numel() != 1):
+        raise ValueError(
+            f"check(loss_function={loss_function!r}): found no loss but {type(loss).__name__}; "
+            "pass a function of the output, and targets, that returns it as a tensor"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "check(): the loss does not depend on any parameter; look for detach(), no_grad() and "
+            "item() between them"
+        )
+    return loss.mean()
+
+
+class _Still(Optimizer):
+    """Ends the step without changing anything."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def _measured(model: nn.Module, run: Callable[[], Tensor]) -> tuple[StepRecord, float]:
+    optimizer = _Still([p for p in model.parameters() if p.requires_grad], {})
+    with capture_run(model, rules=[], optimizer=optimizer) as recorded:
+        loss = run()
+        recorded.log(loss=loss.item())
+        loss.backward()
+        optimizer.step()
+    return recorded.records[0], loss.item()
+
+
+def _of_training(record: StepRecord) -> Iterator[Alert]:
+    """What rules find that are shown the same step twice, since some confirm what they find."""
+    detectors: list[Detector] = [
+        SaturatedUnits(looks=1), ExplodingGradient(), DeadUnits(batches=1), ExplodingActivation(),
+        VanishingGradient(factor=_FAINT, update_factor=_FAINT, steps=2), Nonfinite(),
+        EvalMode(steps=2),
+    ]  # fmt: skip
+    engine = Engine(detectors)
+    sizes = figures_of(record.weights, norm_of)
+    norms = dict(zip((p.name for p in record.layout.parameters), record.grad_norms, strict=True))
+    ratios = {name: norms[name] / size for name, size in sizes.items() if size > 0}
+    for step in (0, 1):
+        for alert in engine(replace(record, step=step, update_ratios=ratios)):
+            if alert.stage == "begin":
+                yield replace(alert, step=0)
+
+
+# Adam moves layers whose gradients are small; far below that, the second moment's epsilon does not
+# let it: 1e-8 beside gradients of 1e-4 or more.
+_FAINT = 1e4
+
+
+def _untrained(record: StepRecord) -> Iterator[Alert]:
+    """Parameters without a gradient, as at the end of the steps that the rule waits for."""
+    rule = UntrainedParameters(steps=2)
+    for step in (0, 1):
+        for alert in rule(replace(record, step=step)):
+            yield replace(alert, step=0, message=alert.message.replace("in 2 steps", "in this one"))
+
+
+def _of_loss(
+    output: Any, loss_function: Any, targets: Any, inputs: Any, loss: float
+) -> tuple[list[Alert], list[str]]:
+    """Whether a cross entropy is that of a guess."""
+    if loss_function is None and isinstance(output, Mapping | tuple) and hasattr(output, "logits"):
+        logits, of = output.logits, inputs.get("labels") if isinstance(inputs, Mapping) else None
+        classes = logits.shape[-1]
+    elif isinstance(loss_function, nn.CrossEntropyLoss) or (
+        loss_function is nn.functional.cross_entropy
+    ):
+        logits, of = output, targets
+        classes = logits.shape[1] if logits.dim() > 1 else 0
+    else:
+        return [], ["the loss against ln C: it is not known to be a cross entropy"]
+    if not isinstance(of, Tensor) or of.is_floating_point() or classes < 2:
+        return [], ["the loss against ln C: the targets are no classes"]
+    guess = math.log(classes)
+    if not loss > _FAR * guess:
+        return [], []
+    seen = f"The loss is {loss:.4g}; a guess among {classes} classes has {guess:.3g}, ln {classes}"
+    advice = (
+        "The first outputs are too large: people usually make the weights of the last layer "
+        "smaller, or scale what it is given; of a trained model, check that inputs and targets "
+        "belong to it."
+    )
+    return [_alert("loss_at_start", seen, advice, loss, _FAR * guess)], []
+
+
+_FAR = 4.0  # times ln C: torchvision's new EfficientNet has 2.5
+
+
+def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> tuple[list[Alert], list[str]]:
+    """Whether each sample's output depends on its input, and on no other sample."""
+    sizes = [t.shape[0] for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.dim()]
+    samples = sizes[0] if sizes else 0
+    if samples < 2 or any(size != samples for size in sizes):
+        return [], ["samples: the inputs are no batch of two or more"]
+    given: list[Tensor] = []
+
+    def take(tensor: Any) -> Any:
+        fits = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim() > 1
+        if given or not fits or tensor.shape[0] != samples:
+            return tensor
+        given.append(tensor.detach().clone().requires_grad_())
+        return given[0]
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return output if given else pytree.tree_map(take, output)
+
+    model.eval()
+    with ExitStack() as stack:
+        inputs = pytree.tree_map(take, inputs)
+        for module in model.modules():
+            stack.callback(module.register_forward_hook(hook).remove)
+        with torch.enable_grad():
+            outputs = pytree.tree_leaves(_call(model, inputs))
+    per_sample = [
+        t
+        for t in outputs
+        if isinstance(t, Tensor) and t.dim() and t.shape[0] == samples and t.is_floating_point()
+    ]
+    if not given or not per_sample:
+        return [], ["samples: no floating-point input and output with one row per sample was found"]
+    output = per_sample[0].float().flatten(1) if per_sample[0].dim() > 1 else per_sample[0][:, None]
+    # All different, so that what adds up to a constant, as softmax does, does not cancel out.
+    weights = torch.linspace(0.5, 1.5, output.shape[1], device=output.device)
+    rows = [0, samples - 1]
+    depends = torch.stack([_influence(output[row] @ weights, given[0]) for row in rows])
+    own = depends[range(2), rows]
+    depends[range(2), rows] = 0
+    if not output.requires_grad or not bool((own > 0).any() | (depends > 0).any()):
+        if any(weight.sketch.min == weight.sketch.max == 0 for weight in _matrices(record)):
+            return [], ["whether outputs depend on inputs: there is a weight that begins at zero"]
+        seen = "The outputs do not depend on the inputs"
+        advice = (
+            "Look for detach(), a factor of zero, dead units, and an input that forward() does not "
+            "use."
+        )
+        return [_alert("input_ignored", seen, advice, 0.0, 0.0)], []
+    if bool((depends > 0).any()):
+        row, other = (depends > 0).nonzero()[0].tolist()
+        seen = f"The output of sample {rows[row]} depends on sample {other} of the batch"
+        advice = (
+            "Look for a mean, a softmax, a norm or a reshape over the first axis; attention may "
+            "expect the sequence there (batch_first). In-batch negatives belong into the loss."
+        )
+        largest = float(depends.max() / max(float(own.max()), 1e-30))
+        return [_alert("batch_leak", seen, advice, largest, 0.0)], []
+    return [], []
+
+
+def _matrices(record: StepRecord) -> Iterator[TensorRecord]:
+    return (weight for name, weight in record.weights.items() if name in record.layout.matrices)
+
+
+def _influence(output: Tensor, given: Tensor) -> Tensor:
+    """Largest gradient with respect to each sample, ``[samples]``."""
+    if not output.requires_grad:
+        return torch.zeros(len(given))
+    (gradient,) = torch.autograd.grad(output, given, retain_graph=True, allow_unused=True)
+    if gradient is None:
+        return torch.zeros(len(given))
+    return gradient.detach().abs().flatten(1).amax(1).float().cpu()
+
+
+def _alert(kind: str, seen: str, advice: str, value: float, limit: float) -> Alert:
+    return Alert(
+        kind=kind,
+        severity="warning",
+        step=0,
+        module_name=None,
+        value=value,
+        threshold=limit,
+        message=f"{seen}.\n{advice}",
+    )
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Gives back what the body changes: of the model, and of generators of random numbers."""
+    tensors: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    training = [(module, module.training) for module in model.modules()]
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's, perhaps
+    for parameter, _ in gradients:
+        parameter.grad = None
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=[device.index or 0 for device in devices]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, is_training in training:
+            module.training = is_training

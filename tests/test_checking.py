@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import telemetry
+from telemetry import Check
+
+
+def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for given, width in pairwise(widths):
+        layers += [nn.Linear(given, width), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Between(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, apply: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.head, self.apply_head = nn.Linear(20, 64), nn.Linear(64, 5), apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_head(self.head, F.relu(self.inside(x)))
+
+
+def look(model: nn.Module, **options: Any) -> Check:
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(64, 20, generator=g), torch.randint(5, (64,), generator=g)
+    return telemetry.check(model, x, nn.CrossEntropyLoss(), targets=y, show=False, **options)
+
+
+def test_a_usual_model_is_silent() -> None:
+    norms = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 5))
+    for model in (mlp(20, 64, 64, 5), norms, Between(lambda head, h: head(h))):
+        result = look(model)
+        assert (result.findings, result.skipped, result.exit_code) == ((), (), 0)
+        assert 1 < result.loss < 2.5
+
+
+def test_a_trunk_that_is_frozen_and_a_head_that_begins_at_zero_are_meant() -> None:
+    frozen, zero = mlp(20, 64, 64, 5), mlp(20, 64, 64, 5)
+    frozen[0].requires_grad_(False)
+    nn.init.zeros_(zero[4].weight)
+    assert look(frozen).findings == ()
+    result = look(zero)
+    assert result.findings == ()
+    assert "begins at zero" in result.skipped[0]
+
+
+def dead() -> nn.Module:
+    model = mlp(20, 64, 64, 5)
+    nn.init.constant_(model[0].bias, -100.0)
+    return model
+
+
+def huge() -> nn.Module:
+    model = mlp(20, *[64] * 40, 5, activation=nn.Identity)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+def idle_norms() -> nn.Module:
+    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5))
+    model[1].eval()
+    return model
+
+
+def wide() -> nn.Module:
+    model = mlp(20, 64, 64, 5, activation=nn.Tanh)
+    with torch.no_grad():
+        model[0].weight.mul_(1000)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "layer"),
+    [
+        (dead, "dead_units", "0"),
+        (huge, "exploding_gradient", None),
+        (wide, "saturated_units", "1"),
+        (idle_norms, "eval_mode", "1"),
+        (lambda: mlp(20, *[64] * 60, 5), "vanishing_gradient", "0"),
+        (lambda: Between(lambda head, h: head(h).log()), "nonfinite", None),
+        (lambda: Between(lambda head, h: 50 * head(h)), "loss_at_start", None),
+        (lambda: Between(lambda head, h: head(h * 0)), "input_ignored", None),
+        (lambda: Between(lambda head, h: head(h - h.mean(0))), "batch_leak", None),
+        (lambda: Between(lambda head, h: head(h.softmax(0))), "batch_leak", None),
+        (lambda: Between(lambda head, h: head(h.detach())), "untrained_parameters", "inside"),
+    ],
+)
+def test_a_fault_is_named(make: Callable[[], nn.Module], kind: str, layer: str | None) -> None:
+    found = {finding.kind: finding for finding in look(make()).findings}
+    assert kind in found
+    assert found[kind].step == 0
+    assert layer in (None, found[kind].module_name)
+    assert found[kind].message.count("\n") >= 1
+
+
+def test_only_what_is_more_than_a_note_makes_a_program_fail() -> None:
+    assert look(dead()).exit_code == 1
+    assert look(idle_norms()).exit_code == 0
+
+
+class Tokens(nn.Module):
+    """Takes token ids and labels, and returns a dict, as transformers do."""
+
+    def __init__(self, leak: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables, self.head, self.leak = nn.Embedding(50, 32), nn.Linear(32, 50), leak
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.tables(ids)
+        logits = self.head(h + h.mean(0) if self.leak else h)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@pytest.mark.parametrize("leak", [False, True])
+def test_samples_of_token_ids_are_told_apart_behind_the_embedding(leak: bool) -> None:
+    ids = torch.randint(50, (8, 6))
+    result = telemetry.check(Tokens(leak), {"ids": ids, "labels": ids}, show=False)
+    assert [finding.kind for finding in result.findings] == ["batch_leak"] * leak
+
+
+def test_what_cannot_be_judged_is_said() -> None:
+    model = mlp(20, 16, 5)
+    one = telemetry.check(model, torch.randn(1, 20), lambda output: output.sum(), show=False)
+    assert one.skipped == (
+        "the loss against ln C: it is not known to be a cross entropy",
+        "samples: the inputs are no batch of two or more",
+    )
+
+
+def state(model: nn.Module) -> list[Any]:
+    return [
+        *(value.clone() for value in model.state_dict().values()),
+        *(None if p.grad is None else p.grad.clone() for p in model.parameters()),
+        torch.get_rng_state(),
+        torch.tensor(np.random.get_state()[1].astype(np.int64)),  # noqa: NPY002
+    ]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_everything_is_as_before_bit_for_bit(raises: bool) -> None:
+    model = nn.Sequential(
+        nn.Linear(20, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.ReLU(), nn.Linear(64, 5)
+    )
+    model[3].eval()
+    model[0].weight.grad = gradient = torch.randn(64, 20)
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        random.random()
+        np.random.rand()  # noqa: NPY002
+        if raises:
+            raise RuntimeError("of the model")
+
+    model[4].register_forward_hook(hook)
+    before, modes, drawn = state(model), [m.training for m in model.modules()], random.getstate()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    if raises:
+        with pytest.raises(RuntimeError, match="of the model"):
+            look(model)
+    else:
+        look(model)
+    for was, now in zip(before, state(model), strict=True):
+        assert (was is None and now is None) or torch.equal(was, now)
+    assert model[0].weight.grad is gradient
+    assert modes == [m.training for m in model.modules()]
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    assert drawn == random.getstate()
+
+
+def test_no_loss_is_an_error_that_names_the_way_out() -> None:
+    with pytest.raises(ValueError, match="found no loss but Tensor; pass a function"):
+        telemetry.check(mlp(20, 5), torch.randn(4, 20))
+    with pytest.raises(ValueError, match=r"does not depend on any parameter; look for detach\(\)"):
+        telemetry.check(mlp(20, 5), torch.randn(4, 20), lambda output: output.detach().sum())
+
+
+def test_the_table_names_layers_findings_and_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    telemetry.check(dead(), torch.randn(32, 20), lambda output: output.square().mean())
+    told = capsys.readouterr().out
+    assert "layer  class" in told
+    assert "error: dead units in 0" in told
+    assert "People usually" in told
+    assert "skipped: the loss against ln C" in told
