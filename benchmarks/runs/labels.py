@@ -167,7 +167,7 @@ LABELS = {
         kinds=TREND | LOSS | EXPLOSION, by=200, why="discount 1.1: the loss grows 2 % per step",
     ),
     "rates_vanish_by_layer": Label(
-        kinds=frozenset({"layers_not_learning", "no_learning"}), by=200,
+        kinds=frozenset({"layers_not_learning", "no_learning", "vanishing_gradient"}), by=200,
         layers=tuple(str(2 * layer) for layer in range(6)),
         why="the rate falls by 0.05 from layer to layer",
     ),

@@ -128,7 +128,6 @@ class VanishingGradient(Detector):
         limit, update_limit = -math.log10(self.factor), -math.log10(self.update_factor)
         updates = _update_share(record) if record.update_ratios else self._update_share
         self._update_share = np.where(faint, updates, np.nan)
-        faint = faint & ~(self._update_share < share - _BY_RATE)
         levels, rows = base.layers.levels, len(base.layers.levels) - 1
         faint = faint & ~(levels[-FEWEST:] == -np.inf).any(axis=0)
         self.undecided = self.alert is None and bool((faint & np.isnan(updates)).any())
@@ -204,11 +203,6 @@ class VanishingGradient(Detector):
 # Decades: branches whose scale begins at zero change by more. At 0.3 init_div100 is found 4 steps
 # earlier.
 _STEADY = 0.2
-
-
-# Decades by which a layer's share of the updates is below that of the gradients: then its learning
-# rate keeps it from learning, which layers_not_learning tells.
-_BY_RATE = 2.0
 
 
 def _is_known(record: StepRecord) -> bool:
