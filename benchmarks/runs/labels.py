@@ -191,4 +191,76 @@ LABELS = {
         kinds=frozenset({"loss_burst", "loss_spike"}), onset=173, by=190,
         why="ten batches of noise double the loss",
     ),
+    # --- further, healthy
+    "tied_lstm": Label(why="embedding and output share one weight"),
+    "actor_of_growing_value": Label(why="loss -Q falls and falls as Q grows to its bound"),
+    "learned_variance": Label(why="Gaussian negative log-likelihood; the loss becomes negative"),
+    "score_matching": Label(why="denoising; a large part of the loss cannot be learned"),
+    "vector_quantized": Label(why="straight-through codes; most codes are unused in a batch"),
+    "spectral_norm_gan": Label(why="hinge loss, one critic step; the losses stay near a constant"),
+    "weight_normalized": Label(why="weights by direction and length"),
+    "pruned_by_l1": Label(why="a penalty takes most weights to 0, not the loss"),
+    "modular_addition": Label(why="weight decay 1.0, all data in each step: grokking"),
+    "lion": Label(why="sign of a running mean; an optimizer of the user's own"),
+    "adagrad": Label(why="rates that only fall"),
+    "q_learning": Label(why="discount 0.97: loss and Q rise first; the loss is small throughout"),
+    "value_learning": Label(why="discount 0.95: values rise to 20, the loss rises first"),
+    "mixture_of_experts": Label(why="the best two of four experts, times the router's share"),
+    "simsiam": Label(why="stop-gradient and a predictor: the loss nears -1, no collapse"),
+    "layerwise_decay": Label(why="rates fall by 0.7 in each of 8 blocks, to 3 percent"),
+    "exponential_warm_up": Label(why="the rate begins at 1e-6: no learning at first"),
+    "hard_batches": Label(why="every 40th batch has three times the loss, by its data"),
+    "curriculum": Label(why="more noise after each 100 steps: the loss rises by design"),
+    "trunk_frozen_late": Label(why="all but the head frozen from step 153, on purpose"),
+    "autocast_bfloat16": Label(why="transformer in bfloat16"),
+    "rezero": Label(why="scales begin at 0: blocks get no gradient at first"),
+    # --- further, faulty
+    "block_weight_scaled": Label(
+        kinds=EXPLOSION | LOSS, layers=("blocks.1",), onset=143, by=243,
+        why="one layer's weight was multiplied by 100 and stays large",
+    ),
+    "gradient_scaled_by_hook": Label(
+        kinds=EXPLOSION, layers=("blocks.1.up",), onset=151, by=251,
+        why="a hook multiplies one weight's gradient by 1e5; clipping then stops all others",
+    ),
+    "root_at_zero": Label(
+        kinds=frozenset({"nonfinite"}), layers=("encoder",), onset=127, by=128,
+        why="a row is all zero: its norm is clamped forward, and its gradient is NaN",
+    ),
+    "row_fully_masked": Label(
+        kinds=frozenset({"nonfinite"}), layers=("blocks.0",), onset=139, by=139,
+        why="one query may see no key: the softmax of -inf alone is NaN",
+    ),
+    "exp_overflows": Label(
+        kinds=frozenset({"nonfinite"}), layers=("4",), onset=145, by=145,
+        why="one picture in another unit, x 1000: exp as an activation overflows",
+    ),
+    "feature_without_deviation": Label(
+        kinds=frozenset({"nonfinite"}), layers=("standardize",), onset=149, by=149,
+        why="all rows of a batch are equal: 0/0 in a standardization without an epsilon",
+    ),
+    "rate_of_one_group": Label(
+        kinds=EXPLOSION | LOSS, layers=("middle",), onset=121, by=221,
+        why="the learning rate of one parameter group x 1000",
+    ),
+    "recurrence_radius_three": Label(
+        kinds=EXPLOSION | LOSS | frozenset({"nonfinite"}), layers=("rnn",), onset=111, by=211,
+        why="the recurrent matrix is scaled to spectral radius 3; 24 time steps",
+    ),
+    "log_of_negative": Label(
+        kinds=frozenset({"nonfinite"}), layers=("log",), onset=131, by=131,
+        why="one measured amount is negative, and one branch takes its logarithm",
+    ),
+    "half_overflows": Label(
+        kinds=frozenset({"nonfinite"}), layers=("conv2",), onset=129, by=129,
+        why="a scale is raised and the cast to float16 gives inf in one convolution",
+    ),
+    "bit_flip": Label(
+        kinds=frozenset({"nonfinite"}), layers=("blocks.1",), onset=137, by=137,
+        why="one number of one weight becomes NaN",
+    ),
+    "loss_weight_of_one_task": Label(
+        kinds=EXPLOSION | LOSS, layers=("amount",), onset=133, by=233,
+        why="the weight of one task's loss x 1e6",
+    ),
 }  # fmt: skip
