@@ -12,7 +12,7 @@ from statistics import median_high
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import FAR_ABOVE, FEW, FEWEST, RECENT, TENFOLD, Baseline
+from telemetry.alerts.baseline import FAR_ABOVE, FEW, FEWEST, LENGTH, RECENT, TENFOLD, Baseline
 from telemetry.alerts.detector import RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import Growth, Stretch, backward_growth, forward_growth, gain
 from telemetry.records import Output, StepRecord
@@ -144,19 +144,26 @@ class ExplodingGradient(Detector):
     _blame: Blame
     _steps_far_above: int = 0
     _steps_lasting: int = 0
+    _amplified: deque[float]
+    _looks_amplified: int = 0
     _deep_looks: int = 0
     _began_deep: bool | None = None
     _is_deep: bool = False
 
     def set_up(self) -> None:
         self._depths, self._gains = deque(maxlen=50), deque(maxlen=10)
+        self._amplified = deque(maxlen=LENGTH)
         self._blame = Blame()
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         found = self._find(record, base)
-        just_jumped = base.norm.since_jump < _LASTING
+        just_jumped = base.norm.since_jump < _LASTING or self._looks_amplified == 1
         self.undecided = self.alert is None and (just_jumped or self._deep_looks > 0)
-        return found
+        blamed, alert = self._blame.stretch, self.alert
+        if found is None or alert is None or not self._blame.is_corrected:
+            return found
+        self._blame.is_corrected = False
+        return replace(found, is_worse=blamed is not None and blamed.first != alert.module_name)
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
         return self._is_deep or not record.all_grads_finite
@@ -165,7 +172,11 @@ class ExplodingGradient(Detector):
         if not record.all_grads_finite:
             return self._cut_short(base)
         self._blame.add(record, base)
-        return self._in_time(record, base) or self._over_depth(record, base)
+        return (
+            self._in_time(record, base)
+            or self._before_clipping(record, base)
+            or self._over_depth(record, base)
+        )
 
     def _in_time(self, record: StepRecord, base: Baseline) -> Finding | None:
         norm, loss = base.norm, base.loss
@@ -195,6 +206,29 @@ class ExplodingGradient(Detector):
             seen=f"The gradient norm is {total:.3g}; it used to be {norm.usual:.3g}{falls}",
             confined=_confined(record, norm.usual),
             advice=_UNBOUNDED if falls else "",
+        )
+
+    def _before_clipping(self, record: StepRecord, base: Baseline) -> Finding | None:
+        """An explosion that clipping hides from the optimizer, at full measurements."""
+        norm, usual = record.total_grad_norm_before_clipping, self._amplified
+        amplified = gain(record, norm)
+        if norm is None or math.isnan(amplified):
+            return None
+        far = len(usual) >= RECENT and amplified >= max(usual) + math.log10(self.factor)
+        self._looks_amplified = self._looks_amplified + 1 if far else 0
+        if not far:
+            usual.append(amplified)
+        if self._looks_amplified < 2:
+            return None
+        times = 10 ** (amplified - max(usual))
+        scale = norm / record.total_grad_norm
+        return self._found(
+            base,
+            value=norm,
+            threshold=norm / times * self.factor,
+            seen=f"Before clipping the gradient norm is {norm:.3g}, {times:.2g} times what comes "
+            "from the loss used to make it",
+            confined=_confined(record, norm / times, scale),
         )
 
     def _see_gain(self, record: StepRecord, base: Baseline, *, large: bool) -> None:
@@ -324,22 +358,31 @@ class Blame:
         batch: How many times as large as before the values are that the model was given, if it is
             they; else 0.
         is_alike: Whether all gradients grew alike, and nothing else is known.
+        by_norms: Whether the culprit was found by the norms alone.
+        is_corrected: Whether a full measurement has just shown that it is another one.
     """
 
     stretch: Stretch | None = None
     batch: float = 0.0
     is_alike: bool = False
+    by_norms: bool = False
+    is_corrected: bool = False
     _outputs: dict[str, float]
+    _gradients: dict[str, float]
 
     def __init__(self) -> None:
-        self._outputs = {}
+        self._outputs, self._gradients = {}, {}
 
     def add(self, record: StepRecord, base: Baseline) -> None:
         """Add a step whose gradients are finite."""
         outputs = self._grown_outputs(record) if record.inputs or record.outputs else None
-        growth = _growth(base)
+        growth, first = _growth(base), self._first_grown(record)
         if growth is None and outputs is None:
             self.stretch, self.batch, self.is_alike = None, 0.0, False
+        elif self.by_norms and record.full and outputs is None and first is not None:
+            # No weight has grown, or its output would have: it came from behind, and the layer
+            # that did not grow is on another branch.
+            self.stretch, self.by_norms, self.is_corrected = Stretch(first, first), False, True
         elif self.stretch is None and not self.batch and not self.is_alike:
             self.stretch = None if growth is None else _all_but_one(base.layers.names, growth)
             if self.stretch is None and outputs is not None:
@@ -347,6 +390,7 @@ class Blame:
             if outputs is not None and outputs.levels[0] > max(outputs.levels) / 2:
                 self.stretch, self.batch = None, 10 ** outputs.levels[0]
             several = len(base.layers.names) > _FEWEST
+            self.by_norms = self.stretch is not None and not record.full
             self.is_alike = self.stretch is None and not record.full and several
 
     def _grown_outputs(self, record: StepRecord) -> Growth | None:
@@ -359,6 +403,16 @@ class Blame:
         now = figures_of(record.activations, attrgetter("variation"))
         levels += [self._above(name, variation, sizes[name]) for name, variation in now.items()]
         return Growth(names=["", *now], levels=levels) if max(levels) > TENFOLD else None
+
+    def _first_grown(self, record: StepRecord) -> str | None:
+        """Of the modules whose outputs' gradients have grown tenfold, the first on the way back."""
+        grown = []
+        for name, now in figures_of(record.activation_grads, rms_of).items():
+            if now > 10**TENFOLD * self._gradients.get(name, math.inf):
+                grown.append(name)
+            elif 0 < now < math.inf:
+                self._gradients[name] = now
+        return max(grown, key=record.layout.position.__getitem__, default=None)
 
     def _above(self, name: str, now: float, rms: float) -> float:
         """log10 of how far a variation is above a usual RMS; 0 if that is not known."""
@@ -389,7 +443,7 @@ def _all_but_one(names: Sequence[str], growth: NDArray[np.float64]) -> Stretch |
     return Stretch(name, name)
 
 
-def _confined(record: StepRecord, usual: float) -> Stretch | None:
+def _confined(record: StepRecord, usual: float, scale: float = 1.0) -> Stretch | None:
     """Where gradients have grown if few have: without those, the norm is nearly as it was.
 
     On its way back through the network such a gradient begins at the last of the modules.
@@ -397,8 +451,9 @@ def _confined(record: StepRecord, usual: float) -> Stretch | None:
     Args:
         record: A step whose gradients are finite and have grown.
         usual: Their norm before.
+        scale: What clipping has divided them by.
     """
-    norms = record.owner_grad_norms
+    norms = record.owner_grad_norms * scale
     order = norms.argsort()
     others = np.sqrt(np.cumsum(norms[order] ** 2))
     grown = order[others > 10**TENFOLD * usual]

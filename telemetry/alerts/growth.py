@@ -104,10 +104,13 @@ def backward_growth(record: StepRecord) -> Growth:
     return _growth(modules, values, [False, *map(_normalizes, modules)])
 
 
-def gain(record: StepRecord) -> float:
+def gain(record: StepRecord, norm: float | None = None) -> float:
     """How much the network amplifies the gradient that comes from the loss.
 
     It does not change with the unit or weight of the loss or the scale of the targets.
+
+    Args:
+        norm: That of all parameter gradients; None: as the optimizer used them.
 
     Returns:
         log10 of the norm of all parameter gradients over the RMS of the gradient of the last
@@ -115,7 +118,7 @@ def gain(record: StepRecord) -> float:
     """
     if not record.output_grads:  # as at most steps
         return math.nan
-    total, last = record.total_grad_norm, _gradients(record)[-1:]
+    total, last = norm or record.total_grad_norm, _gradients(record)[-1:]
     return math.log10(total / last[0][1]) if last and 0 < total < math.inf else math.nan
 
 

@@ -196,7 +196,7 @@ class UnboundedLoss(Detector):
     - the first losses were -ln C, that of a guess among the C outputs of the last layer with the
       wrong sign, and it has fallen by a tenth since; or
     - the loss falls no slower in the second half of the run than in the first, while the last
-      layer's output has become ``growth`` times as large, half of that in the second half.
+      layer's output has become ``growth`` times as large and above 10, and goes on to grow.
 
     Args:
         growth: Of the root mean square of the last output, since the first full measurement.
@@ -229,7 +229,7 @@ class UnboundedLoss(Detector):
         steps, sizes, losses = np.array(self._looks).T
         middle = (steps[0] + steps[-1]) / 2
         size, loss = np.interp(middle, steps, sizes), np.interp(middle, steps, losses)
-        grows = sizes[-1] > self.growth * sizes[0] and sizes[-1] > _HALF * size
+        grows = sizes[-1] > max(self.growth * sizes[0], _HALF * size, _LARGE)
         falls = losses[0] > loss and loss - losses[-1] >= _UNDIMINISHED * (losses[0] - loss)
         if not grows or not falls or steps[-1] - steps[0] < _STEPS:
             return None
@@ -265,6 +265,7 @@ class UnboundedLoss(Detector):
 
 _NEAR = 0.15  # of ln C: large first weights guess worse than all alike
 _FALLEN = 0.1
+_LARGE = 10.0  # log-probabilities and log-scales stay below; exp of it is 22,000
 _HALF = 1.5  # linear growth doubles in the second half; that of wgan_gradient_penalty is 1.3
 _UNDIMINISHED = 0.8  # text_loss_negated has 1.5
 _STEPS = 40  # by then a loss that settles has slowed down
