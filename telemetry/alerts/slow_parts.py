@@ -112,6 +112,8 @@ class OutputCollapse(Detector):
         sizes, units = (figures_of(record.outputs, of) for of in (rms_of, lambda r: r.unit_count))
         collapsed = []
         for output, variation in figures_of(record.outputs, lambda r: r.variation).items():
+            if units[output] >= _UNITS and sizes[output] == 0:
+                break  # dead, and what follows constant because of it
             if units[output] < _UNITS or not sizes[output] > 0:
                 continue
             share = variation / sizes[output]

@@ -69,6 +69,7 @@ class VanishingGradient(Detector):
     zero_steps = 20
     zero_share = 0.2  # as in UntrainedParameters; multitask_switch has a tenth
     _names: tuple[str, ...] = ()
+    _zero_looks: int = 0
     _faint_steps: Figures
     _zero_steps: Figures
     _first: Figures
@@ -184,7 +185,9 @@ class VanishingGradient(Detector):
         if sizes[branch].sum() < self.zero_share * sizes[holds(record.trainable)].sum():
             branch[:] = False
         gone = first | branch
-        if not gone.any():
+        self._zero_looks = self._zero_looks + 1 if gone.any() else 0
+        self.undecided |= self.alert is None and self._zero_looks == 1
+        if self._zero_looks < 2:  # dead units, which may be the cause, take as many
             return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
