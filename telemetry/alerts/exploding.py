@@ -376,7 +376,7 @@ class Blame:
     def add(self, record: StepRecord, base: Baseline) -> None:
         """Add a step whose gradients are finite."""
         outputs = self._grown_outputs(record) if record.inputs or record.outputs else None
-        growth, first = _growth(base), self._first_grown(record)
+        growth, first = _growth(base), self._first_grown(record) if record.full else None
         if growth is None and outputs is None:
             self.stretch, self.batch, self.is_alike = None, 0.0, False
         elif self.by_norms and record.full and outputs is None and first is not None:

@@ -216,7 +216,8 @@ class UnboundedLoss(Detector):
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         first, recent = base.loss.first, base.loss.recent
-        if record.activations:
+        measured = record.full and len(record.activations) > 0
+        if measured:
             self._look(record, recent)
         self.undecided = recent < 0 and recent < first and len(self._looks) <= _LOOKS
         guess = -math.log(self._classes) if self._classes > 2 else math.nan
@@ -224,7 +225,7 @@ class UnboundedLoss(Detector):
             return self._found(
                 recent, guess, f"began at {first:.3g}, which is -ln {self._classes}, and falls"
             )
-        if not recent < 0 or not record.activations or len(self._looks) < _LOOKS:
+        if not recent < 0 or not measured or len(self._looks) < _LOOKS:
             return None
         steps, sizes, losses = np.array(self._looks).T
         middle = (steps[0] + steps[-1]) / 2
