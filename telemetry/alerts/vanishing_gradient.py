@@ -33,7 +33,7 @@ class VanishingGradient(Detector):
     experts): then both ratios must be ``branch_factor`` smaller, for ``branch_steps`` steps; and
     if the module had a gradient before, the loss must have risen when it lost it.
 
-    A gradient that is exactly zero has vanished altogether, if a full measurement shows that the
+    A gradient that is exactly zero has vanished altogether, if two full measurements show that the
     module ran and requires one: its state is forgotten, its output is detached, the gradient is too
     small for a number. This must last ``zero_steps`` steps, while layers behind the module learn.
     If layers before it do, too, it must have no gradient at all, and ``zero_share`` of the

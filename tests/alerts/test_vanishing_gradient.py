@@ -65,13 +65,13 @@ def underflown(tower: Tensor, other: Tensor) -> Tensor:
 )
 def test_no_gradient_is_vanished(join: Callable[[Tensor, Tensor], Tensor], swap: bool) -> None:
     [alert] = train(VanishingGradient(), 60, model=TwoTowers(join, swap=swap))
-    assert (alert.module_name, alert.step) == ("tower.0", 20)
-    assert "No gradient reaches tower.0 to tower.2: for 21 steps" in alert.message
+    assert (alert.module_name, alert.step) == ("tower.0", 21)  # at a second look
+    assert "No gradient reaches tower.0 to tower.2: for 22 steps" in alert.message
 
 
 def test_what_never_had_a_gradient_is_looked_at_before_the_next_measurement_is_due() -> None:
     [alert] = train(VanishingGradient(), 60, model=TwoTowers(forgotten), every=1000)
-    assert alert.step == 21
+    assert alert.step == 23
 
 
 def frozen(model: TwoTowers) -> TwoTowers:
