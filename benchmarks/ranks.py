@@ -23,15 +23,20 @@ from machine import describe_machine, write_json
 
 from telemetry.failures import Failures
 from telemetry.ranks.channel import BUSY_S, IDLE_S, Channel
+from telemetry.ranks.columns import NO_ROWS, Table
 from telemetry.ranks.encoding import decode, encode
-from telemetry.ranks.gathering import Gathering
-from telemetry.ranks.inbox import Inbox, exchange, join
-from telemetry.ranks.merging import NO_ROWS, Table
-from telemetry.ranks.part import Part
-from telemetry.ranks.rank_part import Common, RankPart, merge
-from telemetry.ranks.share import WHOLE
-from telemetry.ranks.stage_part import StagePart
-from telemetry.ranks.tensor_table import EMPTY, Row, TensorTable
+from telemetry.ranks.gathering import Gathering, Message
+from telemetry.ranks.held import WHOLE
+from telemetry.ranks.measured import (
+    EMPTY,
+    Common,
+    Measured,
+    MeasuredParameters,
+    MeasuredTensors,
+    Row,
+    merge,
+)
+from telemetry.ranks.stores import Inbox, exchange, join
 from telemetry.records import Layout, Module, Parameter, TensorRecord
 from telemetry.records.sketch import sketch_array
 from telemetry.records.tensor import Tensors
@@ -109,7 +114,7 @@ def merge_payloads(payloads: Sequence[bytes]) -> bytes:
     return encode(merge([decode(payload) for payload in payloads]))
 
 
-def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = False) -> RankPart:
+def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = False) -> Measured:
     """What one rank measured of so many layers; each tensor has normal numbers of its own."""
     dice = np.random.default_rng(rank)
 
@@ -141,7 +146,7 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
     )
     rows = range(len(parameters))
     ones, numbers = np.ones(len(rows), np.bool_), dice.random(len(rows))
-    stage = StagePart(
+    stage = MeasuredParameters(
         stage=0,
         layout_id="0123456789abcdef",
         layout=layout if with_layout else None,
@@ -149,14 +154,14 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
         before=Table.of(rows, before=dice.random(len(rows))),
         updates=Table.of(rows, moved=dice.random(len(rows)), size=numbers),
     )
-    return RankPart(
+    return Measured(
         step=0,
         wall_time=0.0,
         size=world_size,
         ranks=frozenset({rank}),
         measured=frozenset({rank}),
         stages={stage.key: stage},
-        tensors=TensorTable.of(rank, dict.fromkeys(tensors, WHOLE), Tensors.of(tensors).rows),
+        tensors=MeasuredTensors.of(rank, dict.fromkeys(tensors, WHOLE), Tensors.of(tensors).rows),
         common=Common(rank=rank),
     )
 
@@ -175,7 +180,7 @@ def measure_size(layers: int) -> Size:
     )
 
 
-def measure_light(machine: Sequence[RankPart]) -> Light:
+def measure_light(machine: Sequence[Measured]) -> Light:
     parts = [
         replace(
             part,
@@ -197,7 +202,7 @@ def measure_light(machine: Sequence[RankPart]) -> Light:
     )
 
 
-def layers_of(part: RankPart) -> int:
+def layers_of(part: Measured) -> int:
     return sum(len(stage.grads.rows) for stage in part.stages.values()) // 2
 
 
@@ -211,7 +216,7 @@ def least_s(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def simulate(ranks: int, machine: Sequence[RankPart]) -> Tree:
+def simulate(ranks: int, machine: Sequence[Measured]) -> Tree:
     """What the ranks of a machine send to its leader, and the leaders to the first rank.
 
     Args:
@@ -254,14 +259,14 @@ def carry(payloads: Sequence[bytes]) -> float:
 
 def gather(payloads: Sequence[bytes]) -> tuple[bytes, float]:
     """What a rank makes of parts, and its CPU time for that."""
-    parts = [Part(ranks=decode(payload).ranks, payload=payload) for payload in payloads]
+    parts = [Message(ranks=decode(payload).ranks, payload=payload) for payload in payloads]
     size = 1 + max(max(part.ranks) for part in parts)
     gathering = Gathering(
         world_size=size, merge=merge_payloads, patience_s=1.0, start_s=1.0, forwards_late=False
     )
     began = time.thread_time()
     for part in parts:
-        gathering.add(Part.from_bytes(part.to_bytes()), 0.0)
+        gathering.add(Message.from_bytes(part.to_bytes()), 0.0)
         whole = gathering.take(0.0, hurry=part is parts[-1])
     assert whole is not None
     return whole.payload, time.thread_time() - began

@@ -13,11 +13,10 @@ from telemetry.alert import Alert
 from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, Pipeline, Processor, every, rank_processing
 from telemetry.pipeline.rank_processing import RankProcessor
+from telemetry.ranks.columns import Table
 from telemetry.ranks.encoding import encode
-from telemetry.ranks.merging import Table
-from telemetry.ranks.part import Part
-from telemetry.ranks.rank_part import Common, RankPart
-from telemetry.ranks.stage_part import StagePart
+from telemetry.ranks.gathering import Message
+from telemetry.ranks.measured import Common, Measured, MeasuredParameters
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
@@ -30,9 +29,9 @@ LAYOUT = Layout(
 )
 
 
-def merged(step: int) -> Part:
+def merged(step: int) -> Message:
     """A step that two ranks did not measure in full; the second took longer, its loss is higher."""
-    stage = StagePart(
+    stage = MeasuredParameters(
         stage=0,
         layout_id="a",
         layout=LAYOUT if step == 0 else None,
@@ -41,7 +40,7 @@ def merged(step: int) -> Part:
         ),
     )
     everyone = frozenset({0, 1})
-    part = RankPart(
+    part = Measured(
         step=step,
         wall_time=float(step),
         size=2,
@@ -51,7 +50,7 @@ def merged(step: int) -> Part:
         scalars=Table.merge_all(Table.of_figures(rank, {"loss": 1.0 + rank}) for rank in (0, 1)),
         own=Table.merge_all(Table.of_figures(rank, {"step_s": 0.5 + rank}) for rank in (0, 1)),
     )
-    return Part(place=2 * step + 1, ranks=everyone, payload=encode(part))
+    return Message(place=2 * step + 1, ranks=everyone, payload=encode(part))
 
 
 class Watch(Rule):

@@ -13,17 +13,17 @@ from typing import Any
 
 from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.capture import CapturedStep, LightStep
-from telemetry.capture.rank_part import PartMaker
+from telemetry.capture.measured import MeasuredMaker
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, Item, LoggedScalars, Processor, ReadyValues
 from telemetry.pipeline.queue import MAX_BYTES
 from telemetry.ranks.channel import CLOSE_S, Channel
 from telemetry.ranks.encoding import decode, encode
+from telemetry.ranks.gathering import Message, News, named
+from telemetry.ranks.measured import Measured, merge
 from telemetry.ranks.observer import RankObserver
-from telemetry.ranks.part import News, Part, named
-from telemetry.ranks.rank_part import RankPart, merge
-from telemetry.ranks.whole import Whole
+from telemetry.ranks.whole import WholeRecords
 from telemetry.records import StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.torch_private.host_copy import HostCopy
@@ -70,10 +70,10 @@ class RankProcessor:
     ) -> None:
         self.observer = RankObserver(rank=rank, size=size)
         self.abandoned = False
-        self._maker = PartMaker(self.observer.standing)
+        self._maker = MeasuredMaker(self.observer.standing)
         self._recorder = recorder
         # Those that came back. Each count has one thread that writes it.
-        self._merged: deque[Part] = deque()
+        self._merged: deque[Message] = deque()
         self._bytes_taken = self._bytes_done = 0
         self._full_steps = full_steps
         self._current_step = current_step
@@ -84,7 +84,7 @@ class RankProcessor:
         self._failures = failures
         self._loss = loss
         self._scalars: dict[int, dict[str, float]] = {}
-        self._whole = Whole()
+        self._whole = WholeRecords()
         self._own: dict[tuple[int, str], StepRecord] = {}
         self._eval_mode = False
         self._sent: set[tuple[int, bool]] = set()  # and not recorded so far
@@ -127,7 +127,7 @@ class RankProcessor:
             self._bytes_done += len(merged.payload)
             self._note_recorded(merged)
 
-    def _record(self, merged: Part) -> None:
+    def _record(self, merged: Message) -> None:
         recorder = self._recorder
         if recorder is None:
             return
@@ -196,13 +196,13 @@ class RankProcessor:
                 del self._own[next(iter(self._own))]
         self._send_part(self._maker.part(record, captured))
 
-    def _send_part(self, part: RankPart) -> None:
+    def _send_part(self, part: Measured) -> None:
         if self._recorder is not None:
             with self._changed:
                 self._sent.add(_place(part))
         self._channel.send(part.step, encode(part), phase=part.phase)
 
-    def take(self, merged: Part) -> None:
+    def take(self, merged: Message) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""
         if self._bytes_taken - self._bytes_done <= MAX_BYTES:
             self._bytes_taken += len(merged.payload)
@@ -215,7 +215,7 @@ class RankProcessor:
         )
         self._note_recorded(merged)
 
-    def _note_recorded(self, merged: Part) -> None:
+    def _note_recorded(self, merged: Message) -> None:
         place = _place(merged)
         with self._changed:
             self._sent = {other for other in self._sent if other > place}
@@ -235,7 +235,7 @@ class RankProcessor:
         self._announced.append(at)
         self._channel.announce(lambda news: replace(news, full_steps=(at,)))
 
-    def _see(self, part: RankPart, record: StepRecord) -> None:
+    def _see(self, part: Measured, record: StepRecord) -> None:
         """Note how long steps take; report ranks that measure other steps in full than the rest."""
         if not record.phase:
             step, wall_time = self._last
@@ -284,7 +284,7 @@ class RankProcessor:
         each_within(min(CLOSE_S, timeout_s), self.wait, self._channel.close)
 
 
-def _place(item: RankPart | Part) -> tuple[int, bool]:
+def _place(item: Measured | Message) -> tuple[int, bool]:
     """Phases of a step come before the step itself."""
     return item.step, not item.phase
 

@@ -2,7 +2,7 @@
 
 The ranks of a machine send to the one that leads it, and the leaders to the first rank
 (:mod:`telemetry.ranks.meeting`). Each of these hosts a ``torch.distributed.TCPStore`` for that
-(:mod:`telemetry.ranks.inbox`) and merges what belongs to one step
+(:mod:`telemetry.ranks.stores`) and merges what belongs to one step
 (:mod:`telemetry.ranks.gathering`); leaders send that on (:mod:`telemetry.ranks.uplink`). The first
 rank has the whole. Announcements are posted on each of these stores, where the ranks below ask for
 them four times a second, and whenever they send.
@@ -24,11 +24,19 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from telemetry.failures import Failures
-from telemetry.ranks.gathering import Gathering, Merge, RunningClock
-from telemetry.ranks.inbox import Inbox
+from telemetry.ranks.gathering import (
+    LAP,
+    Gathering,
+    Kind,
+    Merge,
+    Message,
+    News,
+    RunningClock,
+    named,
+)
 from telemetry.ranks.meeting import Meeting, Search
-from telemetry.ranks.part import LAP, Kind, News, Part, named
 from telemetry.ranks.raising import Agreement, Vote
+from telemetry.ranks.stores import Inbox
 from telemetry.ranks.uplink import LAST_S, Uplink
 
 log = logging.getLogger("telemetry")
@@ -64,7 +72,7 @@ class Channel:
         rank: int,
         world_size: int,
         merge: Merge,
-        deliver: Callable[[Part], None],
+        deliver: Callable[[Message], None],
         heard: Callable[[News], None],
         failures: Failures,
         first_step: int = 0,
@@ -81,7 +89,7 @@ class Channel:
         self._clock = RunningClock()
         self._now = 0.0
         self._given: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._places = Places()
+        self._places = Order()
         self._gathering: Gathering | None = None
         self._inbox: Inbox | None = None
         self._uplink: Uplink | None = None
@@ -100,7 +108,7 @@ class Channel:
         if self._rank == 0:
             self._meeting = Meeting(self._name, self._open_inbox())
         else:
-            greeting = Part(kind=Kind.JOINED, ranks=frozenset({self._rank}))
+            greeting = Message(kind=Kind.JOINED, ranks=frozenset({self._rank}))
             search = Search(self._name, self._rank, self._open_inbox)
             self._uplink = Uplink(search, greeting.to_bytes(), self._patience_s)
 
@@ -167,33 +175,33 @@ class Channel:
 
     def _receive(self) -> None:
         for data in () if self._inbox is None else self._inbox.collect():
-            self._take(Part.from_bytes(data))
+            self._take(Message.from_bytes(data))
 
     def _send(self, step: int, payload: bytes, phase: str) -> None:
         place, ranks = self._places.next(step, phase), frozenset({self._rank})
-        self._take(Part(place=place, phase=phase, ranks=ranks, payload=payload))
+        self._take(Message(place=place, phase=phase, ranks=ranks, payload=payload))
 
-    def _take(self, part: Part) -> None:
+    def _take(self, message: Message) -> None:
         """Something from this rank or from below."""
-        if self._gathering is not None and part.kind != Kind.HELD:
-            self._gathering.add(part, self._now)
+        if self._gathering is not None and message.kind != Kind.HELD:
+            self._gathering.add(message, self._now)
         if self._uplink is not None:
-            if self._gathering is None or part.kind != Kind.RECORD:
-                self._uplink.put(part.to_bytes(), droppable=part.kind == Kind.RECORD)
-        elif part.kind == Kind.HELD and self._vote is not None:
-            self._vote.add(part.ranks, part.place)
+            if self._gathering is None or message.kind != Kind.RECORD:
+                self._uplink.put(message.to_bytes(), droppable=message.kind == Kind.RECORD)
+        elif message.kind == Kind.HELD and self._vote is not None:
+            self._vote.add(message.ranks, message.place)
 
     def _hand_on(self, *, hurry: bool) -> None:
         """Send or deliver the steps that are complete."""
         gathering = self._gathering
-        while gathering is not None and (part := gathering.take(self._now, hurry=hurry)):
+        while gathering is not None and (message := gathering.take(self._now, hurry=hurry)):
             if self._uplink is not None:
-                self._uplink.put(part.to_bytes(), droppable=True)
+                self._uplink.put(message.to_bytes(), droppable=True)
                 continue
             with self._failures.contained("to record what the ranks measured"):
-                if not part.phase:
-                    self._attendance.check(part.step, part.ranks, gathering)
-                self._deliver(part)
+                if not message.phase:
+                    self._attendance.check(message.step, message.ranks, gathering)
+                self._deliver(message)
 
     def _hear(self, news: bytes) -> None:
         if news and news != self._posted:
@@ -209,7 +217,7 @@ class Channel:
             self._inbox.post(data)
         self._heard(news)  # first: the training thread may need it as soon as it goes on
         if news.hold and (held := self.agreement.hold()) is not None:
-            self._take(Part(kind=Kind.HELD, place=held, ranks=frozenset({self._rank})))
+            self._take(Message(kind=Kind.HELD, place=held, ranks=frozenset({self._rank})))
         if news.raise_at is not None:
             self.agreement.decide(news.raise_at)
 
@@ -245,7 +253,7 @@ class Channel:
         if self._uplink is not None:
             self._send_children_elsewhere()
             self._turn(hurry=True)
-            left = Part(kind=Kind.LEFT, ranks=frozenset({self._rank}))
+            left = Message(kind=Kind.LEFT, ranks=frozenset({self._rank}))
             self._uplink.put(left.to_bytes(), droppable=False)
             self._uplink.close(self._close_at - time.monotonic())
         else:
@@ -271,7 +279,7 @@ class Channel:
         return time.monotonic() < self._close_at
 
 
-class Places:
+class Order:
     """The order of what a rank sends: each step has a place, the same on all ranks."""
 
     def __init__(self) -> None:

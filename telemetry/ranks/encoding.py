@@ -17,20 +17,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.ranks.merging import Table
-from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
-from telemetry.ranks.stage_part import Addend, StagePart
-from telemetry.ranks.tensor_table import Piece, Row, TensorTable
+from telemetry.ranks.columns import Table
+from telemetry.ranks.measured import (
+    Addend,
+    Check,
+    Common,
+    Measured,
+    MeasuredParameters,
+    MeasuredTensors,
+    Nonfinite,
+    Piece,
+    Row,
+)
 from telemetry.records import Layout, Module, Parameter
 from telemetry.records.rows import COLUMNS, Rows
 
 # What the bytes begin with; another version has another number.
-FORMAT = b"telemetry-ranks-5\n"
+FORMAT = b"telemetry-ranks-6\n"
 
 # Of a part that is not compressed. 20,000 modules with four tensors each take about 200 MB.
 MAX_BYTES = 1 << 30
 
-_PARTS = (RankPart, StagePart, TensorTable, Rows, Table, Row, Piece, Addend, Common, Nonfinite)
+_PARTS = (
+    Measured,
+    MeasuredParameters,
+    MeasuredTensors,
+    Rows,
+    Table,
+    Row,
+    Piece,
+    Addend,
+    Check,
+    Common,
+    Nonfinite,
+)
 _CLASSES = {cls.__name__: cls for cls in (*_PARTS, Layout, Module, Parameter)}
 _TUPLE, _SET, _MAPPING, _ARRAY, _RANGE = "()", "{}", "{:}", "[]", ".."
 
@@ -39,7 +59,7 @@ _DTYPES["rows"] = COLUMNS
 _LEVEL = 1  # higher ones take several times as long for a tenth less
 
 
-def encode(part: RankPart) -> bytes:
+def encode(part: Measured) -> bytes:
     """A part as bytes, for :func:`decode`."""
     columns = _Columns()
     heading = json.dumps(columns.plain(part), separators=(",", ":")).encode()
@@ -47,7 +67,7 @@ def encode(part: RankPart) -> bytes:
     return FORMAT + zlib.compress(body, _LEVEL)
 
 
-def decode(data: bytes) -> RankPart:
+def decode(data: bytes) -> Measured:
     """The part that :func:`encode` made these bytes of.
 
     Raises:
@@ -66,7 +86,7 @@ def decode(data: bytes) -> RankPart:
             raise ValueError(f"incomplete, or larger than {MAX_BYTES >> 20} MiB")
         size = int.from_bytes(body[:8], "little")
         part = _restored(json.loads(body[8 : 8 + size]), memoryview(body)[8 + size :])
-        if not isinstance(part, RankPart):
+        if not isinstance(part, Measured):
             raise ValueError("not a part of a step")
         return part
     except (zlib.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

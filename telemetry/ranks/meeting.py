@@ -24,8 +24,7 @@ from contextlib import suppress
 from torch import distributed
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from telemetry.ranks.address import Address, address_of, this_machine
-from telemetry.ranks.inbox import Inbox
+from telemetry.ranks.stores import Address, Inbox, address_of, this_machine
 
 # How long to wait for a leader that was about to publish its address, before the first rank.
 PATIENCE_S = 5.0

@@ -10,8 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from telemetry.ranks.meshes import Placed, Standing, is_dtensor, local_values, placed, placed_by
-from telemetry.ranks.share import Share
+from telemetry.ranks.held import (
+    Sharding,
+    Share,
+    Standing,
+    is_dtensor,
+    local_values,
+    placed,
+    placed_by,
+)
 from telemetry.records import Output
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.torch_private.ranks import made_local
@@ -162,9 +169,9 @@ class Lineage:
 
     def __init__(self) -> None:
         # Passes without gradients have no graph; modules do there what they do in training.
-        self._known: dict[Hashable, Placed] = {}
+        self._known: dict[Hashable, Sharding] = {}
 
-    def of(self, name: Hashable, tensor: Tensor, alike: Placed) -> Placed:
+    def of(self, name: Hashable, tensor: Tensor, alike: Sharding) -> Sharding:
         """How a module's output lies in the whole.
 
         ``alike``: this rank's place among those that are given the same data.
@@ -181,7 +188,7 @@ class Lineage:
         return found
 
 
-def _together(origins: Iterator[Placed], alike: Placed) -> Placed:
+def _together(origins: Iterator[Sharding], alike: Sharding) -> Sharding:
     """The first of the origins that is only a part; else one that is the same on several ranks."""
     for origin in origins:
         if origin.shards or origin.reduction:
@@ -191,7 +198,7 @@ def _together(origins: Iterator[Placed], alike: Placed) -> Placed:
     return alike
 
 
-def _origins(node: Any) -> Iterator[Placed]:
+def _origins(node: Any) -> Iterator[Sharding]:
     """How the nearest known tensors behind a node lie in the whole, from near to far."""
     waiting, seen = deque([node]), {node}
     while waiting and len(seen) < _MOST_NODES:

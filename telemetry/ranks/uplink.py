@@ -11,11 +11,20 @@ from itertools import islice
 
 from torch import distributed
 
-from telemetry.ranks.address import Address, Peer, open_client, reach, sever
-from telemetry.ranks.inbox import Reply, exchange, join, leave
 from telemetry.ranks.meeting import Search, delete_keys
+from telemetry.ranks.stores import (
+    Address,
+    Peer,
+    Reply,
+    exchange,
+    join,
+    leave,
+    open_client,
+    reach,
+    sever,
+)
 
-# How many parts, and how large ones, may wait on the other side, which holds them in memory. One
+# How many messages, and how large ones, may wait on the other side, which holds them in memory. One
 # may, however large it is.
 MAX_BYTES = 64 * 2**20
 MAX_SENT = 64
@@ -64,18 +73,18 @@ class Outbox:
         """What may be sent now, and the number of the first of it on this connection."""
         with self._lock:
             first, size = self._sent, 0
-            parts: list[bytes] = []
+            messages: list[bytes] = []
             for index, (data, _) in enumerate(islice(self._waiting, MAX_SENT)):
                 size += len(data)
                 if size > MAX_SENT_BYTES and index > 0:
                     break
                 if index >= first - self._taken:
-                    parts.append(data)
-            self._sent += len(parts)
-            return first, parts
+                    messages.append(data)
+            self._sent += len(messages)
+            return first, messages
 
     def take(self, count: int) -> None:
-        """The other side has taken so many parts of this connection."""
+        """The other side has taken so many messages of this connection."""
         with self._lock:
             for _ in range(count - self._taken):
                 self._bytes -= len(self._waiting.popleft()[0])
@@ -151,8 +160,8 @@ class _Sender(threading.Thread):
             self._outbox.connect()
         while not self._abandoned:
             stopping = self._stopping.is_set()
-            first, parts = self._outbox.to_send()
-            reply = exchange(store, child, first, parts)
+            first, messages = self._outbox.to_send()
+            reply = exchange(store, child, first, messages)
             if self._abandoned:
                 break
             self._outbox.take(reply.taken)
@@ -182,7 +191,7 @@ class _Sender(threading.Thread):
 
 
 class Uplink:
-    """Sends parts to the rank above. Nothing here waits; :meth:`look` is called now and then.
+    """Sends messages to the rank above. Nothing here waits; :meth:`look` is called now and then.
 
     If the rank above does not answer for some seconds, has died, or says that it leaves, this rank
     turns to the first rank of all and repeats what may be lost. Nobody replaces that one: if it is
@@ -204,7 +213,7 @@ class Uplink:
         self.ended = False  # the first rank has left
 
     def put(self, data: bytes, *, droppable: bool) -> None:
-        """Send a part, or keep it until it can be sent; of too many records the oldest go."""
+        """Send a message, or keep it until it can be sent; of too many records the oldest go."""
         if not self.ended:
             self._outbox.put(data, droppable=droppable)
             self._sender.hurry()

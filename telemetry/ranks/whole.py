@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.ranks.rank_part import RankPart
-from telemetry.ranks.stage_part import StagePart, differing
-from telemetry.ranks.tensor_table import Row
+from telemetry.ranks.measured import Measured, MeasuredParameters, Row, differing
 from telemetry.records import (
     Divergence,
     Layout,
@@ -36,7 +34,7 @@ _PLACEHOLDER = "Identity"
 _CLIPPED = 1 - 1e-3
 
 
-class Whole:
+class WholeRecords:
     """Makes records of merged parts, in the order of their steps.
 
     It remembers layouts and hosts, which ranks send only when they have changed.
@@ -48,7 +46,7 @@ class Whole:
         self._joined: dict[tuple[tuple[int, str], ...], JoinedLayouts] = {}
         self._full = self._clipped = 0
 
-    def record(self, part: RankPart, own: StepRecord | None = None) -> StepRecord | None:
+    def record(self, part: Measured, own: StepRecord | None = None) -> StepRecord | None:
         """The record of one step.
 
         Args:
@@ -94,12 +92,12 @@ class Whole:
         return self._clipped / self._full
 
 
-def _stages_of(part: RankPart) -> list[StagePart]:
+def _stages_of(part: Measured) -> list[MeasuredParameters]:
     """In the order of the stages."""
     return [part.stages[key] for key in sorted(part.stages)]
 
 
-def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
+def _record_of(part: Measured, joined: JoinedLayouts) -> StepRecord:
     layout, stages = joined.layout, _stages_of(part)
     count = len(layout.parameters)
     norms, present, finite = np.zeros(count), np.zeros(count, bool), np.ones(count, bool)
@@ -138,7 +136,7 @@ def _record_of(part: RankPart, joined: JoinedLayouts) -> StepRecord:
     return replace(record, **_tensors(part, joined))
 
 
-def _flat_sizes(record: StepRecord, part: RankPart) -> dict[str, int]:
+def _flat_sizes(record: StepRecord, part: Measured) -> dict[str, int]:
     """Whole sizes of parameters that are flat and of which a rank knows only its shard."""
     if len(part.ranks) < part.size or part.phase:
         return {}
@@ -160,7 +158,7 @@ def _in_order(layout: Layout, names: frozenset[str]) -> tuple[str, ...]:
     return tuple(p.name for p in layout.parameters if p.name in names)
 
 
-def _update_ratios(stage: StagePart, names: Sequence[str]) -> dict[str, float]:
+def _update_ratios(stage: MeasuredParameters, names: Sequence[str]) -> dict[str, float]:
     """``||after - before|| / ||before||``: inf if zeros moved, NaN if they stayed."""
     if not stage.updates.rows:
         return {}
@@ -171,7 +169,7 @@ def _update_ratios(stage: StagePart, names: Sequence[str]) -> dict[str, float]:
     return {names[i]: float(ratios[i]) for i in np.flatnonzero(measured).tolist()}
 
 
-def _tensors(part: RankPart, joined: JoinedLayouts) -> dict[str, Any]:
+def _tensors(part: Measured, joined: JoinedLayouts) -> dict[str, Any]:
     """By kind and name what was measured, modules and parameters in the order of the layout."""
     found: dict[str, dict[Any, int]] = {}
     tensors = part.tensors.records()
@@ -211,7 +209,7 @@ def _name_of(row: Row, joined: JoinedLayouts) -> str | Output:
     return Output(name, row.place) if row.kind in _OF_OUTPUTS else name
 
 
-def _facts(part: RankPart, joined: JoinedLayouts) -> RankFacts:
+def _facts(part: Measured, joined: JoinedLayouts) -> RankFacts:
     bad = part.first_nonfinite
     rms: dict[str, dict[Output, Spread]] = {kind: {} for kind in _OF_OUTPUTS}
     for row, spread in part.tensors.table.spreads().items():
@@ -285,7 +283,7 @@ class JoinedLayouts:
         """Whether a module of a stage stands for one of another stage."""
         return (stage, module_name) in self._placeholders
 
-    def names(self, stages: Iterable[StagePart], field: str) -> frozenset[str]:
+    def names(self, stages: Iterable[MeasuredParameters], field: str) -> frozenset[str]:
         return frozenset(self.name(s.stage, name) for s in stages for name in getattr(s, field))
 
 

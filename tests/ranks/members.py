@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from telemetry.failures import Failures
 from telemetry.ranks.channel import Channel
+from telemetry.ranks.gathering import Message, News
 from telemetry.ranks.meeting import key_of
-from telemetry.ranks.part import News, Part
 
 ANSWER_S = 300.0
 """A test fails when something takes longer."""
@@ -55,11 +55,11 @@ def total(ranks: Sequence[int], step: int) -> int:
 class Ear:
     """What one channel has brought."""
 
-    merged: list[Part] = field(default_factory=list)
+    merged: list[Message] = field(default_factory=list)
     news: News = field(default_factory=News)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def deliver(self, merged: Part) -> None:
+    def deliver(self, merged: Message) -> None:
         with self.changed:
             self.merged.append(merged)
             self.changed.notify_all()

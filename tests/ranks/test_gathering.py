@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.ranks.channel import Attendance
-from telemetry.ranks.gathering import Gathering
-from telemetry.ranks.part import Kind, News, Part, ranges_of
+from telemetry.ranks.gathering import Gathering, Kind, Message, News, ranges_of
 
 WORLD = 6
 
@@ -20,9 +19,9 @@ def merge(payloads: Sequence[bytes]) -> bytes:
     return b"".join(payloads)
 
 
-def part(place: int, *ranks: int, kind: Kind = Kind.RECORD) -> Part:
+def part(place: int, *ranks: int, kind: Kind = Kind.RECORD) -> Message:
     """What these ranks measured: a byte each."""
-    return Part(kind=kind, place=place, ranks=frozenset(ranks), payload=bytes(sorted(ranks)))
+    return Message(kind=kind, place=place, ranks=frozenset(ranks), payload=bytes(sorted(ranks)))
 
 
 def gathering(
@@ -50,19 +49,19 @@ def taken(gathered: Gathering, now: float) -> list[tuple[int, list[int]]]:
 @given(
     st.integers(0, 2).flatmap(
         lambda kind: st.frozensets(st.integers(0, 20_000)).map(
-            lambda ranks: Part(
+            lambda ranks: Message(
                 kind=Kind(kind), place=2**50 + 7, phase="é", ranks=ranks, payload=b"\0\xff"
             )
         )
     )
 )
-def test_a_part_travels_as_bytes(sent: Part) -> None:
-    assert Part.from_bytes(sent.to_bytes()) == sent
+def test_a_part_travels_as_bytes(sent: Message) -> None:
+    assert Message.from_bytes(sent.to_bytes()) == sent
 
 
 def test_a_strange_part_is_refused_and_news_travel() -> None:
     with pytest.raises(ValueError, match="Expecting value"):
-        Part.from_bytes(b"?")
+        Message.from_bytes(b"?")
     news = News(full_steps=(3, 5), raise_at=7, message="nonfinite")
     assert News.from_bytes(news.to_bytes()) == news
     assert ranges_of({0, 1, 2, 3, 7, 9, 10}) == "0-3,7,9-10"
@@ -149,7 +148,7 @@ def test_phases_of_one_place_wait_for_who_has_not_passed_it() -> None:
 
     def add(place: int, phase: str, rank: int) -> None:
         ranks = frozenset({rank})
-        gathered.add(Part(place=place, phase=phase, ranks=ranks, payload=bytes([rank])), 0.0)
+        gathered.add(Message(place=place, phase=phase, ranks=ranks, payload=bytes([rank])), 0.0)
 
     add(2, "validation", 0)
     add(2, "test", 0)

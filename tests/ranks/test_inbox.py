@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from telemetry.ranks.inbox import PIECE_BYTES, Inbox, exchange, join, leave
+from telemetry.ranks.stores import PIECE_BYTES, Inbox, exchange, join, leave
 
 
 def test_parts_of_any_size_arrive_and_are_deleted() -> None:

@@ -14,13 +14,22 @@ from hypothesis.extra.numpy import arrays
 from moments_close import assert_moments_close
 from numpy.typing import NDArray
 
+from telemetry.ranks.columns import Table
 from telemetry.ranks.encoding import FORMAT, decode, encode
-from telemetry.ranks.merging import Table
-from telemetry.ranks.rank_part import Common, RankPart, merge
-from telemetry.ranks.share import Share
-from telemetry.ranks.stage_part import StagePart, checks_of, differing, merge_checks
-from telemetry.ranks.tensor_table import EMPTY, Row, TensorTable
-from telemetry.ranks.whole import Whole
+from telemetry.ranks.held import Share
+from telemetry.ranks.measured import (
+    EMPTY,
+    Check,
+    Common,
+    Measured,
+    MeasuredParameters,
+    MeasuredTensors,
+    Row,
+    checks_of,
+    differing,
+    merge,
+)
+from telemetry.ranks.whole import WholeRecords
 from telemetry.records import Layout, Module, Parameter, Spread, TensorRecord
 from telemetry.records.sketch import sketch_array
 
@@ -33,8 +42,8 @@ def record_of(values: NDArray[Any], **units: Any) -> TensorRecord:
     return TensorRecord(sketch=sketch_array(values), **units)
 
 
-def table(rank: int, values: NDArray[Any], **share: Any) -> TensorTable:
-    return TensorTable.of(rank, {ROW: Share(**share)}, record_of(values).rows)
+def table(rank: int, values: NDArray[Any], **share: Any) -> MeasuredTensors:
+    return MeasuredTensors.of(rank, {ROW: Share(**share)}, record_of(values).rows)
 
 
 @given(shards=SHARDS, data=st.data())
@@ -47,7 +56,7 @@ def test_shards_add_up_in_any_grouping_and_other_copies_do_not_count(
     while len(tables) > 1:
         tables = data.draw(st.permutations(tables))
         size = data.draw(st.integers(2, len(tables)))
-        tables = [TensorTable.merge_all(tables[:size]), *tables[size:]]
+        tables = [MeasuredTensors.merge_all(tables[:size]), *tables[size:]]
     whole = sketch_array(np.concatenate(shards))
     got = tables[0].records()[ROW].sketch
     assert_moments_close(got, whole, rtol=1e-13)
@@ -66,7 +75,7 @@ def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.Dat
 
 
 def test_nan_of_one_shard_is_not_hidden_by_infinity_of_another() -> None:
-    record = Whole().record(merge([part(0, math.inf), part(1, math.nan)]))
+    record = WholeRecords().record(merge([part(0, math.inf), part(1, math.nan)]))
     assert record is not None
     assert math.isnan(record.total_grad_norm)
 
@@ -74,17 +83,17 @@ def test_nan_of_one_shard_is_not_hidden_by_infinity_of_another() -> None:
 def test_units_that_are_spread_over_ranks_are_put_together() -> None:
     low = np.array([1, 2], np.float32)
     pieces = [
-        TensorTable.of(
+        MeasuredTensors.of(
             rank,
             {ROW: Share(piece=rank % 2, pieces=2)},
             record_of(low, unit_min=low - rank, unit_max=low + rank).rows,
         )
         for rank in range(4)
     ]
-    record = TensorTable.merge_all(pieces).records()[ROW]
+    record = MeasuredTensors.merge_all(pieces).records()[ROW]
     np.testing.assert_array_equal(record.unit_min, [-1, 0, -2, -1])
     np.testing.assert_array_equal(record.unit_max, [3, 4, 4, 5])
-    incomplete = TensorTable.merge_all(pieces[::2]).records()[ROW]
+    incomplete = MeasuredTensors.merge_all(pieces[::2]).records()[ROW]
     assert incomplete.unit_min is None
 
 
@@ -92,7 +101,7 @@ def test_many_units_keep_zeros_and_signs() -> None:
     values = np.linspace(-3, 3, 1001).astype(np.float32)
     values[500], values[3], values[4] = 0, 1e-42, -np.inf
     extremes = record_of(values, unit_min=values, unit_max=values)
-    got = TensorTable.of(0, {ROW: Share()}, extremes.rows).records()[ROW].unit_min
+    got = MeasuredTensors.of(0, {ROW: Share()}, extremes.rows).records()[ROW].unit_min
     assert got is not None
     np.testing.assert_array_equal(np.sign(got), np.sign(values))
     np.testing.assert_allclose(got, values, rtol=0.07)
@@ -124,18 +133,19 @@ def test_what_was_logged_is_the_mean_over_the_ranks_that_logged_it() -> None:
 def test_the_copy_that_differs_from_most_is_named(
     sums: list[int], expected: list[tuple[int, int, int, int]]
 ) -> None:
-    checks = [checks_of(rank, [(0, 0, total), (1, 0, 9)]) for rank, total in enumerate(sums)]
+    found = [[Check(0, 0, total), Check(1, 0, 9)] for total in sums]
+    checks = [checks_of(rank, each) for rank, each in enumerate(found)]
     forth, back = checks[0], checks[-1]
     for check in checks[1:]:
-        forth = merge_checks([forth, check])
+        forth = Table.merge_all([forth, check])
     for check in checks[-2::-1]:
-        back = merge_checks([check, back])
+        back = Table.merge_all([check, back])
     assert differing(forth) == differing(back) == expected
 
 
 def test_stages_whose_parameters_have_equal_names_are_told_apart() -> None:
     parts = [part(rank, 3.0 + rank, stage=rank) for rank in range(2)]
-    record = Whole().record(merge(parts))
+    record = WholeRecords().record(merge(parts))
     assert record is not None
     names = [parameter.name for parameter in record.layout.parameters]
     assert names == ["stage0.layer.weight", "stage1.layer.weight"]
@@ -143,7 +153,7 @@ def test_stages_whose_parameters_have_equal_names_are_told_apart() -> None:
 
 
 def test_a_layout_need_not_be_sent_again() -> None:
-    whole, full = Whole(), part(0, 1.0)
+    whole, full = WholeRecords(), part(0, 1.0)
     light = replace(full, step=1, stages={(0, "a"): replace(full.stages[0, "a"], layout=None)})
     assert whole.record(light) is None
     assert whole.record(full) is not None
@@ -178,7 +188,7 @@ def test_bytes_hold_all_of_a_part(shards: list[NDArray[np.float32]]) -> None:
 def test_counts_of_samples_keep_seven_digits() -> None:
     sketch = sketch_array(np.arange(1, 9))
     sampled = TensorRecord(sketch=replace(sketch, counts=sketch.counts * 1e9 / 7))
-    tensors = TensorTable.of(0, {ROW: Share()}, sampled.rows)
+    tensors = MeasuredTensors.of(0, {ROW: Share()}, sampled.rows)
     got = decode(encode(part(0, 1.0, table=tensors))).tensors.rows.counts
     np.testing.assert_allclose(got, sampled.sketch.counts, rtol=1e-7)
 
@@ -205,13 +215,15 @@ def test_columns_of_another_length_are_damage(name: str) -> None:
         replace(whole, rows=short)
 
 
-def part(rank: int, norm: float, *, stage: int = 0, table: TensorTable | None = None) -> RankPart:
+def part(
+    rank: int, norm: float, *, stage: int = 0, table: MeasuredTensors | None = None
+) -> Measured:
     """Of a rank that holds a shard of one gradient."""
     layout = Layout(
         modules=(Module(name="layer", type_name="Linear"),),
         parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4,)),),
     )
-    own = StagePart(
+    own = MeasuredParameters(
         stage=stage,
         layout_id="a",
         layout=layout,
@@ -219,7 +231,7 @@ def part(rank: int, norm: float, *, stage: int = 0, table: TensorTable | None = 
             range(1), norm=np.array([norm]), present=np.ones(1, bool), finite=np.isfinite([norm])
         ),
     )
-    return RankPart(
+    return Measured(
         step=0,
         wall_time=0.0,
         size=8,

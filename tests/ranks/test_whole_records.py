@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from telemetry.alerts.ranks_diverge import RanksDiverge
 from telemetry.ranks.encoding import decode, encode
-from telemetry.ranks.rank_part import RankPart, merge
-from telemetry.ranks.whole import Whole
+from telemetry.ranks.measured import Measured, merge
+from telemetry.ranks.whole import WholeRecords
 from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.records.buckets import LAST_BUCKET
 from telemetry.records.moments import COUNTS
@@ -92,14 +92,14 @@ def alone() -> dict[str, tuple[dict[str, Any], list[StepRecord]]]:
     return runs
 
 
-def parts_of(trained: Trained, size: int, name: str, step: int) -> list[RankPart]:
+def parts_of(trained: Trained, size: int, name: str, step: int) -> list[Measured]:
     paths = [trained.folder / f"{size}-{name}-{step}-{rank}" for rank in range(size)]
     return [decode(path.read_bytes()) for path in paths]
 
 
 def merged(trained: Trained, size: int, name: str) -> list[StepRecord]:
     """By a tree of random shape, with encoding and decoding on the way."""
-    whole, records = Whole(), []
+    whole, records = WholeRecords(), []
     dice = random.Random(f"{size} {name}")
     for step in range(training.STEPS):
         parts = parts_of(trained, size, name, step)
@@ -261,7 +261,7 @@ def test_copies_take_turns_in_being_measured(trained: Trained) -> None:
 
 
 def test_a_rank_that_is_missing_is_said_to_be(trained: Trained) -> None:
-    record = Whole().record(merge(parts_of(trained, 4, "fsdp", 0)[:3]))
+    record = WholeRecords().record(merge(parts_of(trained, 4, "fsdp", 0)[:3]))
     assert record is not None
     assert record.ranks is not None
     assert record.ranks.missing == (3,)

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from twins import draw, seed
 
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
-from telemetry.capture.rank_part import PartMaker
+from telemetry.capture.measured import MeasuredMaker
 from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, every
 from telemetry.ranks.encoding import encode
@@ -341,7 +341,7 @@ def train(
     if watch:
         with watched(made.watched, rank, size, taken.append) as (_, ranks):
             loop()
-        maker = None if ranks is None else PartMaker(ranks.standing)
+        maker = None if ranks is None else MeasuredMaker(ranks.standing)
         scalars = [{} if loss is None else {"loss": loss} for loss in losses]
         for captured in taken:
             record = captured.record(scalars[captured.step])

@@ -1,17 +1,16 @@
-"""Where this rank stands: in the meshes of ``DTensor``, in DDP's groups, in a pipeline."""
+"""What this rank holds: which part of each tensor, by meshes of ``DTensor``, DDP and pipelines."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from telemetry.ranks.share import Reduction, Share
 from telemetry.torch_private.ranks import (
     active_ddp,
     calling_stage,
@@ -20,6 +19,44 @@ from telemetry.torch_private.ranks import (
     ignored_by,
     localized_spec,
 )
+
+Reduction = Literal["", "sum", "mean", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which part of a whole tensor one rank holds.
+
+    A tensor exists in one or more copies, and each copy is split over one or more ranks. What the
+    ranks of one copy measured adds up: shards of a parameter, parts of a batch. Of several copies
+    the one with the lowest number counts, and all others are left out.
+
+    Attributes:
+        copy: Number of the copy, not negative.
+        copies: How many there are; 0 if that is not known.
+        counts: Whether no rank that this one knows of has a lower copy; else it need not measure.
+        piece: If units or channels are split over ranks, which of the pieces this is, from 0.
+        pieces: How many there are; 1 if each rank has all units.
+        shard: Which part of its copy this is, for telling whether two copies are equal; -1 if
+            nothing says that other ranks' are copies of it.
+        reduction: How the values of the ranks of one copy become the tensor's, if what they hold is
+            not part of it: a ``Partial`` of ``DTensor``.
+        reduced: Over how many ranks that goes.
+    """
+
+    copy: int = 0
+    copies: int = 1
+    counts: bool = True
+    piece: int = 0
+    pieces: int = 1
+    shard: int = 0
+    reduction: Reduction = ""
+    reduced: int = 1
+
+
+# All of it, or a part that adds up with those of all other ranks.
+WHOLE = Share()
+
 
 # Beginnings of the names of mesh dimensions along which ranks are given different data: parts of
 # the batch, of the sequences (context parallel), or tokens for their experts.
@@ -39,7 +76,7 @@ class Replicas:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class Sharding:
     """How a local tensor lies in a whole one.
 
     Attributes:
@@ -79,12 +116,12 @@ class Placed:
         )
 
 
-def placed(tensor: Any) -> Placed:
+def placed(tensor: Any) -> Sharding:
     """How the local tensor of a ``DTensor`` lies in it."""
     return placed_by(tensor.device_mesh, tensor.placements, tensor.dim())
 
 
-class _Sharding(NamedTuple):
+class _OnMesh(NamedTuple):
     """A mesh, how a tensor is split over it, and its number of axes."""
 
     mesh: Any
@@ -92,15 +129,15 @@ class _Sharding(NamedTuple):
     dims: int
 
 
-def _sharding(tensor: Any) -> _Sharding | None:
+def _sharding(tensor: Any) -> _OnMesh | None:
     """That of a ``DTensor``, or of a parameter that was one; None for any other tensor."""
     if is_dtensor(tensor):
-        return _Sharding(tensor.device_mesh, tensor.placements, tensor.dim())
+        return _OnMesh(tensor.device_mesh, tensor.placements, tensor.dim())
     spec = localized_spec(tensor)
-    return None if spec is None else _Sharding(spec.mesh, spec.placements, len(spec.shape))
+    return None if spec is None else _OnMesh(spec.mesh, spec.placements, len(spec.shape))
 
 
-def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Placed:
+def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Sharding:
     """How a local tensor lies in a whole one of so many axes."""
     copies: list[tuple[int, int]] = []
     shards: list[tuple[int, int, int]] = []
@@ -116,7 +153,7 @@ def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Placed:
         elif size > 1:
             shards.append((placement.dim - dims, coordinate, size))
     copy, count = _flat(copies)
-    return Placed(
+    return Sharding(
         copy=copy, copies=count, shards=tuple(shards), reduction=reduction, reduced=reduced
     )
 
@@ -166,7 +203,7 @@ class Standing:
     stage: int = 0
     is_in_pipeline: bool = False
     replicas: Replicas | None = None
-    same_data: Placed = field(default_factory=Placed)
+    same_data: Sharding = field(default_factory=Sharding)
     flat_shards_of: int | None = None
     _shares: dict[Hashable, Share] = field(default_factory=dict)
     _plain: dict[int, Share] = field(default_factory=dict)  # of plain ones that nobody copies
@@ -197,7 +234,7 @@ class Standing:
                 if name not in data_names and not name.startswith(_OF_DATA):
                     found[name] = (coordinate, size)
         copy, copies = _flat(found.values())
-        self.same_data = Placed(copy=copy, copies=copies)
+        self.same_data = Sharding(copy=copy, copies=copies)
 
     def look_at_call(self) -> None:
         """Find out, while a module of the model is called, what calls it: DDP, or a pipeline."""
@@ -235,7 +272,7 @@ class Standing:
         if self.replicas is None:
             return Share(copy=self.rank * self.size, copies=0 if self.size > 1 else 1, shard=-1)
         first = self.replicas.first
-        where = Placed(copy=self.replicas.index, copies=self.replicas.count)
+        where = Sharding(copy=self.replicas.index, copies=self.replicas.count)
         # What other groups of DDP have may be another part: only copies in one group are compared.
         return replace(where.share(first=first * self.size, turn=index), shard=first)
 

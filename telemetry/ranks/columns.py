@@ -98,6 +98,8 @@ _SUM, _NORM, _LOWEST = (np.add, 0.0), (_norm, 0.0), (_lowest, (math.nan, -1.0))
 REDUCTIONS: Mapping[str, tuple[Callable[[Array, Array], Array], Any]] = {
     **dict.fromkeys(("total", "ranks"), _SUM),
     "calls": (np.maximum, 0),
+    "holders": (np.add, 0),
+    "lowest": (np.minimum, np.iinfo(np.int64).max),
     **dict.fromkeys(("low", "high"), _LOWEST),
     **dict.fromkeys(("norm", "before", "moved", "size"), _NORM),
     "present": (np.logical_or, False),
@@ -112,7 +114,7 @@ class Table:
     Attributes:
         rows: What they are about, each once.
         copies: Which copy of each was read, int64 ``[rows]``: of several only the lowest counts.
-            See :class:`telemetry.ranks.share.Share`.
+            See :class:`telemetry.ranks.held.Share`.
         columns: Arrays ``[rows, ...]`` by their names in :data:`REDUCTIONS`.
     """
 
@@ -210,12 +212,3 @@ def _union(
         for row in rows:
             index.setdefault(row, len(index))
     return tuple(index), [np.array([index[r] for r in rows], np.int64) for rows in lists]
-
-
-def group(keys: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """An order that brings equal rows of ``[k, n]`` together, and where in it each group starts."""
-    order = np.lexsort(keys.T[::-1])
-    ordered = keys[order]
-    is_new = np.ones(len(keys), np.bool_)
-    is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    return order, np.flatnonzero(is_new)

@@ -14,20 +14,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.capture.captured import CapturedStep
-from telemetry.ranks.merging import NO_ROWS, Table
-from telemetry.ranks.meshes import Standing
+from telemetry.ranks.columns import NO_ROWS, Table
+from telemetry.ranks.held import WHOLE, Share, Standing
+from telemetry.ranks.measured import (
+    Addend,
+    Check,
+    Common,
+    Measured,
+    MeasuredParameters,
+    MeasuredTensors,
+    Nonfinite,
+    Row,
+    checks_of,
+)
 from telemetry.ranks.observer import RankNotes
-from telemetry.ranks.rank_part import Common, Nonfinite, RankPart
-from telemetry.ranks.share import WHOLE, Share
-from telemetry.ranks.stage_part import Addend, StagePart, checks_of
-from telemetry.ranks.tensor_table import Row, TensorTable
 from telemetry.records import Layout, StepRecord
 from telemetry.records.moments import nonfinite_of, norm_of
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors, bad_among, figures_of
 
 
-class PartMaker:
+class MeasuredMaker:
     """Makes the parts of one rank, in the order of its steps; not on the training thread."""
 
     def __init__(self, standing: Standing) -> None:
@@ -37,12 +44,12 @@ class PartMaker:
         self._layout_id = ""
         self._last: tuple[int, float] | None = None
 
-    def part(self, record: StepRecord, captured: CapturedStep | None = None) -> RankPart:
+    def part(self, record: StepRecord, captured: CapturedStep | None = None) -> Measured:
         """What this rank measured; ``captured`` is None if one call has read the step."""
         rank, notes = self._standing.rank, RankNotes() if captured is None else captured.ranks
         full = record.full or bool(record.phase)
         bad, stage = self._nonfinite(record), self._stage(record, captured, notes)
-        return RankPart(
+        return Measured(
             step=record.step,
             wall_time=record.wall_time,
             phase=record.phase,
@@ -70,10 +77,10 @@ class PartMaker:
             ),
         )
 
-    def logged(self, step: int, scalars: Mapping[str, float]) -> RankPart:
+    def logged(self, step: int, scalars: Mapping[str, float]) -> Measured:
         """What this rank logged for a step that did not end."""
         rank = self._standing.rank
-        return RankPart(
+        return Measured(
             step=step,
             wall_time=time.time(),
             size=self._standing.size,
@@ -84,7 +91,7 @@ class PartMaker:
 
     def _stage(
         self, record: StepRecord, captured: CapturedStep | None, notes: RankNotes
-    ) -> StagePart:
+    ) -> MeasuredParameters:
         layout, standing = record.layout, self._standing
         is_new = layout is not self._sent_layout
         if is_new:
@@ -103,11 +110,11 @@ class PartMaker:
             norms = captured.norms_before_clipping(record.grad_norms, record.grad_present)
             before = NO_ROWS if norms is None else Table.of(rows, copies, before=norms)
         sums = [
-            (index, notes.parameters[index].shard, total)
+            Check(index, notes.parameters[index].shard, total)
             for indices, totals in notes.bit_sums
             for index, total in zip(indices, totals.wait().tolist(), strict=True)
         ]
-        return StagePart(
+        return MeasuredParameters(
             stage=standing.stage,
             layout_id=self._layout_id,
             layout=layout if record.full or record.phase or is_new else None,
@@ -150,7 +157,9 @@ class PartMaker:
         return Nonfinite(rank=self._standing.rank, where=found[0]) if found else None
 
 
-def _tensors(rank: int, record: StepRecord, notes: RankNotes, standing: Standing) -> TensorTable:
+def _tensors(
+    rank: int, record: StepRecord, notes: RankNotes, standing: Standing
+) -> MeasuredTensors:
     position = record.layout.parameter_position
     found: dict[Row, Share] = {}
     for name in record.inputs:
@@ -173,7 +182,7 @@ def _tensors(rank: int, record: StepRecord, notes: RankNotes, standing: Standing
             found[Row(standing.stage, kind, name)] = share
     kinds = dict.fromkeys(row.kind for row in found)
     rows = [Tensors.of(getattr(record, kind)).rows for kind in kinds]
-    return TensorTable.of(rank, found, Rows.concatenate([Rows.of(()), *rows]))
+    return MeasuredTensors.of(rank, found, Rows.concatenate([Rows.of(()), *rows]))
 
 
 def _copies(layout: Layout, shares: Mapping[int, Share], standing: Standing) -> NDArray[np.int64]:

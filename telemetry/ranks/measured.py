@@ -1,0 +1,366 @@
+"""What one rank, or several together, measured at one step; :func:`merge` makes one of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.ranks.columns import (
+    NO_ROWS,
+    Table,
+    by_key,
+    least,
+    merge_all,
+    merge_tables,
+    minima,
+    same,
+    spreads,
+    sums,
+    union,
+)
+from telemetry.ranks.held import Share
+from telemetry.records import Layout
+from telemetry.records.moments import rms_of
+from telemetry.records.rows import Rows
+from telemetry.records.tensor import Tensors
+
+# Extremes of more units are rounded to three bits of mantissa, at most 6 % off; zero, the sign and
+# what is not finite stay.
+EXACT_UNITS = 256
+
+_ROUND, _MASK = np.uint32(1 << 19), np.uint32(0xFFF00000)
+
+Units = NDArray[np.float32]
+
+
+class Row(NamedTuple):
+    """Which tensor: the pipeline stage, the kind as in :class:`StepRecord`, and its name there."""
+
+    stage: int
+    kind: str
+    name: str
+    place: int = 0
+
+
+class Piece(NamedTuple):
+    """Which of the units of a tensor: see :class:`Share`. Only pieces of one size merge."""
+
+    row: Row
+    copy: int
+    piece: int
+    pieces: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredTensors:
+    """What was measured of many tensors.
+
+    Attributes:
+        table: Of each tensor how many ``calls`` a rank saw, and of the ranks' root mean squares
+            the lowest and the highest.
+        rows: The rest, without units.
+        units: The smallest value of each unit, and the negative of the largest, float32
+            ``[2, size]``.
+    """
+
+    table: Table
+    rows: Rows
+    units: Mapping[Piece, Units]
+
+    def __post_init__(self) -> None:
+        rows, sizes = self.rows, {len(self.rows.buckets), len(self.rows.counts)}
+        if sizes != {rows.bucket_count.sum()} or len(rows) != len(self.table.rows):
+            raise ValueError("its columns do not fit together")
+
+    @staticmethod
+    def of(rank: int, shares: Mapping[Row, Share], rows: Rows) -> MeasuredTensors:
+        """Those of one rank: which tensors ``rows`` are of, and its shares of them."""
+        if not shares:
+            return EMPTY
+        units = {}
+        for place, (row, share) in enumerate(shares.items()):
+            extremes = rows.units_of(place)
+            if extremes is not None:
+                piece = Piece(row, share.copy, share.piece, share.pieces, len(extremes))
+                low, high = _rounded(extremes).T
+                units[piece] = np.stack([low, -high])
+        return MeasuredTensors(
+            table=Table.of(
+                tuple(shares),
+                np.array([share.copy for share in shares.values()], np.int64),
+                calls=rows.calls,
+                **spreads(rank, rms_of(rows)),
+            ),
+            rows=replace(rows.without_units(), counts=_shortened(rows.counts)),
+            units=units,
+        )
+
+    @staticmethod
+    def merge_all(tensors: Sequence[MeasuredTensors]) -> MeasuredTensors:
+        """As if one rank had held what all of them did; the order does not matter."""
+        some = [one for one in tensors if one.table.rows]
+        if len(some) < 2:
+            return some[0] if some else EMPTY
+        table, kept = merge_tables([one.table for one in some])
+        rows = Rows.concatenate([one.rows for one in some])
+        return MeasuredTensors(
+            table=table,
+            rows=rows.merged(np.concatenate(kept), len(table.rows)),
+            units=by_key(minima)(one.units for one in some),
+        )
+
+    def records(self) -> Tensors[Row]:
+        """What was measured of each tensor as a whole."""
+        none = np.empty((2, 0), np.float32)
+        names: tuple[Any, ...] = tuple(self.table.rows)
+        known = self._whole_units()
+        units = [known.get(row, none) for row in names]
+        low, high = np.concatenate([*units, none], axis=1)
+        rows = self.rows.having(
+            np.stack([low, -high], axis=1),
+            unit_count=[one.shape[1] for one in units],
+            calls=self.table["calls"],
+        )
+        return Tensors(names, rows)
+
+    def _whole_units(self) -> dict[Row, Units]:
+        """Those of the rows all of whose pieces are there, of the lowest copy."""
+        by_row: dict[Row, list[Piece]] = {}
+        for piece in sorted(self.units):
+            pieces = by_row.setdefault(piece.row, [piece])
+            if piece.copy == pieces[0].copy and piece is not pieces[0]:
+                pieces.append(piece)
+        return {
+            row: np.concatenate([self.units[piece] for piece in pieces], axis=1)
+            for row, pieces in by_row.items()
+            if [piece.piece for piece in pieces] == list(range(pieces[0].pieces))
+        }
+
+
+# That of a step that was not measured in full.
+EMPTY = MeasuredTensors(table=NO_ROWS, rows=Rows.of(()), units={})
+
+
+def _shortened(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Scaled-up counts in single precision, far finer than a sample: they travel in half the room.
+
+    Counts of all elements are whole numbers, and stay as they are.
+    """
+    return np.where(counts == np.floor(counts), counts, counts.astype(np.float32))
+
+
+def _rounded(extremes: Units) -> Units:
+    if len(extremes) <= EXACT_UNITS:
+        return extremes
+    bits = (extremes.view(np.uint32) + _ROUND) & _MASK
+    tiny = (bits == 0) | (bits == 0x80000000)
+    # What is not zero must not become zero, nor what is finite infinite.
+    keep = ~np.isfinite(extremes) | ~np.isfinite(bits.view(np.float32)) | (tiny & (extremes != 0))
+    rounded: Units = np.where(keep, extremes, bits.view(np.float32))
+    return rounded
+
+
+Floats = NDArray[np.float64]
+
+
+class Check(NamedTuple):
+    """Index of a parameter, number of the shard, and the sum of its bits.
+
+    Sums are equal where the parameters are, and hardly ever elsewhere. So while all is well there
+    is one row per shard, however many ranks.
+    """
+
+    parameter: int
+    shard: int
+    sum: int
+
+
+def checks_of(rank: int, checks: Sequence[Check]) -> Table:
+    """Those of one rank: the lowest that has each, and how many do."""
+    ones = np.ones(len(checks), np.int64)
+    return Table.of(checks, lowest=ones * rank, holders=ones) if checks else NO_ROWS
+
+
+def differing(checks: Table) -> list[tuple[int, int, int, int]]:
+    """Parameters that are not equal: index, a rank that differs, the rank it differs from, and the
+    number of the shard.
+
+    The sum that most ranks have is taken for right, of several the lowest rank's. One row for each
+    parameter, that of its lowest such rank.
+    """
+    sums_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    holders, lowest = checks["holders"].tolist(), checks["lowest"].tolist()
+    for check, count, rank in zip(checks.rows, holders, lowest, strict=True):
+        sums_of.setdefault((check.parameter, check.shard), []).append((-count, rank))
+    found: dict[int, tuple[int, int, int, int]] = {}
+    for (index, shard), sums_there in sorted(sums_of.items()):
+        (_, right), *wrong = sorted(sums_there)
+        if wrong:
+            row = index, min(rank for _, rank in wrong), right, shard
+            found[index] = min(found.get(index, row), row, key=lambda row: row[1])
+    return list(found.values())
+
+
+def _larger(layouts: Sequence[Layout | None]) -> Layout | None:
+    """The one with most modules, for on some ranks not all have run; the same in any order."""
+    known = [layout for layout in layouts if layout is not None]
+    return max(known, key=lambda o: (len(o.modules), [m.name for m in o.modules]), default=None)
+
+
+class Addend(NamedTuple):
+    """Of a gradient: the index of the parameter, and the copy. Only those of one size add up."""
+
+    parameter: int
+    copy: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredParameters:
+    """What ranks with the same part of the model know of its parameters.
+
+    The rows of tables are the parameters, in the order of the layout.
+
+    Attributes:
+        stage: Of a pipeline; 0 without one.
+        layout_id: Equal where the parameters' names are.
+        layout: Names and order; None where they were sent before.
+        grads: Of each gradient the ``norm`` (L2), whether it is ``present`` and ``finite``.
+        before: Of each the norm at the end of the backward pass; without rows if not known.
+        updates: How far the step ``moved`` each parameter and its ``size`` before, L2 norms;
+            without rows if not measured. The size is NaN where it was not measured.
+        addends: Gradients that are the sum of what the ranks of a copy hold, float64. Of these,
+            ``grads`` and ``before`` are those of the addends.
+        checks: Sums of bits of parameters that should be equal.
+        nan_buffers: Buffers that hold a NaN on some rank.
+        nonfinite_parameters: Parameters that hold a NaN or Inf on some rank.
+    """
+
+    stage: Annotated[int, same]
+    layout_id: Annotated[str, same]
+    layout: Annotated[Layout | None, _larger]
+    grads: Annotated[Table, Table.merge_all]
+    before: Annotated[Table, Table.merge_all] = NO_ROWS
+    updates: Annotated[Table, Table.merge_all] = NO_ROWS
+    addends: Annotated[Mapping[Addend, Floats], by_key(sums)] = field(default_factory=dict)
+    checks: Annotated[Table, Table.merge_all] = NO_ROWS
+    nan_buffers: Annotated[frozenset[str], union] = frozenset()
+    nonfinite_parameters: Annotated[frozenset[str], union] = frozenset()
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.stage, self.layout_id
+
+    def added(self) -> dict[int, Floats]:
+        """Sums of addends, by the index of the parameter; of several copies the lowest counts."""
+        lowest = {addend.parameter: addend for addend in sorted(self.addends, reverse=True)}
+        return {index: self.addends[addend] for index, addend in lowest.items()}
+
+    def whole_norms(self) -> Floats:
+        norms: Floats = self.grads["norm"].copy()
+        for index, values in self.added().items():
+            norms[index] = np.linalg.norm(values)
+        return norms
+
+    def whole_before(self) -> Floats:
+        """Norms of the whole gradients at the end of the backward pass; NaN if not known.
+
+        Of the sum of addends only the norm after it is known; clipping scales all of them alike.
+        """
+        norms, whole = self.grads["norm"], self.whole_norms()
+        if not self.before.rows:
+            return np.full_like(norms, np.nan)
+        before: Floats = self.before["before"].copy()
+        for index in self.added():
+            ratio = before[index] / norms[index] if norms[index] else 1.0
+            before[index] = whole[index] * ratio
+        return before
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Common:
+    """What all ranks have alike; the lowest rank's counts.
+
+    Attributes:
+        rank: Whose it is.
+        learning_rates, loss_scale, skipped_steps, skipped: As in
+            :class:`telemetry.records.StepRecord`.
+    """
+
+    rank: int
+    learning_rates: tuple[float, ...] = ()
+    loss_scale: float | None = None
+    skipped_steps: int = 0
+    skipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Nonfinite:
+    """Where one rank holds NaN or infinity that was not there before it ran, in words."""
+
+    rank: int
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """What some of the ranks measured at one step; :func:`merge` makes one of several.
+
+    Merging is associative and commutative: counts and minima exactly, sums up to the order of
+    addition. So parts may be merged in whatever order they arrive.
+
+    Attributes:
+        step, wall_time, phase: As in :class:`telemetry.records.StepRecord`.
+        size: How many ranks train together.
+        ranks: Which of them this holds.
+        measured: Which of these measured the step in full.
+        stages: Their parameters, of each stage of a pipeline and each different layout.
+        tensors: What was in their tensors.
+        scalars: What the user logged: see :meth:`Table.of_figures`.
+        own: What each rank has of its own: ``step_s``, the seconds from step to step.
+        hosts: Ranks by the name of their host; empty where it was sent before.
+        nonfinite: How many ranks hold NaN or infinity of their own.
+        first_nonfinite: The lowest of them.
+        common: What they have alike.
+        not_known: Tensors of which every rank holds an addend, and nothing is known of the sum.
+    """
+
+    step: Annotated[int, same]
+    wall_time: Annotated[float, max]
+    size: Annotated[int, max]
+    ranks: Annotated[frozenset[int], union]
+    common: Annotated[Common, min]
+    stages: Annotated[Mapping[tuple[int, str], MeasuredParameters], by_key(merge_all)] = field(
+        default_factory=dict
+    )
+    tensors: Annotated[MeasuredTensors, MeasuredTensors.merge_all] = EMPTY
+    phase: Annotated[str, same] = ""
+    measured: Annotated[frozenset[int], union] = frozenset()
+    scalars: Annotated[Table, Table.merge_all] = NO_ROWS
+    own: Annotated[Table, Table.merge_all] = NO_ROWS
+    hosts: Annotated[Mapping[str, frozenset[int]], by_key(union)] = field(default_factory=dict)
+    nonfinite: Annotated[int, sum] = 0
+    first_nonfinite: Annotated[Nonfinite | None, least] = None
+    not_known: Annotated[frozenset[str], union] = frozenset()
+
+    @property
+    def full(self) -> bool:
+        return bool(self.measured)
+
+
+def merge(parts: Sequence[Measured]) -> Measured:
+    """What all of these ranks measured.
+
+    Raises:
+        ValueError: There are none, they are of different steps, or two hold the same rank.
+    """
+    if len({(part.step, part.phase) for part in parts}) != 1:
+        raise ValueError(f"merge: parts of steps {sorted({part.step for part in parts})}")
+    if len(union(part.ranks for part in parts)) != sum(len(part.ranks) for part in parts):
+        raise ValueError(f"merge: two parts of step {parts[0].step} hold the same rank")
+    return merge_all(parts)
