@@ -43,6 +43,7 @@ from telemetry.records.tensor import Tensors
 
 WORLDS = (8, 64, 1024)
 PER_MACHINE = 8
+INTERVALS = (10, 100)
 UNITS = 256
 ELEMENTS = 4096
 _KINDS = ("grads", "weights", "second_moments")
@@ -86,6 +87,24 @@ class Light:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Average:
+    """What a step costs on average if every so many are measured in full.
+
+    Attributes:
+        ranks, layers: As in :class:`Tree`.
+        every_n_steps: From one full step to the next.
+        bytes: What one rank sends.
+        first_rank_s: CPU time of the writing rank in the background.
+    """
+
+    ranks: int
+    layers: int
+    every_n_steps: int
+    bytes: float
+    first_rank_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tree:
     """What a full step costs.
 
@@ -96,7 +115,7 @@ class Tree:
         arrival_s: From the end of the step until the writing rank has the whole, without anyone
             late; half a tick of waiting per level included.
         first_rank_s: CPU time of the writing rank in the background.
-        largest_bytes: Of what one rank sends to another.
+        own_bytes: What a rank sends of its own.
         waiting_bytes: What waits on the writing rank before it is merged.
     """
 
@@ -105,7 +124,7 @@ class Tree:
     levels: int
     arrival_s: float
     first_rank_s: float
-    largest_bytes: int
+    own_bytes: int
     waiting_bytes: int
 
 
@@ -180,8 +199,9 @@ def measure_size(layers: int) -> Size:
     )
 
 
-def measure_light(machine: Sequence[Measured]) -> Light:
-    parts = [
+def light_parts(machine: Sequence[Measured]) -> list[Measured]:
+    """What the ranks of a machine send at a step that is not measured in full."""
+    return [
         replace(
             part,
             tensors=EMPTY,
@@ -193,6 +213,10 @@ def measure_light(machine: Sequence[Measured]) -> Light:
         )
         for part in machine
     ]
+
+
+def measure_light(machine: Sequence[Measured]) -> Light:
+    parts = light_parts(machine)
     payloads = [encode(part) for part in parts]
     return Light(
         parameters=2 * layers_of(parts[0]),
@@ -241,9 +265,25 @@ def simulate(ranks: int, machine: Sequence[Measured]) -> Tree:
         levels=len(levels),
         arrival_s=arrival_s + carry(levels[-1][1:]) + cpu_s + IDLE_S / 2 + BUSY_S,
         first_rank_s=cpu_s,
-        largest_bytes=max(len(part) for part in levels[-1][1:]),
+        own_bytes=len(own[0]),
         waiting_bytes=sum(len(part) for part in levels[-1]),
     )
+
+
+def averages(full: Tree, light: Tree) -> list[Average]:
+    def mean(of_full: float, of_light: float, every_n_steps: int) -> float:
+        return of_light + (of_full - of_light) / every_n_steps
+
+    return [
+        Average(
+            ranks=full.ranks,
+            layers=full.layers,
+            every_n_steps=n,
+            bytes=mean(full.own_bytes, light.own_bytes, n),
+            first_rank_s=mean(full.first_rank_s, light.first_rank_s, n),
+        )
+        for n in INTERVALS
+    ]
 
 
 def carry(payloads: Sequence[bytes]) -> float:
@@ -293,7 +333,11 @@ def training_thread_us(steps: int) -> float:
 
 
 def print_tables(
-    sizes: Sequence[Size], lights: Sequence[Light], trees: Sequence[Tree], step_us: float
+    sizes: Sequence[Size],
+    lights: Sequence[Light],
+    trees: Sequence[Tree],
+    means: Sequence[Average],
+    step_us: float,
 ) -> None:
     print("\nWhat one rank sends at a full step, with 8 tensors per layer; CPU time to encode it")
     print(f"{'layers':>8}{'tensors':>9}{'first kB':>10}{'kB':>9}{'B/tensor':>10}{'encode':>11}")
@@ -319,6 +363,13 @@ def print_tables(
             f"{tree.ranks:8,}{tree.layers:8,}{tree.levels:8}{tree.arrival_s:9.2f}s"
             f"{tree.first_rank_s:8.2f}s{tree.waiting_bytes / 1e6:12.1f}"
         )
+    print("\nA step on average, one of so many in full: what a rank sends, CPU of the writing one")
+    print(f"{'ranks':>8}{'layers':>8}{'interval':>10}{'kB':>9}{'CPU':>10}")
+    for mean in means:
+        print(
+            f"{mean.ranks:8,}{mean.layers:8,}{mean.every_n_steps:10}{mean.bytes / 1e3:9.1f}"
+            f"{mean.first_rank_s * 1e3:8.1f}ms"
+        )
     print(f"\nOn the training thread: {step_us:.3f} µs per step for the look whether to raise")
 
 
@@ -339,10 +390,14 @@ def main() -> None:
         [make_part(count, rank, worlds[-1]) for rank in range(PER_MACHINE)] for count in layers
     ]
     lights = [measure_light(machine) for machine in machines]
-    machine = machines[-1]
-    trees = [simulate(ranks, machine) for ranks in worlds]
+    trees, means = [], []
+    for machine in machines:
+        light = light_parts(machine)
+        for ranks in worlds:
+            trees.append(simulate(ranks, machine))
+            means += averages(trees[-1], simulate(ranks, light))
     step_us = training_thread_us(10_000 if args.quick else 1_000_000)
-    print_tables(sizes, lights, trees, step_us)
+    print_tables(sizes, lights, trees, means, step_us)
     if args.json:
         write_json(
             args.json,
@@ -351,6 +406,7 @@ def main() -> None:
                 "sizes": [asdict(size) for size in sizes],
                 "light": [asdict(light) for light in lights],
                 "trees": [asdict(tree) for tree in trees],
+                "averages": [asdict(mean) for mean in means],
                 "training_thread_us": step_us,
             },
         )

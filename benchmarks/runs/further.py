@@ -111,7 +111,8 @@ def score_matching(log: Log) -> None:
         noise, x = torch.randn(128, 2, generator=g), moons(g)
         sigma = (4 * torch.rand(128, 1, generator=g) - 4).exp()
         score = model(torch.cat([x + sigma * noise, sigma.log()], 1))
-        return ((score + noise) ** 2).sum(1).mean()
+        error: Tensor = ((score + noise) ** 2).sum(1).mean()
+        return error
 
     fit(log, model, Adam(model.parameters(), 2e-3), loss, 400)
 
@@ -136,7 +137,8 @@ def vector_quantized(log: Log) -> None:
     def loss() -> Tensor:
         (x,) = next(data)
         y, commit = model(x)
-        return F.mse_loss(y, x) + commit
+        total: Tensor = F.mse_loss(y, x) + commit
+        return total
 
     fit(log, model, Adam(model.parameters(), 2e-3), loss, 400)
 
@@ -314,7 +316,9 @@ def exponential_warm_up(log: Log) -> None:
     model = Rows()
 
     def schedule(step: int) -> float:
-        return 10.0 ** (-3 + 3 * min(step, 100) / 100) * min(1.0, math.exp((100 - step) / 150))
+        return float(10.0 ** (3 * min(step, 100) / 100 - 3)) * min(
+            1.0, math.exp((100 - step) / 150)
+        )
 
     _digits_run(log, model, AdamW(model.parameters(), 1e-3), 300, schedule=schedule)
 

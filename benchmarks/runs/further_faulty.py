@@ -25,7 +25,7 @@ def _classes(log: Log, model: nn.Module) -> Callable[[], Tensor]:
 
 
 def _altered(
-    log: Log, model: nn.Module, at: int, alter: Callable[[Tensor], None]
+    log: Log, model: nn.Module, at: int, alter: Callable[[Tensor], object]
 ) -> Callable[[], Tensor]:
     """The same with the pictures of one batch altered in place."""
     data, drawn = batches(log, 32, *digits()), iter(range(10**6))
@@ -51,14 +51,14 @@ def _at(step: int, act: Callable[[], object]) -> Callable[[int], None]:
 @run
 def block_weight_scaled(log: Log) -> None:
     model = Rows()
-    scale = _at(143, lambda: model.blocks[1].down.weight.mul_(100))
+    scale = _at(143, lambda: model.get_parameter("blocks.1.down.weight").mul_(100))
     fit(log, model, AdamW(model.parameters(), 1e-3), _classes(log, model), 300, before=scale)
 
 
 @run
 def gradient_scaled_by_hook(log: Log) -> None:
     model, factor = Rows(), [1.0]
-    model.blocks[1].up.weight.register_hook(lambda grad: factor[0] * grad)
+    model.get_parameter("blocks.1.up.weight").register_hook(lambda grad: factor[0] * grad)
 
     def change(step: int) -> None:
         factor[0] = 1e5 if step >= 151 else 1.0
@@ -143,7 +143,7 @@ def recurrence_radius_three(log: Log) -> None:
     model = _Reader()
 
     def scale() -> None:
-        weight = model.rnn.weight_hh_l0
+        weight = model.get_parameter("rnn.weight_hh_l0")
         weight.mul_(3 / torch.linalg.eigvals(weight).abs().max())
 
     loss, optimizer = _classes(log, model), Adam(model.parameters(), 1e-3)
@@ -181,11 +181,12 @@ def half_overflows(log: Log) -> None:
     model = nn.Sequential()
     model.add_module("conv1", nn.Conv2d(1, 16, 3, padding=1))
     model.add_module("act1", nn.ReLU())
-    model.add_module("conv2", HalfConv(16, 16, 3, 2, 1))
+    conv2 = HalfConv(16, 16, 3, 2, 1)
+    model.add_module("conv2", conv2)
     model.add_module("head", nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)))
 
     def raise_scale() -> None:
-        model.conv2.scale = 2.0**20
+        conv2.scale = 2.0**20
 
     loss, optimizer = _classes(log, model), SGD(model.parameters(), 0.02, 0.9)
     fit(log, model, optimizer, loss, 220, before=_at(129, raise_scale))
@@ -194,7 +195,7 @@ def half_overflows(log: Log) -> None:
 @run
 def bit_flip(log: Log) -> None:
     model = Rows()
-    flip = _at(137, lambda: model.blocks[1].qkv.weight[5, 7].fill_(torch.nan))
+    flip = _at(137, lambda: model.get_parameter("blocks.1.qkv.weight")[5, 7].fill_(torch.nan))
     fit(log, model, AdamW(model.parameters(), 1e-3), _classes(log, model), 200, before=flip)
 
 
