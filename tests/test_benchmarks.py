@@ -103,7 +103,13 @@ def test_ranks_has_a_row_for_each_size_and_each_tree(json_file: Path) -> None:
     assert all(size["bytes"] <= 2000 * size["tensors"] for size in figures["sizes"])
     assert [light["parameters"] for light in figures["light"]] == [6, 12]
     assert all(light["merge_s"] > light["encode_s"] > 0 for light in figures["light"])
-    assert [(tree["ranks"], tree["levels"]) for tree in figures["trees"]] == [(8, 1), (1024, 2)]
+    trees = [(tree["layers"], tree["ranks"], tree["levels"]) for tree in figures["trees"]]
+    assert trees == [(3, 8, 1), (3, 1024, 2), (6, 8, 1), (6, 1024, 2)]
+    means = [(mean["every_n_steps"], mean["first_rank_s"]) for mean in figures["averages"]]
+    assert [interval for interval, _ in means] == [10, 100] * len(trees)
+    assert all(
+        often > rarely for (_, often), (_, rarely) in zip(means[::2], means[1::2], strict=True)
+    )
     assert all(tree["arrival_s"] > tree["first_rank_s"] > 0 for tree in figures["trees"])
     assert figures["training_thread_us"] < 100
 
