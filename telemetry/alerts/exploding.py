@@ -221,7 +221,7 @@ class ExplodingGradient(Detector):
         if self._looks_amplified < 2:
             return None
         times = 10 ** (amplified - max(usual))
-        scale = norm / record.total_grad_norm
+        scale = norm / record.total_grad_norm if record.total_grad_norm > 0 else 1.0
         return self._found(
             base,
             value=norm,

@@ -313,7 +313,9 @@ class SaturatedUnits(Detector):
             output, type_name = forward.outputs[index], forward.types[index]
             after = forward.outputs[index + 1]
             if type_name in BOUNDED:
-                if not forward.is_gate(index):
+                # An RNN may have been made with ReLU, which shows by outputs above 1.
+                is_other = forward.owned[index] and forward.rows.max[index] > 1
+                if not is_other and not forward.is_gate(index):
                     yield output, _share_flat(record, output, BOUNDED[type_name])
             elif forward.owned[index]:
                 if forward.types[index + 1] in AFFINE:
