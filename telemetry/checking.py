@@ -110,8 +110,9 @@ def check(
     are samples), and whether the cross entropy is more than four times ln C, that of a guess among
     C classes.
 
-    Parameters, buffers, gradients, training flags, hooks, and the random states of torch, NumPy and
-    Python are afterwards as before, bit for bit, also if the model raises.
+    Parameters, buffers, gradients, training flags, hooks, inputs, and the random states of torch,
+    NumPy and Python are afterwards as before, bit for bit, also if the model raises. Call it before
+    a :class:`HookLogger` watches the model, which would take it for a step.
 
     Args:
         model: In the mode in which it will be trained.
@@ -124,8 +125,9 @@ def check(
         show: Whether to print the result.
 
     Raises:
-        ValueError: No loss was found, or it does not depend on any parameter.
+        ValueError: No loss was found, it does not depend on any parameter, or all are frozen.
     """
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     with _unchanged(model):
         output: list[Any] = []
 
@@ -151,6 +153,8 @@ def check(
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
+    """The model's output for copies of the inputs: it may work in place."""
+    inputs = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
@@ -184,11 +188,14 @@ class _Still(Optimizer):
 
 
 def _measured(model: nn.Module, run: Callable[[], Tensor]) -> tuple[StepRecord, float]:
-    optimizer = _Still([p for p in model.parameters() if p.requires_grad], {})
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("check(): the model has no parameter that requires a gradient")
+    optimizer = _Still(trainable, {})
     with capture_run(model, rules=[], optimizer=optimizer) as recorded:
         loss = run()
         recorded.log(loss=loss.item())
-        loss.backward()
+        loss.backward(inputs=trainable)  # a loss may have parameters, as a discriminator has
         optimizer.step()
     return recorded.records[0], loss.item()
 
@@ -239,6 +246,8 @@ def _of_loss(
         return [], ["the loss against ln C: it is not known to be a cross entropy"]
     if not isinstance(of, Tensor) or of.is_floating_point() or classes < 2:
         return [], ["the loss against ln C: the targets are no classes"]
+    if getattr(loss_function, "reduction", "mean") == "sum":
+        loss /= of.numel()
     guess = math.log(classes)
     if not loss > _FAR * guess:
         return [], []
@@ -267,13 +276,15 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> tuple[list
         if given or not fits or tensor.shape[0] != samples:
             return tensor
         given.append(tensor.detach().clone().requires_grad_())
-        return given[0]
+        return given[0].clone()  # which the next layer may change in place
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         return output if given else pytree.tree_map(take, output)
 
     model.eval()
     with ExitStack() as stack:
+        # cuDNN's recurrent layers have no backward pass in evaluation mode.
+        stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         inputs = pytree.tree_map(take, inputs)
         for module in model.modules():
             stack.callback(module.register_forward_hook(hook).remove)
@@ -286,14 +297,18 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> tuple[list
     ]
     if not given or not per_sample:
         return [], ["samples: no floating-point input and output with one row per sample was found"]
+    if not per_sample[0].requires_grad:
+        return [], ["samples: in evaluation mode the outputs have no gradient"]
     output = per_sample[0].float().flatten(1) if per_sample[0].dim() > 1 else per_sample[0][:, None]
     # All different, so that what adds up to a constant, as softmax does, does not cancel out.
     weights = torch.linspace(0.5, 1.5, output.shape[1], device=output.device)
     rows = [0, samples - 1]
     depends = torch.stack([_influence(output[row] @ weights, given[0]) for row in rows])
+    if not depends.isfinite().all():
+        return [], ["samples: gradients in evaluation mode are not finite"]
     own = depends[range(2), rows]
     depends[range(2), rows] = 0
-    if not output.requires_grad or not bool((own > 0).any() | (depends > 0).any()):
+    if not bool((own > 0).any() | (depends > 0).any()):
         if any(weight.sketch.min == weight.sketch.max == 0 for weight in _matrices(record)):
             return [], ["whether outputs depend on inputs: there is a weight that begins at zero"]
         seen = "The outputs do not depend on the inputs"
@@ -310,22 +325,43 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> tuple[list
             "expect the sequence there (batch_first). In-batch negatives belong into the loss."
         )
         largest = float(depends.max() / max(float(own.max()), 1e-30))
-        return [_alert("batch_leak", seen, advice, largest, 0.0)], []
+        found = _alert("batch_leak", seen, advice, largest, 0.0)
+        square = [t for t in (*pytree.tree_leaves(inputs), per_sample[0]) if _is_square(t)]
+        if square or _is_sequence_first(per_sample[0], given[0]):
+            message = f"{found.message}\n{_MEANT}"
+            found = replace(found, severity="note", message=message)
+        return [found], []
     return [], []
+
+
+_MEANT = "This is right if the first axis is time, or if the model relates samples to each other."
+
+
+def _is_square(value: Any) -> bool:
+    """Whether it may be something between samples: neighbors in a graph, or similarities."""
+    return isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == value.shape[1]
+
+
+def _is_sequence_first(output: Tensor, given: Tensor) -> bool:
+    """Whether the second axis may be that of samples: nothing depends on another one along it."""
+    if min(output.dim(), given.dim()) < 3 or not 1 < output.shape[1] == given.shape[1]:
+        return False
+    output, ends = output.float().flatten(2), (0, output.shape[1] - 1)
+    weights = torch.linspace(0.5, 1.5, output.shape[2], device=output.device)
+    first, last = (_influence((output[:, end] @ weights).sum(), given, axis=1) for end in ends)
+    return bool(first[ends[1]] == 0 and last[ends[0]] == 0)
 
 
 def _matrices(record: StepRecord) -> Iterator[TensorRecord]:
     return (weight for name, weight in record.weights.items() if name in record.layout.matrices)
 
 
-def _influence(output: Tensor, given: Tensor) -> Tensor:
-    """Largest gradient with respect to each sample, ``[samples]``."""
-    if not output.requires_grad:
-        return torch.zeros(len(given))
+def _influence(output: Tensor, given: Tensor, axis: int = 0) -> Tensor:
+    """Largest gradient with respect to each sample along the axis, ``[samples]``."""
     (gradient,) = torch.autograd.grad(output, given, retain_graph=True, allow_unused=True)
     if gradient is None:
-        return torch.zeros(len(given))
-    return gradient.detach().abs().flatten(1).amax(1).float().cpu()
+        return torch.zeros(given.shape[axis])
+    return gradient.abs().transpose(0, axis).flatten(1).amax(1).float().cpu()
 
 
 def _alert(kind: str, seen: str, advice: str, value: float, limit: float) -> Alert:
@@ -345,6 +381,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     """Gives back what the body changes: of the model, and of generators of random numbers."""
     tensors: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     training = [(module, module.training) for module in model.modules()]
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's, perhaps
@@ -359,7 +396,11 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         np.random.set_state(states[1])  # noqa: NPY002
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
+                # Nobody can write to an expanded one.
+                if tensor.layout != torch.strided or 0 not in tensor.stride():
+                    tensor.copy_(value)
+        for module, own in buffers:  # a forward pass may have put other tensors there
+            module._buffers.update(own)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, is_training in training:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -115,6 +116,101 @@ def test_only_what_is_more_than_a_note_makes_a_program_fail() -> None:
     assert look(idle_norms()).exit_code == 0
 
 
+class Reached(nn.Module):
+    """Applies a function to the input and to what a layer returned."""
+
+    def __init__(
+        self, before: Callable[[Tensor], Tensor], after: Callable[[nn.Module, Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.before, self.after = nn.Linear(20, 5), before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self, self.layer(self.before(x)))
+
+
+def test_a_model_may_change_its_input_in_place() -> None:
+    x = torch.randn(8, 20)
+    given = x.clone()
+    model = Reached(lambda x: x.sub_(0.5), lambda self, h: h)
+    assert telemetry.check(model, x, lambda o: o.square().mean(), show=False).findings == ()
+    assert torch.equal(x, given)
+    relu = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(20, 5))
+    assert telemetry.check(relu, x, lambda o: o.square().mean(), show=False).findings == ()
+
+
+def no_gradient_in_eval(model: nn.Module, h: Tensor) -> Tensor:
+    return h if model.training else h.detach()
+
+
+def nan_in_eval(model: nn.Module, h: Tensor) -> Tensor:
+    return h if model.training else h / h.sub(h)
+
+
+@pytest.mark.parametrize(
+    ("after", "reason"),
+    [(no_gradient_in_eval, "have no gradient"), (nan_in_eval, "are not finite")],
+)
+def test_outputs_without_usable_gradients_are_not_taken_for_constants(
+    after: Callable[[nn.Module, Tensor], Tensor], reason: str
+) -> None:
+    result = look(Reached(lambda x: x, after))
+    assert result.findings == ()
+    assert reason in result.skipped[0]
+
+
+def test_a_summed_cross_entropy_is_compared_by_target() -> None:
+    x, y = torch.randn(64, 20), torch.randint(5, (64,))
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    for scale, kinds in ((1, []), (50, ["loss_at_start"])):
+        model = Between(lambda head, h, scale=scale: scale * head(h))
+        result = telemetry.check(model, x, loss, targets=y, show=False)
+        assert [finding.kind for finding in result.findings] == kinds
+
+
+class Recurrent(nn.Module):
+    def __init__(self, *, batch_first: bool, mean: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.recurrent, self.mean = nn.GRU(20, 16, batch_first=batch_first), mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.recurrent(x)[0]
+        return h if self.mean is None else h - h.mean(self.mean)
+
+
+@pytest.mark.parametrize(
+    ("model", "severities"),
+    [
+        (Recurrent(batch_first=True), []),
+        (Recurrent(batch_first=False), ["note"]),
+        (Recurrent(batch_first=True, mean=0), ["warning"]),
+    ],
+)
+def test_time_as_the_first_axis_is_a_note(model: nn.Module, severities: list[str]) -> None:
+    x = torch.randn(12, 8, 20)
+    result = telemetry.check(model, x, lambda output: output.square().mean(), show=False)
+    assert [f.severity for f in result.findings if f.kind == "batch_leak"] == severities
+
+
+def test_samples_that_the_model_relates_are_a_note() -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(20, 5)
+
+        def forward(self, nodes: Tensor, neighbors: Tensor) -> Tensor:
+            output: Tensor = neighbors @ self.layer(nodes)
+            return output
+
+    inputs = torch.randn(16, 20), torch.rand(16, 16)
+    result = telemetry.check(Graph(), inputs, lambda output: output.square().mean(), show=False)
+    assert [(f.kind, f.severity) for f in result.findings] == [("batch_leak", "note")]
+    assert "relates samples to each other" in result.findings[0].message
+
+
 class Tokens(nn.Module):
     """Takes token ids and labels, and returns a dict, as transformers do."""
 
@@ -132,7 +228,8 @@ class Tokens(nn.Module):
 @pytest.mark.parametrize("leak", [False, True])
 def test_samples_of_token_ids_are_told_apart_behind_the_embedding(leak: bool) -> None:
     ids = torch.randint(50, (8, 6))
-    result = telemetry.check(Tokens(leak), {"ids": ids, "labels": ids}, show=False)
+    inputs = UserDict(ids=ids, labels=ids)  # as tokenizers return
+    result = telemetry.check(Tokens(leak), inputs, show=False)
     assert [finding.kind for finding in result.findings] == ["batch_leak"] * leak
 
 
@@ -184,11 +281,40 @@ def test_everything_is_as_before_bit_for_bit(raises: bool) -> None:
     assert drawn == random.getstate()
 
 
+def test_buffers_that_are_replaced_or_expanded_are_as_before() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(20, 5)
+            self.register_buffer("average", torch.zeros(5))
+            self.register_buffer("scale", torch.ones(1).expand(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.layer(x) * self.scale
+            self.average = 0.9 * self.average + 0.1 * output.detach().mean(0)
+            return output
+
+    model = Average()
+    average = model.average
+    look(model)
+    assert model.average is average
+    assert torch.equal(average, torch.zeros(5))
+
+
+def test_gradients_outside_the_model_are_left_alone() -> None:
+    discriminator, x = nn.Linear(5, 1), torch.randn(16, 20, requires_grad=True)
+    telemetry.check(mlp(20, 16, 5), x, lambda o: -discriminator(o).mean(), show=False)
+    assert x.grad is None
+    assert discriminator.weight.grad is None
+
+
 def test_no_loss_is_an_error_that_names_the_way_out() -> None:
     with pytest.raises(ValueError, match="found no loss but Tensor; pass a function"):
         telemetry.check(mlp(20, 5), torch.randn(4, 20))
     with pytest.raises(ValueError, match=r"does not depend on any parameter; look for detach\(\)"):
         telemetry.check(mlp(20, 5), torch.randn(4, 20), lambda output: output.detach().sum())
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        telemetry.check(mlp(20, 5).requires_grad_(False), torch.randn(4, 20), torch.sum)
 
 
 def test_the_table_names_layers_findings_and_what_to_do(
