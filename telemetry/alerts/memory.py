@@ -59,6 +59,9 @@ def _restored(hint: Any, plain: Any, current: Any = None) -> Any:
         if not fits:
             raise TypeError(f"{plain!r} is not a {hint}")
         return plain
+    if hint in _BARE:  # of scalars
+        items = dict(plain) if hint is dict else plain
+        return deque(items, maxlen=current.maxlen) if hint is deque else hint(items)
     if origin is not None or issubclass(hint, tuple):
         if not isinstance(plain, list | tuple):
             raise TypeError(f"{plain!r} is not a {hint}")
@@ -102,4 +105,5 @@ def _remembered(kind: Any) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
+_BARE = (tuple, list, set, dict, deque)
 _SCALARS: Mapping[Any, Any] = {bool: bool, int: int, float: (int, float), str: str}

@@ -68,6 +68,22 @@ def test_a_value_comes_back_as_what_it_was() -> None:
     assert inner._values == deque([1.0])  # no half of it was set before all was known to fit
 
 
+class Bare:
+    _row: tuple = (-1, 0)  # type: ignore[type-arg]
+    _seen: set = frozenset()  # type: ignore[type-arg,assignment]
+    _named: dict = {}  # type: ignore[type-arg]  # noqa: RUF012
+    _latest: deque = deque(maxlen=2)  # type: ignore[type-arg]  # noqa: RUF012
+
+
+def test_containers_whose_annotation_does_not_say_what_they_hold_come_back_too() -> None:
+    before, after = Bare(), Bare()
+    before._row, before._seen, before._named = (3, 4), {"a"}, {"b": 1}
+    before._latest = deque([1.0, 2.0], maxlen=2)
+    restore(after, to_plain(before))
+    assert (after._row, after._seen, after._named) == ((3, 4), {"a"}, {"b": 1})
+    assert (after._latest, after._latest.maxlen) == (deque([1.0, 2.0]), 2)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
