@@ -166,7 +166,7 @@ class ExplodingGradient(Detector):
         return replace(found, is_worse=blamed is not None and blamed.first != alert.module_name)
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
-        return self._is_deep or not record.all_grads_finite
+        return self._is_deep or self._looks_amplified > 0 or not record.all_grads_finite
 
     def _find(self, record: StepRecord, base: Baseline) -> Finding | None:
         if not record.all_grads_finite:
@@ -214,7 +214,7 @@ class ExplodingGradient(Detector):
         amplified = gain(record, norm)
         if norm is None or math.isnan(amplified):
             return None
-        far = len(usual) >= RECENT and amplified >= max(usual) + math.log10(self.factor)
+        far = len(usual) >= 2 and amplified >= max(usual) + math.log10(self.factor)
         self._looks_amplified = self._looks_amplified + 1 if far else 0
         if not far:
             usual.append(amplified)
