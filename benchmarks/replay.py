@@ -60,7 +60,7 @@ TUPLES = ("learning_rates", "fingerprints", "nan_buffers", "nonfinite_parameters
 BROKEN = TUPLES[2:]  # also looked for where a gradient is not finite
 FULL_FACTS = ("examples", "total_grad_norm_before_clipping", "clipped_fraction")
 NORMS = ("grad_norms", "grad_present", "grad_finite")
-MARKS = ("trainable", "reached", "held")
+MARKS = ("trainable", "reached", "held", "groups")
 TENSORS = ("inputs", "outputs", "output_grads", "grads", "weights", "second_moments")
 WITH_HISTOGRAMS = 3  # the first of these
 MOMENTS = (*COUNTS, *EXTREMES, *POWER_SUMS)
@@ -257,7 +257,7 @@ class Recorded:
 
     def _detail(self, step: Mapping[str, Any]) -> dict[str, Any]:
         arrays, some = self._arrays, step["parameters"]
-        detail: dict[str, Any] = {name: arrays[name][some] for name in MARKS}
+        detail: dict[str, Any] = {name: arrays[name][some] for name in MARKS if name in arrays}
         names = [parameter.name for parameter in step["layout"].parameters]
         ratios = zip(names, arrays["ratios"][some].tolist(), strict=True)
         detail |= {name: step[name] for name in FULL_FACTS} | {field: {} for field in TENSORS}

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from telemetry.layers.movers import LOOK_BACK, NORMAL_CONSISTENT, Mover, movers
 from telemetry.records import StepRecord
+from telemetry.shared.plain_text import called_all
 
 LATEST = 20  # steps, or losses, that are no past yet; tried 10 and 40
 LENGTH = 100  # of a past; tried 50 and 200
@@ -304,6 +305,7 @@ class Baseline:
         since_rate_jump: Steps since the learning rate rose threefold above all that were survived:
             ten steps later, the loss was not worse than before.
         rate_before_jump, rate_after_jump: The highest of these, and what it rose to.
+        jumped: The modules whose rate rose then, in forward order, if not that of all.
         since_large_step: Steps since one moved the median weight matrix by a fifth of its norm.
         step_ratio: The median update ratio of the weight matrices at the last full measurement.
     """
@@ -315,16 +317,19 @@ class Baseline:
     since_rate_jump: int = NEVER
     rate_before_jump: float = 0.0
     rate_after_jump: float = 0.0
+    jumped: tuple[str, ...] = ()
     since_large_step: int = NEVER
     step_ratio: float = 0.0
     _ratio_rate: float = 0.0
     _survived_rate: float = 0.0
     _rates: deque[float]
+    _of_groups: tuple[float, ...] = ()
+    _groups: dict[str, list[int]]
     _wanted: int = 0
 
     def __init__(self) -> None:
         self.loss, self.norm, self.layers = Loss(), Norm(), Layers()
-        self._rates = deque(maxlen=LENGTH)
+        self._rates, self._groups = deque(maxlen=LENGTH), {}
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
@@ -332,7 +337,7 @@ class Baseline:
         self.since_rate_jump += 1
         self.since_large_step += 1
         self._wanted -= record.full and self._wanted > 0
-        self._add_rate(max(record.learning_rates, default=0.0))
+        self._add_rates(record)
         if record.loss is not None and math.isfinite(record.loss):
             self.loss.add(record.step, record.loss)
         if record.all_grads_finite:
@@ -358,6 +363,12 @@ class Baseline:
         return self.since_rate_jump <= AFTER_JUMP
 
     @property
+    def jump(self) -> str:
+        """For messages: what the learning rate has jumped to, and where if not everywhere."""
+        where = f" in {called_all(self.jumped, RECENT)}" if self.jumped else ""
+        return f"{self.rate_after_jump:.3g}{where}"
+
+    @property
     def rate(self) -> float:
         """The highest learning rate of this step; 0 if there is none."""
         return self._rates[-1] if self._rates else 0.0
@@ -379,11 +390,23 @@ class Baseline:
         since = self.norm.since_jump
         return since <= FEWEST < self.since_rate_jump - since
 
-    def _add_rate(self, rate: float) -> None:
+    def _add_rates(self, record: StepRecord) -> None:
+        rates, earlier = record.learning_rates, self._of_groups
+        rate = max(rates, default=0.0)
         before = max(self._survived_rate, *[*self._rates][-FEWEST:], 0.0)
         if len(self._rates) >= RECENT and rate > JUMP * before:
             self.since_rate_jump = 0
             self.rate_before_jump, self.rate_after_jump = before, rate
+            rose = {
+                group
+                for group, (a, b) in enumerate(zip(earlier, rates, strict=False))
+                if b > JUMP * a
+            }
+            names = tuple(name for name, groups in self._groups.items() if rose & {*groups})
+            self.jumped = names if len(names) < len(self._groups) else ()
+        self._of_groups = rates
+        if record.groups.size:
+            self._groups = _groups_of_modules(record)
         if len(self._rates) >= FEWEST and not self.loss.high and not self.loss.is_worse:
             self._survived_rate = max(self._survived_rate, self._rates[-FEWEST])
         self._rates.append(rate)
@@ -400,6 +423,16 @@ LARGE_STEP = 0.2
 # for. By then a momentum of 0.9 has forgotten most of it.
 AFTER_JUMP = LATEST
 _FULL_STEPS = 3  # one more than dead_units and saturated_units need; tried 1 and 6
+
+
+def _groups_of_modules(record: StepRecord) -> dict[str, list[int]]:
+    """The parameter groups that each module's own parameters are in, in forward order."""
+    groups: dict[str, list[int]] = {}
+    layout = record.layout
+    for index in layout.depth_order.tolist():
+        if (group := int(record.groups[index])) >= 0:
+            groups.setdefault(layout.parameters[index].module_name, []).append(group)
+    return groups
 
 
 def _median_ratio(record: StepRecord) -> float:

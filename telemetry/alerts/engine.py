@@ -133,7 +133,9 @@ class Engine(Rule):
             seen = message.split("\n")[0]
             ago = steps_in_words(base.since_rate_jump)
             message = f"{seen[:-1]}, {ago} after the learning rate had jumped to "
-            message += f"{base.rate_after_jump:.3g}.\n{_RATE_ADVICE}"
+            message += f"{base.jump}.\n{_RATE_ADVICE}"
+            if alert.module_name is None and base.jumped:
+                alert = replace(alert, module_name=base.jumped[0])
         severity = self._severities.get(alert.kind, alert.severity)
         return replace(alert, severity=severity, message=message)
 

@@ -306,6 +306,8 @@ class ExplodingGradient(Detector):
             seen += f", because of the batch: its values are {batch:.2g} times as large as before"
         elif where is not None:
             seen += f", most likely because of {where.shared}"
+            if self._blame.by_norms and where is self._blame.stretch:
+                seen += ", whose gradient alone did not grow"
         elif confined is not None:
             where, advice = confined, advice or _ONE_LAYER
             seen += f", and without {confined} it would be nearly the same"

@@ -78,7 +78,8 @@ class LossSpike(Detector):
             return _found(
                 high,
                 base,
-                reason=f"{reason}{base.rate_after_jump:.3g}",
+                reason=f"{reason}{base.jump}",
+                module_name=base.jumped[0] if base.jumped else None,
                 advice="People usually limit what a schedule can return, lower the learning rate "
                 "or warm it up, and go on from a checkpoint before the spike.",
                 is_worse=self.alert is not None,

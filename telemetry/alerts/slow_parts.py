@@ -10,7 +10,7 @@ from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Findin
 from telemetry.records import Output, StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
-from telemetry.shared.plain_text import called
+from telemetry.shared.plain_text import called, called_all
 
 _LIMP = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"})
 
@@ -66,12 +66,10 @@ class LayersNotLearning(Detector):
             return None
         owner = {p.name: p.module_name for p in layout.parameters}
         layers = [owner[name] for name, is_slow in zip(names, found, strict=True) if is_slow]
-        shown = ", ".join(map(called, layers[:RECENT]))
-        more = f" and {len(layers) - RECENT} more" if len(layers) > RECENT else ""
         ratio = float(ratios[found].max())
         return Finding(
-            seen=f"{shown}{more} get gradients and hardly move: a step changes them by at most "
-            f"{ratio:.2g} of their norm, other layers by {usual:.2g}",
+            seen=f"{called_all(layers, RECENT)} get gradients and hardly move: a step changes them "
+            f"by at most {ratio:.2g} of their norm, other layers by {usual:.2g}",
             advice="Check the learning rate of their parameter group and how rates fall from layer "
             "to layer; weights in bfloat16 lose steps below 0.4 % of a value. What should stay as "
             "it is is better frozen by requires_grad_(False).",

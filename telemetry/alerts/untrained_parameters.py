@@ -12,7 +12,7 @@ from telemetry.alert import Severity
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.records import Layout, Parameter, StepRecord
-from telemetry.shared.plain_text import called
+from telemetry.shared.plain_text import called_all
 
 Marks = NDArray[np.bool_]
 
@@ -96,8 +96,6 @@ class UntrainedParameters(Detector):
         (_, reached, held, _), trainable = self._marks, self._trainable
         share = float(layout.sizes[left].sum() / layout.sizes[trainable].sum())
         names = list(_groups(layout, left, trainable))
-        shown = ", ".join(called(name) for name in names[:_NAMED])
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         comes = bool((left & reached).any())
         if self._trained_before[left].all():
             severity: Severity = "note"
@@ -108,7 +106,7 @@ class UntrainedParameters(Detector):
             severity = "warning" if share >= self.share and (left & held).any() else "note"
             what = f"requires a gradient, and had none in {self._steps} steps"
         return Finding(
-            seen=f"{shown}{more} ({share:.1%} of the trainable elements) {what}",
+            seen=f"{called_all(names, _NAMED)} ({share:.1%} of the trainable elements) {what}",
             advice=_NOT_STEPPED if comes else _NOT_REACHED,
             value=share,
             limit=self.share,

@@ -181,6 +181,8 @@ class Detail:
     trainable: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
+    # Of each optimizer, as in ``learning_rates``: which of its groups each parameter is in.
+    groups: dict[int, Mapping[int, int]] = field(default_factory=dict)
     fingerprints: list[HostCopy] = field(default_factory=list)
     examples: int = 0
     updates: list[Updates] = field(default_factory=list)
@@ -293,6 +295,7 @@ class CapturedStep:
             trainable=self._marked(detail.trainable),
             reached=self._marked(detail.reached),
             held=self._marked(detail.held),
+            groups=self._groups(),
             fingerprints=tuple(float(copy.wait()) for copy in detail.fingerprints),
             examples=detail.examples,
             total_grad_norm_before_clipping=before,
@@ -364,6 +367,16 @@ class CapturedStep:
         marked = np.zeros(len(self.layout.parameters) if self.full else 0, dtype=bool)
         marked[list(indices)] = True
         return marked
+
+    def _groups(self) -> NDArray[np.int64]:
+        """Which learning rate each parameter has, if the rates of its optimizer are known."""
+        groups = np.full(len(self.layout.parameters) if self.full else 0, -1)
+        before = 0
+        for optimizer, rates in self.learning_rates.items():
+            places = self.detail.groups.get(optimizer, {})
+            groups[list(places)] = before + np.array(list(places.values()), np.int64)
+            before += len(rates)
+        return groups
 
     def _nonfinite_parameters(self, names: Sequence[str], weights: Tensors[str]) -> tuple[str, ...]:
         broken = {

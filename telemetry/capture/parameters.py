@@ -106,6 +106,15 @@ class ParameterTable:
         index_of = self._index_of
         return [(index_of[id(p)], p) for p in parameters_of(optimizer) if id(p) in index_of]
 
+    def groups_of(self, optimizer: Optimizer) -> dict[int, int]:
+        """Which of the optimizer's groups each of those is in, by the parameter's index."""
+        return {
+            self._index_of[id(p)]: number
+            for number, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+            if id(p) in self._index_of
+        }
+
     def identities_of(self, optimizer: Optimizer) -> bytes:
         """Of all parameters of the optimizer: address of the object, and its index or -1; int64."""
         parameters = map(id, parameters_of(optimizer))

@@ -370,6 +370,8 @@ class Step:
         parameters = table.of(optimizer)
         # A fused optimizer divides by this itself.
         self._read(key, parameters, scaled=getattr(optimizer, "grad_scale", None) is not None)
+        if self.full:
+            self._detail.groups[key] = table.groups_of(optimizer)
         if self.full and self._capture.content.weights:
             self._updates[key] = Updates(self._counting(parameters))
 

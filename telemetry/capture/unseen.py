@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from telemetry.capture.hooks import ForwardHook
 from telemetry.selection import clean_name
+from telemetry.shared.plain_text import called_all
 from telemetry.torch_private import scaler_exists
 from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED, graphs_compiled, is_compiled
 
@@ -150,9 +151,7 @@ def _why_none(model: nn.Module, silent: Mapping[str, ForwardHook], uncalled: Seq
 def _did_not_run(names: Sequence[str], watched: int, step: int) -> str:
     if not names:
         return ""
-    shown = ", ".join(name or "the model" for name in names[:_NAMED_AT_MOST])
-    more = len(names) - _NAMED_AT_MOST
     return (
         f"{len(names)} of {watched} watched modules did not run at step {step}, nothing is "
-        f"logged for their outputs: {shown}{f' and {more} more' if more > 0 else ''}"
+        f"logged for their outputs: {called_all(names, _NAMED_AT_MOST)}"
     )

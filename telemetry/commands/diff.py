@@ -12,7 +12,7 @@ from telemetry.commands.output import Column, number, print_records, print_table
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading.difference import Comparison, compare
 from telemetry.reading.log_dirs import only_log_dir, open_run
-from telemetry.shared.plain_text import called, printable
+from telemetry.shared.plain_text import called, called_all, printable
 
 _RECORD = ("statistic", "step", "module_name", "first", "second", "layer_count")
 _MAX_NAMES = 5
@@ -29,9 +29,7 @@ def diff(args: argparse.Namespace, console: Console) -> int:
     _print(comparison, console)
     for run, names in zip(runs, (comparison.only_first, comparison.only_second), strict=True):
         if names:
-            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            shown = ", ".join(map(called, names[:_MAX_NAMES]))
-            console.print(f"only in {printable(str(run))}: {shown}{more}")
+            console.print(f"only in {printable(str(run))}: {called_all(names, _MAX_NAMES)}")
     return bool(comparison.differences)
 
 

@@ -296,4 +296,10 @@ def _with_own(record: StepRecord, own: StepRecord | None) -> StepRecord:
     record = replace(record, fingerprints=own.fingerprints)
     if own.layout.parameters != record.layout.parameters:
         return record
-    return replace(record, trainable=own.trainable, reached=own.reached, held=own.held)
+    return replace(
+        record,
+        trainable=own.trainable,
+        reached=own.reached,
+        held=own.held,
+        groups=own.groups,
+    )

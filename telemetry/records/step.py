@@ -146,6 +146,8 @@ class StepRecord:
             like all that follows empty if the step is not full.
         reached: Whether it had one, even if no optimizer holds the parameter, likewise.
         held: Whether an optimizer that stepped holds it, likewise.
+        groups: For each parameter the index of its group in ``learning_rates``, int64, shape
+            ``[parameters]``; -1 if that is not known.
         fingerprints: A number for each tensor that the model was given, of any type and in their
             order; it is the same for the same values.
         examples: Length of the first tensor that the model was given, in all forward passes of the
@@ -192,6 +194,7 @@ class StepRecord:
     trainable: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     reached: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     held: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    groups: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     fingerprints: tuple[float, ...] = ()
     examples: int = 0
     total_grad_norm_before_clipping: float | None = None

@@ -6,7 +6,7 @@ A module may be called ``"fc\\nERROR all is lost"``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -25,6 +25,12 @@ def printable_lines(text: str) -> str:
 def called(module_name: str) -> str:
     """A module's name in messages; the model itself is unnamed in ``named_modules()``."""
     return printable(module_name) or "the model"
+
+
+def called_all(module_names: Sequence[str], most: int) -> str:
+    """The names of modules in messages: at most so many, and how many more there are."""
+    more = f" and {len(module_names) - most} more" if len(module_names) > most else ""
+    return ", ".join(map(called, module_names[:most])) + more
 
 
 def type_of(value: object) -> str:

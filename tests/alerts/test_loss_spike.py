@@ -54,6 +54,22 @@ def test_a_learning_rate_that_jumps_for_three_steps_is_named(at: int, every: int
     assert [alert.stage for alert in rest] in ([], ["end"])
 
 
+def test_the_layers_of_the_group_whose_rate_jumped_are_named() -> None:
+    model = net()
+    *_, head = (module for module in model if isinstance(module, torch.nn.Linear))
+    of_head = {id(p) for p in head.parameters()}
+    rest = [p for p in model.parameters() if id(p) not in of_head]
+    optimizer = Adam([{"params": rest}, {"params": [*head.parameters()]}], 3e-3)
+
+    def set_rate(step: int) -> None:
+        optimizer.param_groups[1]["lr"] = 3.0 if step in (205, 206, 207) else 3e-3
+
+    begin, *_ = train(LossSpike(), 250, every=10, model=model, optimizer=optimizer, before=set_rate)
+    name = next(name for name, module in model.named_modules() if module is head)
+    assert begin.module_name == name
+    assert f"jumped 1e+03-fold to 3 in {name}." in begin.message
+
+
 def test_a_small_rise_after_a_jump_of_the_rate_is_told_where_the_loss_had_fallen_far() -> None:
     settings = rates(dict.fromkeys(range(205, 250), 0.03))
     model, optimizer, before = settings["model"], settings["optimizer"], settings["before"]

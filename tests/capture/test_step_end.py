@@ -113,3 +113,23 @@ def test_gradients_of_a_gan_are_those_of_each_models_own_step(tmp_path: Path) ->
         assert [record.step for record in recorder.records] == list(range(len(used[name])))
         for record, norms in zip(recorder.records, used[name], strict=True):
             np.testing.assert_allclose(record.grad_norms, norms, rtol=1e-5)
+
+
+def test_each_parameter_has_the_rate_of_its_group(tmp_path: Path) -> None:
+    model, recorder = TwoParts(), Recorder()
+    first = torch.optim.SGD([{"params": [p]} for p in model.first.parameters()], 0.1)
+    second = torch.optim.SGD(model.second.parameters(), 0.2)
+    first.param_groups[1]["lr"] = 0.3
+    frozen = next(model.second.parameters()).requires_grad_(False)
+    second.param_groups[0]["params"] = [p for p in model.second.parameters() if p is not frozen]
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        for _ in range(3):
+            model(torch.randn(3, 4)).square().mean().backward()
+            first.step()
+            second.step()
+    for record in recorder.records[1:]:
+        assert record.learning_rates == (0.1, 0.3, 0.2)
+        names = [parameter.name for parameter in record.layout.parameters]
+        groups = dict(zip(names, record.groups.tolist(), strict=True))
+        expected = {"first.weight": 0, "first.bias": 1, "second.weight": -1, "second.bias": 2}
+        assert {name: groups[name] for name in expected} == expected
