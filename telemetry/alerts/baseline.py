@@ -115,6 +115,7 @@ class Loss:
         past: Of all losses that are not far above it.
         high: The losses in a row that are far above it.
         first: Median of the first five losses that were not far above.
+        best: The lowest median of five.
         is_worse: Whether the recent median is four standard deviations above these.
         is_better: Whether that is half a standard deviation below them.
         excess: By how many times its magnitude the last loss exceeds the highest of the past.
@@ -124,12 +125,12 @@ class Loss:
     past: Past
     high: deque[Logged]
     first: float = math.nan
+    best: float = math.inf
     is_worse: bool = False
     is_better: bool = False
     excess: float = 0.0
     losses_lost: int = 0
     _firsts: tuple[float, ...] = ()
-    _best: float = math.inf
     _recent: deque[float]
 
     def __init__(self) -> None:
@@ -153,9 +154,9 @@ class Loss:
         if len(self.past) >= RECENT:
             self._compare(recent)
         if len(self._recent) == RECENT and self._firsts:
-            self._best = min(self._best, recent)
-            has_learned = self.first - self._best > NOISE * abs(self.first)
-            is_lost = has_learned and recent > (self.first + self._best) / 2
+            self.best = min(self.best, recent)
+            has_learned = self.first - self.best > NOISE * abs(self.first)
+            is_lost = has_learned and recent > (self.first + self.best) / 2
             self.losses_lost = self.losses_lost + 1 if is_lost else 0
         if self._is_far_above(loss):
             self.high.append(Logged(step, loss))

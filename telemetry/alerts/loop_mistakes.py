@@ -10,6 +10,8 @@ from statistics import median_high
 from telemetry.alerts.baseline import FEWEST, Baseline
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.records import StepRecord
+from telemetry.records.moments import rms_of
+from telemetry.records.tensor import figures_of
 from telemetry.shared.plain_text import called
 
 
@@ -20,8 +22,7 @@ class EvalMode(Detector):
     Silent where only some modules are in evaluation mode, as batch norms that are frozen on
     purpose, and where no module does anything else in training: the model has neither dropout nor
     batch norm. But batch norms that are new (gains of 1, biases of 0) and evaluate from the first
-    step on have learned no statistics, and do nothing: what they return then has neither a mean of
-    0 nor a deviation of 1.
+    step on have learned no statistics, and do nothing: they return what the module before them did.
 
     Args:
         steps: Number of such steps in a row.
@@ -51,18 +52,17 @@ class EvalMode(Detector):
 def _idle_norms(record: StepRecord) -> Finding | None:
     """Batch norms that have learned nothing and do not look at the batch."""
     new, idle = 0, []
-    for module in record.layout.modules:
-        output = record.activations.get(module.name)
-        gain, bias = (record.weights.get(f"{module.name}.{part}") for part in ("weight", "bias"))
-        if not _BATCH_NORM.search(module.type_name) or not (output and gain and bias):
-            continue
-        gains, biases, values = gain.sketch, bias.sketch, output.sketch
-        if (gains.min, gains.max, biases.min, biases.max) == (1, 1, 0, 0):
-            new += 1
-            dead = output.dead_fraction if output.unit_min is not None else 0.0
-            size = values.rms / math.sqrt(1 - dead) if dead < 1 else 1.0
-            if abs(values.mean) > _NORMAL or abs(size - 1) > _NORMAL:
-                idle.append(module.name)
+    types = {module.name: module.type_name for module in record.layout.modules}
+    before = math.nan
+    for name, rms in figures_of(record.activations, rms_of).items():
+        gain, bias = (record.weights.get(f"{name}.{part}") for part in ("weight", "bias"))
+        if _BATCH_NORM.search(types[name]) and gain and bias:
+            gains, biases = gain.sketch, bias.sketch
+            is_new = (gains.min, gains.max, biases.min, biases.max) == (1, 1, 0, 0)
+            new += is_new
+            if is_new and abs(rms - before) <= _SAME * rms and abs(rms - 1) > _SAME:
+                idle.append(name)
+        before = rms
     if not new or len(idle) <= new / 2:
         return None
     return Finding(
@@ -78,7 +78,7 @@ def _idle_norms(record: StepRecord) -> Finding | None:
 
 
 _BATCH_NORM = re.compile(r"^(Lazy)?BatchNorm")
-_NORMAL = 0.05  # rounding in bfloat16 is a tenth of that
+_SAME = 0.01  # of a value; rounding in bfloat16 is half of that
 
 # What torch's own modules that look at ``training`` are called, and most of other libraries.
 _DIFFER = re.compile("BatchNorm|Drop|RReLU")

@@ -39,16 +39,19 @@ class VanishingGradient(Detector):
     If layers before it do, too, it must have no gradient at all, and ``zero_share`` of the
     trainable elements: the weight of a term of the loss may be zero, experts are chosen rarely.
 
+    An optimizer that scales its steps (Adam) moves a module nevertheless. Then its gradient must be
+    ``branch_factor`` smaller still, and the loss not have fallen in the first ``stuck_steps``.
+
     Silent where all norms are small together, because the loss is small or has a large unit; where
-    an optimizer that scales its steps (Adam) moves the module nevertheless; where a small norm was
-    exactly zero within the last ten steps (an expert that is not chosen); where the norm is still
-    rising, as in branches whose scale begins at zero.
+    a small norm was exactly zero within the last ten steps (an expert that is not chosen); where
+    the norm is still rising, as in branches whose scale begins at zero.
 
     Args:
         factor: Ratio of the gradient norms.
         update_factor: Ratio of the update ratios.
         branch_factor: Additional factor on both for a side branch.
         steps: Number of steps in a row.
+        stuck_steps: The same where the optimizer moves the module.
         branch_steps: The same for a side branch.
         zero_steps: The same for a gradient of exactly zero.
         zero_share: Share of the trainable elements of a side branch whose gradient is that.
@@ -57,13 +60,16 @@ class VanishingGradient(Detector):
     kind = "vanishing_gradient"
     over_after = 20
     explained_by = (
-        EXPLOSIONS | RISEN_LOSSES | {"dead_units", "saturated_units", "untrained_parameters"}
+        EXPLOSIONS
+        | RISEN_LOSSES
+        | {"dead_units", "saturated_units", "untrained_parameters", "exponential_trend"}
     )
     lasting = True
     factor = 300.0  # at 30 the healthy cnn_sigmoid_ok alarms; tried 3000
     update_factor = 300.0  # as factor; tried 30 and 3000
     branch_factor = 30.0  # by eye; tried 3 and 300
     steps = 3  # at 6 mlp_overwrite_tiny is missed; tried 1
+    stuck_steps = 50  # by eye; tried 20
     branch_steps = 10  # by eye; tried 5 and 20
     # Zero at the first step alone are lora and resnet_zero_gamma, at every other one gan_ring.
     zero_steps = 20
@@ -141,6 +147,10 @@ class VanishingGradient(Detector):
         fading = _unless_rising(fading, share, before)
 
         further = math.log10(self.branch_factor)
+        stuck = faint & (self._faint_steps >= self.stuck_steps) & (share < limit - further)
+        stuck &= np.logical_and.accumulate(stuck | (share == -np.inf))
+        if base.loss.best > (1 - _FALLEN) * base.loss.first > 0:
+            fading |= _unless_rising(stuck, share, before)
         branch = faint & (self._faint_steps >= self.branch_steps) & (share < limit - further)
         branch &= self._update_share < update_limit - further
         # One whose scale begins at zero and goes up and down has had larger ones.
@@ -150,9 +160,11 @@ class VanishingGradient(Detector):
         if not fading.any():
             return None
         first = int(np.flatnonzero(fading)[0])
+        moves = bool(self._update_share[first] >= update_limit)
+        what = "the loss has not fallen so far" if moves else "the optimizer hardly moves it"
         return Finding(
             seen=f"The gradient of {called(self._names[first])} is {10 ** -share[first]:.2g} times "
-            "smaller than the largest, and the optimizer hardly moves it; the same holds for "
+            f"smaller than the largest, and {what}; the same holds for "
             f"{int(fading.sum())} of {len(share)} layers",
             advice="People usually replace sigmoid and tanh by ReLU or GELU, add normalization or "
             "skip connections, and use He or Xavier initialization.",
@@ -203,6 +215,7 @@ class VanishingGradient(Detector):
         )
 
 
+_FALLEN = 0.03  # of the first loss, as in LossStuck
 # Decades: branches whose scale begins at zero change by more. At 0.3 init_div100 is found 4 steps
 # earlier.
 _STEADY = 0.2

@@ -65,3 +65,10 @@ def test_batch_norms_that_train_or_were_trained_before_are_none() -> None:
     model[1].eval()
     model[3].eval()
     assert train(EvalMode(), 30, model=model) == []
+
+
+def test_batch_norms_that_train_on_batches_that_hardly_vary_are_none() -> None:
+    for size in (0.0, 1e-3):
+        model, classes = with_norms(), torch.arange(16) % 3
+        batch = size * torch.randn(16, 8), classes
+        assert train(EvalMode(), 3, model=model, batch=lambda step, batch=batch: batch) == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_runs import train
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.testing import capture_run
@@ -143,3 +143,27 @@ def test_it_is_over_when_gradients_come_and_not_when_they_become_zero() -> None:
     assert alerts[0].step < 40
     assert alerts[1].step > 120
     assert alerts[1].message.startswith("Over: vanishing gradient in tower.0, begun at step ")
+
+
+def deep(*, normalized: bool) -> nn.Module:
+    """Sixteen layers as PyTorch makes them, each of which shrinks gradients more than twofold."""
+    torch.manual_seed(0)
+    between = [nn.LayerNorm(32)] if normalized else []
+    hidden = [part for _ in range(16) for part in (nn.Linear(32, 32), *between, nn.ReLU())]
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), *hidden, nn.Linear(32, 3))
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_gradients_that_vanish_are_told_though_adam_moves_every_layer(every: int) -> None:
+    model = deep(normalized=False)
+    (alert, *_) = train(
+        VanishingGradient(), 80, every=every, model=model, optimizer=Adam(model.parameters(), 1e-4)
+    )
+    assert alert.module_name == "0"
+    assert "the loss has not fallen" in alert.message
+
+
+def test_a_deep_network_that_adam_trains_is_silent() -> None:
+    model = deep(normalized=True)
+    optimizer = Adam(model.parameters(), 1e-4)
+    assert train(VanishingGradient(), 80, model=model, optimizer=optimizer) == []
