@@ -31,7 +31,7 @@ class LayersNotLearning(Detector):
     kind = "layers_not_learning"
     on = "full"
     over_after = 3
-    explained_by = _LIMP | EXPLOSIONS | {"no_learning", "untrained_parameters"}
+    explained_by = _LIMP | EXPLOSIONS | {"no_learning", "output_collapse", "untrained_parameters"}
     # Embeddings of rare words have 0.02, fine-tuning with a decay of 0.65 over 12 layers 0.006.
     share = 1e-3
     steps = 100
