@@ -26,6 +26,7 @@ from telemetry.layers.module_types import (
     Bounded,
     Flat,
 )
+from telemetry.layers.units import ranges, saturated_units
 from telemetry.records import Output, StepRecord, once
 from telemetry.records.buckets import bucket_of
 from telemetry.records.moments import rms_of, zero_fraction_of
@@ -93,11 +94,12 @@ class DeadUnits(Detector):
         size, is_whole = silence.silent.size, silence.whole >= self.batches
         count = size if is_whole else int(silence.silent.sum())
         batches = silence.whole if is_whole else silence.batches
+        which = "" if is_whole else f" ({ranges(silence.silent)})"
         first, *others = (called(str(output)) for output in dead[:4])
         also = f". The same holds for units of {', '.join(others)}" if others else ""
         module = record.layout.modules[record.layout.position[dead[0].module_name]]
         return Finding(
-            seen=f"{count} of {size} units of {first} are zero for every input of "
+            seen=f"{count} of {size} units of {first}{which} are zero for every input of "
             f"{batches if batches > 1 else 'one'} batch{'es' if batches > 1 else ''} and cannot "
             f"learn{also}",
             advice=_DROPPED if module.type_name in DROPOUTS else _ADVICE,
@@ -288,8 +290,11 @@ class SaturatedUnits(Detector):
             seen += "comes back"
             advice = _SMALLER
         else:
-            kind = printable(layout.modules[layout.position[name]].type_name)
-            seen += f"lie on the flat part of {kind}; hardly any gradient gets through"
+            kind = layout.modules[layout.position[name]].type_name
+            units = record.outputs[output].rows.units_of(record.outputs[output].row)
+            which = "" if units is None else ranges(saturated_units(kind, units))
+            seen += f"lie on the flat part of {printable(kind)}; hardly any gradient gets through"
+            seen += f" (units {which})" if which else ""
             advice = _CENTERED
         return Finding(seen=seen, advice=advice, value=share, limit=self.fraction, module_name=name)
 

@@ -20,6 +20,7 @@ from telemetry.commands.export import export
 from telemetry.commands.output import new_console, reason, tell_problems
 from telemetry.commands.report import report
 from telemetry.commands.summary import summary
+from telemetry.commands.units import units
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.version import __version__
 
@@ -37,6 +38,7 @@ _EXAMPLES = {
     "alerts": ["runs/ --fail-on error"],
     "explain": ["runs/mnist", "runs/mnist/flight-120.json"],
     "diff": ["runs/before runs/after --tolerance 1e-3"],
+    "units": ["runs/mnist features.3 --step 300"],
     "report": ["runs/mnist -o report.html"],
     "export": ["runs/mnist -o mnist.csv --statistic grad_norm", "runs/mnist -o mnist.svg"],
 }
@@ -116,6 +118,13 @@ def _parser() -> argparse.ArgumentParser:
         help="two numbers are the same up to this share of the larger one (default: %(default)s)",
     )
     _add_form(of_diff)
+
+    does = "print the smallest and largest value of each unit of a layer, and which are dead"
+    of_units = _command(commands, "units", units, does)
+    _add_run(of_units, "run")
+    of_units.add_argument("layer", metavar="LAYER", help="its name, as in the summary")
+    of_units.add_argument("--step", type=int, help="one that was measured in full (default: last)")
+    _add_form(of_units)
 
     does = "write one HTML file with the page and the data of a run"
     of_report = _command(commands, "report", report, does)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers.module_types import saturated_shares
-from telemetry.layers.record import Column, Layers, Values, figure
+from telemetry.layers.record import Column, Group, Layers, Values, figure
 from telemetry.records import StepRecord, moments, once
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
@@ -299,11 +299,13 @@ class LayerTable:
             ``statistics``. May be NaN or infinite; NaN if not measured.
         known: Whether each value was measured, bool, same shape.
         statistics: The columns.
+        outputs: What the layers returned.
     """
 
     values: NDArray[np.float64]
     known: NDArray[np.bool_]
     statistics: Sequence[Statistic]
+    outputs: Group
 
     def column(self, name: str) -> NDArray[np.float64]:
         """One statistic of all layers, ``[modules]``; NaN if it was not measured."""
@@ -334,7 +336,8 @@ def table(record: StepRecord) -> LayerTable:
         columns = [statistic.of(layers) for statistic in STATISTICS]
     values, known = (np.array(parts).T for parts in zip(*columns, strict=True))
     values = np.where(known, values, math.nan)
-    return LayerTable(values=values, known=known, statistics=STATISTICS)
+    outputs = layers.outputs
+    return LayerTable(values=values, known=known, statistics=STATISTICS, outputs=outputs)
 
 
 def _grad_norms(record: StepRecord) -> Mapping[str, float]:

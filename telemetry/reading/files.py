@@ -21,7 +21,7 @@ from telemetry.events import CorruptEventFileError, list_event_files, read_event
 from telemetry.reading.sources import Problems
 from telemetry.shared.page_format import PLUGIN_NAME
 
-# Largest size of each plugin's values in memory: 2 GiB are 60,000 full steps of 1000 layers.
+# Largest size of each plugin's values in memory: 2 GiB are 20,000 full steps of 1000 layers.
 MAX_KEPT_BYTES = {
     PLUGIN_NAME: 2 << 30,
     "scalars": 512 << 20,

@@ -45,11 +45,7 @@ class NumberCache:
         self, source: RunSource, wanted: Sequence[NumberTag]
     ) -> tuple[bool, Iterator[tuple[NumberTag, Numbers]]]:
         """Whether steps are left out, and the content of the tags."""
-        total = sum(tag.estimated_bytes for tag in wanted)
-        sampled = total > READ_BYTES
-        if sampled:
-            # Only one event of each tag is read, which is about a tenth of it.
-            wanted = wanted[:: max(1, -(-total // (EVENTS_PER_TAG * READ_BYTES)))]
+        sampled, wanted = within_room(wanted)
         return sampled, self._numbers(source, wanted, sampled)
 
     def _numbers(
@@ -79,6 +75,15 @@ class NumberCache:
         self.nbytes += numbers[1].nbytes
         while self.nbytes > _CACHE_BYTES:
             self.nbytes -= self._known.popitem(last=False)[1][1][1].nbytes
+
+
+def within_room(wanted: Sequence[NumberTag]) -> tuple[bool, Sequence[NumberTag]]:
+    """Whether steps are to be left out, and of which tags to read something."""
+    total = sum(tag.estimated_bytes for tag in wanted)
+    if total <= READ_BYTES:
+        return False, wanted
+    # Only one event of each tag is read, which is about a tenth of it.
+    return True, wanted[:: max(1, -(-total // (EVENTS_PER_TAG * READ_BYTES)))]
 
 
 def _join(tag: NumberTag, points: Sequence[tuple[int, Any]], problems: Problems) -> Numbers:

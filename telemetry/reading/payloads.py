@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from telemetry.alert import alert_fields
 from telemetry.layers import PAGE_STATISTICS
+from telemetry.layers.units import ranges
 from telemetry.reading import builtin_tags
 from telemetry.reading.distributions import distribution, histogram_table
 from telemetry.reading.matrix import Matrix
@@ -21,6 +22,7 @@ from telemetry.reading.numbers import Numbers
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
+from telemetry.reading.units import Units
 from telemetry.shared.page_format import FORMAT_VERSION
 from telemetry.shared.tag_names import plain
 
@@ -88,6 +90,23 @@ def matrix(part: Matrix) -> bytes:
         "sampled": part.sampled,
     }
     return pack(header, {"steps": part.steps, "values": part.values})
+
+
+def units(found: Units) -> bytes:
+    """Steps ``[steps]``, and smallest and largest value of each unit, ``[steps, units, 2]``.
+
+    Both are 0 of a dead unit; the smallest is above the largest of one that was left out. Where
+    there are too many numbers, a step stands for all up to the next one, as if they had been one.
+    The header says of each step which units are ``dead`` and which ``saturated``, as ``0-11, 40``,
+    and how many were ``leftOut``; ``sampled``: whether steps were.
+    """
+    header = {
+        "dead": [*map(ranges, found.dead)],
+        "saturated": [*map(ranges, found.saturated)],
+        "leftOut": found.left_out.sum(axis=1).tolist(),
+        "sampled": found.sampled,
+    }
+    return pack(header, {"steps": found.steps, "extremes": found.extremes})
 
 
 def scalars(source: RunSource) -> bytes:

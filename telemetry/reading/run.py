@@ -17,6 +17,7 @@ from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.log_dirs import only_log_dir, open_run
 from telemetry.reading.run_data import windows
+from telemetry.reading.units import Units
 from telemetry.shared.tag_names import plain
 
 Table: TypeAlias = Any
@@ -88,6 +89,24 @@ class Run:
             type_name=(rows, [layer.type_name for layer in layers]),
             value=values,
         )
+
+    def units(self, layer: str) -> Units:
+        """What each unit or channel of a layer returned, at the steps that were measured in full.
+
+        Args:
+            layer: Its name, as in the column ``module_name`` of :attr:`layers`.
+
+        Returns:
+            Arrays ``[steps, units]``; no step if none was recorded, as by earlier versions.
+
+        Raises:
+            KeyError: There is no such layer.
+        """
+        names = [known.name for known in self._data.overview().layers]
+        if layer not in names:
+            close = ", ".join(difflib.get_close_matches(layer, names))
+            raise KeyError(f"no layer {layer!r}; the closest are {close or 'none'}")
+        return self._data.units(layer)
 
     @property
     def histogram_tags(self) -> tuple[str, ...]:

@@ -14,8 +14,17 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.layers.movers import FEWEST_TO_SHOW, LOOK_BACK, Mover, movers
+from telemetry.layers.units import decode_units
 from telemetry.reading.matrix import WHOLE, Matrix, Region, in_order
-from telemetry.reading.numbers import CALL_TAGS, EVERY_STEP, NumberCache, Numbers, of_modules
+from telemetry.reading.numbers import (
+    CALL_TAGS,
+    EVERY_STEP,
+    READ_BYTES,
+    NumberCache,
+    Numbers,
+    of_modules,
+    within_room,
+)
 from telemetry.reading.sessions import (
     Layer,
     NumberTag,
@@ -26,6 +35,7 @@ from telemetry.reading.sessions import (
     session_of,
 )
 from telemetry.reading.sources import RunSource
+from telemetry.reading.units import Units
 from telemetry.records import Layout
 from telemetry.shared.page_format import (
     ALERT_PREFIX,
@@ -158,6 +168,32 @@ class RunData:
         }
         return _measured(found), _measured(joined)
 
+    def units(self, name: str, region: Region = WHOLE) -> Units:
+        """The units of a layer at the steps of a region; steps that lack it are left out.
+
+        Raises:
+            KeyError: The run has no such layer.
+        """
+        with self._lock:
+            self._refresh()
+            type_name = {one.name: one.type_name for one in self._structure.layers}[name]
+            reached = (tag for tag in self._structure.tags if _reaches(tag, region))
+            sampled, tags = within_room([tag for tag in reached if tag.kind == "u"])
+            found: dict[int, NDArray[np.float32]] = {}
+            for tag, step, data in self._events(tags, sampled):
+                if not region.first_step <= step <= min(region.last_step, tag.segment.end - 1):
+                    continue
+                try:
+                    units = decode_units(data, tag.segment.layout.position.get(name, -1))
+                except ValueError as error:
+                    self.source.problems.add(tag.tag, error)
+                    continue
+                if units is not None:
+                    found[step] = units
+                    if max(map(len, found.values())) * len(found) > READ_BYTES // 8:
+                        found, sampled = dict(list(found.items())[::2]), True
+        return Units.of(type_name, found, sampled)
+
     def first_movers(self, step: int) -> list[Mover] | None:
         """The layers whose gradient norm had left its past by a step, earliest first.
 
@@ -237,6 +273,15 @@ class RunData:
         if text not in self._decoded:
             self._decoded[text] = decode_layout(text)
         self._layouts[tag] = WrittenLayout(session, number, step, *self._decoded[text])
+
+    def _events(
+        self, tags: Sequence[NumberTag], sampled: bool
+    ) -> Iterator[tuple[NumberTag, int, object]]:
+        """Tag, step and content of each event."""
+        for start in range(0, len(tags), CALL_TAGS):
+            batch = tags[start : start + CALL_TAGS]
+            read = self.source.read(PLUGIN_NAME, [tag.tag for tag in batch], sampled=sampled)
+            yield from ((tag, step, data) for tag in batch for step, data in read.get(tag.tag, ()))
 
     def _read(
         self, kind: ChunkKind, region: Region

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.layers.units import MOST_BYTES
 from telemetry.reading.sources import Problems
 from telemetry.records import Layout, Parameter
 from telemetry.shared.page_format import EVENTS_PER_TAG, NORM_BLOCK_BYTES, ChunkKind, parse_chunk
@@ -72,7 +73,7 @@ class Segment:
         return np.array([p.size for p in self.layout.parameters], dtype=np.float64)
 
     def shape(self, kind: ChunkKind) -> tuple[int, ...]:
-        """Shape of one step's values."""
+        """Shape of one step's numbers."""
         if kind == "n":
             return (len(self.layout.parameters),)
         return (len(self.layout.modules), len(self.statistic_names))
@@ -92,6 +93,8 @@ class NumberTag:
     def estimated_bytes(self) -> int:
         """The most that it holds if telemetry wrote it, also when spread over all layers."""
         steps = max(0, self.last - self.after)
+        if self.kind == "u":
+            return MOST_BYTES * min(steps, EVENTS_PER_TAG)
         width = math.prod(self.segment.shape(self.kind)) + (self.kind == "n")
         step_bytes = 4 * max(width, self.segment.layer_count)
         if self.kind == "m":

@@ -10,6 +10,8 @@ at most :data:`EVENTS_PER_TAG` events each, so that TensorBoard's sampling keeps
 ``telemetry/n/<session>/<layout>/<chunk>``        float32 ``[steps, 1 + parameters]``: gradient
                                                   norms of every step; the first column is the
                                                   step relative to the event's (0 or less)
+``telemetry/u/<session>/<layout>/<chunk>``        extremes of units at a full step, see
+                                                  :func:`~telemetry.layers.units.encode_units`
 ``telemetry/a/<session>/<number>``                JSON: one alert
 ``telemetry/loss/<session>/<tag>``                empty: the scalar with this tag is the loss
 ``telemetry/end/<session>``                       JSON: how the logger was closed
@@ -49,11 +51,11 @@ END_PREFIX = "telemetry/end/"
 LOSS_PREFIX = "telemetry/loss/"
 _MAX_DIGITS = 15
 _NUMBER = rf"([0-9]{{1,{_MAX_DIGITS}}})"
-_CHUNK = re.compile(rf"telemetry/([mn])/([^/]+)/{_NUMBER}/{_NUMBER}")
+_CHUNK = re.compile(rf"telemetry/([mnu])/([^/]+)/{_NUMBER}/{_NUMBER}")
 _STAMP = re.compile(r"(\d{8}-\d{6})(\.\d{1,6})?", re.ASCII)
 _MAX_DIMENSIONS = 64  # torch's own limit
 
-ChunkKind = Literal["m", "n"]
+ChunkKind = Literal["m", "n", "u"]
 
 
 class NewerFormatError(ValueError):

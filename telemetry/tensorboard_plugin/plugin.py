@@ -66,6 +66,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "/movers": answer(self._serve_movers),
             "/matrix": answer(self._serve_matrix),
             "/scalars": answer(self._serve_scalars),
+            "/units": answer(self._serve_units),
             "/layer": answer(self._serve_layer),
             "/histograms": answer(self._serve_histograms),
             "/images": answer(self._serve_images),
@@ -103,6 +104,13 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             raise BadRequest(f"statistic must be one of {', '.join(names)}")
         matrix = self._run(request).matrix(statistic, Region(**ends))
         return payloads.matrix(thin(matrix, max_layers=MAX_ROWS, max_cells=MAX_CELLS))
+
+    def _serve_units(self, request: wrappers.Request) -> bytes:
+        """``run``, ``layer`` and, if not all steps, ``first_step`` and ``last_step``."""
+        run, layer = self._layer(request)
+        names = ("first_step", "last_step")
+        ends = {name: number(request, name, getattr(WHOLE, name)) for name in names}
+        return payloads.units(run.units(layer.name, Region(**ends)).thin(MAX_CELLS // 4))
 
     def _serve_scalars(self, request: wrappers.Request) -> bytes:
         return payloads.scalars(self._run(request).source)

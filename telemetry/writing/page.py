@@ -11,6 +11,7 @@ from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.events.summaries import FLOAT32_MAX
 from telemetry.layers import MATRIX_STATISTICS, MISSING, RANK_STATISTICS, Statistic, table
+from telemetry.layers.units import encode_units
 from telemetry.records import Layout, StepRecord
 from telemetry.shared.page_format import (
     EVENTS_PER_TAG,
@@ -94,6 +95,8 @@ class PageWriter:
             yield from self.pending_values()
         if record.full:
             yield self._numbers("m", _matrix(record, self._columns))
+            if units := encode_units(table(record).outputs):
+                yield self._numbers("u", units)
 
     def pending_values(self) -> Iterator[bytes]:
         """The values held back so far, to write in an event with :attr:`last_step`."""
@@ -138,12 +141,12 @@ class PageWriter:
     def _begin_layout(self, layout: Layout) -> bytes:
         self.layout = layout
         self._layout_number += 1
-        self._written = {"m": 0, "n": 0}
+        self._written = {"m": 0, "n": 0, "u": 0}
         content = encode_layout(layout, self._columns)
         tag = layout_tag(self._session, self._layout_number)
         return summaries.tensor(tag, content, PLUGIN_NAME)
 
-    def _numbers(self, kind: ChunkKind, values: NDArray[np.float32]) -> bytes:
+    def _numbers(self, kind: ChunkKind, values: NDArray[np.float32] | bytes) -> bytes:
         chunk = Chunk(
             kind=kind,
             session=self._session,

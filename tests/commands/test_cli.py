@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,12 @@ from known_runs import alert_at, layout_of, write_run
 
 from telemetry.alert import Alert
 from telemetry.commands.cli import main
+from telemetry.events import FileWriter, summaries
+from telemetry.layers.record import Group
+from telemetry.layers.units import encode_units
+from telemetry.records.rows import Rows
+from telemetry.records.sketch import Sketch
+from telemetry.shared.page_format import PLUGIN_NAME, Chunk
 
 ESCAPE = "\x1b[2Jcleared"
 
@@ -64,6 +71,37 @@ def test_another_statistic_can_be_asked_for(
     write_demo(tmp_path)
     assert main(["summary", str(tmp_path), "--statistic", "saturation"]) == 0
     assert "not measured in this run" in capsys.readouterr().out
+
+
+def test_units_are_told_with_the_dead_ones_in_ranges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demo(tmp_path)
+    extremes = np.array([[0, 0]] * 12 + [[-1, 2]], np.float32)
+    rows = Rows.of([Sketch.empty()], units=[extremes])
+    units = encode_units(Group(rows=rows, modules=np.array([1]), size=3))
+    writer = FileWriter(tmp_path)
+    tag = Chunk(kind="u", session="20260101-000000.000-aaaa", layout=0, number=0).tag
+    for step in (0, 5):
+        writer.write_values([summaries.tensor(tag, units, PLUGIN_NAME)], step)
+    writer.close()
+    assert main(["units", str(tmp_path), "growing"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["growing at step 5: 13 units", "dead: 0-11", "saturated: none"]
+    assert lines[-1].split() == ["12", "-1", "2"]
+    assert main(["units", str(tmp_path), "growing", "--step", "0", "--json"]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert [record["dead"] for record in records] == [True] * 12 + [False]
+    assert records[12] == {
+        "step": 0, "unit": 12, "min": -1, "max": 2,
+        "dead": False, "saturated": False, "left_out": False,
+    }  # fmt: skip
+    assert main(["units", str(tmp_path), "growing", "--step", "3"]) == 2
+    assert "the nearest steps are [0, 5]" in capsys.readouterr().err
+    assert main(["units", str(tmp_path), "nothing"]) == 2
+    assert "no layer 'nothing'" in capsys.readouterr().err
+    assert main(["units", str(tmp_path), "steady"]) == 0
+    assert capsys.readouterr() == ("", "telemetry: steady: no units recorded\n")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import logging_ranks
+import numpy as np
 import pytest
 import torch
 import training
@@ -16,6 +17,8 @@ from plain_events import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from test_whole_records import OUTPUT_GRADS, single
 from torch import multiprocessing
+
+import telemetry
 
 MERGED = [
     *((2, way) for way in ("ddp", "fsdp", "by hand", "tp", "sequence", "pipeline")),
@@ -102,6 +105,11 @@ def test_the_run_is_that_of_one_process(trained: Any, alone: Any, size: int, way
         scale = OUTPUT_GRADS.get(way, size) if tag.startswith("activation_grad") else 1
         values = [value / scale for _, value in got[tag]]
         assert values == pytest.approx([value for _, value in points], rel=1e-5, abs=1e-7), tag
+    merged, whole = telemetry.read(run), telemetry.read(one_process)
+    for layer in merged.layers.module_name.unique():
+        units, wanted_units = merged.units(layer), whole.units(layer)
+        assert units.steps.tolist() == wanted_units.steps.tolist()
+        np.testing.assert_allclose(units.extremes, wanted_units.extremes, rtol=0.01, atol=1e-6)
     counts = histogram_counts(run)
     assert len(counts) > 20
     assert counts == histogram_counts(one_process)

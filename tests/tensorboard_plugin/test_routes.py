@@ -16,8 +16,12 @@ from known_runs import alert_at, layout_of, write_run
 
 from telemetry.events import FileWriter, summaries
 from telemetry.layers import MATRIX_STATISTICS, PAGE_STATISTICS
+from telemetry.layers.record import Group
+from telemetry.layers.units import encode_units
 from telemetry.reading import payloads
-from telemetry.shared.page_format import PLUGIN_NAME, layout_tag
+from telemetry.records.rows import Rows
+from telemetry.records.sketch import Sketch
+from telemetry.shared.page_format import PLUGIN_NAME, Chunk, layout_tag
 from telemetry.tensorboard_plugin import plugin
 from telemetry.tensorboard_plugin.loader import TelemetryLoader
 from telemetry.writing import hparams
@@ -49,6 +53,12 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
         picture = summaries.image("feature_maps/0000.a", [PNG], 1, 1)
         no_picture = summaries.image("filters/0000.a", [b"<svg onload=alert(1)>"], 1, 1)
         writer.write_values([buckets, picture, no_picture], step)
+    tag = Chunk(kind="u", session="20260101-000000.000-aaaa", layout=0, number=0).tag
+    extremes = np.array([[0, 0], [-1, 2], [-10, 10]], np.float32)
+    rows = Rows.of([Sketch.empty()], units=[extremes])
+    units = encode_units(Group(rows=rows, modules=np.array([0]), size=2))
+    for step in (0, 10, 20):
+        writer.write_values([summaries.tensor(tag, units, PLUGIN_NAME)], step)
     writer.write_values(hparams.values_of({"lr": 0.5, "n": "a"}, ["loss"]), 0)
     writer.close()
     return open_client(tmp_path)
@@ -121,6 +131,17 @@ def test_a_layer_is_served_over_time(client: Client) -> None:
     assert header["parameters"] == ["a.weight"]
 
 
+def test_the_units_of_a_layer_are_served(client: Client) -> None:
+    header, arrays = client.arrays("units", run="demo", layer="a", first_step=5)
+    assert arrays["steps"].tolist() == [10, 20]
+    assert arrays["extremes"].tolist() == [[[0, 0], [-1, 2], [-10, 10]]] * 2
+    assert header["dead"] == ["0"] * 2
+    assert header["saturated"] == [""] * 2
+    assert header["leftOut"] == [0] * 2
+    _, arrays = client.arrays("units", run="demo", layer=HOSTILE)
+    assert arrays["extremes"].shape == (0, 0, 2)
+
+
 def test_histograms_and_pictures_of_a_layer_are_found(client: Client) -> None:
     header, arrays = client.arrays("histograms", run="demo", layer="a")
     assert [item["kind"] for item in header["histograms"]] == ["outputs"]
@@ -159,6 +180,8 @@ def test_what_is_no_png_is_not_served_as_a_picture(client: Client) -> None:
         ("movers", {"run": "nothing", "step": "1"}, 404),
         ("layer", {"run": "demo", "layer": "nothing"}, 404),
         ("layer", {"run": "demo"}, 400),
+        ("units", {"run": "demo", "layer": "nothing"}, 404),
+        ("units", {"run": "demo", "layer": "a", "last_step": "x"}, 400),
         ("histograms", {"run": "demo", "layer": HOSTILE + "x"}, 404),
         ("image", {"run": "demo", "tag": "feature_maps/0000.a"}, 400),
         ("image", {"run": "demo", "tag": "feature_maps/0000.a", "step": "3"}, 404),

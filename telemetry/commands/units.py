@@ -1,0 +1,67 @@
+"""``telemetry units``: what each unit of a layer returned at one step."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.text import Text
+
+from telemetry.commands.output import Column, number, print_records, print_table, tell_problems
+from telemetry.layers.units import ranges
+from telemetry.reading.run import read
+from telemetry.shared.plain_text import called
+
+_RECORD = ("step", "unit", "min", "max", "dead", "saturated", "left_out")
+
+
+def units(args: argparse.Namespace, console: Console) -> int:
+    run = read(args.run)
+    try:
+        found = run.units(args.layer)
+    except KeyError as error:
+        raise ValueError(f"{args.run}: {error.args[0]}") from None
+    finally:
+        tell_problems(run.problems)
+    steps = found.steps.tolist()
+    if not steps:
+        tell_problems([f"{called(args.layer)}: no units recorded"])
+    elif args.step not in (None, *steps):
+        near = sorted(sorted(steps, key=lambda step: abs(step - args.step))[:3])
+        raise ValueError(f"--step {args.step}: no units recorded; the nearest steps are {near}")
+    place = slice(-1, None) if args.step is None else found.steps == args.step
+    columns = [found.min, found.max, found.dead, found.saturated, found.left_out]
+    columns = [column[place].reshape(-1) for column in columns]
+    if args.form:
+        each = zip(*(column.tolist() for column in columns), strict=True)
+        step = steps[-1] if args.step is None and steps else args.step
+        records = ((step, unit, *values) for unit, values in enumerate(each))
+        print_records(args.form, _RECORD, (dict(zip(_RECORD, r, strict=True)) for r in records))
+    elif steps:
+        _print(f"{called(args.layer)} at step {found.steps[place][0]}", columns, console)
+    return 0
+
+
+def _print(head: str, columns: Sequence[NDArray[Any]], console: Console) -> None:
+    low, high, dead, saturated, left_out = columns
+    more = f", {left_out.sum()} of them left out" if left_out.any() else ""
+    console.print(f"{head}: {len(low)} units{more}")
+    for name, which in ("dead", dead), ("saturated", saturated):
+        console.print(f"{name}: {ranges(which, len(which)) or 'none'}")
+    shown = np.flatnonzero(~(dead | left_out)).tolist()
+    if shown:
+        console.print()
+        print_table(
+            console,
+            "unit",
+            [str(unit) for unit in shown],
+            [
+                Column("smallest", [number(low[unit]) for unit in shown], 1, True),
+                Column("largest", [number(high[unit]) for unit in shown], 1, True),
+                Column("", [Text("saturated" if saturated[unit] else "") for unit in shown], 0),
+            ],
+        )

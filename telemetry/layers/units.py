@@ -1,0 +1,121 @@
+"""The smallest and largest value of each unit of the layers' outputs, in few bytes and in words."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.layers.module_types import BOUNDED
+from telemetry.layers.record import Group
+
+# Of one step. It takes 8 bytes for each of these: a layer, neighbors that are dead, another unit.
+MOST_BYTES = 64 << 10
+MOST_LAYERS = 4096
+# Of a layer, when it is read: four times the largest vocabularies.
+_MOST_UNITS = 1 << 20
+
+# The smallest value of a unit that was left out is above its largest.
+LEFT_OUT = np.array([np.inf, -np.inf], np.float32)
+
+_LARGEST = np.uint32(0x7F7F0000).view(np.float32)  # of those with 8 bits
+_NAN = np.uint32(0x7FC00000)
+
+
+def encode_units(outputs: Group) -> bytes:
+    """The units of some layers, at most :data:`MOST_BYTES`; nothing if there are none.
+
+    Pairs of little-endian uint32: how many layers follow and how many runs of dead units; each
+    layer's module and number of units; the first place of each run and the one behind it, counted
+    over all layers; then the place of every unit that was kept, and its extremes in the upper 16
+    bits of float32, rounded away from zero: the largest in the upper half, the smallest in the
+    lower one. Where there is no room for all, each layer keeps as many, those with the largest
+    values.
+    """
+    chosen = np.flatnonzero(outputs.rows.unit_count)[:MOST_LAYERS]
+    if not len(chosen):
+        return b""
+    rows = outputs.rows.take(chosen)
+    heads = np.column_stack([outputs.modules[chosen], rows.unit_count])
+    dead = (rows.units[:, 0] == 0) & (rows.units[:, 1] == 0)
+    room = MOST_BYTES // 8 - 1 - len(heads)
+    runs = _runs(dead)[:room]
+    places = np.flatnonzero(~dead)
+    low, high = _rounded(rows.units[places].T)
+    if len(places) > room - len(runs):
+        layers = np.arange(len(rows), dtype=np.uint32).repeat(rows.unit_count)[places]
+        sizes = np.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF) >> 16
+        largest_first = np.argsort(layers << 15 | 0x7FFF - sizes)
+        alive = np.bincount(layers, minlength=len(rows))
+        rank = np.arange(len(places)) - (np.cumsum(alive) - alive).repeat(alive)
+        kept = np.sort(largest_first[np.argpartition(rank, room - len(runs))[: room - len(runs)]])
+        places, low, high = places[kept], low[kept], high[kept]
+    extremes = np.column_stack([places, low >> 16 | high & 0xFFFF0000])
+    pairs = np.concatenate([[[len(heads), len(runs)]], heads, runs, extremes])
+    return pairs.astype("<u4").tobytes()
+
+
+def decode_units(data: object, module: int) -> NDArray[np.float32] | None:
+    """Smallest and largest value of each unit of a module, ``[units, 2]``; None: it has none.
+
+    Both are 0 of a dead unit, and :data:`LEFT_OUT` if the unit was left out. They are up to 0.8 %
+    further from zero than they were.
+
+    Raises:
+        ValueError: These are not such data.
+    """
+    if not isinstance(data, bytes) or not data or len(data) > MOST_BYTES or len(data) % 8:
+        raise ValueError("it does not hold units")
+    pairs = np.frombuffer(data, "<u4").reshape(-1, 2).astype(np.int64)
+    heads, runs, kept = np.split(pairs[1:], [pairs[0, 0], pairs[0].sum()])
+    found = np.flatnonzero(heads[:, 0] == module)
+    if not len(found):
+        return None
+    size, end = heads[found[0], 1], heads[: found[0] + 1, 1].sum()
+    if size > _MOST_UNITS:
+        raise ValueError(f"a layer has {size} units")
+    units = np.tile(LEFT_OUT, (size, 1))
+    changes = np.zeros(size + 1, np.int64)
+    first, behind = np.clip(runs - (end - size), 0, size).T
+    np.add.at(changes, first, 1)
+    np.add.at(changes, behind, -1)
+    units[changes.cumsum()[:-1] > 0] = 0
+    places, extremes = kept[(kept[:, 0] >= end - size) & (kept[:, 0] < end)].T
+    halves = np.stack([extremes << 16, extremes & 0xFFFF0000], axis=1).astype(np.uint32)
+    units[places - (end - size)] = halves.view(np.float32)
+    return units
+
+
+def saturated_units(type_name: str, units: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Which units only have values at one flat end of their activation function, ``[...]``.
+
+    Args:
+        type_name: The class of the module that returned them.
+        units: Smallest and largest value of each, ``[..., 2]``.
+    """
+    low, high = units[..., 0], units[..., 1]
+    if type_name not in BOUNDED:
+        return np.zeros(low.shape, bool)
+    flat = BOUNDED[type_name].flat
+    at_one_end: NDArray[np.bool_] = (high <= flat.low) | (low >= flat.high)
+    return at_one_end & (low <= high)
+
+
+def ranges(chosen: NDArray[np.bool_], most: int = 10) -> str:
+    """Which units are chosen: ``0-11, 40``; behind ``most`` ranges how many more there are."""
+    runs = [(first, behind - 1) for first, behind in _runs(chosen).tolist()]
+    said = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:most])
+    more = sum(last - first + 1 for first, last in runs[most:])
+    return f"{said} and {more} more" if more else said
+
+
+def _runs(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """First place of each run of chosen neighbors, and the one behind it, ``[runs, 2]``."""
+    changes = np.diff(chosen, prepend=False, append=False)
+    return np.flatnonzero(changes).reshape(-1, 2)
+
+
+def _rounded(values: NDArray[np.float32]) -> NDArray[np.uint32]:
+    """Bits of which the upper 16 are the number: what is not zero stays so, what is finite, too."""
+    bounded = np.where(np.isinf(values), values, np.clip(values, -_LARGEST, _LARGEST))
+    bits = np.ascontiguousarray(bounded).view(np.uint32) + np.uint32(0xFFFF)
+    return np.where(np.isnan(values), _NAN, bits)

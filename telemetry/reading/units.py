@@ -1,0 +1,82 @@
+"""The extremes of a layer's units, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.layers.units import LEFT_OUT, saturated_units
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Units:
+    """The units or channels of what a layer returned, at the steps that were measured in full.
+
+    Attributes:
+        type_name: The layer's class.
+        steps: int64 ``[steps]``, ascending.
+        extremes: Smallest and largest value of each unit, float32 ``[steps, units, 2]``, up to
+            0.8 % further from zero than they were; NaN if the unit had one. Where the unit was left
+            out, because a step takes no more than 64 KiB: infinity and minus infinity.
+        sampled: Whether steps were left out because there is too much to read.
+    """
+
+    type_name: str
+    steps: NDArray[np.int64]
+    extremes: NDArray[np.float32]
+    sampled: bool = False
+
+    @property
+    def min(self) -> NDArray[np.float32]:
+        """The smallest values, ``[steps, units]``."""
+        return self.extremes[..., 0]
+
+    @property
+    def max(self) -> NDArray[np.float32]:
+        """The largest values, ``[steps, units]``."""
+        return self.extremes[..., 1]
+
+    @property
+    def dead(self) -> NDArray[np.bool_]:
+        """Which were zero for the whole batch, ``[steps, units]``; these are not left out."""
+        dead: NDArray[np.bool_] = (self.extremes == 0).all(axis=-1)
+        return dead
+
+    @property
+    def saturated(self) -> NDArray[np.bool_]:
+        """Which had only values at one flat end of the layer's activation function, such as tanh
+        below -7/8, ``[steps, units]``; none for other layers."""
+        return saturated_units(self.type_name, self.extremes)
+
+    @property
+    def left_out(self) -> NDArray[np.bool_]:
+        """Which were left out, ``[steps, units]``."""
+        return self.min > self.max
+
+    @staticmethod
+    def of(type_name: str, found: Mapping[int, NDArray[np.float32]], sampled: bool) -> Units:
+        """Of each step ``[units, 2]``; where other steps have more, these are left out."""
+        steps = sorted(found)
+        most = max(map(len, found.values()), default=0)
+        extremes = np.tile(LEFT_OUT, (len(steps), most, 1))
+        for row, step in enumerate(steps):
+            extremes[row, : len(found[step])] = found[step]
+        return Units(
+            type_name=type_name,
+            steps=np.array(steps, np.int64),
+            extremes=extremes,
+            sampled=sampled,
+        )
+
+    def thin(self, max_cells: int) -> Units:
+        """At most so many steps times units; some steps become one, as if they had been."""
+        factor = -(-len(self.steps) // max(1, max_cells // max(1, self.extremes.shape[1])))
+        if factor <= 1:
+            return self
+        starts = np.arange(0, len(self.steps), factor)
+        low = np.minimum.reduceat(self.min, starts)
+        extremes = np.stack([low, np.maximum.reduceat(self.max, starts)], axis=-1)
+        return replace(self, steps=self.steps[::factor], extremes=extremes)

@@ -1,0 +1,219 @@
+"""What is written of the units of layers, and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+from torch import nn
+
+import telemetry
+from telemetry import HookLogger
+from telemetry.events import FileWriter, summaries
+from telemetry.layers.record import Group
+from telemetry.layers.units import (
+    LEFT_OUT,
+    MOST_BYTES,
+    MOST_LAYERS,
+    decode_units,
+    encode_units,
+    ranges,
+    saturated_units,
+)
+from telemetry.reading import payloads
+from telemetry.reading.log_dirs import open_run
+from telemetry.reading.units import Units
+from telemetry.records.rows import Rows
+from telemetry.records.sketch import Sketch
+from telemetry.shared.page_format import PLUGIN_NAME, parse_chunk
+
+Extremes = NDArray[np.float32]
+
+EXTREMES = arrays(
+    np.float32, st.tuples(st.integers(0, 40), st.just(2)), elements=st.floats(width=32)
+)
+
+
+def group(layers: Sequence[Extremes]) -> Group:
+    """The outputs of modules 1, 3, 5, ...: extremes of the units of each, ``[units, 2]``."""
+    modules = np.arange(len(layers)) * 2 + 1
+    rows = Rows.of([Sketch.empty()] * len(layers), units=layers)
+    return Group(rows=rows, modules=modules, size=2 * len(layers) + 1)
+
+
+@given(st.lists(EXTREMES, min_size=1, max_size=4))
+def test_extremes_are_read_back_with_eight_bits_away_from_zero(layers: list[Extremes]) -> None:
+    data = encode_units(group(layers))
+    for place, given_units in enumerate(layers):
+        read = decode_units(data, 2 * place + 1) if data else None
+        if not len(given_units):
+            assert read is None
+            continue
+        assert read is not None
+        same = np.where(given_units == 0, read == 0, np.isnan(given_units) == np.isnan(read))
+        finite = np.isfinite(given_units) & (np.abs(given_units) > 1e-37)
+        finite &= np.abs(given_units) < 3.3e38
+        sizes = np.abs(given_units[finite].astype(np.float64))
+        assert same.all()
+        assert (np.abs(read[finite]) >= sizes).all()
+        assert (np.abs(read[finite]) <= sizes * (1 + 2**-7)).all()
+        assert np.isfinite(read[np.isfinite(given_units)]).all()
+        infinite = np.isinf(given_units)
+        assert (read[infinite] == given_units[infinite]).all()
+
+
+def test_where_there_is_no_room_every_layer_keeps_its_dead_and_its_largest_units() -> None:
+    random = np.random.default_rng(0)
+    layers = [random.normal(size=(size, 2)).astype(np.float32) for size in (30, 6000, 9000)]
+    layers[2] *= 1e-3  # small ones count as much
+    layers[1][:12] = layers[1][40] = 0
+    layers[2][17] = np.nan
+    data = encode_units(group(layers))
+    assert len(data) <= MOST_BYTES
+    few, dead, other = (decode_units(data, module) for module in (1, 3, 5))
+    assert few is not None
+    assert dead is not None
+    assert other is not None
+    assert ranges((dead == 0).all(axis=1)) == "0-11, 40"
+    assert (few[:, 0] <= few[:, 1]).any()
+    assert len(data) > MOST_BYTES - 16  # all room is used
+    for units, layer in ((dead, layers[1]), (other, layers[2])):
+        left_out = (units == LEFT_OUT).all(axis=1)
+        sizes = np.nan_to_num(np.abs(layer).max(axis=1), nan=np.inf)
+        kept = sizes[~left_out & (sizes > 0)]
+        assert 3500 < len(kept) < 4500
+        assert kept.min() >= sizes[left_out].max() * (1 - 2**-7)
+    assert np.isnan(other[17]).all()
+    assert not (few == LEFT_OUT).all(axis=1).any()
+
+
+def test_more_layers_and_dead_units_than_there_is_room_for_take_no_more() -> None:
+    layers = [np.zeros((1, 2), np.float32), np.ones((1, 2), np.float32)] * MOST_LAYERS
+    data = encode_units(group(layers))
+    assert len(data) <= MOST_BYTES
+    assert decode_units(data, 2 * MOST_LAYERS + 1) is None
+    fragmented = np.zeros((30_000, 2), np.float32)
+    fragmented[::2] = 1
+    data = encode_units(group([fragmented]))
+    assert len(data) <= MOST_BYTES
+    units = decode_units(data, 1)
+    assert units is not None
+    assert (units == 0).all(axis=1).sum() == MOST_BYTES // 8 - 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"x" * 9, "text", np.ones(4, np.float32), b"\xff" * 64, bytes(8), b"\xff" * (64 << 10)],
+)
+def test_what_others_wrote_is_refused_or_without_units(data: object) -> None:
+    try:
+        assert decode_units(data, 1) is None
+    except ValueError:
+        return
+
+
+def test_a_layer_that_claims_too_many_units_is_refused() -> None:
+    data = np.array([[1, 0], [1, 2**32 - 1]], "<u4").tobytes()
+    with pytest.raises(ValueError, match="4294967295 units"):
+        decode_units(data, 1)
+
+
+def test_ranges_are_said_compactly() -> None:
+    chosen = np.zeros(100, bool)
+    assert ranges(chosen) == ""
+    chosen[:12] = chosen[40] = chosen[98:] = True
+    assert ranges(chosen) == "0-11, 40, 98-99"
+    assert ranges(chosen, most=1) == "0-11 and 3 more"
+
+
+def test_units_at_one_flat_end_are_saturated() -> None:
+    units = np.array([[0.9, 1], [-1, -0.9], [-1, 1], [0, 0], [np.nan, np.nan], LEFT_OUT], "f4")
+    assert saturated_units("Tanh", units).tolist() == [True, True, False, False, False, False]
+    assert not saturated_units("Linear", units).any()
+
+
+class Model(nn.Sequential):
+    """The first twelve units and the 40th of layer ``1`` are dead, the third of ``3`` saturated."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 8), nn.Tanh())
+        with torch.no_grad():
+            self[0].bias[:12] = self[0].bias[40] = -50.0
+            self[2].bias[3] = 50.0
+
+
+@pytest.fixture(scope="module")
+def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("units")
+    torch.manual_seed(0)
+    train(Model(), folder, every_n_steps=10, steps=21)
+    return folder
+
+
+def train(
+    model: nn.Module, folder: Path, *, every_n_steps: int, steps: int, **options: bool
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, folder, every_n_steps=every_n_steps, alerts=(), **options):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(32, 4)).square().mean().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("every_n_steps", "steps"), [(1, 25), (10, 25), (100, 101)])
+def test_every_full_step_has_the_units(tmp_path: Path, every_n_steps: int, steps: int) -> None:
+    train(Model(), tmp_path, every_n_steps=every_n_steps, steps=steps)
+    units = telemetry.read(tmp_path).units("1")
+    assert units.steps.tolist() == [*range(0, steps, every_n_steps)]
+
+
+def test_a_run_tells_dead_and_saturated_units(log_dir: Path) -> None:
+    run = telemetry.read(log_dir)
+    units = run.units("1")
+    assert units.steps.tolist() == [0, 10, 20]
+    assert [*map(ranges, units.dead)] == ["0-11, 40"] * 3
+    assert units.min.shape == units.max.shape == (3, 64)
+    assert (units.min <= units.max).all()
+    assert not units.left_out.any()
+    assert not units.saturated.any()
+    assert [*map(ranges, run.units("3").saturated)] == ["3"] * 3
+    with pytest.raises(KeyError, match="no layer '11'; the closest are 1"):
+        run.units("11")
+
+
+def test_without_activations_no_units_are_recorded(tmp_path: Path) -> None:
+    train(Model(), tmp_path, every_n_steps=1, steps=2, activations=False)
+    assert telemetry.read(tmp_path).units("1").steps.tolist() == []
+
+
+def test_damaged_units_are_told_and_the_others_are_read(log_dir: Path, tmp_path: Path) -> None:
+    for file in log_dir.glob("*tfevents*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tags = open_run(tmp_path).source.tags(PLUGIN_NAME)
+    [tag] = [tag for tag in tags if (chunk := parse_chunk(tag)) and chunk.kind == "u"]
+    writer = FileWriter(tmp_path)
+    writer.write_values([summaries.tensor(tag, b"\xff" * 9, PLUGIN_NAME)], 30)
+    writer.close()
+    run = open_run(tmp_path)
+    assert run.units("1").steps.tolist() == [0, 10, 20]
+    assert "it does not hold units" in "".join(run.source.problems)
+
+
+def test_thinned_steps_are_as_if_they_had_been_one() -> None:
+    extremes = np.array([[[0, 0], [1, 2]], [[0, 3], LEFT_OUT], [[0, 0], LEFT_OUT]], np.float32)
+    units = Units(type_name="ReLU", steps=np.array([0, 5, 9]), extremes=extremes).thin(4)
+    assert units.steps.tolist() == [0, 9]
+    assert units.extremes[0].tolist() == [[0, 3], [1, 2]]
+    assert units.left_out.tolist() == [[False, False], [False, True]]
+    assert units.dead.tolist() == [[False, False], [True, False]]
+    packed = payloads.units(units)
+    assert b'"dead":["","0"]' in packed
+    assert b'"leftOut":[0,1]' in packed
