@@ -34,6 +34,7 @@ class NoLearning(Detector):
     steps = 30  # by eye; tried 15 and 60, by which the alert comes earlier or later
     losses = 100  # by eye: more micro-batches per step are unusual
     _norms: deque[float]
+    _before: float = 0.0
     _largest_ratio: float = 0.0
     _looks: int = 0
     _losses: int = 0
@@ -58,6 +59,7 @@ class NoLearning(Detector):
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         self._norms.append(record.total_grad_norm)
+        self._before = record.total_grad_norm_before_clipping or self._before
         if record.update_ratios:
             self._looks += 1
             matrices, ratios = record.layout.matrices, record.update_ratios.items()
@@ -74,6 +76,9 @@ class NoLearning(Detector):
         if now > 0:
             seen = f"In {steps} steps no step moved any weight by more than "
             seen, advice = f"{seen}{ratio:.1g} of its size", _RATE
+        if now < _CLIPPED * self._before:
+            left, advice = (f"clipping leaves {now:.2g}", _CLIP) if now > 0 else _GONE
+            seen += f": of a gradient norm of {self._before:.2g} after backward(), {left}"
         return Finding(seen=seen, advice=advice, value=ratio, limit=self.update_ratio)
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
@@ -83,9 +88,19 @@ class NoLearning(Detector):
 _LOOKS = 3  # by eye; tried 1 and 6
 _FADED = 0.3  # by eye; tried 0.15 and 0.6
 
+_CLIPPED = 1e-3  # by eye: who clips to a thousandth wants to be told
+
 _GRADIENT = (
     "Check that the loss depends on the parameters of this model: detach(), no_grad(), item(), "
     "another copy of the model."
+)
+_GONE = (
+    "nothing is left for the optimizer",
+    "Call zero_grad() before backward(), not between backward() and step().",
+)
+_CLIP = (
+    "Check the limit of the clipping, and with a GradScaler that unscale_() comes before it; raise "
+    "the learning rate if this is meant."
 )
 _RATE = (
     "People usually raise the learning rate; check its schedule, and that the optimizer was given "

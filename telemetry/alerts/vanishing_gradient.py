@@ -67,7 +67,6 @@ class VanishingGradient(Detector):
             "saturated_units",
             "untrained_parameters",
             "exponential_trend",
-            "output_collapse",
         }
     )
     lasting = True

@@ -352,13 +352,16 @@ class CapturedStep:
     def norms_before_clipping(
         self, norms: NDArray[np.float64], present: NDArray[np.bool_]
     ) -> NDArray[np.float64] | None:
-        """Of the gradients that were used; those that no backward pass reached were there."""
+        """As the last backward pass left the gradients that were used, or all if none was.
+
+        Those that no backward pass reached are as they were used.
+        """
         if not self.before_clipping:
             return None
-        before = norms.copy()
+        before, none = norms.copy(), not present.any()
         values = {group: group.read()[0] for group, _ in self.before_clipping.values()}
         for index, (group, place) in self.before_clipping.items():
-            if present[index]:
+            if none or present[index]:
                 before[index] = values[group][place] / self._factor
         return before
 
