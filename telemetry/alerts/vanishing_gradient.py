@@ -62,12 +62,7 @@ class VanishingGradient(Detector):
     explained_by = (
         EXPLOSIONS
         | RISEN_LOSSES
-        | {
-            "dead_units",
-            "saturated_units",
-            "untrained_parameters",
-            "exponential_trend",
-        }
+        | {"dead_units", "saturated_units", "untrained_parameters", "exponential_trend"}
     )
     lasting = True
     factor = 300.0  # at 30 the healthy cnn_sigmoid_ok alarms; tried 3000
