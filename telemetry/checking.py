@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from rich.text import Text
 from torch import Tensor, nn
@@ -25,6 +23,7 @@ from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.units import DeadUnits, SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
+from telemetry.capture.own_pass import call, unchanged
 from telemetry.commands.output import Column, new_console, number, print_table
 from telemetry.layers import table
 from telemetry.records import StepRecord, TensorRecord
@@ -128,11 +127,11 @@ def check(
         ValueError: No loss was found, it does not depend on any parameter, or all are frozen.
     """
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    with _unchanged(model):
+    with unchanged(model):
         output: list[Any] = []
 
         def run() -> Tensor:
-            output[:] = [_call(model, inputs)]
+            output[:] = [call(model, inputs)]
             return _loss_of(output[0], loss_function, targets)
 
         record, loss = _measured(model, run)
@@ -150,14 +149,6 @@ def check(
     if show:
         result.print()
     return result
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    """The model's output for copies of the inputs: it may work in place."""
-    inputs = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def _loss_of(output: Any, loss_function: Callable[..., Any] | None, targets: Any) -> Tensor:
@@ -290,7 +281,7 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> tuple[list
         for module in model.modules():
             stack.callback(module.register_forward_hook(hook).remove)
         with torch.enable_grad():
-            outputs = pytree.tree_leaves(_call(model, inputs))
+            outputs = pytree.tree_leaves(call(model, inputs))
     per_sample = [
         t
         for t in outputs
@@ -375,34 +366,3 @@ def _alert(kind: str, seen: str, advice: str, value: float, limit: float) -> Ale
         threshold=limit,
         message=f"{seen}.\n{advice}",
     )
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Gives back what the body changes: of the model, and of generators of random numbers."""
-    tensors: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
-    values = [tensor.detach().clone() for tensor in tensors]
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    training = [(module, module.training) for module in model.modules()]
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's, perhaps
-    for parameter, _ in gradients:
-        parameter.grad = None
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=[device.index or 0 for device in devices]):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                # Nobody can write to an expanded one.
-                if tensor.layout != torch.strided or 0 not in tensor.stride():
-                    tensor.copy_(value)
-        for module, own in buffers:  # a forward pass may have put other tensors there
-            module._buffers.update(own)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, is_training in training:
-            module.training = is_training

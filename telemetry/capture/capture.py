@@ -21,6 +21,7 @@ from telemetry.capture.captured import CapturedStep, LightStep, RunTotals
 from telemetry.capture.hooks import Guard, ModuleHook, guarded
 from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizers import Optimizers
+from telemetry.capture.own_pass import Sample
 from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.step import CHECKS, Step
 from telemetry.failures import Failures
@@ -158,6 +159,7 @@ class Capture:
         failures: Where to report what failed.
         first_step: Number of the first step.
         budget: What this may cost, and takes note of it; None: whatever is due is done.
+        sample: Whose feature maps are drawn; None: those of the batches.
         find_ranks: Called before anything is measured; tells who says what this rank is to measure
             for all ranks together, or None to measure everything.
 
@@ -185,6 +187,7 @@ class Capture:
         failures: Failures,
         first_step: int = 0,
         budget: Budget | None = None,
+        sample: Sample | None = None,
         find_ranks: Callable[[], RankObserver | None] = lambda: None,
     ) -> None:
         self.guard = Guard(failures, nullcontext() if budget is None else budget)
@@ -192,6 +195,7 @@ class Capture:
         self.table = ParameterTable(model)
         self.content = content
         self.safe_point = safe_point
+        self.sample = sample
         self.totals = RunTotals()
         self.training = self.in_phase = self.armed = self.by_hand = False
         self.output_grads = content.activation_gradients
@@ -341,7 +345,7 @@ class Capture:
             return None
         step.thread = thread
         if step.parameters and self.optimizers.step_waited():  # an optimizer has stepped
-            self.step_completed()
+            self.step_completed(between=False)
             return self.step_of_call(hook, grad_enabled)
         if not step.begun and self.modules.changed():
             self._open(step.number, full=True)
@@ -448,10 +452,14 @@ class Capture:
     def _end_waiting(self) -> None:
         """End the step in progress if it only waits for other optimizers."""
         if self.optimizers.step_waited():
-            self.step_completed()
+            self.step_completed(between=False)
 
-    def step_completed(self) -> None:
-        """A step is over, and its last backward pass, too."""
+    def step_completed(self, *, between: bool = True) -> None:
+        """A step is over, and its last backward pass, too.
+
+        Args:
+            between: Whether the model does not run now, and may.
+        """
         self.optimizers.step_ended()
         if backward_task() == NO_TASK:  # in one, this may be a thread of autograd's
             self.thread = threading.get_ident()
@@ -461,10 +469,23 @@ class Capture:
         full = self._is_full(step.number + 1)
         step.stop()
         self.observe(training=False)
+        if self.sample is not None and step.full:
+            self._show_sample(self.sample, step, between=between)
         if step.norms:
             self._hand_over(step)
         self._end(step)
         self._begin(step.number + 1, full)
+
+    @guarded("to show the sample")
+    def _show_sample(self, sample: Sample, step: Step, *, between: bool) -> None:
+        model, pictured = self.model(), self.modules.pictured_modules()
+        log_once = self.guard.failures.log_once
+        if not pictured:
+            log_once("the sample is not shown: no watched module is a convolution")
+        elif not between or backward_task() != NO_TASK:
+            log_once("the sample is not shown at steps that end inside of another pass")
+        elif model is not None:
+            sample.show(model, pictured, step.captured.detail)
 
     @guarded("to hand over a step", reads=False)
     def _hand_over(self, step: Step) -> None:

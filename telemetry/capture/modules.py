@@ -84,6 +84,11 @@ class WatchedModules:
         drawn = evenly(convolutions, PICTURED_MODULES) if self._content.images else []
         self.pictured = frozenset(drawn)
 
+    def pictured_modules(self) -> dict[str, nn.Module]:
+        """Those whose feature maps are drawn, by name."""
+        found = [(name, hook.module()) for name, hook in self._forward_hooks.items()]
+        return {n: module for n, module in found if n in self.pictured and module is not None}
+
     def changed(self) -> bool:
         """Whether the model has other modules than when hooks were put on them."""
         model = self._model()

@@ -275,6 +275,8 @@ class Step:
         detail, name = self._detail, hook.name
         if hook.convolves:
             self._convolution = self._convolution or hook
+        if self._capture.sample is not None and not self.captured.phase:
+            return
         if name in self._capture.modules.pictured and name not in detail.feature_maps:
             sample = next(map(images.sample_feature_maps, tensors_in(output)), None)
             if sample is not None:

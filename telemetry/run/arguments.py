@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
@@ -18,6 +18,7 @@ from telemetry.alert import Alert
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
 from telemetry.alerts.detector import Detector
+from telemetry.capture.own_pass import Sample
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model
 from telemetry.shared.plain_text import check_text, type_of
@@ -79,6 +80,13 @@ def bulk_of(max_bytes_per_step: object, histograms: str) -> Bulk:
         )
     check_choice("histograms", histograms, *get_args(HistogramForm))
     return Bulk(max_bytes=limit, classic=histograms == "classic")
+
+
+def sample_of(model: nn.Module, sample: Any, images: bool) -> Sample | None:
+    """The fixed sample, if one is given."""
+    if sample is not None and not images:
+        raise ValueError("HookLogger(sample=...): images=False draws none; leave one of them out")
+    return None if sample is None else Sample(model, sample)
 
 
 def check_choice(name: str, value: object, *choices: str) -> None:

@@ -48,6 +48,7 @@ from telemetry.run.arguments import (
     is_off,
     log_dir_of,
     rules_of,
+    sample_of,
     scalars_of,
 )
 from telemetry.run.files import RunFiles
@@ -104,6 +105,9 @@ class HookLogger:
         gradients: Measure the gradients of parameters.
         weights: Measure parameters and how far each step moves them.
         images: Draw feature maps and filters of convolutions, and the input.
+        sample: What the model is given: a tensor, a tuple of arguments, or a mapping of keyword
+            arguments. Feature maps are then those of this sample, at full steps, from a forward
+            pass of its own in evaluation mode. None: those of the batch.
         alerts: Rules that judge each step; None: the default rules; ``()``: none. A dict sets
             parameters of the default rules, leaves some out, or adds detectors of your own:
             ``{"dead_units": {"fraction": 0.8}, "saturated_units": None, "my_kind": MyDetector()}``.
@@ -132,7 +136,7 @@ class HookLogger:
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument has an invalid value, such as a glob that matches no module, or a
-            model without parameters.
+            model without parameters, or a ``sample`` for one that is sharded or compiled.
         OSError: The log directory cannot be written.
     """
 
@@ -151,6 +155,7 @@ class HookLogger:
         gradients: bool = True,
         weights: bool = True,
         images: bool = True,
+        sample: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
         alerts: Alerts = None,
         on_alert: OnAlert = None,
         first_step: FirstStep = 0,
@@ -179,6 +184,7 @@ class HookLogger:
             weights=weights,
             images=images,
         )
+        fixed = sample_of(model, sample, images)
         check_on_alert(on_alert)
         check_first_step(first_step)
         check_choice("ranks", ranks, *get_args(Ranks))
@@ -231,6 +237,7 @@ class HookLogger:
             failures=self._failures,
             first_step=self._files.first_step,
             budget=budget,
+            sample=fixed,
             find_ranks=self._find_ranks,
         )
         if role_is_final:

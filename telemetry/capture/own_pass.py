@@ -1,0 +1,156 @@
+"""Forward passes of our own, which leave the model and its training as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from telemetry.capture.captured import Detail
+from telemetry.capture.hooks import map_tensors, tensors_in
+from telemetry.measure import images
+from telemetry.ranks.held import is_dtensor
+from telemetry.shared.plain_text import type_of
+from telemetry.torch_private.compiler import is_compiled
+from telemetry.torch_private.host_copy import HostCopy
+from telemetry.torch_private.ranks import flat_shard_group
+
+
+class Sample:
+    """One fixed sample whose feature maps are drawn at every full step.
+
+    Args:
+        model: The model in training.
+        given: What it is given: a tensor, a tuple of arguments, or a mapping of keyword arguments;
+            of a batch the first sample is shown. It is copied.
+
+    Raises:
+        TypeError: There is no tensor in it.
+        ValueError: The model is sharded over ranks, or compiled.
+    """
+
+    def __init__(self, model: nn.Module, given: Any) -> None:
+        if not isinstance(given, Tensor | tuple | Mapping) or not tensors_in(given):
+            raise TypeError(
+                "HookLogger(sample=...): must be what the model is given, a tensor, a tuple of "
+                f"arguments or a dict of keyword arguments, not {type_of(given)}"
+            )
+        if reason := _refusal(model):
+            raise ValueError(f"HookLogger(sample=...): {reason}; leave it out")
+        given = dict(given) if isinstance(given, Mapping) else given
+        self._given = map_tensors(given, lambda tensor: tensor.detach().clone())
+
+    def show(self, model: nn.Module, pictured: Mapping[str, nn.Module], detail: Detail) -> None:
+        """Run the sample, in evaluation mode, and take its own picture and its feature maps.
+
+        While it runs, there are copies of all parameters and buffers, and no hooks but those of
+        PyTorch, such as of ``weight_norm``.
+
+        Args:
+            model: The model; gradients, autocast and other modes are off.
+            pictured: The modules whose outputs are to be drawn, by name.
+            detail: Takes the pictures.
+
+        Raises:
+            RuntimeError: The model is sharded or compiled by now, or cannot be run so.
+        """
+        if reason := _refusal(model):
+            raise RuntimeError(f"{reason}, so the sample is not shown")
+        while isinstance(model, nn.DataParallel | DistributedDataParallel):
+            model = model.module  # it runs on this rank alone
+
+        def take(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            maps = next(map(images.sample_feature_maps, tensors_in(output)), None)
+            if maps is not None and name not in detail.feature_maps:
+                detail.feature_maps[name] = HostCopy(maps)
+
+        device = next(model.parameters()).device
+        given = map_tensors(self._given, lambda tensor: tensor.to(device))
+        batches = (images.sample_inputs(tensor[:1]) for tensor in tensors_in(given) if tensor.dim())
+        own = next((batch for batch in batches if batch is not None), None)
+        with ExitStack() as stack:
+            stack.enter_context(unchanged(model))
+            for module in model.modules():
+                module.training = False
+                stack.enter_context(_without_hooks(module))
+            for name, module in pictured.items():
+                stack.callback(module.register_forward_hook(partial(take, name)).remove)
+            call(model, given)
+        detail.input = None if own is None else HostCopy(own)
+
+
+def _refusal(model: nn.Module) -> str:
+    """Why the model cannot run a sample by itself; empty if it can."""
+    if flat_shard_group(model) is not None or any(map(is_dtensor, model.parameters())):
+        return "the model is sharded, and a forward pass of one rank would wait for the others"
+    if any(map(is_compiled, model.modules())):
+        return "the model is compiled, and a pass in evaluation mode would compile it anew"
+    return ""
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model's output for copies of the inputs: it may work in place."""
+    inputs = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Gives back what the body changes: of the model, and of generators of random numbers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
+    modules = [*model.modules()]
+    eager = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    registered = [(own, dict(own)) for m in eager for own in (m._parameters, m._buffers)]
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
+    training = [module.training for module in modules]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's, perhaps
+    for parameter, _ in gradients:
+        parameter.grad = None
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=[device.index or 0 for device in devices]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                # Nobody can write to an expanded one. A graph that is kept may refer to a buffer.
+                if tensor.layout != torch.strided or 0 not in tensor.stride():
+                    tensor.data.copy_(value)
+        for now, before in (*attributes, *registered):  # what a forward pass has put there
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, is_training in zip(modules, training, strict=True):
+            module.training = is_training
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Takes hooks off that are not PyTorch's own: they may count or keep what passes."""
+    kept = [(hooks, dict(hooks)) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    for hooks, before in kept:
+        for key, hook in before.items():
+            if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.clear()
+            hooks.update(before)
