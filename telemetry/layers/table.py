@@ -37,6 +37,9 @@ class Statistic:
         unit: What the numbers count; empty for ratios.
         log: Whether magnitudes matter rather than differences.
         description: One sentence.
+        usual: What is usual in whatever model, if that is known.
+        too_little: What values far below the usual may mean.
+        too_much: What values far above it may mean.
         of: Computes it for all layers at once.
         every_step: Whether it is also known at steps that are not measured in full.
         on_page: Whether the Telemetry page and the commands show it. Then it must not be negative.
@@ -51,6 +54,9 @@ class Statistic:
     unit: str = ""
     log: bool = True
     description: str
+    usual: float | None = None
+    too_little: str = ""
+    too_much: str = ""
     of: Callable[[Layers], Column]
     every_step: bool = False
     on_page: bool = True
@@ -122,11 +128,16 @@ def _nonfinite(layers: Layers) -> Column:
     return Column(np.bincount(modules, counts, size), np.bincount(modules, minlength=size) > 0)
 
 
+_WEAK = "a vanishing gradient, dead units behind it, or a detached layer"
+_STRONG = "an explosion: a learning rate too large, a bad batch, no clipping"
+
 STATISTICS = (
     Statistic(
         name="grad_norm",
         title="Gradient norm",
         description="L2 norm of the gradients of the layer's parameters, as the optimizer used it.",
+        too_little=_WEAK,
+        too_much=_STRONG,
         of=_grad_norm,
         every_step=True,
         over_depth=True,
@@ -136,6 +147,8 @@ STATISTICS = (
         title="Gradient RMS",
         description="The gradient norm over the root of the number of elements: comparable "
         "between layers of different size.",
+        too_little=_WEAK,
+        too_much=_STRONG,
         of=_grad_rms,
         every_step=True,
     ),
@@ -144,6 +157,9 @@ STATISTICS = (
         title="Update ratio",
         description="How far the step moved the parameters, relative to their norm. Around 1e-3 "
         "is usual.",
+        usual=1e-3,
+        too_little="the layer hardly learns: a small learning rate, or no gradient",
+        too_much="its weights jump: a learning rate too large for it, or weights near zero",
         of=_update_ratio,
         over_depth=True,
     ),
@@ -151,6 +167,8 @@ STATISTICS = (
         name="activation_rms",
         title="Activation RMS",
         description="Root mean square of everything the layer returned.",
+        too_little="small initial weights, or a signal that fades from layer to layer",
+        too_much="large weights, no normalization, or branches that add up",
         of=_of_output(moments.rms_of),
         as_curve=True,
         over_depth=True,
@@ -176,6 +194,7 @@ STATISTICS = (
         title="Activation kurtosis",
         description="Fourth standardized moment of everything the layer returned: 3 for a normal "
         "distribution, far more where a few outliers carry the signal.",
+        too_much="a few outliers carry the signal, which low precision does not hold",
         of=_of_output(moments.kurtosis_of),
         as_curve=True,
     ),
@@ -201,6 +220,8 @@ STATISTICS = (
         name="activation_grad_rms",
         title="Activation gradient RMS",
         description="Root mean square of the gradients with respect to what the layer returned.",
+        too_little=_WEAK,
+        too_much=_STRONG,
         of=lambda layers: figure(layers.output_grads.totals, moments.rms_of),
     ),
     Statistic(
@@ -209,6 +230,7 @@ STATISTICS = (
         unit="share",
         log=False,
         description="Share of exact zeros in what the layer returned.",
+        too_much="ReLU units that seldom fire, or a mask",
         of=_of_known(moments.zero_fraction_of),
         as_curve=True,
     ),
@@ -218,6 +240,7 @@ STATISTICS = (
         unit="share",
         log=False,
         description="Share of units or channels that returned zero for the whole batch.",
+        too_much="units that will not recover: a learning rate too large, or a large negative bias",
         of=_of_known(attrgetter("dead_fraction")),
         as_curve=True,
         over_depth=True,
@@ -229,6 +252,7 @@ STATISTICS = (
         log=False,
         description="Share of outputs where the activation function's slope is at most about a "
         "quarter of its largest (Sigmoid, Tanh, Hardtanh, Softsign, Hardsigmoid, ReLU6).",
+        too_much="hardly any gradient comes through: large weights, or inputs that are not scaled",
         of=_saturation,
         as_curve=True,
     ),
@@ -251,6 +275,8 @@ STATISTICS = (
         title="Second moment RMS",
         description="Root of the mean of Adam's exp_avg_sq: the gradient size that the optimizer "
         "expects. A gradient far above it makes a step that is too large.",
+        too_little=_WEAK,
+        too_much=_STRONG,
         of=lambda layers: figure(
             layers.second_moments.totals, lambda x: np.sqrt(np.maximum(moments.mean_of(x), 0.0))
         ),

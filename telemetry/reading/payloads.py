@@ -57,6 +57,9 @@ def overview(run: Overview) -> dict[str, Any]:
                 "log": statistic.log,
                 "everyStep": statistic.every_step,
                 "description": statistic.description,
+                "usual": statistic.usual,
+                "tooLittle": statistic.too_little,
+                "tooMuch": statistic.too_much,
             }
             for statistic in PAGE_STATISTICS
             if run.of_ranks or not statistic.of_ranks

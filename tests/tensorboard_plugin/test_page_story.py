@@ -119,7 +119,7 @@ def test_details_are_of_the_run_that_was_clicked(page: TelemetryPage) -> None:
         point = page.point(0.75, 0.5, panel)
         page.locator(".heatmap").nth(panel).click(position=point)
         detail.filter(has_text=name).wait_for()
-        assert detail.locator("td").first.inner_text() == norm
+        assert detail.locator("tbody td").nth(panel).inner_text() == norm
     link = page.link()
     page.open(**link)
     detail.filter(has_text="old10").wait_for()
@@ -178,6 +178,18 @@ def test_movers_can_be_asked_for_at_any_step(page: TelemetryPage) -> None:
     page.locator(".movers", has_text="Too few steps before step 10").wait_for()
 
 
+def test_a_link_leads_to_an_alert_and_who_moved_first(page: TelemetryPage) -> None:
+    page.open(run="boom")
+    page.locator(".alerts .alert.error", has_text="Exploding").click()
+    page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("button:has-text('Link')").click()
+    page.locator("button:has-text('Copied')").wait_for()
+    assert page.page.evaluate("navigator.clipboard.readText()") == page.page.url
+    page.page.reload()
+    page.locator(".chosen-alert", has_text="The gradient exploded.").wait_for()
+    page.locator(".movers li", has_text="blocks.2.norm").wait_for()
+
+
 def test_back_undoes_a_zoom(page: TelemetryPage) -> None:
     page.open(run="old9")
     page.drag((0.1, 0.2), (0.9, 0.5))
@@ -212,6 +224,50 @@ def test_the_layers_curves_are_below_the_picture(page: TelemetryPage) -> None:
     assert legend.all_inner_texts() == BLOCKS
     page.open(run="boom", layer=".embed", zoom="90,110,6,9")
     assert legend.all_inner_texts() == [*BLOCKS[6:], "embed"]  # the selected one is always there
+
+
+def test_a_crosshair_goes_through_all_that_is_over_steps(page: TelemetryPage) -> None:
+    page.open(run="boom", zoom="all")
+    box = page.locator("canvas.strip").bounding_box()
+    plot = (page.heatmap.get_attribute("data-plot") or "").split(",")
+    assert box is not None
+    x = box["x"] + float(plot[0]) + float(plot[2]) * 50.5 / 400
+    page.page.mouse.move(x, box["y"] + 30)
+    tooltip = page.locator(".tooltip:has-text('step 50')")
+    tooltip.wait_for()
+    assert "0.0392" in tooltip.inner_text()  # the loss there, 2 / 51
+    hairs = page.locator(".plot .hair:visible")
+    for hair in hairs.all():
+        hair_box = hair.bounding_box()
+        assert hair_box is not None
+        assert abs(hair_box["x"] - x) < 2
+    assert hairs.count() == 2  # the strip, and the curves below the picture
+    label = page.locator("canvas.profile").get_attribute("aria-label") or ""
+    assert "at step 50" in label
+
+
+def test_layers_far_from_what_is_usual_are_listed(page: TelemetryPage) -> None:
+    page.open(run="boom", zoom="all", step=str(BOOM - 3))
+    listed = page.locator(".extremes")
+    assert "Too much: 1" in listed.inner_text()  # a hundred times as much as the others
+    listed.get_by_role("button", name="blocks.2.norm").click()
+    assert page.link()["layer"] == ".blocks.2.norm"
+
+
+def test_the_controls_take_one_row_and_little_of_a_small_window(page: TelemetryPage) -> None:
+    page.page.set_viewport_size({"width": 1280, "height": 800})
+    page.open(run="boom", other="old9")
+    edges = "(nodes) => nodes.map((n) => n.getBoundingClientRect()).map((b) => [b.bottom, b.right])"
+    places = page.locator(".toolbar > *:visible").evaluate_all(edges)
+    assert len({round(bottom) for bottom, _ in places}) == 1
+    assert max(right for _, right in places) <= 1280
+    for width in (640, 480):
+        page.page.set_viewport_size({"width": width, "height": 400})
+        toolbar = page.locator(".toolbar").bounding_box()
+        assert toolbar is not None
+        assert toolbar["height"] < 80
+    page.locator("button.more").click()
+    page.locator("label:has-text('Search')").wait_for()
 
 
 def test_what_never_changes_is_not_drawn_as_the_largest(page: TelemetryPage) -> None:
@@ -264,8 +320,10 @@ def test_the_view_is_saved_as_picture_and_numbers(page: TelemetryPage, tmp_path:
     page.open(run="old10", zoom="10,20,0,2")
     files = {}
     for kind in ("png", "svg", "csv"):
+        page.locator("summary:has-text('Save')").click()
         with page.page.expect_download() as started:
             page.locator(f"button[aria-label='Save as {kind.upper()}']").click()
+        page.locator("summary:has-text('Save')").click()
         started.value.save_as(tmp_path / kind)
         assert started.value.suggested_filename == f"old10-grad_norm.{kind}"
         files[kind] = (tmp_path / kind).read_bytes()

@@ -31,7 +31,7 @@ def address(logdir: Path, browser: Any, tmp_path_factory: pytest.TempPathFactory
 def test_layers_without_the_statistic_are_shown_on_request(page: TelemetryPage) -> None:
     page.open(run="colors")
     assert page.pixel(4.5 / 5, 0.5) in NAN  # the last of five rows
-    page.locator("input[type=checkbox]").check()
+    page.locator("label:has-text('Layers') select").select_option("all")
     page.locator("html[data-ready=true]").wait_for(state="attached")
     assert page.link()["all"] == "1"
 

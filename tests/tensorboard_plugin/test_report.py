@@ -114,6 +114,12 @@ def check_page(page: Page) -> None:
     assert detail.locator("img").get_attribute("src", timeout=5000) is not None
     assert HOSTILE in page.locator(".alerts").inner_text()
     assert page.evaluate("window.hacked") is None
+    detail.get_by_role("button", name="Enlarge", exact=True).first.click()
+    assert page.locator(".large b").inner_text() == "step 10"
+    values = page.locator(".large .quantiles td").all_inner_texts()
+    expected = [-0.98, -0.9, -0.5, 0, 0.5, 0.9, 0.98]  # of ten equal bins from -1 to 1
+    assert [float(value) for value in values[1:]] == pytest.approx(expected, abs=0.03)
+    page.keyboard.press("Escape")
     page.locator("label:has-text('Statistic') select").select_option("weight_norm")
     page.locator(".panel[data-steps='4']").wait_for()
 

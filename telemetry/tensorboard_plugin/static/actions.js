@@ -70,11 +70,21 @@ export class Actions {
     });
   }
 
+  /** A click on curves, a profile or a histogram: enlarges it, or goes to what is nearest there. */
+  clickPlot({ step, layer, lines }, canvas) {
+    const { app } = this;
+    if (canvas.plotted.click) return canvas.plotted.click();
+    const nearest = layer ?? lines.find((known) => known.isNearest)?.layer;
+    if (nearest === undefined) return app.change({ step });
+    const panel = app.panels.find((known) => known.node.contains(canvas)) ?? app.panels[0];
+    this.ofPanel(panel.run).select(nearest, step);
+  }
+
   /** Which layers left their past around the selected step first. */
   showMovers() {
     const { app } = this;
     const panel = this.#panel();
-    app.isSideOpen = true;
+    app.openSide();
     app.loadMovers(panel.run, app.state.step ?? panel.overview.lastStep);
   }
 
@@ -154,9 +164,9 @@ export class Actions {
   /** Goes to an alert: its layer is selected, and the steps around it are shown. */
   chooseAlert(alert) {
     const { app } = this;
-    app.chosenAlert = alert;
     const panel = app.panels.find((known) => known.alerts.includes(alert)) ?? app.panels[0];
     app.state.ofOther = panel.run === app.state.other;
+    app.chosenAlert = alert;
     const layer = panel.overview.layers.find((known) => known.name === alert.module_name);
     app.change({ zoom: null });
     if (layer && this.#rowIndex(layer.name) < 0) {

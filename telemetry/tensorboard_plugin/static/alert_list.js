@@ -91,7 +91,8 @@ export class AlertList {
           "aria-pressed": alert === this.chosen ? "true" : "false",
           onclick: () => this.onChoose(alert),
         },
-        ...alertText(alert, run),
+        // The chosen one is written out above.
+        ...alertText(alert, run).filter((part, i, all) => alert !== this.chosen || i < all.length - 1),
       ),
     );
   }

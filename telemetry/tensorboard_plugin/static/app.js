@@ -10,11 +10,13 @@ import {
   loadingMessage,
   newerFormatMessage,
 } from "./frame.js";
+import { moveHairs, watchPlots } from "./crosshair.js";
 import { hoverAgain, watchKeys } from "./input.js";
+import { Large } from "./large.js";
 import { drawLegend } from "./scale.js";
 import { Live } from "./live.js";
 import { Panel } from "./panel.js";
-import { fromLink, toLink } from "./permalink.js";
+import { fromLink, keyOfAlert, toLink } from "./permalink.js";
 import { groupsAtDepth } from "./rows.js";
 import { RunTable } from "./run_table.js";
 import { Shown } from "./shown.js";
@@ -40,14 +42,16 @@ export class App {
     this.panels = [];
     this.shown = new Shown(this);
     this.theme = null;
-    this.chosenAlert = null;
     this.isSideOpen = this.state.layer !== null; // where the window is narrow
     this.tooltip = new Tooltip();
+    this.large = new Large();
     this.announcer = new Announcer(this);
     this.side = new Side(this);
     this.live = new Live(source.isLive ? () => this.refresh() : null, () => this.#isEmpty());
     this.runTable = new RunTable(source);
     Object.assign(this, buildFrame(root, this));
+    const hover = (found, event) => this.hoverPlot(found, event.clientX, event.clientY);
+    watchPlots(root, hover, (found, canvas) => this.actions.clickPlot(found, canvas));
     new ResizeObserver(() => this.draw()).observe(this.stage);
   }
 
@@ -115,6 +119,7 @@ export class App {
       this.state.run === run && this.state.other === other && this.state.statistic === statistic;
     if (!isLoaded) return this.#load().catch((error) => this.fail(error));
     if (this.state.layer !== null) this.loadDetailSoon();
+    this.#loadMoversOfAlert();
     this.draw();
   }
 
@@ -159,6 +164,22 @@ export class App {
     if (!kept.has(run)) this.#openAtStory();
     this.#ready();
     if (this.state.layer !== null) this.#loadDetail();
+    this.#loadMoversOfAlert();
+  }
+
+  #loadMoversOfAlert() {
+    const alert = this.chosenAlert;
+    if (alert && !this.side.movers.isOf(alert.step)) this.loadMovers(this.focusedPanel().run, alert.step);
+  }
+
+  /** The alert that was chosen, in the run of the last click. */
+  get chosenAlert() {
+    const { alert: key } = this.state;
+    return (key && this.focusedPanel()?.alerts.find((alert) => keyOfAlert(alert) === key)) || null;
+  }
+
+  set chosenAlert(alert) {
+    this.state.alert = alert ? keyOfAlert(alert) : "";
   }
 
   /** Where NaN fills most of the picture, begins with the steps at which it came. */
@@ -252,6 +273,7 @@ export class App {
     drawLegend(this.legend, this.shown.scale(), this.statistic, this.state.mode, this.theme);
     for (const panel of this.panels) hoverAgain(panel.heatmap);
     this.side.draw();
+    moveHairs(this.hoveredStep ?? null);
     document.documentElement.dataset.drawMs = (performance.now() - began).toFixed(1);
   }
 
@@ -294,7 +316,8 @@ export class App {
     const panel = this.detailPanel();
     const layer = panel?.overview.layers.find((known) => known.name === this.state.layer);
     if (!layer) return;
-    await this.side.detail.load(this.source, panel.run, layer);
+    const runs = this.panels.map((known) => known.run);
+    await this.side.detail.load(this.source, panel.run, runs, layer);
     this.draw();
   }
 
@@ -303,13 +326,38 @@ export class App {
     this.draw();
   }
 
+  openSide() {
+    this.isSideOpen = true;
+    this.draw();
+  }
+
+  /** What is under the pointer in the picture of a run; `x` and `y` in the window. */
   hover(panel, cell, x, y, group) {
-    this.hovered = cell;
-    for (const [known, shown] of this.shown.panels) known.drawProfile(shown, cell?.step);
-    if (group) return this.tooltip.showGroup(panel, group, this.state.folded.has(group), x, y);
+    this.#moveCrosshair(cell, panel);
+    if (group) return this.tooltip.showGroup(group, this.state.folded.has(group), x, y);
     if (!cell) return this.tooltip.hide();
     const row = this.rows(panel)[cell.row];
     if (row) this.tooltip.showCell(panel, cell, row, this.statistic, x, y);
+  }
+
+  /** The same in anything else that is drawn over steps or rows. */
+  hoverPlot(found, x, y) {
+    this.#moveCrosshair(found && { row: -1, ...found });
+    if (found) this.tooltip.showLines(found, x, y);
+    else this.tooltip.hide();
+  }
+
+  /** Shows a step, and a row by its layer's name, everywhere. */
+  #moveCrosshair(at, origin = null) {
+    this.hoveredStep = at?.step ?? null;
+    moveHairs(this.hoveredStep);
+    const name = at && origin ? origin.overview.layers[at.layer].name : null;
+    for (const [panel, shown] of this.shown.panels) {
+      panel.drawProfile(shown, this.hoveredStep);
+      if (panel === origin) continue;
+      panel.heatmap.hover = at && { step: at.step, row: name === null ? at.row : panel.rowNamed(shown.rows, name) };
+      panel.heatmap.drawOverlay();
+    }
   }
 
   #message(node) {

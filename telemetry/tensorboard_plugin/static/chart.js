@@ -1,4 +1,4 @@
-// Curves over steps: the strip above the picture, and the details of a layer.
+// Curves over steps: the strip above the picture, those below it, and the details of a layer.
 
 import { drawStepAxis, line, logTicks, prepare, roundTicks } from "./canvas.js";
 import { element } from "./dom.js";
@@ -10,6 +10,7 @@ import { formatNumber } from "./format.js";
  * @property {ArrayLike<number>} steps ascending
  * @property {ArrayLike<number>} values
  * @property {string} color
+ * @property {number[]} [dash] pattern of the line
  * @property {string} label
  * @property {number} [width] of the line
  * @property {boolean} [isStepped] whether a value lasts until the next one
@@ -17,74 +18,106 @@ import { formatNumber } from "./format.js";
 
 const SECOND_AXIS = 50; // room that it takes
 const POINTS_AT_ONCE = 64; // a path that goes up and down takes time like the square of its points
+const DASHES = [[], [5, 3], [2, 2]];
+
+/** What tells the curve of a number from the others: ten colors, then the same, dashed. */
+export function styleOf(theme, index) {
+  const { length } = theme.curves;
+  return {
+    color: theme.curves[index % length],
+    dash: DASHES[Math.floor(index / length) % DASHES.length],
+  };
+}
 
 /**
  * Draws curves into a canvas. What is not finite shows as a mark at the upper edge.
  * @param {HTMLCanvasElement} canvas
  * @param {Object} options `curves`, `view`, `theme`, `width`, `height`, `left`, `right`, `log`,
- *   `cursor` (a step), `marks` (steps of alerts), `axis` (whether to draw steps below), `second`
- *   (curves with a separate scale, dashed)
+ *   `format` (of values), `range` (of the axis, else what the curves and those in `fit` need),
+ *   `usual` (values to mark), `cursor` (a step), `marks` (steps of alerts), `axis` (whether to draw
+ *   steps below), `second` (curves with a separate scale, dashed)
  */
 export function drawChart(canvas, options) {
-  const { theme, width, height, left, right = 10, axis = false } = options;
+  const { theme, view, width, height, left, right = 10, axis = false } = options;
+  const { curves, second = [], format = formatNumber } = options;
   const context = prepare(canvas, width, height);
   const box = { x: left, y: 6, width: width - left - right, height: height - 12 - (axis ? 16 : 0) };
-  const scale = valueScale(options.curves, options.view, options.log);
-  drawValueAxis(context, theme, box, scale);
-  const second = options.second?.length && valueScale(options.second, options.view, false);
-  if (second && right > SECOND_AXIS) drawSecondAxis(context, theme, box, second);
-  if (axis) drawStepAxis(context, theme, box, options.view, "");
+  const scale = valueScale(options);
+  drawValueAxis(context, theme, box, scale, format);
+  const secondScale = second.length && valueScale({ curves: second, view });
+  if (secondScale && right > SECOND_AXIS) drawSecondAxis(context, theme, box, secondScale);
+  if (axis) drawStepAxis(context, theme, box, view, "");
+  for (const value of options.usual ?? []) drawUsual(context, theme, box, yOf(scale, box, value));
   context.save();
   context.beginPath();
   context.rect(box.x, box.y - 3, box.width, box.height + 6);
   context.clip();
-  for (const step of options.marks ?? []) {
-    context.strokeStyle = theme.error;
-    context.globalAlpha = 0.5;
-    const x = xOf(box, options.view, step);
+  const drawStep = (step, color, alpha) => {
+    context.strokeStyle = color;
+    context.globalAlpha = alpha;
+    const x = xOf(box, view, step);
     line(context, x, box.y, x, box.y + box.height);
     context.globalAlpha = 1;
-  }
-  if (options.cursor != null) {
-    context.strokeStyle = theme.text;
-    const x = xOf(box, options.view, options.cursor);
-    line(context, x, box.y, x, box.y + box.height);
-  }
-  if (second) {
-    context.setLineDash([5, 3]);
-    for (const curve of options.second) drawCurve(context, box, options.view, second, curve);
-    context.setLineDash([]);
-  }
-  for (const curve of options.curves) drawCurve(context, box, options.view, scale, curve);
+  };
+  for (const step of options.marks ?? []) drawStep(step, theme.error, 0.5);
+  if (options.cursor != null) drawStep(options.cursor, theme.text, 1);
+  for (const curve of second) drawCurve(context, box, view, secondScale, { ...curve, dash: DASHES[1] });
+  for (const curve of curves) drawCurve(context, box, view, scale, curve);
   context.restore();
-  return box;
+  const read = (step, y) => [
+    ...markNearest(curves.map((curve) => readCurve(curve, step, format)), scale, box, y),
+    ...second.map((curve) => readCurve(curve, step, formatNumber)),
+  ];
+  canvas.plotted = { box, view, read };
+}
+
+/** What a curve says at a step. */
+function readCurve(curve, step, format) {
+  const value = curve.values[columnAt(curve.steps, step)];
+  return { ...curve, value, text: value === undefined ? "–" : format(value) };
+}
+
+/** The same lines; the one whose curve is nearest to a height is marked. */
+function markNearest(lines, scale, box, y) {
+  const distance = ({ value }) => Math.abs(yOf(scale, box, value) - y);
+  const nearest = lines.reduce((a, b) => (distance(b) < distance(a) ? b : a), lines[0]);
+  if (lines.length > 1 && distance(nearest) < 30) nearest.isNearest = true;
+  return lines;
 }
 
 /** Names of curves beside their colors. */
 export function legendOf(curves) {
+  const sample = ({ color, dash }) =>
+    element("i", { style: `border-top: 3px ${dash?.length ? "dashed" : "solid"} ${color}` });
   return element(
     "div",
     { class: "curve-legend" },
-    ...curves.map((curve) =>
-      element("span", {}, element("i", { style: `background:${curve.color}` }), curve.label),
-    ),
+    ...curves.map((curve) => element("span", {}, sample(curve), curve.label)),
   );
 }
 
-function xOf(box, view, step) {
+export function xOf(box, view, step) {
   return box.x + ((step - view.step0) / (view.step1 - view.step0)) * box.width;
 }
 
-function valueScale(curves, view, log) {
+function yOf({ low, high, log }, box, value) {
+  return box.y + (1 - ((log ? Math.log10(value) : value) - low) / (high - low)) * box.height;
+}
+
+function valueScale({ curves, view, log = false, range, usual = [], fit = [] }) {
+  if (range) return { low: range[0], high: range[1], log: false };
   let [low, high] = [Infinity, -Infinity];
-  for (const { steps, values } of curves) {
+  const include = (value) => {
+    if (!Number.isFinite(value) || (log && value <= 0)) return;
+    if (value < low) low = value;
+    if (value > high) high = value;
+  };
+  for (const { steps, values } of [...curves, ...fit]) {
     for (let i = 0; i < steps.length; i++) {
-      const inside = steps[i] >= view.step0 && steps[i] <= view.step1;
-      if (!inside || !Number.isFinite(values[i]) || (log && values[i] <= 0)) continue;
-      if (values[i] < low) low = values[i];
-      if (values[i] > high) high = values[i];
+      if (steps[i] >= view.step0 && steps[i] <= view.step1) include(values[i]);
     }
   }
+  usual.forEach(include);
   if (low > high) [low, high] = log ? [0.1, 1] : [0, 1];
   if (log) {
     [low, high] = [Math.log10(low), Math.log10(high)];
@@ -94,7 +127,7 @@ function valueScale(curves, view, log) {
   return { low, high, log };
 }
 
-function drawValueAxis(context, theme, box, scale) {
+function drawValueAxis(context, theme, box, scale, format) {
   context.font = theme.smallFont;
   context.textAlign = "right";
   context.textBaseline = "middle";
@@ -103,7 +136,7 @@ function drawValueAxis(context, theme, box, scale) {
     context.strokeStyle = theme.line;
     line(context, box.x, y, box.x + box.width, y);
     context.fillStyle = theme.muted;
-    context.fillText(formatNumber(tick), box.x - 6, y);
+    context.fillText(format(tick), box.x - 6, y);
   }
 }
 
@@ -118,15 +151,25 @@ function drawSecondAxis(context, theme, box, scale) {
   }
 }
 
+/** A line at what is usual. */
+function drawUsual(context, theme, box, y) {
+  if (!(y >= box.y - 1 && y <= box.y + box.height + 1)) return;
+  context.strokeStyle = context.fillStyle = theme.usual;
+  context.setLineDash([6, 4]);
+  line(context, box.x, y, box.x + box.width, y);
+  context.setLineDash([]);
+}
+
+/** At least two, else nobody knows how far apart two values are. */
 function ticksOf(scale, box) {
-  const count = Math.max(box.height / 26, 2);
-  const ticks = scale.log
-    ? logTicks(Math.pow(10, scale.low), Math.pow(10, scale.high), count)
-    : roundTicks(scale.low, scale.high, count, false).map(round);
-  return ticks.map((tick) => {
-    const place = ((scale.log ? Math.log10(tick) : tick) - scale.low) / (scale.high - scale.low);
-    return { tick, y: box.y + (1 - place) * box.height };
-  });
+  const least = Math.max(box.height / 26, 2);
+  let ticks = [];
+  for (let count = least; ticks.length < 2 && count < least + 9; count++) {
+    ticks = scale.log
+      ? logTicks(Math.pow(10, scale.low), Math.pow(10, scale.high), count)
+      : roundTicks(scale.low, scale.high, count, false).map(round);
+  }
+  return ticks.map((tick) => ({ tick, y: yOf(scale, box, tick) }));
 }
 
 function round(value) {
@@ -134,14 +177,12 @@ function round(value) {
 }
 
 function drawCurve(context, box, view, scale, curve) {
-  const { steps, values, color, isStepped, width = 1.5 } = curve;
-  const y = (value) =>
-    box.y +
-    (1 - ((scale.log ? Math.log10(value) : value) - scale.low) / (scale.high - scale.low)) *
-      box.height;
+  const { steps, values, color, isStepped, width = 1.5, dash = [] } = curve;
+  const y = (value) => yOf(scale, box, value);
   context.strokeStyle = context.fillStyle = color;
   context.lineWidth = width;
   context.lineJoin = "round";
+  context.setLineDash(dash);
   context.beginPath();
   let pen = false;
   let points = 0;
@@ -154,7 +195,7 @@ function drawCurve(context, box, view, scale, curve) {
     if (drawable && pen) {
       if (isStepped) context.lineTo(x, y(values[i - 1]));
       context.lineTo(x, y(values[i]));
-      if (++points % POINTS_AT_ONCE === 0 && !isStepped) { // those may be dashed
+      if (++points % POINTS_AT_ONCE === 0 && !dash.length) {
         context.stroke();
         context.beginPath();
         context.moveTo(x, y(values[i]));
@@ -167,6 +208,7 @@ function drawCurve(context, box, view, scale, curve) {
     pen = drawable;
   }
   context.stroke();
+  context.setLineDash([]);
   if (steps.length === 1 && pen) {
     context.beginPath();
     context.arc(xOf(box, view, steps[0]), y(values[0]), 2.5, 0, 7);

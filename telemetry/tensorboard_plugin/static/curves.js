@@ -1,22 +1,24 @@
 // Curves over steps: loss and learning rates above the picture, rows in view below it.
 
-import { drawChart, legendOf } from "./chart.js";
+import { drawChart, legendOf, styleOf } from "./chart.js";
 import { columnAt } from "./field.js";
 import { formatNumber } from "./format.js";
-import { cssColor } from "./scale.js";
+import { rowsByLayer } from "./rows.js";
+import { scaleText, usualOf } from "./scale.js";
 
-export const STRIP_HEIGHT = 64;
+export const STRIP_HEIGHT = 72;
 
 /**
  * @param {HTMLCanvasElement} canvas
  * @param {Object[]} scalars curves of a run, each with its `kind` and `tag`
  * @param {number} lastStep of the run
- * @param {Object} shown `view`, `theme`, `width`, `gutter`, `cursor`
+ * @param {Object} shown `view`, `theme`, `width`, `gutter`, `cursor`, `scalars` of all runs
  * @param {number} right room at the right
  * @returns {Element|null} the legend; null without curves
  */
-export function drawStrip(canvas, scalars, lastStep, { view, theme, width, gutter, cursor }, right) {
+export function drawStrip(canvas, scalars, lastStep, shown, right) {
   if (!scalars.length) return null;
+  const { view, theme, width, gutter, cursor } = shown;
   const curves = scalars.map((curve, i) => ({
     ...(curve.kind === "learning rate" ? heldUntil(curve, lastStep) : curve),
     color: theme.curves[i % theme.curves.length],
@@ -25,6 +27,8 @@ export function drawStrip(canvas, scalars, lastStep, { view, theme, width, gutte
   }));
   const loss = curves.filter((curve) => curve.kind === "loss");
   const rates = curves.filter((curve) => curve.kind !== "loss");
+  const fit = loss.length ? shown.scalars.flat().filter((curve) => curve.kind === "loss") : [];
+  const first = loss.length ? loss : rates;
   drawChart(canvas, {
     view,
     theme,
@@ -33,8 +37,9 @@ export function drawStrip(canvas, scalars, lastStep, { view, theme, width, gutte
     left: gutter,
     right,
     cursor,
-    curves: loss.length ? loss : rates,
-    log: isLog(loss[0]?.values ?? rates[0].values),
+    curves: first,
+    fit,
+    log: isLog([...first, ...fit]),
     second: loss.length ? rates : [],
   });
   return legendOf(curves.map((curve) => withValue(curve, cursor)));
@@ -58,12 +63,14 @@ function withValue(curve, step) {
 }
 
 /** Whether values span so much that a linear axis would hide most of them. */
-function isLog(values) {
+export function isLog(curves) {
   let [low, high] = [Infinity, 0];
-  for (const value of values) {
-    if (!(value > 0) || value === Infinity) continue;
-    low = Math.min(low, value);
-    high = Math.max(high, value);
+  for (const { values } of curves) {
+    for (const value of values) {
+      if (!(value > 0) || value === Infinity) continue;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
   }
   return high > 50 * low;
 }
@@ -80,15 +87,16 @@ const MOST_HEIGHT = 420;
  * @returns {Element} the legend
  */
 export function drawLayerCurves(canvas, shown, right) {
-  const { rows, view, theme, width, gutter, selection, statistic, mode, spare } = shown;
+  const { rows, view, theme, width, gutter, selection, spare, scale } = shown;
   const chosen = rows.findIndex((row) => selection && row.layers.includes(selection.layer));
   const [first, end] = [Math.floor(view.row0), Math.min(Math.ceil(view.row1), rows.length)];
   const places = placesOf(first, end, faultyRows(shown, first, end), chosen);
-  const curves = places.map((place) => ({
+  const curves = places.map((place, i) => ({
     ...curveOf(shown, place),
-    color: place === chosen ? theme.accent : depthColor(theme, rows.length, place),
+    ...(place === chosen ? { color: theme.text } : styleOf(theme, i)),
     width: place === chosen ? 2.5 : 1, // thicker ones take ten times as long
     label: rows[place].label,
+    layer: rows[place].layers[0],
   }));
   drawChart(canvas, {
     curves,
@@ -98,25 +106,29 @@ export function drawLayerCurves(canvas, shown, right) {
     height: Math.min(Math.max(spare - 40, LEAST_HEIGHT), MOST_HEIGHT),
     left: gutter,
     right,
-    log: statistic.log || (mode !== "value" && statistic.log),
+    ...axisOf(shown.statistic, scale),
     cursor: shown.cursor,
     axis: true,
   });
   return legendOf(curves);
 }
 
+/** How a chart's axis shows the values that a scale shows in colors. */
+export function axisOf(statistic, scale) {
+  return {
+    log: scale.log,
+    range: scale.log ? undefined : [scale.low, scale.high],
+    format: (value) => scaleText(scale, value),
+    usual: usualOf(statistic, scale),
+  };
+}
+
 /** Rows in view with an alert, the gravest first. */
 function faultyRows({ rows, alerts }, first, end) {
-  const layers = new Set();
-  for (const severity of SEVERITIES) {
-    for (const alert of alerts) if (alert.severity === severity) layers.add(alert.layer);
-  }
-  const rowOfLayer = new Map();
-  for (let row = first; row < end; row++) {
-    for (const layer of rows[row].layers) rowOfLayer.set(layer, row);
-  }
-  const found = [...layers].map((layer) => rowOfLayer.get(layer));
-  return [...new Set(found)].filter((row) => row !== undefined);
+  const rowOf = rowsByLayer(rows);
+  const ordered = SEVERITIES.flatMap((severity) => alerts.filter((a) => a.severity === severity));
+  const found = new Set(ordered.map((alert) => rowOf.get(alert.layer)));
+  return [...found].filter((row) => row >= first && row < end);
 }
 
 /** At most so many rows: those with alerts, others evenly spread; the chosen one is last, on top. */
@@ -140,10 +152,4 @@ function curveOf({ field, rows, rowValues }, place) {
     values.push(value);
   });
   return { steps, values };
-}
-
-/** From the scale of the picture, without the end that fades into the background. */
-function depthColor({ isDark }, count, place) {
-  const share = count > 1 ? place / (count - 1) : 0;
-  return cssColor(false, isDark ? 0.3 + 0.7 * share : 0.85 * share);
 }

@@ -1,62 +1,81 @@
 // Everything about one layer: its statistics at a step and over time, histograms, pictures, alerts.
 
-import { alertText } from "./alert_list.js";
-import { drawChart, legendOf } from "./chart.js";
+import { kindTitle } from "./alert_list.js";
+import { drawChart, legendOf, styleOf } from "./chart.js";
+import { withHair } from "./crosshair.js";
+import { axisOf } from "./curves.js";
 import { dropDown, element, fill } from "./dom.js";
 import { columnAt } from "./field.js";
 import { formatNumber, formatStep, formatValue } from "./format.js";
-import { drawHistogram } from "./histogram.js";
+import { drawHistogram, quantilesOf } from "./histogram.js";
+import { enlarged, filmOf } from "./pictures.js";
 import { titleOf } from "./rows.js";
+import { makeScale } from "./scale.js";
 
 const MAX_CURVES = 4;
+const QUANTILES = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99];
 
 export class Detail {
-  /** @param {Object} on `close()`, `move(steps)`, `statistic(name)`, `movers()` or null */
-  constructor(on) {
+  /**
+   * @param {Object} on `close()`, `move(steps)`, `statistic(name)`, `alert(alert)`,
+   *   `histogram(choice)`, `movers()` or null
+   * @param {import("./large.js").Large} large
+   */
+  constructor(on, large) {
     this.on = on;
+    this.large = large;
     this.node = element("section", { class: "detail", "aria-label": "Layer" });
-    this.histogramChoice = "";
     this.data = null;
     this.request = 0;
   }
 
   /** Whether it shows, or loads, a layer of a run. */
   isOf(run, name) {
-    return this.asked?.run === run && this.asked.layer.name === name;
+    return this.asked?.name === name && this.asked.run === run;
   }
 
-  /** Loads what belongs to a layer; what was asked for before and comes later is ignored. */
-  async load(source, run, layer) {
+  /**
+   * Loads what belongs to a layer; what was asked for before and comes later is ignored.
+   * @param {string[]} runs all that are shown and have the layer; histograms are those of `run`
+   */
+  async load(source, run, runs, layer) {
     const request = ++this.request;
     this.data = null;
-    this.asked = { run, layer };
+    this.asked = { run, name: layer.name };
     const parts = await Promise.allSettled([
-      source.layer(run, layer.name),
       source.histograms(run, layer.name),
       source.images(run, layer.name),
+      ...runs.map((name) => source.layer(name, layer.name)),
     ]);
     if (request !== this.request) return;
-    const [series, histograms, images] = parts.map((part) => part.value ?? null);
-    const failed = parts.find((part) => part.status === "rejected");
-    this.data = { source, run, series, histograms, images, error: failed?.reason?.message };
+    const [histograms, images, ...groups] = parts.map((part) => part.value ?? null);
+    const error = parts.find((part) => part.status === "rejected")?.reason?.message;
+    const series = new Map(runs.map((name, i) => [name, groups[i]]));
+    this.data = { source, run, series, histograms, images, error };
   }
 
-  /** @param {Object} shown `run`, `isOneOfTwo`, `layer`, `step`, `statistic`, `statistics`, `view`, `alerts`, `theme` */
+  /**
+   * @param {Object} shown `run` (of the last click), `runs` (all of them), `layer`, `step`,
+   *   `statistic`, `statistics`, `view`, `alerts`, `histogram` (which was chosen), `theme`
+   */
   show(shown) {
     this.shown = shown;
-    const { run, layer } = shown;
+    const { run, runs, layer } = shown;
     const data = this.isOf(run, layer.name) ? this.data : null;
+    const groups = runs.map((name) => data?.series.get(name) ?? null);
+    const isKnown = groups.some(Boolean);
     fill(
       this.node,
       this.#heading(),
       data ? null : element("p", { class: "muted" }, "Loading…"),
       data?.error ? element("p", { class: "failure" }, data.error) : null,
-      data?.series ? this.#table(data.series) : null,
-      data?.series ? this.#curves(data.series) : null,
+      isKnown ? this.#table(groups) : null,
+      isKnown ? this.#curves(groups) : null,
       data?.histograms?.length ? this.#histograms(data.histograms) : null,
-      data?.images?.length ? this.#images(data) : null,
-      this.#alerts(),
+      ...(data?.images ?? []).map((picture) => this.#pictures(data, picture)),
     );
+    for (const frame of this.node.querySelectorAll(".film [aria-current]"))
+      frame.parentNode.scrollLeft = frame.offsetLeft - frame.parentNode.offsetLeft - frame.offsetWidth;
     this.node.dataset.layer = layer.name;
     this.node.dataset.loaded = data ? "true" : "false";
   }
@@ -70,7 +89,7 @@ export class Detail {
   }
 
   #heading() {
-    const { run, isOneOfTwo, layer, step } = this.shown;
+    const { run, runs, layer, step, alerts } = this.shown;
     const shapes = layer.parameters
       .map((p) => `${p.name.split(".").pop()} ${p.shape.join("×") || "scalar"}`)
       .join(", ");
@@ -85,8 +104,11 @@ export class Detail {
         titleOf(layer),
         button("✕", "Close (Esc)", () => this.on.close()),
       ),
-      isOneOfTwo ? element("p", { class: "run-name" }, run) : null,
+      runs.length > 1
+        ? element("p", { class: "run-name" }, letter(runs.indexOf(run)), ` ${run}`)
+        : null,
       element("p", { class: "muted" }, [layer.type, shapes].filter(Boolean).join(" · ")),
+      ...alerts.map((alert) => this.#alert(alert)),
       element(
         "p",
         { class: "step-navigation" },
@@ -100,84 +122,106 @@ export class Detail {
     );
   }
 
-  /** Each statistic with its value and a small curve; a click shows it in the picture. */
-  #table(series) {
-    const { statistics, statistic, step, theme, view } = this.shown;
-    const rows = statistics
-      .filter((known) => series.statistics.has(known.name))
-      .map((known) => {
-        const curve = series.statistics.get(known.name);
-        const value = curve.values[columnAt(curve.steps, step ?? Infinity)] ?? -1;
-        const canvas = element("canvas", {});
-        drawSpark(canvas, curve, known, view, theme, step);
-        return element(
-          "tr",
-          { class: known.name === statistic.name ? "chosen" : "" },
-          element(
-            "th",
-            { scope: "row", title: known.description },
-            element(
-              "button",
-              {
-                dataset: { key: `statistic ${known.name}` },
-                onclick: () => this.on.statistic(known.name),
-              },
-              known.title,
-            ),
-          ),
-          element(
-            "td",
-            { class: Number.isFinite(value) ? "" : "nonfinite" },
-            formatValue(known, value),
-          ),
-          element("td", {}, canvas),
-        );
-      });
-    return element("table", { class: "statistics" }, element("tbody", {}, ...rows));
+  /** A way to an alert of the layer; its text is in the list. */
+  #alert(alert) {
+    return element(
+      "button",
+      { class: `first-alert ${alert.severity} to-alert`, onclick: () => this.on.alert(alert) },
+      `${kindTitle(alert.kind)}, step ${formatStep(alert.step)}`,
+    );
   }
 
-  #curves(series) {
-    const { statistic, theme, view, step, alerts } = this.shown;
-    const own = series.statistics.get(statistic.name);
-    if (!own)
+  /** Each statistic with its value in each run, and a small curve. */
+  #table(groups) {
+    const { statistics, statistic, step, theme, view } = this.shown;
+    const has = ({ name }) => groups.some((group) => group?.statistics.has(name));
+    const row = (known) => {
+      const curves = groups.map((group) => group?.statistics.get(known.name));
+      const values = curves.map((curve) =>
+        curve ? (curve.values[columnAt(curve.steps, step ?? Infinity)] ?? -1) : -1,
+      );
+      const canvas = element("canvas", {});
+      drawSpark(canvas, curves, known, view, theme, step);
+      const name = {
+        dataset: { key: `statistic ${known.name}` },
+        onclick: () => this.on.statistic(known.name),
+      };
+      return element(
+        "tr",
+        { class: known.name === statistic.name ? "chosen" : "" },
+        element("th", { scope: "row", title: known.description }, element("button", name, known.title)),
+        ...values.map((value) =>
+          element("td", { class: Number.isFinite(value) ? "number" : "number nonfinite" }, formatValue(known, value)),
+        ),
+        element("td", {}, canvas),
+      );
+    };
+    const head = ["", ...groups.map((_, i) => letter(i)), ""];
+    const cells = head.map((text) => element("td", { class: "number" }, text));
+    return element(
+      "table",
+      { class: "statistics" },
+      groups.length > 1 ? element("thead", {}, element("tr", {}, ...cells)) : null,
+      element("tbody", {}, ...statistics.filter(has).map(row)),
+    );
+  }
+
+  #curves(groups) {
+    const { runs, statistic, theme, view, step, alerts } = this.shown;
+    const named = groups.map((group, i) => [runs[i], group?.statistics.get(statistic.name)]);
+    if (!named.some(([, curve]) => curve))
       return element("p", { class: "muted" }, `${statistic.title}: not measured for this layer.`);
-    const curves = [{ ...own, color: theme.curves[0], label: statistic.title }];
-    if (statistic.name === "grad_norm" && series.parameters.size > 1) {
-      [...series.parameters].slice(0, MAX_CURVES).forEach(([name, curve], i) => {
-        curves.push({ ...curve, color: theme.curves[i + 1], label: name.split(".").pop() });
-      });
+    if (groups.length === 1) {
+      named[0][0] = statistic.title;
+      const parameters = [...groups[0].parameters].slice(0, MAX_CURVES);
+      if (statistic.name === "grad_norm" && parameters.length > 1)
+        named.push(...parameters.map(([name, curve]) => [name.split(".").pop(), curve]));
     }
+    const curves = named
+      .map(([label, curve], i) => ({ ...curve, ...styleOf(theme, i), label }))
+      .filter(({ steps }) => steps);
     const canvas = element("canvas", { class: "curve" });
-    const width = this.#width();
-    const marks = alerts.map((alert) => alert.step);
-    const options = { curves, view, theme, width, height: 150, left: 58, log: statistic.log };
-    drawChart(canvas, { ...options, cursor: step, marks, axis: true });
+    drawChart(canvas, {
+      curves,
+      view,
+      theme,
+      width: this.#width(),
+      height: 150,
+      left: 58,
+      ...axisOf(statistic, makeScale(statistic, "value", curves.map(({ values }) => values))),
+      cursor: step,
+      marks: alerts.map((alert) => alert.step),
+      axis: true,
+    });
     return element(
       "div",
       {},
       element("h3", {}, `${statistic.title} over time`),
-      canvas,
+      withHair(canvas),
       curves.length > 1 ? legendOf(curves) : null,
     );
   }
 
   #histograms(histograms) {
-    const { theme, view, step } = this.shown;
-    const options = histograms.map((h) => [`${h.kind} ${h.name}`, `${h.kind}: ${lastPart(h)}`]);
-    const found = histograms.find((h) => `${h.kind} ${h.name}` === this.histogramChoice);
-    const chosen = found ?? histograms[0];
+    const { theme, view, step, histogram } = this.shown;
+    const keyOf = ({ kind, name }) => `${kind} ${name}`;
+    const options = histograms.map((h) => [keyOf(h), `${h.kind}: ${lastPart(h)}`]);
+    const chosen = histograms.find((known) => keyOf(known) === histogram) ?? histograms[0];
     const canvas = element("canvas", { class: "histogram" });
-    const size = { width: this.#width(), height: 190 };
-    const at = drawHistogram(canvas, chosen, { view, theme, step, ...size });
+    const width = this.#width();
+    const at = drawHistogram(canvas, chosen, { view, theme, width, height: 180, step });
+    const enlarge = () => {
+      const title = `${capital(chosen.kind)} of ${chosen.name}`;
+      const index = Math.max(columnAt(chosen.steps, step ?? Infinity), 0);
+      this.large.open(title, chosen.steps, index, (...of) => largeHistogram(chosen, theme, ...of));
+    };
+    canvas.plotted.click = enlarge;
     return element(
       "div",
       {},
-      element("h3", {}, "Histogram over time"),
-      dropDown("Of", options, `${chosen.kind} ${chosen.name}`, (value) => {
-        this.histogramChoice = value;
-        this.show(this.shown);
-      }),
-      canvas,
+      element("h3", {}, "Histogram over time", enlargeButton(enlarge)),
+      dropDown("Of", options, keyOf(chosen), (value) => this.on.histogram(value)),
+      withHair(canvas),
       element(
         "p",
         { class: "muted" },
@@ -187,46 +231,21 @@ export class Detail {
     );
   }
 
-  #images({ source, run, images }) {
-    const { step } = this.shown;
+  #pictures({ source, run }, picture) {
+    const { kind, name, tag, steps } = picture;
+    if (!steps.length) return null;
+    const nearest = Math.max(columnAt(steps, this.shown.step ?? Infinity), 0);
+    const urlOf = (step) => source.imageUrl(run, tag, step);
+    const enlarge = (index) =>
+      this.large.open(`${capital(kind)} of ${name}`, steps, index, (at, width, height) => [
+        enlarged(urlOf(steps[at]), `${kind} at step ${steps[at]}`, width, height),
+        element("p", { class: "muted" }, "Numbered as the channels are, from 0."),
+      ]);
     return element(
       "div",
       { class: "pictures" },
-      ...images.flatMap(({ kind, name, tag, steps }) => {
-        if (!steps.length) return [];
-        const nearest = steps[Math.max(columnAt(steps, step ?? Infinity), 0)];
-        return [
-          element(
-            "h3",
-            {},
-            `${kind.charAt(0).toUpperCase()}${kind.slice(1)}`,
-            element("span", { class: "count" }, `step ${formatStep(nearest)}`),
-          ),
-          element("img", {
-            src: source.imageUrl(run, tag, nearest),
-            alt: `${kind} of ${name} at step ${nearest}`,
-            loading: "lazy",
-          }),
-        ];
-      }),
-    );
-  }
-
-  #alerts() {
-    const { alerts } = this.shown;
-    if (!alerts.length) return null;
-    const items = [...alerts].sort((a, b) => b.step - a.step);
-    return element(
-      "div",
-      {},
-      element("h3", {}, "Alerts of this layer"),
-      ...items.map((alert) =>
-        element(
-          "div",
-          { class: `alert ${alert.severity}` },
-          ...alertText(alert),
-        ),
-      ),
+      element("h3", {}, capital(kind), enlargeButton(() => enlarge(nearest))),
+      filmOf(picture, nearest, urlOf, enlarge),
     );
   }
 
@@ -235,35 +254,65 @@ export class Detail {
   }
 }
 
-function drawSpark(canvas, curve, statistic, view, theme, step) {
+/** A histogram over all its steps, the bars of one, and that one's quantiles. */
+function largeHistogram(histogram, theme, index, width, height) {
+  const canvas = element("canvas", {});
+  const { steps } = histogram;
+  const view = { step0: steps[0], step1: Math.max(steps[steps.length - 1], steps[0] + 1) };
+  drawHistogram(canvas, histogram, { view, theme, width, height, step: steps[index] });
+  const values = quantilesOf(histogram, index, QUANTILES);
+  const cells = (tag, texts) =>
+    element("tr", {}, ...texts.map((text) => element(tag, { class: "number" }, text)));
+  return [
+    withHair(canvas),
+    element(
+      "table",
+      { class: "quantiles" },
+      cells("th", ["share below", ...QUANTILES.map((share) => `${formatNumber(100 * share)} %`)]),
+      cells("td", ["value", ...values.map(formatNumber)]),
+    ),
+  ];
+}
+
+function enlargeButton(onclick) {
+  return element("button", { class: "enlarge", onclick }, "Enlarge");
+}
+
+/** The letter of one of two runs, in its color. */
+export function letter(index) {
+  return element("b", { class: `letter letter${index}` }, "AB"[index]);
+}
+
+function capital(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1);
+}
+
+function drawSpark(canvas, curves, statistic, view, theme, step) {
   const context = canvas.getContext("2d");
-  const [width, height, ratio] = [96, 20, window.devicePixelRatio || 1];
+  const [width, height, ratio] = [curves.length > 1 ? 64 : 96, 20, window.devicePixelRatio || 1];
   [canvas.width, canvas.height] = [width * ratio, height * ratio];
   canvas.style.width = `${width}px`;
   context.scale(ratio, ratio);
-  const scaled = Array.from(curve.values, (value) => {
+  const scaledOf = (value) => {
     if (!Number.isFinite(value) || (statistic.log && value <= 0)) return NaN;
     return statistic.log ? Math.log10(value) : value;
-  });
-  const finite = scaled.filter((value) => value === value);
-  const [low, high] = [
-    finite.reduce((a, b) => Math.min(a, b), Infinity),
-    finite.reduce((a, b) => Math.max(a, b), -Infinity),
-  ];
+  };
+  const known = curves.filter(Boolean);
+  const scaled = known.map(({ values }) => Array.from(values, scaledOf));
+  const finite = scaled.flat().filter((value) => value === value);
+  const low = finite.reduce((a, b) => Math.min(a, b), Infinity);
+  const high = finite.reduce((a, b) => Math.max(a, b), -Infinity);
   const x = (at) => ((at - view.step0) / (view.step1 - view.step0)) * width;
   const y = (value) => height - 2 - ((value - low) / (high - low || 1)) * (height - 4);
-  context.strokeStyle = theme.curves[0];
-  context.beginPath();
-  let pen = false;
-  scaled.forEach((value, i) => {
-    if (value !== value) pen = false;
-    else {
-      if (pen) context.lineTo(x(curve.steps[i]), y(value));
-      else context.moveTo(x(curve.steps[i]), y(value));
-      pen = true;
-    }
+  known.forEach(({ steps }, number) => {
+    context.strokeStyle = theme.curves[curves.indexOf(known[number])];
+    context.beginPath();
+    scaled[number].forEach((value, i) => {
+      const isNew = !(scaled[number][i - 1] === scaled[number][i - 1]) || i === 0;
+      if (value === value) context[isNew ? "moveTo" : "lineTo"](x(steps[i]), y(value));
+    });
+    context.stroke();
   });
-  context.stroke();
   if (step === null) return;
   context.strokeStyle = theme.muted;
   context.strokeRect(Math.round(x(step)) + 0.5, 0, 0.01, height);

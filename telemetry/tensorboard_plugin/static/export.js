@@ -3,11 +3,10 @@
 import { prepare } from "./canvas.js";
 import { isThinned, rowOf } from "./field.js";
 import { formatStep } from "./format.js";
-import { drawScale, legendTitle } from "./scale.js";
+import { drawScale, legendTitle, SCALE_HEIGHT, usualOf } from "./scale.js";
 
 const MARGIN = 12;
 const LINE = 20;
-const SCALE_HEIGHT = 34;
 const PNG_SCALE = 2;
 
 /** @param {import("./app.js").App} app */
@@ -46,7 +45,8 @@ function pictureOf(app) {
     bottom = Math.max(bottom, top);
   }
   const scale = new SvgCanvas();
-  drawScale(scale, app.shown.panels[0][1].scale, theme);
+  const colors = app.shown.panels[0][1].scale;
+  drawScale(scale, colors, theme, usualOf(statistic, colors));
   nodes.push(placed(scale, MARGIN, bottom + MARGIN));
   const [width, height] = [left, bottom + SCALE_HEIGHT + 2 * MARGIN];
   return { text: svgFile(width, height, theme.background, nodes), width, height };

@@ -11,14 +11,11 @@ export function formatNumber(value) {
   return shorten(value.toPrecision(3));
 }
 
-/** A value of a statistic, with its unit. */
-export function formatValue(statistic, value) {
+/** A value of a statistic: shares in percent. */
+export function formatValue({ unit }, value) {
   if (value < 0) return "not measured";
-  if (statistic.unit === "share" && Number.isFinite(value)) {
-    return `${shorten((value * 100).toPrecision(3))} %`;
-  }
-  const text = formatNumber(value);
-  return statistic.unit ? `${text} ${statistic.unit}` : text;
+  const isShare = unit === "share" && Number.isFinite(value);
+  return isShare ? `${formatNumber(value * 100)} %` : formatNumber(value);
 }
 
 /** With thin spaces between thousands. */

@@ -6,10 +6,10 @@ import { KEY_HELP } from "./input.js";
 /**
  * Puts them into the page.
  * @param {HTMLElement} root
- * @param {Object} made elsewhere: `tooltip`, `announcer`, `side`, `runTable`
+ * @param {Object} made elsewhere: `tooltip`, `announcer`, `side`, `runTable`, `large`
  * @returns {Object} the elements that the page fills, by name
  */
-export function buildFrame(root, { tooltip, announcer, side, runTable }) {
+export function buildFrame(root, { tooltip, announcer, side, runTable, large }) {
   const toolbar = element("header", { class: "toolbar" });
   const stage = element("div", { class: "stage" });
   const legend = element("div", { class: "legend" });
@@ -30,10 +30,10 @@ export function buildFrame(root, { tooltip, announcer, side, runTable }) {
     messageArea,
     missing,
     picture,
-    tooltip.node,
     announcer.node,
   );
-  fill(root, toolbar, element("div", { class: "body" }, main, side.node), runTable.node);
+  const body = element("div", { class: "body" }, main, side.node);
+  fill(root, toolbar, body, runTable.node, large.node, tooltip.node);
   return { toolbar, stage, legend, heading, messageArea, missing, picture };
 }
 

@@ -5,7 +5,7 @@ import { element } from "./dom.js";
 import { encode, palette } from "./scale.js";
 import { columnAt, endOf, rowOf } from "./field.js";
 import { paint } from "./heatmap_pixels.js";
-import { bracketsOf, rowOfLayer } from "./rows.js";
+import { bracketsOf, rowsByLayer } from "./rows.js";
 import { watchPointer } from "./input.js";
 
 export const AXIS_HEIGHT = 24;
@@ -57,6 +57,7 @@ export class Heatmap {
       this.codes = encode(scale, rowValues);
     }
     this.colors = palette(scale.diverging, theme.missing);
+    this.rowOf = rowsByLayer(content.rows);
     this.box = {
       x: content.gutter,
       y: TOP,
@@ -164,17 +165,15 @@ export class Heatmap {
   }
 
   #drawGutter(context) {
-    const { rows, grouping, view, theme } = this.content;
+    const { rows, grouping, theme } = this.content;
     this.brackets = bracketsOf(rows, grouping);
     const left = this.#bracketAreaWidth();
-    const rowHeight = this.box.height / (view.row1 - view.row0);
     context.save();
     context.beginPath();
     context.rect(0, this.box.y - 2, this.box.x, this.box.height + 4);
     context.clip();
     for (const bracket of this.brackets) this.#drawBracket(context, bracket);
-    if (rowHeight >= LABEL_HEIGHT - 1) this.#drawRowLabels(context, left);
-    else this.#drawSparseLabels(context, left, rowHeight);
+    this.#drawLabels(context, left);
     context.restore();
     context.strokeStyle = theme.line;
     context.strokeRect(this.box.x - 0.5, this.box.y - 0.5, this.box.width + 1, this.box.height + 1);
@@ -202,22 +201,23 @@ export class Heatmap {
     context.fill();
   }
 
-  #drawRowLabels(context, left) {
-    const { view, rows } = this.content;
-    const last = Math.min(Math.ceil(view.row1), rows.length);
-    for (let row = Math.floor(view.row0); row < last; row++) {
-      this.#drawLabel(context, left, row, this.#y(row + 0.5));
-    }
-  }
-
-  /** Names of some rows, evenly spread, as many as fit. */
-  #drawSparseLabels(context, left, rowHeight) {
-    const { view, rows } = this.content;
-    const stride = Math.ceil((LABEL_HEIGHT + 3) / rowHeight);
-    const last = Math.min(Math.ceil(view.row1), rows.length);
-    const first = Math.ceil(view.row0 / stride) * stride + (stride >> 1);
-    for (let row = first; row < last; row += stride) {
-      this.#drawLabel(context, left, row, this.#y(row + 0.5));
+  /** Names as they fit: the selected row's, those with alerts, the ends, then evenly spread ones. */
+  #drawLabels(context, left) {
+    const { view, rows, alerts, selection } = this.content;
+    const first = Math.floor(view.row0);
+    const end = Math.min(Math.ceil(view.row1), rows.length);
+    const stride = Math.max(1, Math.floor((LABEL_HEIGHT * (view.row1 - view.row0)) / this.box.height));
+    const wanted = [selection, ...alerts].map((at) => this.rowOf.get(at?.layer));
+    wanted.push(first, end - 1);
+    for (let row = first + stride; row < end; row += stride) wanted.push(row);
+    const taken = [];
+    const [top, bottom] = [this.box.y + LABEL_HEIGHT / 2, this.box.y + this.box.height - LABEL_HEIGHT / 2];
+    for (const row of wanted) {
+      if (!(row >= first && row < end)) continue;
+      const y = Math.min(Math.max(this.#y(row + 0.5), top), bottom);
+      if (taken.some((other) => Math.abs(other - y) < LABEL_HEIGHT - 1)) continue;
+      taken.push(y);
+      this.#drawLabel(context, left, row, y);
     }
   }
 
@@ -242,13 +242,11 @@ export class Heatmap {
   }
 
   #drawAlerts(context) {
-    const { alerts, rows, theme } = this.content;
-    const rowOfLayer = new Map();
-    rows.forEach((row, index) => row.layers.forEach((layer) => rowOfLayer.set(layer, index)));
+    const { alerts, theme } = this.content;
     for (const alert of alerts) {
       const x = this.#x(alert.step);
       if (x < this.box.x - 1 || x > this.box.x + this.box.width + 1) continue;
-      const row = rowOfLayer.get(alert.layer);
+      const row = this.rowOf.get(alert.layer);
       const y = row === undefined ? this.box.y : this.#y(row + 0.5);
       if (y < this.box.y - 1 || y > this.box.y + this.box.height + 1) continue;
       drawAlertMark(context, theme, alert, x, y);
@@ -261,15 +259,15 @@ export class Heatmap {
     context.strokeStyle = color;
     context.lineWidth = 1;
     context.setLineDash([3, 3]);
-    line(context, x, box.y, x, box.y + box.height);
-    line(context, box.x, y, box.x + box.width, y);
+    if (x >= box.x && x <= box.x + box.width) line(context, x, box.y, x, box.y + box.height);
+    if (y >= box.y && y <= box.y + box.height) line(context, box.x, y, box.x + box.width, y);
     context.setLineDash([]);
   }
 
   #drawSelection(context, { layer, step }) {
-    const { rows, field, theme } = this.content;
-    const row = rowOfLayer(rows, layer);
-    if (row < 0) return;
+    const { field, theme } = this.content;
+    const row = this.rowOf.get(layer);
+    if (row === undefined) return;
     const column = Math.max(columnAt(field.steps, step), 0);
     const next = field.steps[column + 1] ?? endOf(field.steps);
     const clamp = (value, low, high) => Math.min(Math.max(value, low), high);

@@ -1,22 +1,25 @@
 // Histograms of a layer over time: shares as shades, and the bars of one step.
 
 import { drawStepAxis, line, prepare } from "./canvas.js";
+import { xOf } from "./chart.js";
 import { columnAt, endOf } from "./field.js";
-import { formatNumber } from "./format.js";
+import { formatNumber, formatStep } from "./format.js";
 import { cssColor } from "./scale.js";
 
 const LEFT = 58;
-const BARS = 84;
+const BARS = 0.25; // of the width
 const LABEL_GAP = 20;
 
 /**
  * @param {HTMLCanvasElement} canvas
  * @param {Object} histogram `steps`, `edges`, `shares`, `unit`
  * @param {Object} options `view`, `theme`, `width`, `height`, `step`
+ * @returns {number} the step whose bars are shown
  */
 export function drawHistogram(canvas, histogram, { view, theme, width, height, step }) {
   const context = prepare(canvas, width, height);
-  const box = { x: LEFT, y: 6, width: width - LEFT - BARS - 14, height: height - 30 };
+  const bars = Math.round(width * BARS);
+  const box = { x: LEFT, y: 6, width: width - LEFT - bars - 14, height: height - 30 };
   const bins = histogram.edges.length - 1;
   const top = Math.max(...histogram.shares, 1e-9);
   context.save();
@@ -28,21 +31,51 @@ export function drawHistogram(canvas, histogram, { view, theme, width, height, s
   drawValueAxis(context, theme, box, histogram, bins);
   drawStepAxis(context, theme, box, view, "");
   const column = Math.max(columnAt(histogram.steps, step ?? Infinity), 0);
-  const x =
-    box.x + ((histogram.steps[column] - view.step0) / (view.step1 - view.step0)) * box.width;
+  const x = xOf(box, view, histogram.steps[column]);
   context.strokeStyle = theme.text;
   if (x >= box.x && x <= box.x + box.width) line(context, x, box.y, x, box.y + box.height);
-  drawBars(context, theme, box, histogram, bins, column);
+  drawBars(context, theme, box, bars, histogram, bins, column);
+  // The bars are of one step, whatever is under the pointer.
+  const wide = { ...box, width: box.width + 12 + bars };
+  canvas.plotted = {
+    box: wide,
+    view: { ...view, step1: view.step0 + ((view.step1 - view.step0) * wide.width) / box.width },
+    read: (at, y, x) => {
+      const shown = x > box.x + box.width ? column : Math.max(columnAt(histogram.steps, at), 0);
+      const bin = Math.floor((1 - (y - box.y) / box.height) * bins);
+      return readBin(histogram, bins, shown, Math.min(Math.max(bin, 0), bins - 1));
+    },
+  };
   return histogram.steps[column];
 }
 
+function readBin({ steps, edges, shares }, bins, column, bin) {
+  const label = `${formatNumber(edges[bin])} to ${formatNumber(edges[bin + 1])}`;
+  const text = `${formatNumber(100 * shares[column * bins + bin])} %`;
+  const title = `Histogram of step ${formatStep(steps[column])}`;
+  return { step: steps[column], title, lines: [{ label, text }] };
+}
+
+/** Values below which so large a share of a step's lies, as far as the bins tell. */
+export function quantilesOf({ edges, shares }, column, wanted) {
+  const bins = edges.length - 1;
+  const row = shares.subarray(column * bins, (column + 1) * bins);
+  const total = row.reduce((sum, share) => sum + share, 0);
+  return wanted.map((share) => {
+    let below = 0;
+    let bin = 0;
+    while (bin < bins - 1 && below + row[bin] < share * total) below += row[bin++];
+    const part = row[bin] > 0 ? (share * total - below) / row[bin] : 0;
+    return edges[bin] + Math.min(Math.max(part, 0), 1) * (edges[bin + 1] - edges[bin]);
+  });
+}
+
 function drawShades(context, box, { steps, shares }, view, bins, top) {
-  const x = (step) => box.x + ((step - view.step0) / (view.step1 - view.step0)) * box.width;
   const end = endOf(steps);
   const binHeight = box.height / bins;
   for (let column = 0; column < steps.length; column++) {
-    const left = x(steps[column]);
-    const right = x(steps[column + 1] ?? end);
+    const left = xOf(box, view, steps[column]);
+    const right = xOf(box, view, steps[column + 1] ?? end);
     if (right < box.x || left > box.x + box.width) continue;
     for (let bin = 0; bin < bins; bin++) {
       const share = shares[column * bins + bin];
@@ -55,7 +88,7 @@ function drawShades(context, box, { steps, shares }, view, bins, top) {
   }
 }
 
-function drawBars(context, theme, box, { shares }, bins, column) {
+function drawBars(context, theme, box, width, { shares }, bins, column) {
   const left = box.x + box.width + 12;
   const row = shares.subarray(column * bins, (column + 1) * bins);
   const largest = Math.max(...row, 1e-9);
@@ -63,10 +96,14 @@ function drawBars(context, theme, box, { shares }, bins, column) {
   context.fillStyle = theme.curves[0];
   row.forEach((share, bin) => {
     const y = box.y + box.height - (bin + 1) * binHeight;
-    context.fillRect(left, y, (share / largest) * BARS, Math.max(binHeight - 0.5, 0.8));
+    context.fillRect(left, y, (share / largest) * width, Math.max(binHeight - 0.5, 0.8));
   });
   context.strokeStyle = theme.line;
   line(context, left - 0.5, box.y, left - 0.5, box.y + box.height);
+  context.fillStyle = theme.muted;
+  context.textAlign = "right";
+  context.textBaseline = "top";
+  context.fillText(`${formatNumber(100 * largest)} %`, left + width, box.y + box.height + 6);
 }
 
 /** Round values and their places on the axis, 0 to 1, not closer than a label is high. */

@@ -73,6 +73,24 @@ export function writeLink(link, isNew) {
   }
 }
 
+/** Puts the address on the clipboard. @returns {Promise<boolean>} whether that was allowed */
+export async function copyLink() {
+  const { href } = address();
+  try {
+    await navigator.clipboard.writeText(href);
+    return true;
+  } catch {
+    // Browsers keep that for https and this machine; the old way works on others.
+    const text = document.createElement("textarea");
+    text.value = href;
+    document.body.append(text);
+    text.select();
+    const isCopied = document.execCommand("copy");
+    text.remove();
+    return isCopied;
+  }
+}
+
 /** Calls back with the link when the browser goes back or forth. */
 export function onNavigation(callback) {
   const target = frame();
@@ -140,7 +158,8 @@ export function theme() {
     error: color("error"),
     warning: color("warning"),
     note: color("muted"),
-    curves: [1, 2, 3, 4, 5].map((number) => color(`curve${number}`)),
+    usual: color("usual"),
+    curves: Array.from({ length: 10 }, (_, index) => color(`curve${index + 1}`)),
     font: "12px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
     smallFont: "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
   };

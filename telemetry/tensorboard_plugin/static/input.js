@@ -65,7 +65,8 @@ function hover(heatmap, x, y) {
   const label = x >= 0 && x < (heatmap.box?.x ?? 0) ? heatmap.groupAt(x, y) : null;
   heatmap.node.style.cursor = label !== null ? "pointer" : cell ? "crosshair" : "default";
   heatmap.hover = cell;
-  heatmap.on.hover(cell, x, y, label);
+  const bounds = heatmap.node.getBoundingClientRect();
+  heatmap.on.hover(cell, bounds.left + x, bounds.top + y, label);
   heatmap.drawOverlay();
 }
 

@@ -15,7 +15,7 @@ export class Live {
     this.isEmpty = isEmpty;
     this.isOn = false;
     this.said = ""; // why the data could not be read again
-    this.node = element("div", { class: "live" });
+    this.node = element("div", { class: "field live" });
     document.addEventListener("visibilitychange", () => this.goOn());
   }
 
@@ -30,22 +30,20 @@ export class Live {
       `as of step ${formatStep(lastStep)}`,
       this.said ? element("span", { role: "alert" }, ` (${this.said})`) : null,
     );
-    if (!this.refresh) return fill(this.node, about);
-    fill(
-      this.node,
-      about,
-      element("button", { dataset: { key: "reload" }, onclick: () => this.refresh() }, "Reload"),
-      element(
-        "button",
-        {
-          dataset: { key: "live" },
-          "aria-pressed": String(this.isOn),
-          title: `Read what is new every ${EVERY_MS / 1000} seconds`,
-          onclick: (event) => this.#toggle(event.currentTarget),
-        },
-        "Live",
-      ),
-    );
+    const live = {
+      dataset: { key: "live" },
+      "aria-pressed": String(this.isOn),
+      title: `Read what is new every ${EVERY_MS / 1000} seconds`,
+      onclick: (event) => this.#toggle(event.currentTarget),
+    };
+    const reload = {
+      dataset: { key: "reload" },
+      title: "Reload: read what is new",
+      "aria-label": "Reload",
+      onclick: () => this.refresh(),
+    };
+    const buttons = [element("button", reload, "⟳"), element("button", live, "Live")];
+    fill(this.node, about, this.refresh ? element("div", {}, ...buttons) : null);
   }
 
   #toggle(button) {

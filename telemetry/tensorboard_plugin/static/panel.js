@@ -3,10 +3,11 @@
 import { element, fill } from "./dom.js";
 import { append, endOf, isThinned, measuredLayers, relativeValues, valuesOfRows } from "./field.js";
 import { formatStep } from "./format.js";
+import { withHair } from "./crosshair.js";
 import { Heatmap, RIGHT } from "./heatmap.js";
 import { drawLayerCurves, drawStrip, STRIP_HEIGHT } from "./curves.js";
 import { drawProfile, profileWidth } from "./profile.js";
-import { groupByPath, groupByRole, makeRows, titleOf } from "./rows.js";
+import { groupByPath, groupByRole, makeRows, rowOfLayer, titleOf } from "./rows.js";
 import { firstNonfinite } from "./view.js";
 
 export class Panel {
@@ -38,12 +39,12 @@ export class Panel {
       { class: "panel", "aria-label": run },
       this.title,
       this.stripLegend,
-      this.strip,
+      withHair(this.strip),
       this.notice,
       this.first,
       element("div", { class: "map-row" }, this.heatmap.node, this.profile),
       this.curvesTitle,
-      this.curves,
+      withHair(this.curves),
       this.curvesLegend,
     );
     this.fields = new Map();
@@ -130,6 +131,11 @@ export class Panel {
     const field = this.field(statistic);
     if (!this.firsts.has(field)) this.firsts.set(field, firstNonfinite(field));
     return this.firsts.get(field);
+  }
+
+  /** The row that shows a layer by its name; −1 without one. */
+  rowNamed(rows, name) {
+    return rowOfLayer(rows, this.overview.layers.findIndex((layer) => layer.name === name));
   }
 
   /** @param {Object} state `folded`, `search`, `order`, and `all`: also layers without values */

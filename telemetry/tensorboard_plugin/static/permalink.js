@@ -17,6 +17,8 @@ import { decode } from "./host.js";
  * @property {import("./heatmap.js").View|null} zoom
  * @property {string|null} layer name of the selected layer
  * @property {number|null} step
+ * @property {string} alert the chosen one: see `keyOfAlert`
+ * @property {string} histogram which of the layer's is shown; "": the first
  */
 
 /** @returns {State} */
@@ -35,7 +37,14 @@ export function defaultState() {
     zoom: null,
     layer: null,
     step: null,
+    alert: "",
+    histogram: "",
   };
+}
+
+/** What tells an alert from the run's others, also after it has been read again. */
+export function keyOfAlert({ step, kind, module_name: layer }) {
+  return [step, kind, layer ?? ""].join(" ");
 }
 
 /** @param {State} state */
@@ -54,15 +63,17 @@ export function toLink(state) {
     zoom: zoom ? [zoom.step0, zoom.step1, zoom.row0, zoom.row1].map(round).join(",") : state.everything ? "all" : "",
     // The empty name is that of the model itself.
     layer: state.layer === null ? "" : `.${state.layer}`,
-    of: state.ofOther && state.other && state.layer !== null ? "other" : "",
+    of: state.ofOther && state.other && (state.layer !== null || state.alert) ? "other" : "",
     step: state.step === null ? "" : String(state.step),
+    alert: state.alert,
+    histogram: state.histogram,
   };
 }
 
 /** The state in a link, with defaults for invalid values. @returns {State} */
 export function fromLink(link) {
   const state = defaultState();
-  for (const name of ["run", "other", "statistic", "search"]) {
+  for (const name of ["run", "other", "statistic", "search", "alert", "histogram"]) {
     if (link[name]) state[name] = link[name];
   }
   if (["own", "depth"].includes(link.mode)) state.mode = link.mode;

@@ -4,7 +4,7 @@ import { line, prepare } from "./canvas.js";
 import { columnAt } from "./field.js";
 import { formatStep } from "./format.js";
 import { AXIS_HEIGHT, TOP } from "./heatmap.js";
-import { placeOf, scaleTicks } from "./scale.js";
+import { placeOf, scaleText, scaleTicks, usualOf } from "./scale.js";
 
 const USUAL = [0.05, 0.95]; // quantiles over time that make a row's range
 const SAMPLES = 200; // columns that are looked at for the range
@@ -48,8 +48,24 @@ export function drawProfile(canvas, shown, width, step) {
     at: y(row + 0.5),
     value: rowValues[column * rows.length + row],
   }));
+  context.fillStyle = theme.usual;
+  for (const value of usualOf(shown.statistic, scale)) {
+    for (let at = box.y; at < box.y + box.height; at += 8) context.fillRect(x(value) - 0.5, at, 1, 5);
+  }
   drawLine(context, theme, points, x, box, rowHeight);
   context.restore();
+  const read = (_, at) => {
+    const row = Math.floor(view.row0 + ((at - box.y) / box.height) * (view.row1 - view.row0));
+    if (at < box.y || row >= rows.length) return null;
+    const line = (label, value) => ({ label, text: value >= 0 || value !== value ? scaleText(scale, value) : "–" });
+    const lines = [
+      line(`step ${formatStep(field.steps[column])}`, rowValues[column * rows.length + row]),
+      line("5 % of its own are below", low[row]),
+      line("95 % of its own are below", high[row]),
+    ];
+    return { step: field.steps[column], row, layer: rows[row].layers[0], title: rows[row].label, lines };
+  };
+  canvas.plotted = { box, read };
 }
 
 function drawLine(context, theme, points, x, box, rowHeight) {

@@ -129,6 +129,13 @@ export function makeRows(layers, grouping, folded, search, shown = null) {
   return rows;
 }
 
+/** The row of each layer that is shown. @returns {Map<number, number>} */
+export function rowsByLayer(rows) {
+  const found = new Map();
+  rows.forEach((row, index) => row.layers.forEach((layer) => found.set(layer, index)));
+  return found;
+}
+
 /** The row that shows a layer; −1 without one. */
 export function rowOfLayer(rows, layer) {
   return rows.findIndex((row) => row.layers.includes(layer));

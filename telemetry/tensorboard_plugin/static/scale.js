@@ -133,11 +133,12 @@ export function encode(scale, values) {
 export function scaleTicks(scale) {
   return (scale.log ? logTicks(scale) : linearTicks(scale)).map((value) => ({
     place: placeOf(scale, value),
-    text: tickText(scale, value),
+    text: scaleText(scale, value),
   }));
 }
 
-function tickText(scale, value) {
+/** A value on a scale: as it is, or as a ratio or difference. */
+export function scaleText(scale, value) {
   if (!scale.diverging) return scale.log ? formatNumber(value) : `${formatNumber(value * 100)} %`;
   if (scale.log) return value >= 1 ? `×${formatNumber(value)}` : `÷${formatNumber(1 / value)}`;
   const percent = Math.round((value - 1) * 100);
@@ -214,15 +215,28 @@ function nextPrime(number) {
   }
 }
 
+/** Values on a scale that are marked: what is usual of a statistic, or the ends of a share. */
+export function usualOf({ usual, unit }, { diverging, low, high }) {
+  const values = unit === "share" ? [0, 1] : [usual ?? -1];
+  return values.filter((value) => !diverging && value >= low && value <= high);
+}
+
 const WIDTH = 320;
+const BAR = 7; // where the colors begin
+export const SCALE_HEIGHT = 36;
 
 /** @param {HTMLElement} node */
 export function drawLegend(node, scale, statistic, mode, theme) {
   const canvas = element("canvas", { role: "img", "aria-label": "color scale" });
-  drawScale(canvas, scale, theme);
+  drawScale(canvas, scale, theme, usualOf(statistic, scale));
   fill(
     node,
-    element("span", { class: "legend-title" }, legendTitle(statistic, mode)),
+    element(
+      "p",
+      { class: "legend-title", title: statistic.description },
+      element("b", {}, legendTitle(statistic, mode)),
+      element("span", { class: "muted" }, statistic.description),
+    ),
     canvas,
     scale.log ? swatch([ZERO_COLOR], "0") : null,
     swatch(INFINITE_COLORS, "infinite"),
@@ -231,20 +245,28 @@ export function drawLegend(node, scale, statistic, mode, theme) {
   );
 }
 
-/** The color scale with its ticks. */
-export function drawScale(canvas, scale, theme) {
-  const context = prepare(canvas, WIDTH + 40, 30);
+/** The color scale with its ticks, and triangles at what is usual. */
+export function drawScale(canvas, scale, theme, usual = []) {
+  const context = prepare(canvas, WIDTH + 40, SCALE_HEIGHT);
   for (let x = 0; x < WIDTH; x++) {
     context.fillStyle = cssColor(scale.diverging, x / (WIDTH - 1));
-    context.fillRect(20 + x, 0, 1.5, 12);
+    context.fillRect(20 + x, BAR, 1.5, 12);
   }
   context.font = theme.smallFont;
   context.fillStyle = theme.muted;
   context.textAlign = "center";
   context.textBaseline = "top";
   for (const { place, text } of scaleTicks(scale)) {
-    context.fillRect(20 + place * WIDTH - 0.5, 12, 1, 3);
-    context.fillText(text, 20 + place * WIDTH, 16);
+    context.fillRect(20 + place * WIDTH - 0.5, BAR + 12, 1, 3);
+    context.fillText(text, 20 + place * WIDTH, BAR + 16);
+  }
+  context.fillStyle = theme.usual;
+  for (const value of usual) {
+    const x = 20 + placeOf(scale, value) * WIDTH;
+    context.beginPath();
+    for (const dx of [-5, 5]) context.lineTo(x + dx, 0);
+    context.lineTo(x, BAR);
+    context.fill();
   }
 }
 

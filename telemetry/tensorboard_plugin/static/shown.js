@@ -44,6 +44,7 @@ export class Shown {
         scale,
         selection: this.#selection(panel),
         cursor: state.step,
+        scalars: panels.map((known) => known.scalars),
       };
       return [panel, shown];
     });

@@ -3,6 +3,7 @@
 import { AlertList, alertText } from "./alert_list.js";
 import { Detail } from "./detail.js";
 import { element, fill } from "./dom.js";
+import { Extremes } from "./extremes.js";
 import { formatNumber, formatStep } from "./format.js";
 
 export class Side {
@@ -12,12 +13,19 @@ export class Side {
     const { actions } = app;
     this.chosen = element("section", { class: "chosen-alert", "aria-label": "Chosen alert" });
     this.movers = new Movers((layer, step) => actions.select(layer, step));
-    this.detail = new Detail({
+    const on = {
       close: () => actions.close(),
       move: (count) => actions.moveStep(count),
       statistic: (statistic) => app.change({ statistic }),
-      movers: app.source.movers ? () => app.actions.showMovers() : null,
-    });
+      alert: (alert) => {
+        actions.chooseAlert(alert);
+        app.focusedPanel().heatmap.node.focus(); // the button is gone
+      },
+      histogram: (histogram) => app.change({ histogram }),
+      movers: app.source.movers ? () => actions.showMovers() : null,
+    };
+    this.detail = new Detail(on, app.large);
+    this.extremes = new Extremes((layer, step) => actions.select(layer, step));
     this.alertList = new AlertList((alert) => actions.chooseAlert(alert));
     this.node = element(
       "aside",
@@ -26,6 +34,7 @@ export class Side {
       this.chosen,
       this.movers.node,
       this.detail.node,
+      this.extremes.node,
       this.alertList.node,
     );
   }
@@ -49,12 +58,13 @@ export class Side {
       alert ? element("div", { class: `alert ${alert.severity}` }, ...alertText(alert, run)) : null,
     );
     this.movers.show(focused.run, focused.overview.layers);
+    this.extremes.show(focused, app.statistic, app.state.step ?? focused.overview.lastStep);
     this.alertList.show(app.panels, alert);
     const layer = panel?.overview.layers.find((known) => known.name === app.state.layer);
     if (!layer) return this.detail.clear();
     this.detail.show({
       run: panel.run,
-      isOneOfTwo,
+      runs: app.panels.map((known) => known.run),
       layer,
       step: app.state.step,
       statistic: app.statistic,
@@ -63,6 +73,7 @@ export class Side {
       alerts: panel.alerts.filter(
         (known) => known.module_name === layer.name && known !== alert,
       ),
+      histogram: app.state.histogram,
       theme: app.theme,
     });
   }
@@ -78,17 +89,23 @@ export class Movers {
     this.request = 0;
   }
 
+  /** Whether it shows, or loads, what moved around a step. */
+  isOf(step) {
+    return this.step === step;
+  }
+
   /** Loads what a source knows about a step; later answers to earlier questions are ignored. */
   async load(source, run, step) {
     const request = ++this.request;
     this.data = null;
+    this.step = step;
     const found = await source.movers(run, step).catch((error) => ({ error: error.message }));
     if (request === this.request) this.data = { run, step, ...found };
   }
 
   clear() {
     this.request++;
-    this.data = null;
+    this.data = this.step = null;
   }
 
   /** Shows what was loaded, if it is of this run. */

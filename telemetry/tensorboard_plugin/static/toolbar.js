@@ -1,7 +1,8 @@
-// The row of controls at the top.
+// The row of controls at the top. Where the window is narrow, most of them wait behind a button.
 
 import { dropDown, element, fill } from "./dom.js";
 import { saveView } from "./export.js";
+import { copyLink } from "./host.js";
 import { toLink } from "./permalink.js";
 import { deepest, groupsAtDepth } from "./rows.js";
 
@@ -19,79 +20,68 @@ export function drawToolbar(node, content, app) {
   if (node.contains(document.activeElement) && document.activeElement.type === "search") return;
   node.known = known;
   const change = (changes) => app.change(changes);
-  const { statistics } = overview;
-  const statisticOptions = statistics.map((known) => [known.name, known.title]);
-  const current = statistics.find((known) => known.name === state.statistic);
+  const statistics = overview.statistics.map(({ name, title }) => [name, title]);
+  const setOrder = (order) =>
+    change({ order, folded: new Set(), zoom: keepSteps(state.zoom, app.whole()) });
+  const button = (text, properties) =>
+    element("button", { dataset: { key: text }, ...properties }, text);
   fill(
     node,
     runButton("Run", state.run, runs, () => app.actions.chooseRun("run")),
     runs.length > 1
-      ? runButton("Beside", state.other, runs, () => app.actions.chooseRun("other"))
+      ? rare(runButton("Beside", state.other, runs, () => app.actions.chooseRun("other")))
       : null,
     state.other
-      ? element("button", { onclick: () => change({ other: "", zoom: null }) }, "One run")
+      ? rare(button("One run", { onclick: () => change({ other: "", zoom: null }) }))
       : null,
-    dropDown("Statistic", statisticOptions, state.statistic, (statistic) => change({ statistic })),
-    dropDown(
-      "Show",
-      [
-        ["value", "values"],
-        ["own", "relative to the layer's median"],
-        ["depth", "relative to the median over depth"],
-      ],
-      state.mode,
-      (mode) => change({ mode }),
-    ),
-    content.hasRoles
-      ? dropDown(
-          "Order",
-          [
-            ["depth", "by depth"],
-            ["role", "by role"],
-          ],
-          state.order,
-          (order) => change({ order, folded: new Set(), zoom: keepSteps(state.zoom, app.whole()) }),
-        )
-      : null,
-    folding(state, grouping, change),
-    search(state.search, change),
-    element(
-      "label",
-      { class: "check", title: "Also layers without this statistic" },
-      element("input", {
-        type: "checkbox",
-        checked: state.all,
-        dataset: { key: "all" },
-        onchange: () => change({ all: !state.all, zoom: null }),
-      }),
-      "all layers",
-    ),
-    element(
-      "button",
-      {
-        class: "reset",
-        disabled: !isZoomed,
-        onclick: () => app.actions.unzoom(),
-        title: "Show everything (0)",
-      },
-      "Reset zoom",
-    ),
-    element(
-      "button",
-      {
-        class: "drawer-open",
-        dataset: { key: "drawer" },
-        onclick: () => {
-          app.isSideOpen = true;
-          app.draw();
-        },
-      },
-      `Alerts ${content.alertCount}`,
-    ),
-    saving(app),
+    dropDown("Statistic", statistics, state.statistic, (statistic) => change({ statistic })),
+    rare(dropDown("Show", SHOW, state.mode, (mode) => change({ mode }))),
+    content.hasRoles ? rare(dropDown("Order", ORDER, state.order, setOrder)) : null,
+    rare(layersShown(state, grouping, change)),
+    rare(search(state.search, change)),
+    button("Reset zoom", {
+      class: "reset",
+      disabled: !isZoomed,
+      onclick: () => app.actions.unzoom(),
+      title: "Show everything (0)",
+    }),
+    button(`Alerts ${content.alertCount}`, { class: "drawer-open", onclick: () => app.openSide() }),
+    rare(linking(app)),
+    rare(saving(app)),
     content.live,
-    element("p", { class: "description" }, current?.description ?? ""),
+    button("More", {
+      class: "more",
+      "aria-expanded": String(node.classList.contains("full")),
+      onclick: ({ currentTarget }) =>
+        currentTarget.setAttribute("aria-expanded", String(node.classList.toggle("full"))),
+    }),
   );
+}
+
+const SHOW = [
+  ["value", "values"],
+  ["own", "relative to the layer's median"],
+  ["depth", "relative to the median over depth"],
+];
+const ORDER = [
+  ["depth", "by depth"],
+  ["role", "by role"],
+];
+
+/** Marks a control that is not always seen. */
+function rare(node) {
+  node.classList.add("rare");
+  return node;
+}
+
+/** A button that copies a link to all that is seen. */
+function linking({ address, state }) {
+  const button = element("button", { title: "Copy a link to what is seen", "aria-live": "polite" }, "Link");
+  button.onclick = async () => {
+    address.write(toLink(state), false);
+    button.textContent = (await copyLink()) ? "Copied" : "See address";
+  };
+  return button;
 }
 
 /** Buttons that save what is shown. */
@@ -100,17 +90,17 @@ function saving(app) {
     element(
       "button",
       {
-        dataset: { key: kind },
         "aria-label": `Save as ${kind.toUpperCase()}`,
         onclick: () => saveView(app, kind).catch((error) => app.fail(error)),
       },
       kind.toUpperCase(),
     );
+  const kinds = ["png", "svg", "csv"].map(button);
   return element(
-    "div",
-    { class: "field saving" },
-    element("span", {}, "Save"),
-    element("div", {}, button("png"), button("svg"), button("csv")),
+    "details",
+    { class: "menu" },
+    element("summary", { dataset: { key: "save" } }, "Save"),
+    element("div", {}, ...kinds),
   );
 }
 
@@ -136,21 +126,26 @@ function runButton(label, name, runs, onclick) {
   return element("div", { class: "field" }, element("span", {}, label), value);
 }
 
-function folding(state, grouping, change) {
+/** Which layers have a row: those with values, all of them, or groups in place of them. */
+function layersShown(state, grouping, change) {
   const depths = deepest(grouping);
-  if (!depths) return null;
   const isFoldedAt = (depth) => {
-    const paths = depth ? groupsAtDepth(grouping, depth) : [];
+    const paths = groupsAtDepth(grouping, depth);
     return paths.length === state.folded.size && paths.every((path) => state.folded.has(path));
   };
-  const depth = Array.from({ length: depths + 1 }, (_, i) => i).find(isFoldedAt);
-  const at = (level) => (state.order === "role" ? "one row per role" : `folded at depth ${level}`);
-  const options = Array.from({ length: depths }, (_, i) => [String(i + 1), at(i + 1)]);
+  const levels = Array.from({ length: depths }, (_, i) => i + 1);
+  const level = levels.find(isFoldedAt) ?? "some";
+  const at = (depth) => (state.order === "role" ? "one row per role" : `folded at depth ${depth}`);
   return dropDown(
     "Layers",
-    [["0", "all"], ...options, ...(depth === undefined ? [["", "some folded"]] : [])],
-    depth === undefined ? "" : String(depth),
-    (level) => change({ foldDepth: Number(level) }),
+    [
+      ["measured", "with values"],
+      ["all", "all"],
+      ...levels.map((depth) => [String(depth), at(depth)]),
+      ...(state.folded.size && level === "some" ? [["some", "some folded"]] : []),
+    ],
+    state.folded.size ? String(level) : state.all ? "all" : "measured",
+    (chosen) => change({ foldDepth: Number(chosen) || 0, all: chosen === "all", zoom: null }),
   );
 }
 

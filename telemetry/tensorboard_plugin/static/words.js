@@ -10,17 +10,17 @@ const MARGIN = 6;
 
 export class Tooltip {
   constructor() {
-    this.node = element("div", { class: "tooltip", role: "tooltip", hidden: true });
+    // A popover is above dialogs, too.
+    this.node = element("div", { class: "tooltip", role: "tooltip", popover: "manual" });
   }
 
   hide() {
-    this.node.hidden = true;
+    if (this.node.isConnected) this.node.hidePopover();
   }
 
-  showGroup(panel, path, isFolded, x, y) {
+  showGroup(path, isFolded, x, y) {
     const what = isFolded ? "click to unfold" : "click to fold";
-    fill(this.node, element("b", {}, path), element("span", {}, what));
-    this.#place(panel, x, y);
+    this.#show(x, y, element("b", {}, path), element("span", {}, what));
   }
 
   showCell(panel, cell, row, statistic, x, y) {
@@ -30,8 +30,9 @@ export class Tooltip {
     const name = row.folded
       ? `${row.folded} (${row.type}; here ${titleOf(layer)})`
       : titleOf(layer);
-    fill(
-      this.node,
+    this.#show(
+      x,
+      y,
       element("b", {}, name),
       element("span", {}, `${layer.type} · ${stepsText(field, cell)}`),
       element(
@@ -40,19 +41,39 @@ export class Tooltip {
         `${statistic.title}: ${formatValue(statistic, value)}`,
       ),
     );
-    this.#place(panel, x, y);
   }
 
-  /** Beside a point of the panel's picture, inside of the window. */
-  #place(panel, x, y) {
-    this.node.hidden = false;
-    const bounds = panel.heatmap.node.getBoundingClientRect();
+  /** @param {Object} found `title` or `step`; `lines`, each with `label`, `text` and a `color` */
+  showLines({ title, step, lines }, x, y) {
+    const row = ({ color, dash, label, text, isNearest }) =>
+      element(
+        "tr",
+        { class: isNearest ? "nearest" : "" },
+        element(
+          "td",
+          {},
+          color
+            ? element("i", { style: `border-top:3px ${dash?.length ? "dashed" : "solid"} ${color}` })
+            : null,
+        ),
+        element("td", {}, label),
+        element("td", {}, text),
+      );
+    const heading = title ?? `step ${formatStep(step)}`;
+    this.#show(x, y, element("b", {}, heading), element("table", {}, ...lines.map(row)));
+  }
+
+  /** Beside a point, inside of the window. */
+  #show(x, y, ...content) {
+    fill(this.node, ...content);
+    this.node.hidePopover(); // a dialog may have opened since, which it is to be above
+    this.node.showPopover();
     const { offsetWidth: width, offsetHeight: height } = this.node;
-    const right = bounds.left + x + 16;
-    const left = right + width > window.innerWidth ? bounds.left + x - width - 12 : right;
-    const top = Math.min(bounds.top + y + 14, window.innerHeight - height - MARGIN);
+    const right = x + 16;
+    const left = right + width > window.innerWidth ? x - width - 12 : right;
+    const top = Math.min(y + 14, window.innerHeight - height - MARGIN);
     this.node.style.left = `${Math.max(left, MARGIN)}px`;
-    this.node.style.top = `${top}px`;
+    this.node.style.top = `${Math.max(top, MARGIN)}px`;
   }
 }
 
