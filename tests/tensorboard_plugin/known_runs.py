@@ -11,8 +11,12 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.events import FileWriter, summaries
 from telemetry.layers import MATRIX_STATISTICS
+from telemetry.layers.record import Group
+from telemetry.layers.units import encode_units
 from telemetry.reading.run_data import RunData
 from telemetry.records import Layout, Module, Parameter
+from telemetry.records.rows import Rows
+from telemetry.records.sketch import Sketch
 from telemetry.shared.page_format import (
     EVENTS_PER_TAG,
     PLUGIN_NAME,
@@ -45,6 +49,7 @@ def write_run(
     steps: Sequence[int],
     norms: ValuesOf,
     matrices: ValuesOf | None = None,
+    units: ValuesOf | None = None,
     every: int = 1,
     alerts: Sequence[Alert] = (),
     session: str = "20260101-000000.000-aaaa",
@@ -58,6 +63,7 @@ def write_run(
         steps: All steps, ascending.
         norms: Gradient norms of a step, ``[parameters]``.
         matrices: Statistics of a step, ``[modules, statistics]``.
+        units: Extremes of the first module's units at these steps, ``[units, 2]``.
         every: Matrices are written at multiples of it.
         alerts: In the order in which they are numbered.
         session: Sorts the sessions of a run.
@@ -77,6 +83,11 @@ def write_run(
             number = full_count // EVENTS_PER_TAG
             tag = Chunk(kind="m", session=session, layout=0, number=number).tag
             values.append(summaries.tensor(tag, matrices(step), PLUGIN_NAME))
+            if units is not None:
+                rows = Rows.of([Sketch.empty()], units=[units(step)])
+                data = encode_units(Group(rows=rows, modules=np.array([0]), size=1))
+                tag = Chunk(kind="u", session=session, layout=0, number=number).tag
+                values.append(summaries.tensor(tag, data, PLUGIN_NAME))
             full_count += 1
         if losses:
             values.append(summaries.scalar("loss", 2.0 / (1 + step)))

@@ -27,6 +27,11 @@ def matrices(step: int) -> np.ndarray:
     return values
 
 
+def growing(step: int) -> np.ndarray:
+    """One unit that is dead from step 20 on, one that grows, one that does not."""
+    return np.array([[0, 0 if step >= 20 else 1], [-step, step], [-1, 2]], np.float32)
+
+
 def exploding(step: int) -> np.ndarray:
     """Two layers as usual, 100 apart; the third grows by 30 decades."""
     return np.array([0.01, 1, 10.0 ** (step / 2)], np.float32)
@@ -42,7 +47,7 @@ def write_runs(logdir: Path) -> None:
     write_run(logdir / "apart", layout_of(names), steps=range(10), norms=apart)
     write_run(
         logdir / "demo", layout_of(NAMES), steps=range(60), norms=rising, matrices=matrices,
-        every=10,
+        units=growing, every=10,
         alerts=[
             alert_at(7, "blocks.0.fc", severity="warning", kind="vanishing_gradient"),
             alert_at(30, "head", message="The gradient of head exploded."),

@@ -130,6 +130,20 @@ def test_details_are_of_the_run_that_was_clicked(page: TelemetryPage) -> None:
     assert "of" not in page.link()
 
 
+def test_two_runs_are_shown_relative_to_each_other(page: TelemetryPage) -> None:
+    page.open(run="old9", other="old10", mode="run")
+    first = page.locator(".first-nonfinite button")
+    first.nth(1).wait_for()
+    assert "First difference: step 0, in " in first.nth(0).inner_text()
+    for panel, relation in ((0, "×2"), (1, "÷2")):
+        page.locator(".heatmap").nth(panel).hover(position=page.point(0.75, 0.5, panel))
+        page.locator(".tooltip", has_text=relation).wait_for()
+    page.locator("button:has-text('One run')").click()
+    page.locator(".panel").nth(1).wait_for(state="detached")
+    page.locator(".heatmap").hover(position=page.point(0.75, 0.5))
+    page.locator(".tooltip", has_text="Gradient norm: 2").wait_for()
+
+
 # --- the story
 
 

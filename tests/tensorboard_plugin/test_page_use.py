@@ -155,6 +155,22 @@ def test_values_are_shown_relative_to_a_median(page: TelemetryPage) -> None:
     assert len({page.pixel((row + 0.5) / 6, 0.5) for row in range(6)}) == 6
 
 
+def test_units_are_shown_over_steps(page: TelemetryPage) -> None:
+    page.open(run="demo", layer=".stem", step="25")
+    units = page.locator(".units")
+    units.scroll_into_view_if_needed()
+    assert "3 units; at step 20 dead: 0" in units.inner_text()
+    box = units.locator("canvas").bounding_box()
+    assert box is not None
+    units.locator("canvas").hover(position={"x": box["width"] * 0.99 - 10, "y": 24})
+    text = page.locator(".tooltip").inner_text()
+    assert "Unit 1 at step 50" in text
+    assert "-50 to 50" in text
+    page.open(run="demo", layer=".head")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    assert page.locator(".units").count() == 0
+
+
 def test_the_page_follows_dark_mode(page: TelemetryPage) -> None:
     page.open(run="colors", all="1", dark=True)
     assert page.locator("html.dark").count() == 1

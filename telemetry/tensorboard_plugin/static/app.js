@@ -172,6 +172,12 @@ export class App {
     if (alert && !this.side.movers.isOf(alert.step)) this.loadMovers(this.focusedPanel().run, alert.step);
   }
 
+  /** What cells show; one run has no other to compare with. */
+  get mode() {
+    const { mode } = this.state;
+    return mode === "run" && this.panels.length < 2 ? "value" : mode;
+  }
+
   /** The alert that was chosen, in the run of the last click. */
   get chosenAlert() {
     const { alert: key } = this.state;
@@ -270,7 +276,7 @@ export class App {
     this.live.draw(Math.max(...this.panels.map((panel) => panel.overview.lastStep)));
     this.shown.settle(view);
     for (const [panel, shown] of this.shown.panels) panel.draw(shown);
-    drawLegend(this.legend, this.shown.scale(), this.statistic, this.state.mode, this.theme);
+    drawLegend(this.legend, this.shown.scale(), this.statistic, this.mode, this.theme);
     for (const panel of this.panels) hoverAgain(panel.heatmap);
     this.side.draw();
     moveHairs(this.hoveredStep ?? null);

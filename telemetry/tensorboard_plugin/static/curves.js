@@ -82,22 +82,13 @@ const MOST_HEIGHT = 420;
 
 /**
  * @param {HTMLCanvasElement} canvas
- * @param {Object} shown what the panel shows, with its `alerts`
+ * @param {Object} shown what the panel shows; of two runs also `beside`, what the other one does
  * @param {number} right room at the right
  * @returns {Element} the legend
  */
 export function drawLayerCurves(canvas, shown, right) {
-  const { rows, view, theme, width, gutter, selection, spare, scale } = shown;
-  const chosen = rows.findIndex((row) => selection && row.layers.includes(selection.layer));
-  const [first, end] = [Math.floor(view.row0), Math.min(Math.ceil(view.row1), rows.length)];
-  const places = placesOf(first, end, faultyRows(shown, first, end), chosen);
-  const curves = places.map((place, i) => ({
-    ...curveOf(shown, place),
-    ...(place === chosen ? { color: theme.text } : styleOf(theme, i)),
-    width: place === chosen ? 2.5 : 1, // thicker ones take ten times as long
-    label: rows[place].label,
-    layer: rows[place].layers[0],
-  }));
+  const { view, theme, width, gutter, spare, scale } = shown;
+  const curves = layerCurves(shown);
   drawChart(canvas, {
     curves,
     view,
@@ -106,11 +97,25 @@ export function drawLayerCurves(canvas, shown, right) {
     height: Math.min(Math.max(spare - 40, LEAST_HEIGHT), MOST_HEIGHT),
     left: gutter,
     right,
+    fit: shown.beside ? layerCurves(shown.beside) : [],
     ...axisOf(shown.statistic, scale),
     cursor: shown.cursor,
     axis: true,
   });
   return legendOf(curves);
+}
+
+function layerCurves(shown) {
+  const { rows, view, theme, selection } = shown;
+  const chosen = rows.findIndex((row) => selection && row.layers.includes(selection.layer));
+  const [first, end] = [Math.floor(view.row0), Math.min(Math.ceil(view.row1), rows.length)];
+  return placesOf(first, end, faultyRows(shown, first, end), chosen).map((place, i) => ({
+    ...curveOf(shown, place),
+    ...(place === chosen ? { color: theme.text } : styleOf(theme, i)),
+    width: place === chosen ? 2.5 : 1, // thicker ones take ten times as long
+    label: rows[place].label,
+    layer: rows[place].layers[0],
+  }));
 }
 
 /** How a chart's axis shows the values that a scale shows in colors. */

@@ -11,6 +11,7 @@ import { drawHistogram, quantilesOf } from "./histogram.js";
 import { enlarged, filmOf } from "./pictures.js";
 import { titleOf } from "./rows.js";
 import { makeScale } from "./scale.js";
+import { drawUnits, unitsInWords } from "./units.js";
 
 const MAX_CURVES = 4;
 const QUANTILES = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99];
@@ -45,13 +46,14 @@ export class Detail {
     const parts = await Promise.allSettled([
       source.histograms(run, layer.name),
       source.images(run, layer.name),
+      source.units?.(run, layer.name),
       ...runs.map((name) => source.layer(name, layer.name)),
     ]);
     if (request !== this.request) return;
-    const [histograms, images, ...groups] = parts.map((part) => part.value ?? null);
+    const [histograms, images, units, ...groups] = parts.map((part) => part.value ?? null);
     const error = parts.find((part) => part.status === "rejected")?.reason?.message;
     const series = new Map(runs.map((name, i) => [name, groups[i]]));
-    this.data = { source, run, series, histograms, images, error };
+    this.data = { source, run, series, histograms, images, units, error };
   }
 
   /**
@@ -71,6 +73,7 @@ export class Detail {
       data?.error ? element("p", { class: "failure" }, data.error) : null,
       isKnown ? this.#table(groups) : null,
       isKnown ? this.#curves(groups) : null,
+      data?.units?.count ? this.#units(data.units) : null,
       data?.histograms?.length ? this.#histograms(data.histograms) : null,
       ...(data?.images ?? []).map((picture) => this.#pictures(data, picture)),
     );
@@ -199,6 +202,19 @@ export class Detail {
       element("h3", {}, `${statistic.title} over time`),
       withHair(canvas),
       curves.length > 1 ? legendOf(curves) : null,
+    );
+  }
+
+  #units(units) {
+    const { theme, view, step } = this.shown;
+    const canvas = element("canvas", { role: "img", "aria-label": "Units over time" });
+    const index = drawUnits(canvas, units, { view, theme, width: this.#width(), step });
+    return element(
+      "div",
+      { class: "units" },
+      element("h3", {}, "Largest magnitude of each unit"),
+      withHair(canvas),
+      element("p", { class: "muted" }, unitsInWords(units, index)),
     );
   }
 

@@ -25,12 +25,12 @@ export async function saveView(app, kind) {
 
 /** The runs side by side, as an SVG file. */
 function pictureOf(app) {
-  const { theme, statistic, state } = app;
+  const { theme, statistic } = app;
   const nodes = [];
   let [left, bottom] = [MARGIN, 0];
   for (const [panel, shown] of app.shown.panels) {
     const view = `steps ${formatStep(shown.view.step0)} to ${formatStep(shown.view.step1 - 1)}`;
-    const title = `${panel.run} · ${legendTitle(statistic, state.mode)} · ${view}`;
+    const title = `${panel.run} · ${legendTitle(statistic, app.mode)} · ${view}`;
     const parts = panel.drawOnto(() => new SvgCanvas(), shown);
     let top = MARGIN;
     nodes.push(placed(textLine(title, shown.width, theme, theme.text), left, top));

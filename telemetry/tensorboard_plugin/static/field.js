@@ -153,6 +153,53 @@ export function relativeValues(field, whole, mode, log) {
   return result;
 }
 
+/**
+ * Values relative to those of another run, at the step that holds there; −1 where one has none.
+ * @param {Field} field
+ * @param {{name: string}[]} layers behind it
+ * @param {Field} other
+ * @param {{name: string}[]} others layers behind that; the same layer has the same name
+ * @param {boolean} log
+ * @returns {Float32Array}
+ */
+export function relativeToRun(field, layers, other, others, log) {
+  const result = new Float32Array(field.values.length).fill(-1);
+  const placeOf = new Map(others.map(({ name }, index) => [name, index]));
+  const rows = Array.from({ length: field.rows }, (_, row) => {
+    const { name } = layers[field.firstLayer + row * field.layerFactor];
+    return placeOf.has(name) ? rowOf(other, placeOf.get(name)) : -1;
+  });
+  const end = endOf(other.steps);
+  field.steps.forEach((step, column) => {
+    const theirs = step < end ? columnAt(other.steps, step) : -1;
+    if (theirs < 0) return;
+    rows.forEach((row, index) => {
+      const value = field.values[column * field.rows + index];
+      const reference = row < 0 ? -1 : other.values[theirs * other.rows + row];
+      if (reference < 0) return;
+      const isKnown = reference < Infinity && !(log && reference === 0);
+      result[column * field.rows + index] =
+        value === reference ? 1 : relative(value, isKnown ? reference : NaN, log);
+    });
+  });
+  return result;
+}
+
+const ROUNDING = 1e-3; // of a ratio of two float32
+
+/**
+ * The first step at which values relative to another run are not 1.
+ * @returns {{step: number, rows: number[]}|null} and the rows of the field
+ */
+export function firstDifference(field, values) {
+  const differs = (value) => value !== value || (value >= 0 && Math.abs(value - 1) > ROUNDING);
+  const index = values.findIndex(differs);
+  if (index < 0) return null;
+  const column = Math.floor(index / field.rows);
+  const own = values.subarray(column * field.rows, (column + 1) * field.rows);
+  return { step: field.steps[column], rows: [...own.keys()].filter((row) => differs(own[row])) };
+}
+
 function relative(value, median, log) {
   if (value < 0 || !(value < Infinity)) return value;
   if (median !== median) return value === 0 ? 0 : -1;

@@ -1,7 +1,16 @@
 // One run: its data, the strip with loss and learning rate, the picture, and what is around it.
 
 import { element, fill } from "./dom.js";
-import { append, endOf, isThinned, measuredLayers, relativeValues, valuesOfRows } from "./field.js";
+import {
+  append,
+  endOf,
+  firstDifference,
+  isThinned,
+  measuredLayers,
+  relativeToRun,
+  relativeValues,
+  valuesOfRows,
+} from "./field.js";
 import { formatStep } from "./format.js";
 import { withHair } from "./crosshair.js";
 import { Heatmap, RIGHT } from "./heatmap.js";
@@ -93,15 +102,18 @@ export class Panel {
     return this.fields.get(statistic.name);
   }
 
-  /** Values to draw: those measured, or relative to medians. */
-  values(field, statistic, mode) {
+  /** Values to draw: those measured, or relative to medians or to the panel of another run. */
+  values(field, statistic, mode, beside) {
     if (mode === "value") return field.values;
     const key = `${statistic.name} ${mode}`;
     const known = this.relative.get(key);
-    if (known?.field === field) return known.values;
-    const whole = this.fields.get(statistic.name);
-    const values = relativeValues(field, whole, mode, statistic.log);
-    this.relative.set(key, { field, values });
+    const whole = (mode === "run" ? beside : this).field(statistic);
+    if (known?.field === field && known.whole === whole) return known.values;
+    const values =
+      mode === "run"
+        ? relativeToRun(field, this.overview.layers, whole, beside.overview.layers, statistic.log)
+        : relativeValues(field, whole, mode, statistic.log);
+    this.relative.set(key, { field, whole, values });
     return values;
   }
 
@@ -180,16 +192,15 @@ export class Panel {
     this.strip.hidden = this.stripLegend.hidden = !legend;
     fill(this.stripLegend, legend);
     this.#drawNotice(field, shown);
-    this.#drawFirst(statistic);
-    this.heatmap.draw({ ...shown, width: width - beside, alerts: this.alerts });
+    this.#drawFirst(shown);
+    this.heatmap.draw({ ...shown, width: width - beside });
     this.drawProfile(shown);
     const isEmpty = !field.steps.length || !shown.rows.length;
     this.curves.hidden = this.curvesTitle.hidden = this.curvesLegend.hidden = isEmpty;
     if (!isEmpty) {
       this.curvesTitle.textContent = `${statistic.title} over time`;
       this.curves.setAttribute("aria-label", this.curvesTitle.textContent);
-      const withAlerts = { ...shown, alerts: this.alerts };
-      fill(this.curvesLegend, drawLayerCurves(this.curves, withAlerts, beside + RIGHT));
+      fill(this.curvesLegend, drawLayerCurves(this.curves, shown, beside + RIGHT));
     }
     Object.assign(this.node.dataset, {
       run: this.run,
@@ -244,22 +255,19 @@ export class Panel {
     this.profile.setAttribute("aria-label", label);
   }
 
-  /** The line that says where NaN or infinity came first; a click goes there. */
-  #drawFirst(statistic) {
-    const found = this.firstNonfinite(statistic);
+  /** The line that says where NaN, or a difference, came first; a click goes there. */
+  #drawFirst({ statistic, mode, field, values }) {
+    const isOfTwo = mode === "run";
+    const found = isOfTwo ? firstDifference(field, values) : this.firstNonfinite(statistic);
     this.first.hidden = !found;
     if (!found) return fill(this.first);
-    const { firstLayer, layerFactor } = this.field(statistic);
+    const { firstLayer, layerFactor } = isOfTwo ? field : this.field(statistic);
     const names = found.rows.map((row) => this.overview.layers[firstLayer + row * layerFactor]);
     const more = names.length > 1 ? ` and ${names.length - 1} more` : "";
-    fill(
-      this.first,
-      element(
-        "button",
-        { dataset: { key: "first" }, onclick: () => this.on.step(found.step) },
-        `First NaN or infinity: step ${formatStep(found.step)}, in ${titleOf(names[0])}${more}`,
-      ),
-    );
+    const what = isOfTwo ? "First difference" : "First NaN or infinity";
+    const text = `${what}: step ${formatStep(found.step)}, in ${titleOf(names[0])}${more}`;
+    const onclick = () => this.on.step(found.step);
+    fill(this.first, element("button", { dataset: { key: "first" }, onclick }, text));
   }
 
   #take(overview) {

@@ -8,7 +8,7 @@ import { decode } from "./host.js";
  * @property {string} other a second run beside it, or ""
  * @property {boolean} ofOther whether the selected layer is that of the run beside it
  * @property {string} statistic
- * @property {string} mode `value`, `own` or `depth`
+ * @property {string} mode `value`, `own`, `depth` or `run`
  * @property {string} search
  * @property {string} order `depth` or `role`
  * @property {boolean} everything whether all steps were asked for, also where the story is short
@@ -76,7 +76,7 @@ export function fromLink(link) {
   for (const name of ["run", "other", "statistic", "search", "alert", "histogram"]) {
     if (link[name]) state[name] = link[name];
   }
-  if (["own", "depth"].includes(link.mode)) state.mode = link.mode;
+  if (["own", "depth", "run"].includes(link.mode)) state.mode = link.mode;
   if (link.order === "role") state.order = "role";
   state.all = link.all === "1";
   state.ofOther = link.of === "other";

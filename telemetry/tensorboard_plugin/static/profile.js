@@ -13,12 +13,13 @@ const known = new WeakMap();
 
 /** How much of a width the profile takes; 0 where there is no room. */
 export function profileWidth(width) {
-  return width < 520 ? 0 : Math.round(Math.min(Math.max(width * 0.14, 100), 190));
+  return width < 480 ? 0 : Math.round(Math.min(Math.max(width * 0.14, 100), 190));
 }
 
 /**
  * @param {HTMLCanvasElement} canvas
- * @param {Object} shown `field`, `rowValues`, `scale`, `rows`, `view`, `theme`, `height`
+ * @param {Object} shown `field`, `rowValues`, `scale`, `rows`, `view`, `theme`, `height`; of two
+ *   runs `beside`, whose line is dashed
  * @param {number} width
  * @param {number} step
  */
@@ -48,11 +49,18 @@ export function drawProfile(canvas, shown, width, step) {
     at: y(row + 0.5),
     value: rowValues[column * rows.length + row],
   }));
+  const others = shown.beside && shown.mode !== "run" ? valuesBeside(shown.beside, step) : null;
   context.fillStyle = theme.usual;
   for (const value of usualOf(shown.statistic, scale)) {
     for (let at = box.y; at < box.y + box.height; at += 8) context.fillRect(x(value) - 0.5, at, 1, 5);
   }
-  drawLine(context, theme, points, x, box, rowHeight);
+  if (others) {
+    context.setLineDash([3, 3]);
+    const beside = points.map(({ at }, i) => ({ at, value: others.get(rows[visible[i]].label) ?? -1 }));
+    drawLine(context, theme, theme.curves[1], beside, x, box, rowHeight);
+    context.setLineDash([]);
+  }
+  drawLine(context, theme, theme.curves[0], points, x, box, rowHeight);
   context.restore();
   const read = (_, at) => {
     const row = Math.floor(view.row0 + ((at - box.y) / box.height) * (view.row1 - view.row0));
@@ -60,6 +68,7 @@ export function drawProfile(canvas, shown, width, step) {
     const line = (label, value) => ({ label, text: value >= 0 || value !== value ? scaleText(scale, value) : "–" });
     const lines = [
       line(`step ${formatStep(field.steps[column])}`, rowValues[column * rows.length + row]),
+      ...(others ? [line("the run beside", others.get(rows[row].label) ?? -1)] : []),
       line("5 % of its own are below", low[row]),
       line("95 % of its own are below", high[row]),
     ];
@@ -68,8 +77,14 @@ export function drawProfile(canvas, shown, width, step) {
   canvas.plotted = { box, read };
 }
 
-function drawLine(context, theme, points, x, box, rowHeight) {
-  context.strokeStyle = context.fillStyle = theme.curves[0];
+/** What another run has at a step, by the rows' names. */
+function valuesBeside({ field, rowValues, rows }, step) {
+  const column = columnAt(field.steps, step);
+  return new Map(rows.map(({ label }, row) => [label, rowValues[column * rows.length + row] ?? -1]));
+}
+
+function drawLine(context, theme, color, points, x, box, rowHeight) {
+  context.strokeStyle = context.fillStyle = color;
   context.lineWidth = 1.5;
   context.beginPath();
   let pen = false;
@@ -90,7 +105,7 @@ function drawLine(context, theme, points, x, box, rowHeight) {
     } else if (!(value < Infinity)) {
       context.fillStyle = value === Infinity ? theme.infinite : theme.nan;
       context.fillRect(box.x + box.width - 4, at - rowHeight / 2, 8, Math.max(rowHeight - 0.5, 1));
-      context.fillStyle = theme.curves[0];
+      context.fillStyle = color;
     }
   }
 }

@@ -80,7 +80,7 @@ const OUTSIDE = 0.002; // share of the values at either end that may lie beyond 
 /**
  * A scale that suits all the fields, so that runs can be compared.
  * @param {{log: boolean}} statistic
- * @param {string} mode `value`, `own` or `depth`
+ * @param {string} mode `value`, `own`, `depth` or `run`
  * @param {Float32Array[]} fields values; relative ones are ratios, or 1 + difference
  * @returns {Scale}
  */
@@ -275,6 +275,7 @@ export function legendTitle(statistic, mode) {
   const relation = {
     own: ", relative to the layer's own median",
     depth: ", relative to the median over all layers",
+    run: ", relative to the run beside it",
   };
   return statistic.title + (relation[mode] ?? "");
 }

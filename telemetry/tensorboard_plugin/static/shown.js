@@ -18,7 +18,7 @@ export class Shown {
 
   /** Settles that for a view. */
   settle(view) {
-    const { statistic, theme, state, panels } = this.app;
+    const { statistic, theme, state, mode, panels } = this.app;
     const isZoomed = state.zoom !== null;
     const scale = this.scale();
     const rowCount = Math.max(...panels.map((panel) => this.app.rows(panel).length));
@@ -26,7 +26,8 @@ export class Shown {
     this.panels = panels.map((panel) => {
       const rows = this.app.rows(panel);
       const field = panel.visibleField(statistic, view, isZoomed, rows);
-      const values = panel.values(field, statistic, state.mode);
+      const beside = panels.find((known) => known !== panel);
+      const values = panel.values(field, statistic, mode, beside);
       panel.title.hidden = panels.length === 1;
       const shown = {
         ...size,
@@ -37,7 +38,7 @@ export class Shown {
         rows,
         field,
         search: state.search,
-        mode: state.mode,
+        mode,
         grouping: panel.grouping(state.order),
         values,
         rowValues: panel.rowValues(field, values, rows, scale),
@@ -45,21 +46,26 @@ export class Shown {
         selection: this.#selection(panel),
         cursor: state.step,
         scalars: panels.map((known) => known.scalars),
+        alerts: panel.alerts,
       };
       return [panel, shown];
     });
+    const [[, first], [, second] = []] = this.panels;
+    if (second) [first.beside, second.beside] = [second, first];
   }
 
   /** One scale for all runs; a zoom does not change it. */
   scale() {
-    const { statistic, state, panels } = this.app;
+    const { statistic, mode, panels } = this.app;
     const fields = panels.map((panel) => panel.field(statistic));
-    const key = `${statistic.name} ${state.mode}`;
+    const key = `${statistic.name} ${mode}`;
     const isKnown =
       this.known?.key === key && this.known.fields.every((field, i) => field === fields[i]);
     if (!isKnown || this.known.fields.length !== fields.length) {
-      const values = fields.map((field, i) => panels[i].values(field, statistic, state.mode));
-      this.known = { key, fields, scale: makeScale(statistic, state.mode, values) };
+      const values = fields.map((field, i) =>
+        panels[i].values(field, statistic, mode, panels[1 - i]),
+      );
+      this.known = { key, fields, scale: makeScale(statistic, mode, values) };
     }
     return this.known.scale;
   }

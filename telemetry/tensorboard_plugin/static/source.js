@@ -55,6 +55,10 @@ export class ServerSource {
     return unpackHistograms(await this.#binary("histograms", { run, layer }));
   }
 
+  async units(run, layer) {
+    return unpackUnits(await this.#binary("units", { run, layer }));
+  }
+
   async images(run, layer) {
     return (await this.#get("images", { run, layer })).json();
   }
@@ -117,6 +121,12 @@ export function unpackLayer({ header, arrays }) {
       ]),
     );
   return { statistics: curves("statistics"), parameters: curves("parameters") };
+}
+
+/** Smallest and largest value of each unit, step after step; both are 0 of a dead one. */
+export function unpackUnits({ header, arrays }) {
+  const { steps, extremes } = arrays;
+  return { ...header, steps, extremes, count: header.arrays.extremes.shape[1] };
 }
 
 export function unpackHistograms({ header, arrays }) {

@@ -35,7 +35,7 @@ export function drawToolbar(node, content, app) {
       ? rare(button("One run", { onclick: () => change({ other: "", zoom: null }) }))
       : null,
     dropDown("Statistic", statistics, state.statistic, (statistic) => change({ statistic })),
-    rare(dropDown("Show", SHOW, state.mode, (mode) => change({ mode }))),
+    rare(dropDown("Show", state.other ? [...SHOW, OF_TWO] : SHOW, app.mode, (mode) => change({ mode }))),
     content.hasRoles ? rare(dropDown("Order", ORDER, state.order, setOrder)) : null,
     rare(layersShown(state, grouping, change)),
     rare(search(state.search, change)),
@@ -63,6 +63,7 @@ const SHOW = [
   ["own", "relative to the layer's median"],
   ["depth", "relative to the median over depth"],
 ];
+const OF_TWO = ["run", "relative to the run beside"];
 const ORDER = [
   ["depth", "by depth"],
   ["role", "by role"],

@@ -4,6 +4,7 @@ import { element, fill } from "./dom.js";
 import { valueAt } from "./field.js";
 import { formatStep, formatValue } from "./format.js";
 import { titleOf } from "./rows.js";
+import { scaleText } from "./scale.js";
 import { kindTitle } from "./alert_list.js";
 
 const MARGIN = 6;
@@ -24,9 +25,11 @@ export class Tooltip {
   }
 
   showCell(panel, cell, row, statistic, x, y) {
-    const { field } = panel.heatmap.content;
+    const { field, values, scale } = panel.heatmap.content;
     const layer = panel.overview.layers[cell.layer];
     const value = valueAt(field, cell.layer, cell.step);
+    const relative = scale.diverging ? valueAt({ ...field, values }, cell.layer, cell.step) : -1;
+    const relation = relative >= 0 && relative < Infinity ? ` (${scaleText(scale, relative)})` : "";
     const name = row.folded
       ? `${row.folded} (${row.type}; here ${titleOf(layer)})`
       : titleOf(layer);
@@ -38,7 +41,7 @@ export class Tooltip {
       element(
         "span",
         { class: Number.isFinite(value) ? "" : "nonfinite" },
-        `${statistic.title}: ${formatValue(statistic, value)}`,
+        `${statistic.title}: ${formatValue(statistic, value)}${relation}`,
       ),
     );
   }

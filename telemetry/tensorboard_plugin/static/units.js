@@ -1,0 +1,80 @@
+// The units, or channels, of a layer over time: how large each gets, which are dead or saturated.
+
+import { drawStepAxis, prepare } from "./canvas.js";
+import { xOf } from "./chart.js";
+import { columnAt } from "./field.js";
+import { formatNumber, formatStep } from "./format.js";
+import { paint } from "./heatmap_pixels.js";
+import { encode, makeScale, palette } from "./scale.js";
+
+const LEFT = 58;
+const ROW_HEIGHTS = [3, 14]; // of a unit
+const HEIGHTS = [40, 200];
+
+/**
+ * @param {HTMLCanvasElement} canvas
+ * @param {Object} units `steps`, `count`, `extremes`, and `dead`, `saturated` in words of each step
+ * @param {Object} options `view`, `theme`, `width`, `step`
+ * @returns {number} index of the step that is told of
+ */
+export function drawUnits(canvas, units, { view, theme, width, step }) {
+  const { steps, count, extremes } = units;
+  const [least, most] = ROW_HEIGHTS.map((height) => count * height);
+  const inner = Math.max(Math.min(most, HEIGHTS[0]), Math.min(least, HEIGHTS[1]));
+  const context = prepare(canvas, width, inner + 30);
+  const box = { x: LEFT, y: 6, width: width - LEFT - 10, height: inner };
+  const sizes = sizesOf(units);
+  const scale = makeScale({ log: true }, "value", [sizes]);
+  const ratio = canvas.width / width;
+  const [x, y, columns, rows] = [box.x, box.y, box.width, box.height].map((s) => Math.round(s * ratio));
+  const image = context.createImageData(columns, rows);
+  const visible = { ...view, row0: 0, row1: count };
+  paint(image, steps, encode(scale, sizes), palette(false, theme.missing), count, visible, false);
+  context.putImageData(image, x, y);
+  context.strokeStyle = theme.line;
+  context.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
+  context.font = theme.smallFont;
+  context.fillStyle = theme.muted;
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  const middle = (unit) => box.y + ((unit + 0.5) / count) * box.height;
+  const ends = count > 1 ? [0, count - 1] : [0];
+  for (const unit of ends) {
+    const place = Math.min(Math.max(middle(unit), box.y + 5), box.y + box.height - 5);
+    context.fillText(String(unit), box.x - 6, place);
+  }
+  drawStepAxis(context, theme, box, view, "");
+  const chosen = Math.max(columnAt(steps, step ?? Infinity), 0);
+  context.fillStyle = theme.text;
+  context.fillRect(xOf(box, view, steps[chosen]) - 0.5, box.y, 1, box.height);
+  const read = (at, height) => {
+    const unit = Math.min(Math.max(Math.floor(((height - box.y) / box.height) * count), 0), count - 1);
+    const column = Math.max(columnAt(steps, at), 0);
+    const [low, high] = extremes.subarray(2 * (column * count + unit));
+    const text = low > high ? "left out" : `${formatNumber(low)} to ${formatNumber(high)}`;
+    const title = `Unit ${unit} at step ${formatStep(steps[column])}`;
+    return { step: steps[column], title, lines: [{ label: low === 0 && high === 0 ? "dead" : "from", text }] };
+  };
+  canvas.plotted = { box, view, read };
+  return chosen;
+}
+
+/** Which units are dead or saturated at a step, and how many were left out. */
+export function unitsInWords({ steps, count, dead, saturated, leftOut, sampled }, index) {
+  return [
+    `${count} units; at step ${formatStep(steps[index])} dead: ${dead[index] || "none"}`,
+    saturated[index] ? `saturated: ${saturated[index]}` : "",
+    leftOut[index] ? `${leftOut[index]} are left out, the largest are shown` : "",
+    sampled ? "some steps are left out" : "",
+  ]
+    .filter(Boolean)
+    .join("; ");
+}
+
+/** The larger magnitude of each unit's extremes; −1 where it was left out. */
+function sizesOf({ extremes }) {
+  return Float32Array.from({ length: extremes.length / 2 }, (_, i) => {
+    const [low, high] = [extremes[2 * i], extremes[2 * i + 1]];
+    return low > high ? -1 : Math.max(Math.abs(low), Math.abs(high));
+  });
+}
