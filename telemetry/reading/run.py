@@ -108,6 +108,19 @@ class Run:
             raise KeyError(f"no layer {layer!r}; the closest are {close or 'none'}")
         return self._data.units(layer)
 
+    @cached_property
+    def modules(self) -> Table:
+        """The layers in forward order, and where they are written.
+
+        Columns ``module_name``, ``type_name``, ``forward`` (file and line) and ``user_code``: the
+        same where that is your own code, else those of the nearest module around it, and its name.
+        """
+        layers = self._data.overview().layers
+        names = ("name", "type_name", "forward", "user_code")
+        rows = np.arange(len(layers))
+        name, *others = ((rows, [getattr(layer, key) for layer in layers]) for key in names)
+        return _table(module_name=name, **dict(zip(names[1:], others, strict=True)))
+
     @property
     def histogram_tags(self) -> tuple[str, ...]:
         """All tags that :meth:`histogram` knows."""
