@@ -19,6 +19,7 @@ from telemetry.commands.explain import explain_faults
 from telemetry.commands.export import export
 from telemetry.commands.output import new_console, reason, tell_problems
 from telemetry.commands.report import report
+from telemetry.commands.runs import runs
 from telemetry.commands.summary import summary
 from telemetry.commands.units import units
 from telemetry.layers import PAGE_STATISTICS
@@ -34,6 +35,7 @@ completion in bash and zsh, after pip install argcomplete:
   eval "$(register-python-argcomplete telemetry)"
 """
 _EXAMPLES = {
+    "runs": ["runs/ --sort best_loss", "runs/ --filter lr=0.1 --csv"],
     "summary": ["runs/mnist --statistic dead_units"],
     "alerts": ["runs/ --fail-on error"],
     "explain": ["runs/mnist", "runs/mnist/flight-120.json"],
@@ -88,6 +90,16 @@ def _parser() -> argparse.ArgumentParser:
     shown = f"what to show of each layer (default: %(default)s): {_NAMES}"
     _add_statistic(of_summary, shown, default=_STATISTICS[0])
     _add_form(of_summary)
+
+    does = "print all runs with what tells them apart, the newest first"
+    of_runs = _command(commands, "runs", runs, does)
+    _add_runs(of_runs)
+    sort = "a column or a hyperparameter, such as best_loss or lr (default: %(default)s)"
+    of_runs.add_argument("--sort", metavar="KEY", default="started", help=sort)
+    of_runs.add_argument("--reverse", action="store_true", help="the other way round")
+    words = "only runs with all these words in name, status, first alert or lr=0.1"
+    of_runs.add_argument("--filter", metavar="WORDS", help=words)
+    _add_form(of_runs)
 
     does = "print the alerts of runs; exit with 1 if there are any but notes"
     of_alerts = _command(commands, "alerts", alerts, does)
