@@ -75,6 +75,30 @@ def test_another_statistic_can_be_asked_for(
     assert "not measured in this run" in capsys.readouterr().out
 
 
+def test_the_layers_with_the_largest_or_smallest_values_can_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def norms(step: int) -> np.ndarray:
+        return np.array([1.0, 5.0, np.nan, 0.5], np.float32)
+
+    write_run(tmp_path, layout_of(["one", "five", "nan", "half"]), steps=range(3), norms=norms)
+
+    def names(*options: str) -> list[str]:
+        assert main(["summary", str(tmp_path), "--json", *options]) == 0
+        return [record["module_name"] for record in json.loads(capsys.readouterr().out)]
+
+    assert names("--sort", "grad_norm") == ["nan", "five", "one", "half"]
+    assert names("--sort", "grad_norm", "--reverse", "--top", "2") == ["half", "one"]
+    assert names("--sort", "saturation", "--statistic", "grad_norm", "--top", "1") == ["one"]
+    assert main(["summary", str(tmp_path), "--sort", "grad_norm", "--top", "1"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        "layer",
+        "nan",
+    ]
+    assert main(["summary", str(tmp_path), "--top", "0"]) == 2
+    assert "--top 0: must be at least 1" in capsys.readouterr().err
+
+
 def test_units_are_told_with_the_dead_ones_in_ranges(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
