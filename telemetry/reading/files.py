@@ -16,7 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.data_compat import migrate_value
-from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.plugins.hparams import metadata
 
 from telemetry.events import CorruptEventFileError, list_event_files, read_events
 from telemetry.reading.sources import Problems
@@ -28,6 +28,7 @@ MAX_KEPT_BYTES = {
     "scalars": 512 << 20,
     "histograms": 512 << 20,
     "images": 512 << 20,
+    metadata.PLUGIN_NAME: 64 << 20,
 }
 
 
@@ -59,7 +60,6 @@ class FileSource:
     Attributes:
         problems: One line for each file or tag that could not be read completely.
         series: Last step and time of each of the page's tags, whether or not it is read.
-        hparams: Hyperparameters, as TensorBoard keeps them; None if there are none.
 
     Raises:
         FileNotFoundError: ``log_dir`` holds no event files.
@@ -72,7 +72,6 @@ class FileSource:
     ) -> None:
         self.problems = Problems()
         self.series: dict[str, Series] = {}
-        self.hparams: bytes | None = None
         self._is_read = is_read
         # By plugin and tag, each value behind its step.
         self._values: dict[str, dict[str, list[tuple[int, Any]]]] = defaultdict(dict)
@@ -116,14 +115,13 @@ class FileSource:
         if event.session_log.status == SessionLog.START:
             self._purge(event.step)
         for value in event.summary.value:
-            plugin = value.metadata.plugin_data
-            plugin_name = "scalars" if value.HasField("simple_value") else plugin.plugin_name
-            if plugin_name == PLUGIN_NAME:
+            plugin_name = value.metadata.plugin_data.plugin_name
+            if value.HasField("simple_value"):
+                plugin_name = "scalars"
+            elif plugin_name == PLUGIN_NAME:
                 before = self.series.get(value.tag, _NONE)
                 latest = map(max, before, (event.step, event.wall_time))
                 self.series[value.tag] = Series(*latest)
-            if value.tag == hparams.SESSION_START_INFO_TAG:
-                self.hparams = plugin.content
             if not self._is_read(plugin_name, value.tag):
                 continue
             try:
@@ -165,6 +163,8 @@ def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | 
     plugin_name: str = value.metadata.plugin_data.plugin_name
     if plugin_name not in MAX_KEPT_BYTES:
         return plugin_name, None
+    if plugin_name == metadata.PLUGIN_NAME:
+        return plugin_name, value.metadata.plugin_data.content
     if plugin_name == "images":
         # The first two strings are the picture's width and height.
         strings = value.tensor.string_val

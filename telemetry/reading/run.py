@@ -17,6 +17,7 @@ from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.log_dirs import only_log_dir, open_run
 from telemetry.reading.run_data import windows
+from telemetry.reading.run_table import hparams_content, read_hparams
 from telemetry.reading.units import Units
 from telemetry.shared.tag_names import plain
 
@@ -49,6 +50,11 @@ class Run:
     def problems(self) -> tuple[str, ...]:
         """One line for each thing in the directory that could not be read."""
         return tuple(self._data.source.problems)
+
+    @property
+    def hparams(self) -> dict[str, str | float | bool]:
+        """What was given to ``HookLogger.hparams``; numbers are floats."""
+        return dict(read_hparams(hparams_content(self._data.source)))
 
     @cached_property
     def scalars(self) -> Table:

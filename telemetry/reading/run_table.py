@@ -19,6 +19,7 @@ from telemetry.reading.builtin_tags import loss_of
 from telemetry.reading.files import FileSource
 from telemetry.reading.log_dirs import natural_key
 from telemetry.reading.sessions import Sessions, session_of
+from telemetry.reading.sources import RunSource
 from telemetry.shared.page_format import (
     ALERT_PREFIX,
     END_PREFIX,
@@ -98,7 +99,7 @@ class RunEntry:
             "loss": loss,
             "alertCount": len(self.alert_tags),
             "alert": _first_alert(texts.get(tag) for tag in self.alert_tags[:MAX_ALERTS]),
-            "hparams": dict(_hparams(hparams)),
+            "hparams": dict(read_hparams(hparams)),
         }
 
 
@@ -151,12 +152,12 @@ def read_row(log_dir: Path, name: str, now_s: float) -> dict[str, Any] | None:
     read = source.read("scalars", [tag] if tag else [])
     losses = [loss_summary(tag, [value for _, value in points]) for tag, points in read.items()]
     texts = {t: data[-1][1] for t, data in source.read(PLUGIN_NAME, entry.texts).items()}
-    row = entry.row(now_s, texts, source.hparams, next(iter(losses), None))
+    row = entry.row(now_s, texts, hparams_content(source), next(iter(losses), None))
     return {**row, "problems": list(source.problems)}
 
 
 def _is_read(plugin_name: str, tag: str) -> bool:
-    if plugin_name == "scalars":
+    if plugin_name in ("scalars", metadata.PLUGIN_NAME):
         return not tag.startswith(LAYERS)  # most of all, and none is the loss
     return tag.startswith((ALERT_PREFIX, END_PREFIX))
 
@@ -196,7 +197,14 @@ def _first_alert(texts: Iterable[object]) -> dict[str, Any] | None:
     return {name: getattr(found, name) for name in ("kind", "severity", "step", "module_name")}
 
 
-def _hparams(content: bytes | None) -> Iterator[tuple[str, str | float | bool]]:
+def hparams_content(source: RunSource) -> bytes | None:
+    """The hyperparameters in event files, as TensorBoard keeps them."""
+    read = source.read(metadata.PLUGIN_NAME, [metadata.SESSION_START_INFO_TAG])
+    return next((points[-1][1] for points in read.values()), None)
+
+
+def read_hparams(content: bytes | None) -> Iterator[tuple[str, str | float | bool]]:
+    """Names and values; none if that is not what TensorBoard keeps."""
     if content is None:
         return
     try:
