@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from telemetry.capture.code import places_in_code
 from telemetry.capture.hooks import CONVOLUTIONS, ForwardHook, InputHook, ModuleHook, is_inert_copy
 from telemetry.capture.step import Step
 from telemetry.capture.unseen import NEVER_RAN, modules_unseen
@@ -179,6 +180,7 @@ class WatchedModules:
     ) -> Layout:
         found = cleaned(model.named_modules())
         modules = {name: type(module).__name__ for name, module in found.items()}
+        places = places_in_code(found)
         shown = set(cleaned(self._selection.apply(model).items()))
         # What the step has of layers that are gone since belongs to it.
         used = [*ran, *(parameter.module_name for parameter in parameters)]
@@ -193,7 +195,11 @@ class WatchedModules:
             if name in shown:
                 ranked.append((last, name))
         ranked.sort(key=lambda pair: pair[0])
-        shown_modules = (Module(name=n, type_name=modules[n]) for _, n in ranked)
+        known = [(n, modules[n], *places.get(n, ("", ""))) for _, n in ranked]
+        shown_modules = [
+            Module(name=name, type_name=kind, forward=forward, user_code=user_code)
+            for name, kind, forward, user_code in known
+        ]
         return Layout(modules=tuple(shown_modules), parameters=parameters)
 
 

@@ -19,6 +19,7 @@ from telemetry.commands.explain import explain_faults
 from telemetry.commands.export import export
 from telemetry.commands.output import new_console, reason, tell_problems
 from telemetry.commands.report import report
+from telemetry.commands.runs import runs
 from telemetry.commands.summary import summary
 from telemetry.commands.units import units
 from telemetry.layers import PAGE_STATISTICS
@@ -34,7 +35,11 @@ completion in bash and zsh, after pip install argcomplete:
   eval "$(register-python-argcomplete telemetry)"
 """
 _EXAMPLES = {
-    "summary": ["runs/mnist --statistic dead_units"],
+    "runs": ["runs/ --sort best_loss", "runs/ --filter lr=0.1 --csv"],
+    "summary": [
+        "runs/mnist --statistic dead_units",
+        "runs/mnist --sort update_ratio --reverse --top 5",
+    ],
     "alerts": ["runs/ --fail-on error"],
     "explain": ["runs/mnist", "runs/mnist/flight-120.json"],
     "diff": ["runs/before runs/after --tolerance 1e-3"],
@@ -85,9 +90,23 @@ def _parser() -> argparse.ArgumentParser:
 
     of_summary = _command(commands, "summary", summary, "print a table of all layers")
     _add_runs(of_summary)
-    shown = f"what to show of each layer (default: %(default)s): {_NAMES}"
-    _add_statistic(of_summary, shown, default=_STATISTICS[0])
+    shown = f"what to show of each layer (default: that of --sort, or {_STATISTICS[0]}): {_NAMES}"
+    _add_statistic(of_summary, shown)
+    sort = "one of these statistics: the layers with its largest last value first"
+    of_summary.add_argument("--sort", choices=_STATISTICS, metavar="STATISTIC", help=sort)
+    _add_reverse(of_summary)
+    of_summary.add_argument("--top", type=int, metavar="N", help="only the first N layers")
     _add_form(of_summary)
+
+    does = "print all runs with what tells them apart, the newest first"
+    of_runs = _command(commands, "runs", runs, does)
+    _add_runs(of_runs)
+    sort = "a column or a hyperparameter, such as best_loss or lr (default: %(default)s)"
+    of_runs.add_argument("--sort", metavar="KEY", default="started", help=sort)
+    _add_reverse(of_runs)
+    words = "only runs with all these words in name, status, first alert or lr=0.1"
+    of_runs.add_argument("--filter", metavar="WORDS", help=words)
+    _add_form(of_runs)
 
     does = "print the alerts of runs; exit with 1 if there are any but notes"
     of_alerts = _command(commands, "alerts", alerts, does)
@@ -171,6 +190,10 @@ def _add_runs(parser: argparse.ArgumentParser, or_file: str = "") -> None:
 
 def _add_statistic(parser: argparse.ArgumentParser, what: str, **options: Any) -> None:
     parser.add_argument("--statistic", choices=_STATISTICS, metavar="NAME", help=what, **options)
+
+
+def _add_reverse(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--reverse", action="store_true", help="sort the other way round")
 
 
 def _add_output(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:

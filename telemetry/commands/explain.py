@@ -22,7 +22,7 @@ _RECORD = (
     "steps", "modules", "profiles",
 )  # fmt: skip
 _STATISTICS = tuple(statistic.name for statistic in STATISTICS)
-_ROW = ("file", "fault_step", "when", "step", "module_name", "type_name", *_STATISTICS)
+_ROW = ("file", "fault_step", "when", "step", "module_name", "type_name", "code", *_STATISTICS)
 
 
 def explain_faults(args: argparse.Namespace, console: Console) -> int:
@@ -73,5 +73,6 @@ def _rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "step": profile["step"],
                 "module_name": module_name,
                 "type_name": modules["type"][place],
+                "code": modules["code"][place],
                 **{name: profile[name][place] for name in _STATISTICS},
             }

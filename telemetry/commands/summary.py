@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from rich.text import Text
 from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import Column, number, print_records, print_table
 from telemetry.layers import MISSING, PAGE_STATISTICS, Statistic
-from telemetry.reading.run_data import RunData
+from telemetry.reading.run_data import Overview, RunData
 from telemetry.shared.plain_text import printable
 from telemetry.shared.sparkline import sparkline
 
@@ -28,22 +28,48 @@ _RECORD = (
 
 
 def summary(args: argparse.Namespace, console: Console) -> int:
+    if args.top is not None and args.top < 1:
+        raise ValueError(f"--top {args.top}: must be at least 1")
     runs = LogDirs(args.runs)
-    [statistic] = [known for known in PAGE_STATISTICS if known.name == args.statistic]
+    known = {statistic.name: statistic for statistic in PAGE_STATISTICS}
+    statistic = known[args.statistic or args.sort or PAGE_STATISTICS[0].name]
+
+    def shown(run: RunData) -> list[dict[str, Any]]:
+        layers = list(summarize(run, statistic))
+        if args.sort is not None:
+            lasts = {of["module_name"]: of["last"] for of in summarize(run, known[args.sort])}
+            layers = _sorted(layers, lasts, args.reverse)
+        return layers[: args.top]
+
     if args.form:
         records = (
             {"run": str(log_dir), "statistic": statistic.name, **layer}
             for log_dir, run in runs.opened()
-            for layer in summarize(run, statistic)
+            for layer in shown(run)
         )
         print_records(args.form, _RECORD, records)
         return runs.status
     several = len(runs.found) > 1
     for log_dir, run in runs.opened():
-        _print_run(f"{printable(str(log_dir))}: " if several else "", run, statistic, console)
+        head = f"{printable(str(log_dir))}: " if several else ""
+        _print_run(head, run.overview(), shown(run), statistic, console)
         if several:
             console.print()
     return runs.status
+
+
+def _sorted(
+    layers: list[dict[str, Any]], lasts: Mapping[str, float], is_reversed: bool
+) -> list[dict[str, Any]]:
+    """The largest first, NaN as larger than all; layers without a value come last."""
+
+    def key(layer: Mapping[str, Any]) -> tuple[bool, float]:
+        last = lasts[layer["module_name"]]
+        return math.isnan(last), last
+
+    has_value = [layer for layer in layers if layer["module_name"] in lasts]
+    has_none = [layer for layer in layers if layer["module_name"] not in lasts]
+    return [*sorted(has_value, key=key, reverse=not is_reversed), *has_none]
 
 
 def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
@@ -77,8 +103,13 @@ def _trend(finite: NDArray[np.float64]) -> float:
     return float(last / first) if first > 0 else math.nan
 
 
-def _print_run(head: str, run: RunData, statistic: Statistic, console: Console) -> None:
-    found, layers = run.overview(), list(summarize(run, statistic))
+def _print_run(
+    head: str,
+    found: Overview,
+    layers: Sequence[Mapping[str, Any]],
+    statistic: Statistic,
+    console: Console,
+) -> None:
     counts = f"{len(found.layers)} layers, steps {found.first_step} to {found.last_step}"
     console.print(f"{head}{counts}, alerts: {len(found.alerts) or 'none'}")
     if not layers:

@@ -70,6 +70,10 @@ def _story(flight: Mapping[str, Any]) -> Iterator[str]:
     complete = flight["complete"]
     missing = "" if complete else " (not complete: the run is still going on or was killed)"
     yield f"Something went wrong at step {flight['step']}{where}{missing}"
+    modules = flight["modules"]
+    code = dict(zip(modules["name"], modules["code"], strict=True)).get(module)
+    if code and not any(code in alert.message for alert in flight["alerts"]):
+        yield f"In the code: {code}"
     for alert in flight["alerts"]:
         stage = "" if alert.stage == "begin" else f", {alert.stage}"
         yield f"\n{alert.severity}: {alert.kind}{alert.where} at step {alert.step}{stage}"

@@ -18,8 +18,9 @@ A flight file is one JSON object. Numbers that JSON does not have are ``"nan"``,
     A list for each fact: ``step``, ``wall_time``, ``loss``, ``grad_norm`` (over all parameters),
     ``learning_rates`` (of each parameter group), ``loss_scale``, ``skipped``, ``full``.
 ``modules``
-    ``name`` and ``type``, in forward order; of more than 256 an evenly spaced selection with the
-    first bad one and those that moved first. ``left_out`` is the number of the others.
+    ``name``, ``type`` and ``code``, in forward order; of more than 256 an evenly spaced selection
+    with the first bad one and those that moved first. ``left_out`` is the number of the others.
+    ``code`` is the file and line of ``forward``, of the user's own code as far as there is any.
 ``grad_norms``
     ``[steps][modules]``: norm of the gradients of each module's own parameters.
 ``profiles``
@@ -182,6 +183,7 @@ def encode_flight(
         "modules": {
             "name": shown,
             "type": [modules[row].type_name for row in rows],
+            "code": [modules[row].user_code or modules[row].forward for row in rows],
             "left_out": len(names) - len(rows),
         },
         "grad_norms": [[of_step[row] for row in rows] for of_step in norms],
@@ -274,6 +276,12 @@ def _profile(content: Any) -> dict[str, Any]:
     return _PROFILE({**absent, **content} if type(content) is dict else content)
 
 
+def _modules(content: Any) -> dict[str, Any]:
+    """What is known of the modules; files of former versions do not say where their code is."""
+    known = untrusted.fields(name=_NAMES, type=_NAMES, left_out=untrusted.whole)(content)
+    return {**known, "code": _NAMES(content.get("code", [""] * len(known["name"])))}
+
+
 _FLIGHT = untrusted.fields(
     complete=untrusted.flag,
     step=untrusted.whole,
@@ -292,7 +300,7 @@ _FLIGHT = untrusted.fields(
         grad_norm=_NUMBERS,
         learning_rates=untrusted.listed(_NUMBERS),
     ),
-    modules=untrusted.fields(name=_NAMES, type=_NAMES, left_out=untrusted.whole),
+    modules=_modules,
     grad_norms=untrusted.listed(_NUMBERS),
     profiles=untrusted.listed(_profile, most=3),
 )
@@ -306,7 +314,7 @@ def _checked(contents: Any) -> dict[str, Any]:
     if len({len(column) for column in (*flight["steps"].values(), flight["grad_norms"])}) > 1:
         raise ValueError("steps: the lists and grad_norms differ in length")
     lists = {
-        "modules": [flight["modules"]["type"]],
+        "modules": [flight["modules"]["type"], flight["modules"]["code"]],
         "grad_norms": flight["grad_norms"],
         "profiles": [profile[column] for profile in profiles for column in _COLUMNS],
     }

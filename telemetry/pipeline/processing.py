@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
@@ -17,10 +17,10 @@ from telemetry.events.sink import Sink
 from telemetry.failures import Failures
 from telemetry.pipeline.schedule import FullSteps
 from telemetry.ranks.first_rank import is_first_rank
-from telemetry.records import StepRecord
+from telemetry.records import Layout, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
-from telemetry.shared.plain_text import printable_lines
+from telemetry.shared.plain_text import printable, printable_lines
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing.board import Board, needed_in_every_file
 
@@ -107,6 +107,7 @@ class Processor:
         self.abandoned = False
         self._full_steps = full_steps
         self._scalars: dict[int, dict[str, float]] = {}
+        self._layout: Layout | None = None
 
     def process(self, item: Item) -> None:
         """Judge and write what the training thread handed over."""
@@ -209,6 +210,7 @@ class Processor:
     def record(self, record: StepRecord) -> None:
         """Judge and write a step."""
         if not record.phase:
+            self._layout = record.layout
             self._forget_scalars(record.step)
             for observer in self._observers:
                 observer.on_step(record)
@@ -234,6 +236,7 @@ class Processor:
             self._report_one(alert, wall_time)
 
     def _report_one(self, alert: Alert, wall_time: float) -> None:
+        alert = _with_code(alert, self._layout)
         level = logging.INFO if alert.stage == "end" else _LEVELS[alert.severity]
         if is_first_rank():
             log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
@@ -242,3 +245,13 @@ class Processor:
             self._write(self._board.alert_values(alert), alert.step, wall_time, flush=True)
         with self._failures.contained("to call on_alert"):
             self._on_alert(alert, wall_time)
+
+
+def _with_code(alert: Alert, layout: Layout | None) -> Alert:
+    """The alert with the file and line of the user's own code at the end of the first line."""
+    place = None if layout is None else layout.position.get(alert.module_name or "")
+    if layout is None or place is None or alert.module_name is None or alert.stage == "end":
+        return alert
+    code = printable(layout.modules[place].user_code)
+    seen, *rest = alert.message.split("\n")
+    return replace(alert, message="\n".join([f"{seen} In {code}.", *rest])) if code else alert

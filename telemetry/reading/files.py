@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.data_compat import migrate_value
+from tensorboard.plugins.hparams import metadata
 
 from telemetry.events import CorruptEventFileError, list_event_files, read_events
 from telemetry.reading.sources import Problems
@@ -27,8 +28,18 @@ MAX_KEPT_BYTES = {
     "scalars": 512 << 20,
     "histograms": 512 << 20,
     "images": 512 << 20,
+    metadata.PLUGIN_NAME: 64 << 20,
 }
 
+
+class Series(NamedTuple):
+    """What TensorBoard's server says of a tag."""
+
+    max_step: int
+    max_wall_time: float
+
+
+_NONE = Series(-1, -math.inf)
 _MAX_DIMENSIONS = 4  # telemetry writes at most 2
 _OVERHEAD_BYTES = 400  # of the Python objects around a value
 _DTYPES: Mapping[int, np.dtype[Any]] = {
@@ -44,16 +55,24 @@ class FileSource:
 
     Args:
         log_dir: The run's directory.
+        is_read: Of a plugin's name and a tag, whether the values are wanted; all by default.
 
     Attributes:
         problems: One line for each file or tag that could not be read completely.
+        series: Last step and time of each of the page's tags, whether or not it is read.
 
     Raises:
         FileNotFoundError: ``log_dir`` holds no event files.
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str],
+        is_read: Callable[[str, str], bool] = lambda plugin_name, tag: True,
+    ) -> None:
         self.problems = Problems()
+        self.series: dict[str, Series] = {}
+        self._is_read = is_read
         # By plugin and tag, each value behind its step.
         self._values: dict[str, dict[str, list[tuple[int, Any]]]] = defaultdict(dict)
         self._room = dict(MAX_KEPT_BYTES)
@@ -96,6 +115,15 @@ class FileSource:
         if event.session_log.status == SessionLog.START:
             self._purge(event.step)
         for value in event.summary.value:
+            plugin_name = value.metadata.plugin_data.plugin_name
+            if value.HasField("simple_value"):
+                plugin_name = "scalars"
+            elif plugin_name == PLUGIN_NAME:
+                before = self.series.get(value.tag, _NONE)
+                latest = map(max, before, (event.step, event.wall_time))
+                self.series[value.tag] = Series(*latest)
+            if not self._is_read(plugin_name, value.tag):
+                continue
             try:
                 plugin_name, content = _content(value)
             except ValueError as error:
@@ -135,6 +163,8 @@ def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | 
     plugin_name: str = value.metadata.plugin_data.plugin_name
     if plugin_name not in MAX_KEPT_BYTES:
         return plugin_name, None
+    if plugin_name == metadata.PLUGIN_NAME:
+        return plugin_name, value.metadata.plugin_data.content
     if plugin_name == "images":
         # The first two strings are the picture's width and height.
         strings = value.tensor.string_val

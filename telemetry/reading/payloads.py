@@ -45,6 +45,8 @@ def overview(run: Overview) -> dict[str, Any]:
             {
                 "name": layer.name,
                 "type": layer.type_name,
+                "forward": layer.forward,
+                "userCode": layer.user_code,
                 "parameters": [{"name": p.name, "shape": p.shape} for p in layer.parameters],
             }
             for layer in run.layers

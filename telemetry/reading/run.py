@@ -17,6 +17,7 @@ from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.log_dirs import only_log_dir, open_run
 from telemetry.reading.run_data import windows
+from telemetry.reading.run_table import hparams_content, read_hparams
 from telemetry.reading.units import Units
 from telemetry.shared.tag_names import plain
 
@@ -49,6 +50,11 @@ class Run:
     def problems(self) -> tuple[str, ...]:
         """One line for each thing in the directory that could not be read."""
         return tuple(self._data.source.problems)
+
+    @property
+    def hparams(self) -> dict[str, str | float | bool]:
+        """What was given to ``HookLogger.hparams``; numbers are floats."""
+        return dict(read_hparams(hparams_content(self._data.source)))
 
     @cached_property
     def scalars(self) -> Table:
@@ -107,6 +113,19 @@ class Run:
             close = ", ".join(difflib.get_close_matches(layer, names))
             raise KeyError(f"no layer {layer!r}; the closest are {close or 'none'}")
         return self._data.units(layer)
+
+    @cached_property
+    def modules(self) -> Table:
+        """The layers in forward order, and where they are written.
+
+        Columns ``module_name``, ``type_name``, ``forward`` (file and line) and ``user_code``: the
+        same where that is your own code, else those of the nearest module around it, and its name.
+        """
+        layers = self._data.overview().layers
+        names = ("name", "type_name", "forward", "user_code")
+        rows = np.arange(len(layers))
+        name, *others = ((rows, [getattr(layer, key) for layer in layers]) for key in names)
+        return _table(module_name=name, **dict(zip(names[1:], others, strict=True)))
 
     @property
     def histogram_tags(self) -> tuple[str, ...]:

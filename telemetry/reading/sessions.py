@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from telemetry.layers.units import MOST_BYTES
 from telemetry.reading.sources import Problems
-from telemetry.records import Layout, Parameter
+from telemetry.records import Layout, Module, Parameter
 from telemetry.shared.page_format import EVENTS_PER_TAG, NORM_BLOCK_BYTES, ChunkKind, parse_chunk
 from telemetry.shared.untrusted import MAX_WHOLE
 
@@ -33,6 +33,8 @@ class Layer:
 
     name: str
     type_name: str
+    forward: str = ""  # this and the next as in telemetry.records.Module
+    user_code: str = ""
     parameters: tuple[Parameter, ...]
     places: frozenset[int]
 
@@ -179,7 +181,7 @@ def assemble(
 
 def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
     """The newest layout's modules; a module of older layouts only follows its predecessor there."""
-    found: dict[str, tuple[str, tuple[Parameter, ...]]] = {}
+    found: dict[str, tuple[Module, tuple[Parameter, ...]]] = {}
     places: dict[str, set[int]] = defaultdict(set)
     ordered: list[str] = []
     for layout in newest_first:
@@ -192,11 +194,11 @@ def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
             else:
                 behind[before].append(module.name)
                 parameters = tuple(layout.parameters[index] for index in owned)
-                found[module.name] = module.type_name, parameters
+                found[module.name] = module, parameters
         ordered = [*behind[None], *(n for name in ordered for n in (name, *behind.get(name, ())))]
     return tuple(
-        Layer(name=name, type_name=kind, parameters=own, places=frozenset(places[name]))
-        for name, (kind, own) in ((name, found[name]) for name in ordered)
+        Layer(**vars(module), parameters=own, places=frozenset(places[module.name]))
+        for module, own in (found[name] for name in ordered)
     )
 
 

@@ -20,10 +20,19 @@ from telemetry.records.tensor import Output, TensorRecord, Tensors
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """One module of the model: its name in ``named_modules()`` and the name of its class."""
+    """One module of the model: its name in ``named_modules()`` and the name of its class.
+
+    Attributes:
+        forward: File and line of its ``forward``, such as ``torch/nn/modules/linear.py:124``, below
+            the working directory relative to that; empty if unknown.
+        user_code: The same where that is the user's own code; else file and line of the nearest
+            module around it, and its name; empty if there is none.
+    """
 
     name: str
     type_name: str
+    forward: str = ""
+    user_code: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

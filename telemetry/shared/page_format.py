@@ -144,8 +144,13 @@ def parse_layout_tag(tag: str) -> tuple[str, int]:
 
 def encode_layout(layout: Layout, statistics: Sequence[Statistic]) -> bytes:
     """The JSON text of a layout; ``statistics`` are the columns of its ``m`` tags."""
+    code: dict[tuple[str, str], list[int]] = {}
+    for place, module in enumerate(layout.modules):
+        if module.forward or module.user_code:
+            code.setdefault((module.forward, module.user_code), []).append(place)
     content = {
         "format": FORMAT_VERSION,
+        "code": [[*where, places] for where, places in code.items()],
         "modules": [[module.name, module.type_name] for module in layout.modules],
         "parameters": [
             [p.name, layout.position[p.module_name], p.shape] for p in layout.parameters
@@ -163,7 +168,7 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
         NewerFormatError: It has a later format.
         ValueError: The text is not a layout.
     """
-    content = _LAYOUT_FIELDS(_parse(text, "layout"))
+    content = _LAYOUT_FIELDS({"code": [], **_parse(text, "layout")})
     names = [name for name, _ in content["modules"]]
     if len(set(names)) < len(names):
         raise ValueError("modules: two of them have the same name")
@@ -172,15 +177,22 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
         if owner >= len(names) or math.prod(shape) > untrusted.MAX_WHOLE:
             raise ValueError("parameters: the module or the shape of one is out of range")
         parameters.append(Parameter(name=name, module_name=names[owner], shape=tuple(shape)))
+    code = {place: where for *where, places in content["code"] for place in places}
     layout = Layout(
-        modules=tuple(Module(name=name, type_name=kind) for name, kind in content["modules"]),
+        modules=tuple(
+            Module(name=name, type_name=kind, forward=forward, user_code=user_code)
+            for place, (name, kind) in enumerate(content["modules"])
+            for forward, user_code in [code.get(place, ("", ""))]
+        ),
         parameters=tuple(parameters),
     )
     return layout, tuple(statistic["name"] for statistic in content["statistics"])
 
 
 _SHAPE = untrusted.listed(untrusted.whole, most=_MAX_DIMENSIONS)
+_PLACES = untrusted.listed(untrusted.whole)
 _LAYOUT_FIELDS = untrusted.fields(
+    code=untrusted.listed(untrusted.row(untrusted.name, untrusted.name, _PLACES)),
     modules=untrusted.listed(untrusted.row(untrusted.name, untrusted.name)),
     parameters=untrusted.listed(untrusted.row(untrusted.name, untrusted.whole, _SHAPE)),
     statistics=untrusted.listed(untrusted.fields(name=untrusted.name)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from telemetry.layers.units import encode_units
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
 from telemetry.shared.page_format import PLUGIN_NAME, Chunk
+from telemetry.writing.hparams import session_value
 
 ESCAPE = "\x1b[2Jcleared"
 
@@ -71,6 +73,30 @@ def test_another_statistic_can_be_asked_for(
     write_demo(tmp_path)
     assert main(["summary", str(tmp_path), "--statistic", "saturation"]) == 0
     assert "not measured in this run" in capsys.readouterr().out
+
+
+def test_the_layers_with_the_largest_or_smallest_values_can_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def norms(step: int) -> np.ndarray:
+        return np.array([1.0, 5.0, np.nan, 0.5], np.float32)
+
+    write_run(tmp_path, layout_of(["one", "five", "nan", "half"]), steps=range(3), norms=norms)
+
+    def names(*options: str) -> list[str]:
+        assert main(["summary", str(tmp_path), "--json", *options]) == 0
+        return [record["module_name"] for record in json.loads(capsys.readouterr().out)]
+
+    assert names("--sort", "grad_norm") == ["nan", "five", "one", "half"]
+    assert names("--sort", "grad_norm", "--reverse", "--top", "2") == ["half", "one"]
+    assert names("--sort", "saturation", "--statistic", "grad_norm", "--top", "1") == ["one"]
+    assert main(["summary", str(tmp_path), "--sort", "grad_norm", "--top", "1"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        "layer",
+        "nan",
+    ]
+    assert main(["summary", str(tmp_path), "--top", "0"]) == 2
+    assert "--top 0: must be at least 1" in capsys.readouterr().err
 
 
 def test_units_are_told_with_the_dead_ones_in_ranges(
@@ -223,3 +249,58 @@ def test_all_of_very_many_layers_are_shown(
     assert main(["summary", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "Linear" in line] == names
+
+
+def write_sweep(folder: Path) -> None:
+    layout = layout_of(["fc"])
+    for number, rate in enumerate([0.1, 1e-4, 3.0, None], start=8):
+        log_dir = folder / f"run{number}"
+        alerts = [alert_at(2, "fc", kind="exploding_gradient")] if rate == 3 else []
+        session = f"20260101-0000{number:02d}.000-aaaa"
+        write_run(
+            log_dir, layout, steps=range(number), norms=lambda _: np.ones(1, np.float32),
+            alerts=alerts, session=session, losses=False,
+        )  # fmt: skip
+        writer = FileWriter(log_dir)
+        if rate is not None:
+            hparams = {"lr": rate, "seed": 5, "status": "x"}
+            writer.write_values([session_value(hparams)], 0)
+            for step, loss in enumerate([1.0, rate, np.nan if rate == 3 else 2 * rate]):
+                writer.write_values([summaries.scalar("loss", loss)], step)
+        writer.close()
+
+
+def test_runs_are_a_table_of_what_tells_them_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_sweep(tmp_path)
+    assert main(["runs", str(tmp_path)]) == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    titles = ["last step", "last loss", "best loss", "first alert", "lr", "seed", "hparams/status"]
+    assert re.split("  +", heading) == ["run", "status", "started", *titles]
+    assert [row.split()[0] for row in rows] == ["run11", "run10", "run9", "run8"]
+    cells = ["9", "nan", "1", "exploding_gradient in fc, step 2", "3", "5", "x"]
+    assert re.split("  +", rows[1])[3:] == cells
+    end = heading.index("  lr  ") + 4
+    assert [row[:end].split(" ")[-1] for row in rows[1:]] == ["3", "0.0001", "0.1"]
+
+
+def test_runs_are_sorted_and_filtered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sweep(tmp_path)
+
+    def names(*options: str) -> list[str]:
+        assert main(["runs", str(tmp_path), "--json", *options]) == 0
+        return [record["run"] for record in json.loads(capsys.readouterr().out)]
+
+    assert names("--sort", "lr") == ["run9", "run8", "run10", "run11"]  # without one: last
+    assert names("--sort", "lr", "--reverse") == ["run10", "run8", "run9", "run11"]
+    assert names("--sort", "last_loss") == ["run9", "run8", "run10", "run11"]
+    assert names("--sort", "run") == ["run8", "run9", "run10", "run11"]
+    assert names("--filter", "LR=0.1") == ["run8"]
+    assert names("--filter", "exploding lr=3") == ["run10"]
+    assert main(["runs", str(tmp_path), "--csv", "--filter", "x"]) == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.endswith("first_alert,lr")  # all that the runs shown differ in
+    assert len(rows) == 3
+    assert main(["runs", str(tmp_path), "--sort", "loss"]) == 2
+    assert "must be one of run, status, started" in capsys.readouterr().err

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from telemetry.reading.run_table import RunEntry, run_entry
 from telemetry.shared.page_format import Chunk, alert_tag, end_tag, layout_tag
-from telemetry.tensorboard_plugin.run_table import RunEntry, list_runs, run_entry
 
 FIRST, SECOND = "20260101-120000.000000-aaaa", "20260102-120000.000000-bbbb"
 FIRST_S = 1767268800.0  # 2026-01-01, 12:00 UTC
@@ -32,8 +32,8 @@ def run(session: str = FIRST, written_s: float = FIRST_S + 99) -> RunEntry:
 def names(sessions: dict[str, str]) -> list[str]:
     """Of the runs of these sessions, as they are listed."""
     listing = {name: tags_of(session) for name, session in sessions.items()}
-    provider = SimpleNamespace(list_tensors=lambda *_, **__: listing, read_tensors=None)
-    return [entry.name for entry in list_runs(provider, "")]
+    entries = [run_entry(name, tags) for name, tags in listing.items()]
+    return [entry.name for entry in sorted(entries, key=lambda entry: entry.order)]
 
 
 def test_the_newest_run_comes_first_and_runs_of_one_start_in_natural_order() -> None:

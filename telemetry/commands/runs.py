@@ -1,0 +1,123 @@
+"""``telemetry runs``: all runs below a directory with what tells them apart."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from telemetry.commands.opening import LogDirs, tell_skipped
+from telemetry.commands.output import Column, number, print_records, print_table, tell_problems
+from telemetry.reading.log_dirs import NoTelemetryError, natural_key
+from telemetry.reading.run_table import differing, read_row
+from telemetry.shared.plain_text import called, printable
+
+_COLUMNS = ("run", "status", "started", "last_step", "last_loss", "best_loss", "first_alert")
+_STYLES = {"live": "green", "died": "bold red"}
+
+
+def runs(args: argparse.Namespace, console: Console) -> int:
+    found = LogDirs(args.runs)
+    rows = list(_rows(found, args.runs))
+    words = (args.filter or "").lower().split()
+    rows = [row for row in rows if all(word in _searched(row) for word in words)]
+    hparams = {
+        name if name not in _COLUMNS else f"hparams/{name}": name for name in differing(rows)
+    }
+    records = [
+        {**_record(row), **{title: row["hparams"].get(name) for title, name in hparams.items()}}
+        for row in rows
+    ]
+    columns = [*_COLUMNS, *hparams]
+    if args.sort not in columns:
+        raise ValueError(f"--sort {args.sort}: must be one of {', '.join(columns)}")
+    records = _sorted(records, args.sort, args.reverse)
+    if args.form:
+        print_records(args.form, columns, records)
+    elif records:
+        shown = [title for title in columns if any(r[title] not in (None, "") for r in records)]
+        # Where there is little room, the last hyperparameters go first.
+        table = [_column(title, records, -place) for place, title in enumerate(shown)]
+        print_table(console, "run", [printable(r["run"]) for r in records], table[1:])
+    return found.status
+
+
+def _rows(found: LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    now_s = time.time()
+    for log_dir in found.found:
+        is_below = len(given) == 1 and log_dir != given[0]
+        name = os.path.relpath(log_dir, given[0]) if is_below else str(log_dir)
+        try:
+            row = read_row(log_dir, name, now_s)
+        except (OSError, ValueError) as error:
+            found.fail(error)
+            continue
+        if row is None:
+            tell_skipped(NoTelemetryError(f"{log_dir}: has event files, but no telemetry data"))
+        else:
+            tell_problems(row["problems"])
+            yield row
+
+
+def _record(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that all runs have; None where a run has no value."""
+    loss, started = row["loss"] or {}, datetime.fromtimestamp(row["started"], timezone.utc)
+    return {
+        "run": row["name"],
+        "status": row["status"],
+        "started": started.strftime("%Y-%m-%d %H:%M:%SZ"),
+        "last_step": row["lastStep"],
+        "last_loss": loss.get("last"),
+        "best_loss": loss.get("best"),
+        "first_alert": _alert(row["alert"]),
+    }
+
+
+def _alert(alert: Mapping[str, Any] | None) -> str | None:
+    if alert is None:
+        return None
+    where = f" in {called(alert['module_name'])}" if alert["module_name"] else ""
+    return f"{alert['kind']}{where}, step {alert['step']}"
+
+
+def _searched(row: Mapping[str, Any]) -> str:
+    """The texts in which the words of a filter are looked for."""
+    hparams = [f"{name}={_text(value)}" for name, value in row["hparams"].items()]
+    return " ".join([row["name"], row["status"], _alert(row["alert"]) or "", *hparams]).lower()
+
+
+def _sorted(records: list[dict[str, Any]], column: str, is_reversed: bool) -> list[dict[str, Any]]:
+    """Numbers before texts, the newest run first, and what has no value last."""
+
+    def key(record: Mapping[str, Any]) -> tuple[bool, Any]:
+        value = record[column]
+        return isinstance(value, str), natural_key(value) if isinstance(value, str) else value
+
+    has_value = [r for r in records if r[column] is not None and r[column] == r[column]]
+    has_none = [r for r in records if r[column] is None or r[column] != r[column]]
+    newest_first = column == "started"
+    return [*sorted(has_value, key=key, reverse=is_reversed != newest_first), *has_none]
+
+
+def _column(title: str, records: Sequence[Mapping[str, Any]], weight: int) -> Column:
+    values = [record[title] for record in records]
+    if title in ("last_loss", "best_loss"):
+        cells = [Text() if value is None else number(value) for value in values]
+    else:
+        cells = [Text(printable(_text(value)), _STYLES.get(value, "")) for value in values]
+    is_number = not any(isinstance(value, str | bool) for value in values)
+    return Column(printable(title).replace("_", " "), cells, weight, is_number)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:g}"
+    return str(value)

@@ -1,0 +1,219 @@
+"""All runs with what tells them apart: status, loss, first alert, hyperparameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tensorboard.plugins.hparams import error as hparams_error
+from tensorboard.plugins.hparams import metadata
+
+from telemetry.alert import Alert
+from telemetry.reading.builtin_tags import loss_of
+from telemetry.reading.files import FileSource
+from telemetry.reading.log_dirs import natural_key
+from telemetry.reading.sessions import Sessions, session_of
+from telemetry.reading.sources import RunSource
+from telemetry.shared.page_format import (
+    ALERT_PREFIX,
+    END_PREFIX,
+    LAYOUT_PREFIX,
+    PLUGIN_NAME,
+    chosen_loss,
+    decode_alert,
+    decode_end,
+    end_tag,
+    parse_chunk,
+    session_start_s,
+)
+from telemetry.shared.tag_names import LAYERS
+
+# A run that is still going writes at least every few seconds, but it may pause to validate.
+_SILENT_S = 300.0
+_SILENT_STEPS = 50
+
+# Alerts of a run that are read to find the first that is more than a note.
+MAX_ALERTS = 8
+_MAX_HPARAMS = 1000
+_MAX_TEXT = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEntry:
+    """What the tags of a run alone tell of it. Times are in seconds since the epoch."""
+
+    name: str
+    last_step: int  # with data that counts
+    started_s: float  # when its newest session began
+    written_s: float
+    step_s: float  # seconds per step, of the newest session; 0 if unknown
+    alert_tags: tuple[str, ...]  # of the alerts that count, by step
+    loss_tag: str | None
+    end_tag: str | None  # how the newest session was closed; None if it was not, or went on
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts the newest first, those of one start in natural order."""
+        return -self.started_s, natural_key(self.name)
+
+    @property
+    def texts(self) -> list[str]:
+        """The tags of which :meth:`row` wants the contents."""
+        return [*self.alert_tags[:MAX_ALERTS], *filter(None, [self.end_tag])]
+
+    def status(
+        self, now_s: float, exception: str | None = None
+    ) -> Literal["live", "ended", "died"]:
+        """Whether the training goes on; a run that was not closed and is silent has died.
+
+        ``exception`` is what the training ended in, as its end says.
+        """
+        if self.end_tag is not None:
+            return "ended" if exception is None else "died"
+        silent_s = now_s - self.written_s
+        return "live" if silent_s <= max(_SILENT_S, _SILENT_STEPS * self.step_s) else "died"
+
+    def row(
+        self, now_s: float, texts: Mapping[str, Any], hparams: bytes | None, loss: Any
+    ) -> dict[str, Any]:
+        """What the run table shows of the run.
+
+        Args:
+            now_s: Seconds since the epoch.
+            texts: Contents of the tags :attr:`texts`, as far as they can be read.
+            hparams: Hyperparameters, as TensorBoard keeps them.
+            loss: As :func:`loss_summary` says; None without one.
+        """
+        return {
+            "name": self.name,
+            "status": self.status(now_s, _exception(texts.get(self.end_tag or ""))),
+            "lastStep": self.last_step,
+            "started": self.started_s,
+            "written": self.written_s,
+            "loss": loss,
+            "alertCount": len(self.alert_tags),
+            "alert": _first_alert(texts.get(tag) for tag in self.alert_tags[:MAX_ALERTS]),
+            "hparams": dict(read_hparams(hparams)),
+        }
+
+
+def run_entry(name: str, tags: Mapping[str, Any]) -> RunEntry:
+    """The run with these tags of the page's data, at least one, as TensorBoard lists them."""
+    layouts = {tag: series for tag, series in tags.items() if tag.startswith(LAYOUT_PREFIX)}
+    starts = [(session_of(tag, LAYOUT_PREFIX), series) for tag, series in layouts.items()]
+    sessions = Sessions((session, series.max_step) for session, series in starts)
+    lasts, alerts = [], []
+    for tag, series in tags.items():
+        if (chunk := parse_chunk(tag)) is not None:
+            lasts.append(min(series.max_step, sessions.end_of(chunk.session) - 1))
+        elif tag.startswith(ALERT_PREFIX):
+            end = sessions.end_of(session_of(tag, ALERT_PREFIX))
+            alerts += [(series.max_step, tag)] if series.max_step < end else []
+    newest = max(sessions.begins, default="")
+    first_step, last_step = sessions.begins.get(newest, 0), max(lasts, default=0)
+    laid_out_s = [_time(series) for session, series in starts if session == newest]
+    started_s, written_s = min(laid_out_s, default=0.0), max(map(_time, tags.values()))
+    closed = tags.get(end_tag(newest))
+    has_ended = closed is not None and closed.max_step >= last_step
+    return RunEntry(
+        name=name,
+        last_step=last_step,
+        started_s=session_start_s(newest) or started_s,
+        written_s=written_s,
+        step_s=max(0.0, written_s - started_s) / max(1, last_step - first_step),
+        alert_tags=tuple(tag for _, tag in sorted(alerts)),
+        loss_tag=chosen_loss(tags),
+        end_tag=end_tag(newest) if has_ended else None,
+    )
+
+
+def _time(series: Any) -> float:
+    time_s: float = series.max_wall_time
+    return time_s if math.isfinite(time_s) else 0.0
+
+
+def read_row(log_dir: Path, name: str, now_s: float) -> dict[str, Any] | None:
+    """The row of a run in event files, with its problems; None if there is no telemetry data.
+
+    Raises:
+        OSError: There are no event files, or they cannot be read.
+    """
+    source = FileSource(log_dir, _is_read)
+    if not source.series:
+        return None
+    entry = run_entry(name, source.series)
+    tag = loss_of(source.tags("scalars"), entry.loss_tag)
+    read = source.read("scalars", [tag] if tag else [])
+    losses = [loss_summary(tag, [value for _, value in points]) for tag, points in read.items()]
+    texts = {t: data[-1][1] for t, data in source.read(PLUGIN_NAME, entry.texts).items()}
+    row = entry.row(now_s, texts, hparams_content(source), next(iter(losses), None))
+    return {**row, "problems": list(source.problems)}
+
+
+def _is_read(plugin_name: str, tag: str) -> bool:
+    if plugin_name in ("scalars", metadata.PLUGIN_NAME):
+        return not tag.startswith(LAYERS)  # most of all, and none is the loss
+    return tag.startswith((ALERT_PREFIX, END_PREFIX))
+
+
+def differing(rows: Collection[Mapping[str, Any]]) -> list[str]:
+    """The hyperparameters in which some rows differ; not to have one is a value, too."""
+    names = dict.fromkeys(name for row in rows for name in row["hparams"])
+    return [name for name in names if len({str(row["hparams"].get(name)) for row in rows}) > 1]
+
+
+def loss_summary(tag: str, data: Sequence[object]) -> dict[str, Any]:
+    """Tag, last and smallest finite value; NaN: there is none."""
+    values = np.array([value for value in data if isinstance(value, (int, float))], np.float64)
+    finite = values[np.isfinite(values)]
+    return {
+        "tag": tag,
+        "last": float(values[-1]) if values.size else math.nan,
+        "best": float(finite.min()) if finite.size else math.nan,
+    }
+
+
+def _exception(text: object) -> str | None:
+    with suppress(ValueError):
+        return decode_end(text) if isinstance(text, bytes) else None
+    return None
+
+
+def _first_alert(texts: Iterable[object]) -> dict[str, Any] | None:
+    """The first alert that is more than a note; else the first note."""
+    alerts: list[Alert] = []
+    for text in texts:
+        with suppress(ValueError):  # the run's own page tells it
+            alerts += [decode_alert(text)] if isinstance(text, bytes) else []
+    found = next((alert for alert in alerts if alert.severity != "note"), next(iter(alerts), None))
+    if found is None:
+        return None
+    return {name: getattr(found, name) for name in ("kind", "severity", "step", "module_name")}
+
+
+def hparams_content(source: RunSource) -> bytes | None:
+    """The hyperparameters in event files, as TensorBoard keeps them."""
+    read = source.read(metadata.PLUGIN_NAME, [metadata.SESSION_START_INFO_TAG])
+    return next((points[-1][1] for points in read.values()), None)
+
+
+def read_hparams(content: bytes | None) -> Iterator[tuple[str, str | float | bool]]:
+    """Names and values; none if that is not what TensorBoard keeps."""
+    if content is None:
+        return
+    try:
+        found = metadata.parse_session_start_info_plugin_data(content)
+    except (DecodeError, hparams_error.HParamsError):
+        return
+    for name, value in sorted(found.hparams.items())[:_MAX_HPARAMS]:
+        kind = value.WhichOneof("kind")
+        if kind in ("number_value", "bool_value"):
+            yield name[:_MAX_TEXT], getattr(value, kind)
+        elif kind == "string_value":
+            yield name[:_MAX_TEXT], value.string_value[:_MAX_TEXT]

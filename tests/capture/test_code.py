@@ -1,0 +1,154 @@
+"""Where in the code modules are: wrapped, compiled, without a source, and what is told of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import telemetry
+from telemetry import HookLogger
+from telemetry.capture.code import places_in_code
+from telemetry.commands.cli import main
+from telemetry.shared.page_format import decode_layout, encode_layout
+from telemetry.testing import capture_run
+
+HERE = Path(__file__).relative_to(Path.cwd()).as_posix()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+LINE = f"{HERE}:{Block.forward.__code__.co_firstlineno}"
+
+
+def place_of(module: nn.Module) -> tuple[str, str]:
+    return places_in_code({"": module})[""]
+
+
+def test_a_layer_of_torch_has_its_own_line_and_the_nearest_of_the_user() -> None:
+    model = nn.Sequential(Block(), nn.ReLU())
+    places = places_in_code(dict(model.named_modules()))
+    assert places["0"] == (LINE, LINE)
+    forward, user_code = places["0.layers.0"]
+    line = nn.Linear.forward.__code__.co_firstlineno
+    assert forward == f"torch/nn/modules/linear.py:{line}"
+    assert user_code == f"{LINE}, forward of 0 (Block)"
+    assert places["0.layers"] == ("", user_code)  # never called
+    assert places["1"][1] == ""
+
+
+def wraps(module: nn.Module) -> Callable[..., Any]:
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any) -> Any:
+        return forward(*args)
+
+    return wrapper
+
+
+def as_accelerate_does(module: nn.Module) -> Callable[..., Any]:
+    return functools.update_wrapper(functools.partial(print, module), module.forward)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        wraps,
+        as_accelerate_does,
+        lambda module: functools.partial(module.forward),
+        lambda module: torch.compile(module.forward),
+        lambda module: functools.partial(functools.partial(Block.forward, module)),
+    ],
+)
+def test_what_wraps_forward_is_looked_through(wrap: Callable[[nn.Module], Any]) -> None:
+    module = Block()
+    module.forward = wrap(module)  # type: ignore[method-assign]
+    assert place_of(module) == (LINE, LINE)
+
+
+class Endless:
+    """A wrapper of itself, in which nothing may be called."""
+
+    def __init__(self) -> None:
+        self.__wrapped__ = self
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_forwards_without_a_source_have_no_line() -> None:
+    for forward in (torch.relu, len, None, Endless(), eval("lambda x: x")):
+        module = Block()
+        module.__dict__["forward"] = forward
+        assert place_of(module) == ("", "")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
+def test_compiled_and_traced_models_do_not_break() -> None:
+    block = Block()
+    assert place_of(torch.compile(block)._orig_mod) == (LINE, LINE)
+    for module in (torch.fx.symbolic_trace(block), torch.jit.trace(block, torch.ones(1, 4))):
+        assert all(user == "" for _, user in places_in_code(dict(module.named_modules())).values())
+
+
+def test_the_layout_holds_it_and_older_ones_do_not() -> None:
+    block = Block()
+    with capture_run(block) as recorded:
+        optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+        block(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    layout = recorded.records[0].layout
+    text = encode_layout(layout, ())
+    assert decode_layout(text)[0] == layout
+    older = {key: value for key, value in json.loads(text).items() if key != "code"}
+    [module] = decode_layout(json.dumps(older).encode())[0].modules
+    assert (module.name, module.forward, module.user_code) == ("layers.0", "", "")
+
+
+def test_alert_flight_and_table_lead_from_nan_to_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nets.py").write_text(
+        "from torch import nn\n\n\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.fc = nn.Linear(4, 4)\n\n"
+        "    def forward(self, x):\n        return self.fc(x / (x - x))\n"
+    )
+    monkeypatch.syspath_prepend(os.fspath(tmp_path))
+    import nets
+
+    monkeypatch.delitem(sys.modules, "nets")
+    model = nets.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with HookLogger(model, "run") as logger:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).sum()
+            logger.log(loss=loss)
+            loss.backward()
+            optimizer.step()
+    run = telemetry.read("run")
+    table = run.modules
+    [user_code] = table["user_code"]
+    assert list(table["module_name"]) == ["fc"]
+    assert user_code == "nets.py:9, forward of the model (Net)"
+    alert = next(alert for alert in run.alerts if alert.module_name == "fc")
+    assert f"In {user_code}." in alert.message.split("\n")[0]
+    assert main(["explain", "run"]) == 0
+    assert user_code in capsys.readouterr().out
