@@ -74,6 +74,26 @@ def test_runs_are_filtered_sorted_and_opened(page: TelemetryPage) -> None:
     page.locator(".panel[data-run=boom]").wait_for(state="detached")
 
 
+def test_one_statistic_of_many_runs_is_drawn_below_the_table(page: TelemetryPage) -> None:
+    page.open(run="old9", layer=".b", step="5")
+    page.locator("button[aria-label='Run: old9']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    curves = page.locator(".run-curves")
+    curves.locator("summary").click()
+    assert curves.locator("summary").inner_text() == "Gradient norm of b in these 3 runs"
+    legend = curves.locator(".curve-legend")
+    legend.wait_for()
+    assert sorted(legend.inner_text().split()) == ["old10", "old9"]  # boom has no such layer
+    curves.locator("canvas").hover(position={"x": 200, "y": 80})
+    page.locator(".tooltip tr:has-text('old9')").wait_for()
+    page.locator(".runs input").fill("lr=")
+    legend.filter(has_not_text="old10").wait_for()
+    page.page.keyboard.press("Escape")
+    page.open(run="old9")
+    page.locator("button[aria-label='Run: old9']").click()
+    assert page.locator(".run-curves summary").inner_text() == "Loss in these 3 runs"
+
+
 def test_a_run_that_began_since_the_page_was_read_opens(page: TelemetryPage) -> None:
     known = '[{"name": "boom"}, {"name": "old9"}]'
     page.page.route("**/plugin/telemetry/runs", lambda asked: asked.fulfill(body=known))

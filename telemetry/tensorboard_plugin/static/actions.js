@@ -61,7 +61,8 @@ export class Actions {
   chooseRun(which) {
     const { app } = this;
     if (app.runs.length < 2) return;
-    app.runTable.open(app.runs, app.state[which], which, (name) => {
+    const about = { layer: app.state.layer, statistic: app.statistic, theme: app.theme };
+    app.runTable.open(app.runs, app.state[which], which, about, (name) => {
       const isSame = name === app.state.run;
       // The table is read when it opens, and may have a run that has begun since.
       if (!app.runs.some((run) => run.name === name)) app.runs = [{ name }, ...app.runs];

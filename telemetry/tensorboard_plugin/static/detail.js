@@ -111,6 +111,9 @@ export class Detail {
         ? element("p", { class: "run-name" }, letter(runs.indexOf(run)), ` ${run}`)
         : null,
       element("p", { class: "muted" }, [layer.type, shapes].filter(Boolean).join(" · ")),
+      layer.userCode || layer.forward
+        ? element("p", { class: "muted code" }, `forward: ${layer.userCode || layer.forward}`)
+        : null,
       ...alerts.map((alert) => this.#alert(alert)),
       element(
         "p",

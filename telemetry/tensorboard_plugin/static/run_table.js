@@ -3,6 +3,7 @@
 import { kindTitle } from "./alert_list.js";
 import { element, fill } from "./dom.js";
 import { formatNumber, formatStep } from "./format.js";
+import { RunCurves } from "./run_curves.js";
 
 const collator = new Intl.Collator("en", { numeric: true });
 
@@ -53,6 +54,7 @@ export class RunTable {
     this.count = element("span", { class: "count", role: "status" });
     this.title = element("h2", { id: "runs-title" });
     this.table = element("table", {});
+    this.curves = new RunCurves(source);
     this.node = element(
       "dialog",
       { class: "runs", "aria-labelledby": "runs-title" },
@@ -69,6 +71,7 @@ export class RunTable {
         { class: "runs-scroll", tabindex: "0", role: "region", "aria-label": "Runs" },
         this.table,
       ),
+      this.curves.node,
     );
   }
 
@@ -76,10 +79,13 @@ export class RunTable {
    * @param {Object[]} runs what is known at once; the rest is loaded
    * @param {string} current name of the chosen run
    * @param {string} which `run`, or `other` for one beside it
+   * @param {Object} about what curves are to show: see `RunCurves.show`
    * @param {(name: string) => void} onChoose
    */
-  async open(runs, current, which, onChoose) {
+  async open(runs, current, which, about, onChoose) {
     this.runs = runs;
+    this.about = about;
+    this.curves.forget();
     this.current = current;
     this.onChoose = onChoose;
     this.title.textContent = which === "run" ? "Runs" : "A run beside it";
@@ -98,12 +104,14 @@ export class RunTable {
   }
 
   #draw() {
+    const matching = this.runs.filter(this.#matches());
     const columns = [
       { title: "Run", key: (run) => run.name, show: (run) => this.#name(run) },
       ...COLUMNS,
-      ...hparamColumns(this.runs),
+      ...hparamColumns(matching),
     ];
-    const shown = (this.shown = this.#sorted(columns, this.runs.filter(this.#matches())));
+    const shown = (this.shown = this.#sorted(columns, matching));
+    this.curves.show(shown.map((run) => run.name), this.about);
     const isFilled = ({ show }) => !shown.length || shown.some((run) => show(run) !== "");
     const filled = columns.filter(isFilled);
     this.count.textContent =
