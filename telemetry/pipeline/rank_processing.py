@@ -20,7 +20,7 @@ from telemetry.pipeline import FullSteps, Item, LoggedScalars, Processor, ReadyV
 from telemetry.pipeline.queue import MAX_BYTES
 from telemetry.ranks.channel import CLOSE_S, Channel
 from telemetry.ranks.encoding import decode, encode
-from telemetry.ranks.gathering import Message, News, named
+from telemetry.ranks.gathering import News, Step, named
 from telemetry.ranks.measured import Measured, merge
 from telemetry.ranks.observer import RankObserver
 from telemetry.ranks.whole import WholeRecords
@@ -73,7 +73,7 @@ class RankProcessor:
         self._maker = MeasuredMaker(self.observer.standing)
         self._recorder = recorder
         # Those that came back. Each count has one thread that writes it.
-        self._merged: deque[Message] = deque()
+        self._merged: deque[Step] = deque()
         self._bytes_taken = self._bytes_done = 0
         self._full_steps = full_steps
         self._current_step = current_step
@@ -95,7 +95,9 @@ class RankProcessor:
             name=str(next(_numbers)),
             rank=rank,
             world_size=size,
-            merge=lambda payloads: encode(merge([decode(payload) for payload in payloads])),
+            encode=encode,
+            decode=decode,
+            merge=merge,
             deliver=self.take,
             heard=self._hear,
             failures=failures,
@@ -123,16 +125,15 @@ class RankProcessor:
         while self._merged:
             merged = self._merged.popleft()
             with self._failures.contained("to record a step of several ranks"):
-                self._record(merged)
-            self._bytes_done += len(merged.payload)
+                self._record(merged.part)
+            self._bytes_done += merged.part.nbytes
             self._note_recorded(merged)
 
-    def _record(self, merged: Message) -> None:
+    def _record(self, part: Measured) -> None:
         recorder = self._recorder
         if recorder is None:
             return
         recorder.abandoned = self.abandoned
-        part = decode(merged.payload)
         means = part.scalars.means()
         if means and not part.phase:
             self._loss.see(part.step, means)
@@ -200,12 +201,12 @@ class RankProcessor:
         if self._recorder is not None:
             with self._changed:
                 self._sent.add(_place(part))
-        self._channel.send(part.step, encode(part), phase=part.phase)
+        self._channel.send(part.step, part, phase=part.phase)
 
-    def take(self, merged: Message) -> None:
+    def take(self, merged: Step) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""
         if self._bytes_taken - self._bytes_done <= MAX_BYTES:
-            self._bytes_taken += len(merged.payload)
+            self._bytes_taken += merged.part.nbytes
             self._merged.append(merged)
             return
         self._failures.log_once(
@@ -215,7 +216,7 @@ class RankProcessor:
         )
         self._note_recorded(merged)
 
-    def _note_recorded(self, merged: Message) -> None:
+    def _note_recorded(self, merged: Step) -> None:
         place = _place(merged)
         with self._changed:
             self._sent = {other for other in self._sent if other > place}
@@ -284,7 +285,7 @@ class RankProcessor:
         each_within(min(CLOSE_S, timeout_s), self.wait, self._channel.close)
 
 
-def _place(item: Measured | Message) -> tuple[int, bool]:
+def _place(item: Measured | Step) -> tuple[int, bool]:
     """Phases of a step come before the step itself."""
     return item.step, not item.phase
 

@@ -1,6 +1,6 @@
-"""Parts as bytes: a heading in JSON and columns of numbers, compressed.
+"""Parts of several steps as bytes: a heading in JSON and columns of numbers, compressed.
 
-The columns of a part are what takes room, so they are written byte by byte of all their numbers:
+The columns are what takes room, so they are written byte by byte of all their numbers:
 first all lowest bytes, then all second ones. Counts and buckets are small whole numbers, and most
 of their bytes are zero, of which compression leaves almost nothing.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -33,9 +33,9 @@ from telemetry.records import Layout, Module, Parameter
 from telemetry.records.rows import COLUMNS, Rows
 
 # What the bytes begin with; another version has another number.
-FORMAT = b"telemetry-ranks-6\n"
+FORMAT = b"telemetry-ranks-7\n"
 
-# Of a part that is not compressed. 20,000 modules with four tensors each take about 200 MB.
+# Of parts that are not compressed. 20,000 modules with four tensors each take about 200 MB.
 MAX_BYTES = 1 << 30
 
 _PARTS = (
@@ -59,16 +59,16 @@ _DTYPES["rows"] = COLUMNS
 _LEVEL = 1  # higher ones take several times as long for a tenth less
 
 
-def encode(part: Measured) -> bytes:
-    """A part as bytes, for :func:`decode`."""
+def encode(parts: Sequence[Measured]) -> bytes:
+    """Parts as bytes, for :func:`decode`."""
     columns = _Columns()
-    heading = json.dumps(columns.plain(part), separators=(",", ":")).encode()
+    heading = json.dumps(columns.plain(list(parts)), separators=(",", ":")).encode()
     body = len(heading).to_bytes(8, "little") + heading + b"".join(columns.written)
     return FORMAT + zlib.compress(body, _LEVEL)
 
 
-def decode(data: bytes) -> Measured:
-    """The part that :func:`encode` made these bytes of.
+def decode(data: bytes) -> tuple[Measured, ...]:
+    """The parts that :func:`encode` made these bytes of.
 
     Raises:
         ValueError: They are of another version of this package, damaged, or too many.
@@ -85,10 +85,10 @@ def decode(data: bytes) -> Measured:
         if not unpack.eof:
             raise ValueError(f"incomplete, or larger than {MAX_BYTES >> 20} MiB")
         size = int.from_bytes(body[:8], "little")
-        part = _restored(json.loads(body[8 : 8 + size]), memoryview(body)[8 + size :])
-        if not isinstance(part, Measured):
-            raise ValueError("not a part of a step")
-        return part
+        parts = _restored(json.loads(body[8 : 8 + size]), memoryview(body)[8 + size :])
+        if not all(isinstance(part, Measured) for part in parts):
+            raise ValueError("not parts of steps")
+        return tuple(parts)
     except (zlib.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"measurements of another rank are damaged: {error}") from None
 

@@ -1,26 +1,48 @@
-"""Messages between ranks, and how those about one step are put together, however late some are."""
+"""Messages between ranks, and how what they measured at one step is put together, however late."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import IntEnum
+from functools import cache, partial
 from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Twice the steps that a run may have: see :class:`telemetry.ranks.channel.Order`.
+log = logging.getLogger("telemetry")
+
+# A step's place in the order of all is twice its number, plus one, so that its phases come before
+# it. A run that goes back to an earlier step begins another lap; one that has ended is past all.
 LAP = 2**44
+END = 2**62
+
+MAX_BYTES = 256 * 2**20
+BLOCK_BYTES = 2**20
+DECODED_AT_ONCE = 16
 
 
-class Kind(IntEnum):
-    RECORD = 0
-    JOINED = 1
-    LEFT = 2
-    HELD = 3
+class Part(Protocol):
+    """What ranks measured at one step."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Step(NamedTuple):
+    """A step, or a phase before it: its place and name, and what these ranks measured there."""
+
+    place: int
+    phase: str
+    ranks: frozenset[int]
+    part: Any
+
+    @property
+    def step(self) -> int:
+        return self.place % LAP // 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,36 +50,48 @@ class Message:
     """Something from some of the ranks, on its way to the first.
 
     Attributes:
-        kind: What it is.
-        place: Its place in the order of steps. Of ``HELD`` the step that a rank will not pass.
-        phase: Name of a part of the run that is not training; there may be several at one place.
         ranks: From whom it is.
-        payload: What they measured, merged; only of a record.
+        keys: Place and phase of each step that it holds.
+        held: The step whose end they will not pass; -1 if they were not asked.
+        payload: What they measured at these steps; nothing in a notice.
     """
 
-    kind: Kind = Kind.RECORD
-    place: int = 0
-    phase: str = ""
     ranks: frozenset[int]
+    keys: tuple[tuple[int, str], ...] = ()
+    held: int = -1
     payload: bytes = b""
 
-    @property
-    def step(self) -> int:
-        """The step that has this place."""
-        return self.place % LAP // 2
+    @staticmethod
+    def of(block: Sequence[Step], encode: Callable[[list[Any]], bytes]) -> Message:
+        """What the same ranks measured at several steps."""
+        keys = tuple((step.place, step.phase) for step in block)
+        return Message(ranks=block[0].ranks, keys=keys, payload=encode([s.part for s in block]))
 
     def to_bytes(self) -> bytes:
-        head = [self.kind, self.place, self.phase, sorted(self.ranks)]
+        head = [sorted(self.ranks), self.keys, self.held]
         return json.dumps(head).encode() + b"\n" + self.payload
 
     @staticmethod
     def from_bytes(data: bytes) -> Message:
         """The inverse of :meth:`to_bytes`; ValueError: it is something else."""
         head, _, payload = data.partition(b"\n")
-        kind, place, phase, ranks = json.loads(head)
-        return Message(
-            kind=Kind(kind), place=place, phase=phase, ranks=frozenset(ranks), payload=payload
-        )
+        ranks, keys, held = json.loads(head)
+        keys = tuple((place, phase) for place, phase in keys)
+        return Message(ranks=frozenset(ranks), keys=keys, held=held, payload=payload)
+
+
+def blocks(steps: Iterable[Step]) -> Iterator[list[Step]]:
+    """Steps that travel together: small ones of the same ranks that follow each other."""
+    block: list[Step] = []
+    nbytes = 0
+    for step in steps:
+        nbytes += step.part.nbytes
+        if block and (step.ranks != block[0].ranks or nbytes > BLOCK_BYTES):
+            yield block
+            block, nbytes = [], step.part.nbytes
+        block.append(step)
+    if block:
+        yield block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +101,14 @@ class News:
     Attributes:
         first_step: At which the first rank began; None before it has told.
         full_steps: Steps that are measured in full although the schedule does not name them.
-        hold: Whether every rank shall stop at the end of a step, since one is about to be chosen.
-        raise_at: The step at whose end all raise; None if none is chosen.
-        message: What they raise, as its owner writes it.
+        message: What all are about to raise: none passes the end of its step before it knows where.
+        raise_at: The step at whose end they do; None if it is not chosen.
     """
 
     first_step: int | None = None
     full_steps: tuple[int, ...] = ()
-    hold: bool = False
-    raise_at: int | None = None
     message: str = ""
+    raise_at: int | None = None
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -101,39 +133,22 @@ def named(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges_of(ranks)}"
 
 
-Merge = Callable[[Sequence[bytes]], bytes]
-"""Makes one payload of several, in any order and grouping."""
+class _Arrived(NamedTuple):
+    """What some ranks measured at a step that waits for others; it is decoded when it is needed."""
 
-MAX_BYTES = 256 * 2**20
-
-
-class RunningClock:
-    """Seconds during which this process ran: a time for which it was stopped hardly counts.
-
-    After such a time what others sent has yet to be read, and nobody else was late.
-    """
-
-    def __init__(self, longest_step_s: float = 1.0) -> None:
-        self._longest_step_s = longest_step_s
-        self._read = time.monotonic()
-        self._now = 0.0
-
-    def now(self) -> float:
-        """To be asked at least once per ``longest_step_s``."""
-        read = time.monotonic()
-        self._now += min(read - self._read, self._longest_step_s)
-        self._read = read
-        return self._now
+    ranks: frozenset[int]
+    nbytes: int
+    load: Callable[[], Any]
 
 
 @dataclass(kw_only=True, eq=False)
 class _Open:
     since: float
-    messages: list[Message] = field(default_factory=list)
+    arrived: list[_Arrived] = field(default_factory=list)
 
 
 class Gathering:
-    """Collects the messages of each step and merges them, in the order of the steps.
+    """Knows which ranks a step still waits for, and merges what they sent, step after step.
 
     Each rank sends its steps in their order; at one place in it there may be several phases. So a
     rank that has sent a later step will not send an earlier one, and nobody waits for it: ranks
@@ -146,9 +161,11 @@ class Gathering:
     they had arrived another way, the larger one stays.
 
     Args:
+        decode: Makes the parts of several steps of a payload.
+        merge: Makes one part of several, in any order and grouping.
         patience_s: How long a step waits for a rank of which nothing comes.
-        start_s: How long nothing is complete unless it holds all ranks of the world, because
-            others may not have joined yet.
+        start_s: How long after the first message nothing is complete unless it holds all ranks of
+            the world, because of others nothing may have come yet.
         forwards_late: Whether what comes after its step has ended is handed on by itself, because
             further on the step may not have ended yet. Otherwise it is left out.
         max_bytes: How many bytes may wait. If there are half as many, what is there of the next
@@ -159,42 +176,86 @@ class Gathering:
         self,
         *,
         world_size: int,
-        merge: Merge,
+        decode: Callable[[bytes], Sequence[Any]],
+        merge: Callable[[list[Any]], Any],
         patience_s: float,
         start_s: float,
         forwards_late: bool,
         max_bytes: int = MAX_BYTES,
     ) -> None:
+        self._decode = decode
         self._merge = merge
         self._patience_s = patience_s
         self._start_s = start_s
+        self._start_ends: float | None = None
         self._forwards_late = forwards_late
         self._max_bytes = max_bytes
         self._open: dict[tuple[int, str], _Open] = {}
         self._bytes = 0
         self._ended_place = -1
         self._ended_phases: set[str] = set()  # at that place
-        self._stragglers: list[Message] = []
+        self._stragglers: list[tuple[tuple[int, str], _Arrived]] = []
         self._last = np.full(world_size, -1, np.int64)
-        self._heard = np.zeros(world_size)
-        self._joined = np.zeros(world_size, np.bool_)
-        self._left = np.zeros(world_size, np.bool_)
+        self._heard = np.full(world_size, -np.inf)
+        self._held = np.full(world_size, -1, np.int64)
         self._silent = np.zeros(world_size, np.bool_)
+        self._told: dict[str, frozenset[int]] = {}
+
+    # --- who is there ----------------------------------------------------------------------------
+
+    @property
+    def _joined(self) -> NDArray[np.bool_]:
+        return self._heard >= 0
+
+    @property
+    def _left(self) -> NDArray[np.bool_]:
+        left: NDArray[np.bool_] = self._last == END
+        return left
 
     @property
     def members(self) -> frozenset[int]:
-        """Ranks that take part: they have joined and not left, and are not silent."""
+        """Ranks of which something has come, and that have not left and are not silent."""
         return _ranks(self._joined & ~self._left & ~self._silent)
 
     @property
     def silent(self) -> frozenset[int]:
-        """Ranks that take part, and of which a step had to do without."""
-        return _ranks(self._joined & ~self._left & self._silent)
+        """Ranks that have not left, and which a step had to do without."""
+        return _ranks(~self._left & self._silent)
 
-    @property
-    def never_joined(self) -> frozenset[int]:
-        """Ranks of which nothing has come so far."""
-        return _ranks(~self._joined & ~self._left)
+    def held(self, *, at_once: bool) -> int | None:
+        """The last step that some rank is in; None while members have not answered.
+
+        ``at_once``: as far as they have.
+        """
+        members = self._joined & ~self._left & ~self._silent
+        return int(self._held.max()) if at_once or (self._held[members] >= 0).all() else None
+
+    def tell_missing(self, step: Step) -> None:
+        """Log once which ranks a step lacks and why, and once which return."""
+        here, total = step.ranks, len(self._last)
+        hold = f"the records hold {len(here)} of {total} ranks: %s"
+        missed = self._told.get("missed", frozenset())
+        absent, others = _ranks(~self._joined), self.members - here
+        for which, kind, what in (
+            (absent - here, "missed", f"{hold} made no HookLogger for this run so far"),
+            (
+                self.silent - here,
+                "missed",
+                f"{hold} sent nothing in time and may hang or have died",
+            ),
+            (missed & here, "back", "the records hold what %s measured"),
+        ):
+            if new := which - self._told.get(kind, frozenset()):
+                self._told[kind] = self._told.get(kind, frozenset()) | new
+                log.warning(f"telemetry: from step %d on, {what}", step.step, named(new))
+        if others - self._told.get("others", frozenset()):
+            self._told["others"] = self._told.get("others", frozenset()) | others
+            log.warning(
+                "telemetry: step %d was measured by %s, and not by %s; use the same every_n_steps "
+                "on all ranks", step.step, named(here), named(others),
+            )  # fmt: skip
+
+    # --- what has arrived ------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
@@ -202,23 +263,31 @@ class Gathering:
         return len(self._open)
 
     def add(self, message: Message, now: float) -> None:
+        decoded = cache(partial(self._decode, message.payload))
+        places = [place for place, _ in message.keys]
+        self._note(message.ranks, max(places, default=-1), now)
         index = np.fromiter(message.ranks, np.int64, len(message.ranks))
-        self._heard[index] = now
-        self._left[index] = message.kind == Kind.LEFT
-        self._silent[index] = False
-        if message.kind == Kind.LEFT:
-            return
-        self._joined[index] = True
-        if message.kind != Kind.RECORD:
-            return
-        self._last[index] = np.maximum(self._last[index], message.place)
-        if not self._has_ended(message):
-            key = message.place, message.phase
-            self._put(message, self._open.setdefault(key, _Open(since=now)).messages)
-        elif self._forwards_late:
-            self._stragglers.append(message)
+        self._held[index] = np.maximum(self._held[index], message.held)
+        for number, key in enumerate(message.keys if message.payload else ()):
+            nbytes = len(message.payload) // len(message.keys)
+            load = lambda number=number: decoded()[number]  # noqa: E731
+            self._put(key, _Arrived(message.ranks, nbytes, load), now)
 
-    def take(self, now: float, *, hurry: bool = False) -> Message | None:
+    def add_own(self, step: Step, now: float) -> None:
+        """What this rank measured."""
+        self._note(step.ranks, step.place, now)
+        own = _Arrived(step.ranks, step.part.nbytes, lambda: step.part)
+        self._put((step.place, step.phase), own, now)
+
+    def _note(self, ranks: frozenset[int], place: int, now: float) -> None:
+        index = np.fromiter(ranks, np.int64, len(ranks))
+        self._heard[index] = now
+        self._silent[index] = False
+        self._last[index] = np.maximum(self._last[index], place)
+        if self._start_ends is None:
+            self._start_ends = now + self._start_s
+
+    def take(self, now: float, *, hurry: bool = False) -> Step | None:
         """The next step that is complete by now or has waited long enough, merged.
 
         Args:
@@ -229,63 +298,63 @@ class Gathering:
             None if there is none. Call it until then; an exception of ``merge`` costs one step.
         """
         if self._stragglers:
-            return self._stragglers.pop(0)
+            key, late = self._stragglers.pop(0)
+            return Step(*key, late.ranks, late.load())
         if not self._open:
             return None
         key = min(self._open)
-        if self._bytes > self._max_bytes / 2:
-            self._merge_early(self._open[key])
+        step = self._open[key]
+        if self._bytes > self._max_bytes / 2 and len(step.arrived) > 1:
+            step.arrived = [self._whole(step.arrived)]
+            self._bytes += step.arrived[0].nbytes
         awaited = self._awaited(*key, now)
-        waited_s = now - np.maximum(self._heard[awaited], self._open[key].since)
+        waited_s = now - np.maximum(self._heard[awaited], step.since)
         if (waited_s < self._patience_s).any() and self._bytes <= self._max_bytes and not hurry:
             return None
         self._silent |= awaited & self._joined
-        self._end(*key)
-        return self._whole(self._open.pop(key).messages)
+        place, phase = key
+        if place > self._ended_place:
+            self._ended_place, self._ended_phases = place, set()
+        self._ended_phases.add(phase)
+        whole = self._whole(self._open.pop(key).arrived)
+        return Step(place, phase, whole.ranks, whole.load())
 
     def _awaited(self, place: int, phase: str, now: float) -> NDArray[np.bool_]:
         to_come = self._last < place
         if phase:  # who has sent another phase of the same step may still send this one
             to_come |= self._last == place
-            for message in self._open[place, phase].messages:
-                to_come[np.fromiter(message.ranks, np.int64, len(message.ranks))] = False
-        to_come &= ~self._left & ~self._silent
-        return to_come if now < self._start_s else to_come & self._joined
+            for arrived in self._open[place, phase].arrived:
+                to_come[np.fromiter(arrived.ranks, np.int64, len(arrived.ranks))] = False
+        to_come &= ~self._silent
+        begins = self._start_ends is not None and now < self._start_ends
+        return to_come if begins else to_come & self._joined
 
-    def _has_ended(self, message: Message) -> bool:
-        if message.place == self._ended_place:
-            return message.phase in self._ended_phases
-        return message.place < self._ended_place
-
-    def _end(self, place: int, phase: str) -> None:
-        if place > self._ended_place:
-            self._ended_place, self._ended_phases = place, set()
-        self._ended_phases.add(phase)
-
-    def _put(self, message: Message, messages: list[Message]) -> None:
-        overlapping = [other for other in messages if other.ranks & message.ranks]
-        if not all(other.ranks <= message.ranks for other in overlapping):
+    def _put(self, key: tuple[int, str], new: _Arrived, now: float) -> None:
+        place, phase = key
+        is_late = phase in self._ended_phases if place == self._ended_place else False
+        if is_late or place < self._ended_place:
+            if self._forwards_late:
+                self._stragglers.append((key, new))
             return
-        for other in overlapping:
-            messages.remove(other)
-            self._bytes -= len(other.payload)
-        messages.append(message)
-        self._bytes += len(message.payload)
+        arrived = self._open.setdefault(key, _Open(since=now)).arrived
+        overlapping = [other for other in arrived if other.ranks & new.ranks]
+        if all(other.ranks <= new.ranks for other in overlapping):
+            for other in overlapping:
+                arrived.remove(other)
+                self._bytes -= other.nbytes
+            arrived.append(new)
+            self._bytes += new.nbytes
 
-    def _merge_early(self, step: _Open) -> None:
-        messages, step.messages = step.messages, []
-        self._put(self._whole(messages), step.messages)
-
-    def _whole(self, messages: list[Message]) -> Message:
-        self._bytes -= sum(len(message.payload) for message in messages)
-        if len(messages) == 1:
-            return messages[0]
-        return Message(
-            place=messages[0].place,
-            phase=messages[0].phase,
-            ranks=frozenset().union(*(message.ranks for message in messages)),
-            payload=self._merge([message.payload for message in messages]),
-        )
+    def _whole(self, arrived: list[_Arrived]) -> _Arrived:
+        self._bytes -= sum(one.nbytes for one in arrived)
+        ranks = frozenset().union(*(one.ranks for one in arrived))
+        parts: list[Any] = []
+        for one in arrived:
+            parts.append(one.load())
+            if len(parts) == DECODED_AT_ONCE:
+                parts = [self._merge(parts)]
+        whole = parts[0] if len(parts) == 1 else self._merge(parts)
+        return _Arrived(ranks, whole.nbytes, lambda: whole)
 
 
 def _ranks(which: NDArray[np.bool_]) -> frozenset[int]:

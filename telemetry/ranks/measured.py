@@ -352,6 +352,14 @@ class Measured:
     def full(self) -> bool:
         return bool(self.measured)
 
+    @property
+    def nbytes(self) -> int:
+        """Of its large arrays."""
+        rows = self.tensors.rows
+        arrays = [rows.columns, rows.buckets, rows.counts, *self.tensors.units.values()]
+        arrays += [stage.grads["norm"] for stage in self.stages.values()]
+        return sum(array.nbytes for array in arrays)
+
 
 def merge(parts: Sequence[Measured]) -> Measured:
     """What all of these ranks measured.

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from telemetry.ranks import raising
-from telemetry.ranks.raising import Agreement, Vote
+from telemetry.ranks.raising import Agreement
 
 
 def ask(agreement: Agreement, step: int) -> tuple[threading.Thread, list[bool]]:
@@ -23,16 +23,12 @@ def test_a_rank_that_waits_goes_on_to_the_step_that_another_is_in() -> None:
     behind, ahead = Agreement(), Agreement()
     assert not behind.step_ended(9)
     assert not ahead.step_ended(10)
-    vote = Vote(0.0)
-    vote.add(frozenset({0}), behind.hold())
-    assert not vote.choose(frozenset({0, 1}), 0.0)
+    held = behind.hold()
     waiting, answers = ask(behind, 10)
-    vote.add(frozenset({1}), ahead.hold())
-    assert vote.choose(frozenset({0, 1}), 0.0)
-    assert vote.decided == 11
+    assert (held, ahead.hold()) == (10, 11)
     assert waiting.is_alive()
-    behind.decide(vote.decided)
-    ahead.decide(vote.decided)
+    behind.decide(11)
+    ahead.decide(11)
     waiting.join()
     assert answers == [False]
     assert behind.step_ended(11)
@@ -49,15 +45,11 @@ def test_a_rank_that_ends_its_step_while_it_is_told_is_right_either_way() -> Non
     assert answers == [True]
 
 
-def test_the_dead_are_not_waited_for_and_who_comes_back_raises_at_once() -> None:
-    vote, late = Vote(0.0), Agreement()
-    vote.add(frozenset({0}), 7)
-    assert not vote.choose(frozenset({0, 1}), raising.ANSWER_S)
-    assert vote.choose(frozenset({0, 1}), raising.ANSWER_S + 1)
-    assert not vote.choose(frozenset({0, 1}), raising.ANSWER_S + 2), "once"
+def test_who_comes_back_raises_at_once() -> None:
+    late = Agreement()
     assert not late.step_ended(20)
     late.hold()
-    late.decide(vote.decided)
+    late.decide(7)
     assert late.step_ended(21)
 
 
