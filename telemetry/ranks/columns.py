@@ -68,11 +68,6 @@ def sums(arrays: Sequence[Array]) -> Array:
     return reduce(np.add, arrays)
 
 
-def minima(arrays: Sequence[Array]) -> Array:
-    """NaN where one is."""
-    return reduce(np.minimum, arrays)
-
-
 # --- columns --------------------------------------------------------------------------------------
 
 
@@ -144,6 +139,11 @@ class Table:
     def merge_all(tables: Iterable[Table]) -> Table:
         some = [table for table in tables if len(table.rows)]
         return merge_tables(some)[0] if some else NO_ROWS
+
+    def take(self, places: list[int], rows: Sequence[Any]) -> Table:
+        """Some rows, under other names."""
+        columns = {name: column[places] for name, column in self.columns.items()}
+        return Table.of(rows, **columns)
 
     def means(self) -> dict[Any, float]:
         """Of the figures of several ranks."""

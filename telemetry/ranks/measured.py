@@ -16,7 +16,6 @@ from telemetry.ranks.columns import (
     least,
     merge_all,
     merge_tables,
-    minima,
     same,
     spreads,
     sums,
@@ -28,32 +27,22 @@ from telemetry.records.moments import rms_of
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 
-# Extremes of more units are rounded to three bits of mantissa, at most 6 % off; zero, the sign and
-# what is not finite stay.
+# Extremes of more units are cut to seven bits of mantissa, less than 1 % off; zeros and signs stay.
 EXACT_UNITS = 256
-
-_ROUND, _MASK = np.uint32(1 << 19), np.uint32(0xFFF00000)
-
-Units = NDArray[np.float32]
 
 
 class Row(NamedTuple):
-    """Which tensor: the pipeline stage, the kind as in :class:`StepRecord`, and its name there."""
+    """Which tensor: the pipeline stage, the kind as in :class:`StepRecord`, and its name there.
+
+    If its units are split over ranks, which of the pieces; see :class:`Share`.
+    """
 
     stage: int
     kind: str
     name: str
     place: int = 0
-
-
-class Piece(NamedTuple):
-    """Which of the units of a tensor: see :class:`Share`. Only pieces of one size merge."""
-
-    row: Row
-    copy: int
-    piece: int
-    pieces: int
-    size: int
+    piece: int = 0
+    pieces: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,18 +52,16 @@ class MeasuredTensors:
     Attributes:
         table: Of each tensor how many ``calls`` a rank saw, and of the ranks' root mean squares
             the lowest and the highest.
-        rows: The rest, without units.
-        units: The smallest value of each unit, and the negative of the largest, float32
-            ``[2, size]``.
+        rows: The rest.
     """
 
     table: Table
     rows: Rows
-    units: Mapping[Piece, Units]
 
     def __post_init__(self) -> None:
         rows, sizes = self.rows, {len(self.rows.buckets), len(self.rows.counts)}
-        if sizes != {rows.bucket_count.sum()} or len(rows) != len(self.table.rows):
+        fits = sizes == {rows.bucket_count.sum()} and len(rows.units) == rows.unit_count.sum()
+        if not fits or len(rows) != len(self.table.rows):
             raise ValueError("its columns do not fit together")
 
     @staticmethod
@@ -82,22 +69,14 @@ class MeasuredTensors:
         """Those of one rank: which tensors ``rows`` are of, and its shares of them."""
         if not shares:
             return EMPTY
-        units = {}
-        for place, (row, share) in enumerate(shares.items()):
-            extremes = rows.units_of(place)
-            if extremes is not None:
-                piece = Piece(row, share.copy, share.piece, share.pieces, len(extremes))
-                low, high = _rounded(extremes).T
-                units[piece] = np.stack([low, -high])
+        names = [r._replace(piece=s.piece, pieces=s.pieces) for r, s in shares.items()]
+        copies = np.array([share.copy for share in shares.values()], np.int64)
+        figures = {"calls": rows.calls, **spreads(rank, rms_of(rows))}
+        # Scaled-up counts travel in single precision, far finer than a sample.
+        short = np.where(rows.counts % 1 == 0, rows.counts, rows.counts.astype(np.float32))
         return MeasuredTensors(
-            table=Table.of(
-                tuple(shares),
-                np.array([share.copy for share in shares.values()], np.int64),
-                calls=rows.calls,
-                **spreads(rank, rms_of(rows)),
-            ),
-            rows=replace(rows.without_units(), counts=_shortened(rows.counts)),
-            units=units,
+            table=Table.of(names, copies, **figures),
+            rows=replace(rows, counts=short, units=_shortened(rows)),
         )
 
     @staticmethod
@@ -108,61 +87,48 @@ class MeasuredTensors:
             return some[0] if some else EMPTY
         table, kept = merge_tables([one.table for one in some])
         rows = Rows.concatenate([one.rows for one in some])
+        return MeasuredTensors(table=table, rows=rows.merged(np.concatenate(kept), len(table.rows)))
+
+    def whole(self) -> MeasuredTensors:
+        """With the pieces of each tensor put together; units only if all are there."""
+        names: tuple[Any, ...] = tuple(self.table.rows)
+        if all(row.pieces == 1 for row in names):
+            return self
+        pieces: dict[Row, list[int]] = {}
+        for place in sorted(range(len(names)), key=names.__getitem__):
+            pieces.setdefault(names[place]._replace(piece=0, pieces=1), []).append(place)
+        most = max(map(len, pieces.values()))
+        some = [{r: at[n] for r, at in pieces.items() if n < len(at)} for n in range(most)]
+        table, kept = merge_tables([self.table.take([*one.values()], [*one]) for one in some])
+        order = np.array([place for one in some for place in one.values()])
+        rows = self.rows.take(order).merged(np.concatenate(kept), len(pieces))
+        units = []
+        for places in pieces.values():
+            complete = [names[place].piece for place in places] == [*range(names[places[0]].pieces)]
+            found = [self.rows.units_of(place) for place in places if complete]
+            units.append(
+                np.concatenate([self.rows.units[:0], *(o for o in found if o is not None)])
+            )
+        counts = [len(one) for one in units]
         return MeasuredTensors(
-            table=table,
-            rows=rows.merged(np.concatenate(kept), len(table.rows)),
-            units=by_key(minima)(one.units for one in some),
+            table=table, rows=rows.having(np.concatenate(units), unit_count=counts)
         )
 
     def records(self) -> Tensors[Row]:
         """What was measured of each tensor as a whole."""
-        none = np.empty((2, 0), np.float32)
-        names: tuple[Any, ...] = tuple(self.table.rows)
-        known = self._whole_units()
-        units = [known.get(row, none) for row in names]
-        low, high = np.concatenate([*units, none], axis=1)
-        rows = self.rows.having(
-            np.stack([low, -high], axis=1),
-            unit_count=[one.shape[1] for one in units],
-            calls=self.table["calls"],
-        )
-        return Tensors(names, rows)
-
-    def _whole_units(self) -> dict[Row, Units]:
-        """Those of the rows all of whose pieces are there, of the lowest copy."""
-        by_row: dict[Row, list[Piece]] = {}
-        for piece in sorted(self.units):
-            pieces = by_row.setdefault(piece.row, [piece])
-            if piece.copy == pieces[0].copy and piece is not pieces[0]:
-                pieces.append(piece)
-        return {
-            row: np.concatenate([self.units[piece] for piece in pieces], axis=1)
-            for row, pieces in by_row.items()
-            if [piece.piece for piece in pieces] == list(range(pieces[0].pieces))
-        }
+        whole = self.whole()
+        return Tensors(tuple(whole.table.rows), whole.rows.having(calls=whole.table["calls"]))
 
 
 # That of a step that was not measured in full.
-EMPTY = MeasuredTensors(table=NO_ROWS, rows=Rows.of(()), units={})
+EMPTY = MeasuredTensors(table=NO_ROWS, rows=Rows.of(()))
 
 
-def _shortened(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scaled-up counts in single precision, far finer than a sample: they travel in half the room.
-
-    Counts of all elements are whole numbers, and stay as they are.
-    """
-    return np.where(counts == np.floor(counts), counts, counts.astype(np.float32))
-
-
-def _rounded(extremes: Units) -> Units:
-    if len(extremes) <= EXACT_UNITS:
-        return extremes
-    bits = (extremes.view(np.uint32) + _ROUND) & _MASK
-    tiny = (bits == 0) | (bits == 0x80000000)
-    # What is not zero must not become zero, nor what is finite infinite.
-    keep = ~np.isfinite(extremes) | ~np.isfinite(bits.view(np.float32)) | (tiny & (extremes != 0))
-    rounded: Units = np.where(keep, extremes, bits.view(np.float32))
-    return rounded
+def _shortened(rows: Rows) -> NDArray[np.float32]:
+    bits = rows.units.view(np.uint32) & np.uint32(0xFFFF0000)
+    cut = bits.view(np.float32)
+    few = (rows.unit_count <= EXACT_UNITS).repeat(rows.unit_count)[:, None]
+    return np.where(few | (cut == 0) | ~np.isfinite(rows.units), rows.units, cut)
 
 
 Floats = NDArray[np.float64]
@@ -356,7 +322,7 @@ class Measured:
     def nbytes(self) -> int:
         """Of its large arrays."""
         rows = self.tensors.rows
-        arrays = [rows.columns, rows.buckets, rows.counts, *self.tensors.units.values()]
+        arrays = [rows.columns, rows.buckets, rows.counts, rows.units]
         arrays += [stage.grads["norm"] for stage in self.stages.values()]
         return sum(array.nbytes for array in arrays)
 

@@ -61,6 +61,7 @@ class WholeRecords:
                 self._layouts[key] = stage.layout
         new = {rank: host for host, ranks in part.hosts.items() for rank in ranks}
         self._host_of = {**self._host_of, **new} if new else self._host_of
+        part = replace(part, tensors=part.tensors.whole())
         keys = tuple(sorted(part.stages))
         if any(key not in self._layouts for key in keys):
             return None
