@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -232,7 +233,10 @@ class RankProcessor:
         """
         if step <= self._announced[-1] or self._step_s <= 0:
             return
-        at = self._current_step() + max(_LEAD_STEPS, math.ceil(_LEAD_S / self._step_s))
+        now, step_s, (last, wall_time) = self._current_step(), self._step_s, self._last
+        if now > last + 1:  # the first steps are slow
+            step_s = min(step_s, max(1e-6, time.time() - wall_time) / (now - last - 1))
+        at = now + max(_LEAD_STEPS, math.ceil(_LEAD_S / step_s))
         self._announced.append(at)
         self._channel.announce(lambda news: replace(news, full_steps=(at,)))
 
