@@ -324,7 +324,7 @@ def gather(ranks: int, payloads: Sequence[bytes]) -> tuple[list[Measured], float
     own, *others = ([(part.ranks, part) for part in decode(payload)] for payload in payloads)
     messages = [
         Message(
-            ranks=parts[0][0], keys=tuple((2 * part.step + 1, "") for _, part in parts),
+            ranks=parts[0][0], places=tuple(part.step for _, part in parts),
             payload=payload,
         )
         for parts, payload in zip(others, payloads[1:], strict=True)
@@ -332,7 +332,7 @@ def gather(ranks: int, payloads: Sequence[bytes]) -> tuple[list[Measured], float
     whole = []
     began = time.thread_time()
     for held, part in own:
-        gathering.add_own(Step(2 * part.step + 1, "", held, part), 0.0)
+        gathering.add_own(Step(part.step, held, part), 0.0)
     for message in messages:
         gathering.add(Message.from_bytes(message.to_bytes()), 0.0)
         while (step := gathering.take(0.0, hurry=message is messages[-1])) is not None:

@@ -14,7 +14,7 @@ from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, Pipeline, Processor, every, rank_processing
 from telemetry.pipeline.rank_processing import RankProcessor
 from telemetry.ranks.columns import Table
-from telemetry.ranks.gathering import Step
+from telemetry.ranks.gathering import PLACES, Step
 from telemetry.ranks.measured import Common, Measured, MeasuredParameters
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
@@ -49,7 +49,7 @@ def merged(step: int) -> Step:
         scalars=Table.merge_all(Table.of_figures(rank, {"loss": 1.0 + rank}) for rank in (0, 1)),
         own=Table.merge_all(Table.of_figures(rank, {"step_s": 0.5 + rank}) for rank in (0, 1)),
     )
-    return Step(2 * step + 1, "", everyone, part)
+    return Step(PLACES * step, everyone, part)
 
 
 class Watch(Rule):

@@ -101,10 +101,8 @@ class MeasuredMaker:
         rows, before, updates = range(len(layout.parameters)), NO_ROWS, NO_ROWS
         copies = _copies(layout, notes.grads, standing)
         if captured is not None and record.full:
-            moved, sizes = _updates(captured, record)
-            updates = Table.of(
-                rows, _copies(layout, notes.parameters, standing), moved=moved, size=sizes
-            )
+            held = _copies(layout, notes.parameters, standing)
+            updates = Table.of(rows, held, **_updates(captured, record))
         # The schedule of a pipeline divides gradients by the number of micro-batches later.
         if captured is not None and not standing.is_in_pipeline:
             norms = captured.norms_before_clipping(record.grad_norms, record.grad_present)
@@ -160,29 +158,27 @@ class MeasuredMaker:
 def _tensors(
     rank: int, record: StepRecord, notes: RankNotes, standing: Standing
 ) -> MeasuredTensors:
-    position = record.layout.parameter_position
-    found: dict[Row, Share] = {}
-    for name in record.inputs:
-        found[Row(0, "inputs", name)] = notes.outputs.get(name, WHOLE)
-    shares: Mapping[Any, Share]
-    for kind, tensors, shares in (
-        ("outputs", record.outputs, notes.outputs),
-        ("output_grads", record.output_grads, notes.output_grads),
-    ):
-        for output in tensors:
+    found = {Row(0, "inputs", n): notes.outputs.get(n, WHOLE) for n in record.inputs}
+    of_output: dict[str, Mapping[Any, Share]] = {
+        "outputs": notes.outputs,
+        "output_grads": notes.output_grads,
+    }
+    for kind, shares in of_output.items():
+        for output in getattr(record, kind):
             row = Row(standing.stage, kind, output.module_name, output.place)
             found[row] = shares.get(output, WHOLE)
-    for kind, named, by_index in (
-        ("grads", record.grads, notes.grads),
-        ("weights", record.weights, notes.parameters),
-        ("second_moments", record.second_moments, notes.parameters),
-    ):
-        for name in named:
-            share = by_index.get(position[name]) or standing.of_plain(position[name])
+    of: dict[str, Mapping[int, Share]] = {
+        "grads": notes.grads,
+        "weights": notes.parameters,
+        "second_moments": notes.parameters,
+    }
+    for kind, by_index in of.items():
+        for name in getattr(record, kind):
+            index = record.layout.parameter_position[name]
+            share = by_index.get(index) or standing.of_plain(index)
             found[Row(standing.stage, kind, name)] = share
-    kinds = dict.fromkeys(row.kind for row in found)
-    rows = [Tensors.of(getattr(record, kind)).rows for kind in kinds]
-    return MeasuredTensors.of(rank, found, Rows.concatenate([Rows.of(()), *rows]))
+    rows = [Tensors.of(getattr(record, kind)).rows for kind in ("inputs", *of_output, *of)]
+    return MeasuredTensors.of(rank, found, Rows.concatenate(rows))
 
 
 def _copies(layout: Layout, shares: Mapping[int, Share], standing: Standing) -> NDArray[np.int64]:
@@ -194,10 +190,8 @@ def _copies(layout: Layout, shares: Mapping[int, Share], standing: Standing) -> 
     return copies
 
 
-def _updates(
-    captured: CapturedStep, record: StepRecord
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Norms of how far parameters moved and of their sizes before, NaN where not measured.
+def _updates(captured: CapturedStep, record: StepRecord) -> dict[str, NDArray[np.float64]]:
+    """Norms of how far parameters ``moved`` and of their ``size`` before, NaN where not measured.
 
     Of large parameters the ratio of the two is that of a sample, so it is applied to the whole
     size. Where that is zero, what the sample moved stands for all.
@@ -216,7 +210,7 @@ def _updates(
         if elements == 0:  # an empty shard
             index = record.layout.parameter_position[name]
             moved[index] = sizes[index] = 0.0
-    return moved, sizes
+    return {"moved": moved, "size": sizes}
 
 
 def _norm_if_finite(rows: Rows) -> NDArray[np.float64]:

@@ -218,7 +218,7 @@ class RankProcessor:
         self._note_recorded(merged)
 
     def _note_recorded(self, merged: Step) -> None:
-        place = _place(merged)
+        place = _place(merged.part)
         with self._changed:
             self._sent = {other for other in self._sent if other > place}
             self._changed.notify_all()
@@ -289,9 +289,9 @@ class RankProcessor:
         each_within(min(CLOSE_S, timeout_s), self.wait, self._channel.close)
 
 
-def _place(item: Measured | Step) -> tuple[int, bool]:
+def _place(part: Measured) -> tuple[int, bool]:
     """Phases of a step come before the step itself."""
-    return item.step, not item.phase
+    return part.step, not part.phase
 
 
 def _with_own(record: StepRecord, own: StepRecord | None) -> StepRecord:

@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from telemetry.failures import Failures
-from telemetry.ranks.gathering import END, LAP, Gathering, Message, News, Part, Step, blocks
+from telemetry.ranks.gathering import END, LAP, PLACES, Gathering, Message, News, Part, Step, blocks
 from telemetry.ranks.meeting import Meeting
 from telemetry.ranks.raising import ANSWER_S, Agreement
 from telemetry.ranks.stores import Inbox
@@ -86,7 +86,7 @@ class Channel:
         self._patience_s = patience_s
         self._now, self._turned_at = 0.0, time.monotonic()
         self._given: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lap, self._last = 0, (-1, "")
+        self._lap, self._last = 0, -1
         self._own: list[Step] = []  # measured here, and yet to be sent or merged
         self._gathering: Gathering | None = None
         self._inbox: Inbox | None = None
@@ -190,11 +190,12 @@ class Channel:
         )
 
     def _send(self, step: int, part: Part, phase: str) -> None:
-        """A run that goes back to an earlier step, or repeats a phase, begins another lap."""
-        here = 2 * step + (not phase), phase
-        self._lap += here[0] < self._last[0] or here == self._last
-        self._last = here
-        self._own.append(Step(self._lap * LAP + here[0], phase, self._me, part))
+        end = self._lap + (step + 1) * PLACES - 1
+        if end <= self._last:  # it goes back to an earlier step
+            self._lap += LAP
+            end += LAP
+        self._last = max(end - PLACES + 1, self._last + 1) if phase else end
+        self._own.append(Step(self._last, self._me, part))
 
     def _take(self, message: Message) -> None:
         """Something from below, or an answer of this rank."""
@@ -219,7 +220,7 @@ class Channel:
         for step in own:
             gathering.add_own(step, self._now)
         while (whole := gathering.take(self._now, hurry=hurry)) is not None:
-            if self._uplink is None and not whole.phase:
+            if self._uplink is None and not whole.is_phase:
                 gathering.tell_missing(whole)
             yield whole
 
@@ -258,7 +259,7 @@ class Channel:
         if self._uplink is not None:
             self._dismiss()
             self._turn(hurry=True)
-            left = Message(keys=((END, ""),), ranks=self._me)
+            left = Message(places=(END,), ranks=self._me)
             self._uplink.put(left.to_bytes(), droppable=False)
             self._uplink.close(self._close_at - time.monotonic())
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 
 log = logging.getLogger("telemetry")
 
-# A step's place in the order of all is twice its number, plus one, so that its phases come before
-# it. A run that goes back to an earlier step begins another lap; one that has ended is past all.
-LAP = 2**44
+# Places in the order of all: each step has so many, the last is its own and the others of phases
+# before it. A run that goes back to an earlier step begins another lap; its end is past all.
+PLACES = 2**10
+LAP = PLACES * 2**34
 END = 2**62
 
 MAX_BYTES = 256 * 2**20
@@ -33,16 +35,19 @@ class Part(Protocol):
 
 
 class Step(NamedTuple):
-    """A step, or a phase before it: its place and name, and what these ranks measured there."""
+    """A step, or a phase before it: its place, and what these ranks measured there."""
 
     place: int
-    phase: str
     ranks: frozenset[int]
     part: Any
 
     @property
     def step(self) -> int:
-        return self.place % LAP // 2
+        return self.place % LAP // PLACES
+
+    @property
+    def is_phase(self) -> bool:
+        return self.place % PLACES < PLACES - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,33 +56,32 @@ class Message:
 
     Attributes:
         ranks: From whom it is.
-        keys: Place and phase of each step that it holds.
+        places: Of the steps that it holds; :data:`END`: there will be no other.
         held: The step whose end they will not pass; -1 if they were not asked.
         payload: What they measured at these steps; nothing in a notice.
     """
 
     ranks: frozenset[int]
-    keys: tuple[tuple[int, str], ...] = ()
+    places: tuple[int, ...] = ()
     held: int = -1
     payload: bytes = b""
 
     @staticmethod
     def of(block: Sequence[Step], encode: Callable[[list[Any]], bytes]) -> Message:
         """What the same ranks measured at several steps."""
-        keys = tuple((step.place, step.phase) for step in block)
-        return Message(ranks=block[0].ranks, keys=keys, payload=encode([s.part for s in block]))
+        places, payload = tuple(step.place for step in block), encode([s.part for s in block])
+        return Message(ranks=block[0].ranks, places=places, payload=payload)
 
     def to_bytes(self) -> bytes:
-        head = [sorted(self.ranks), self.keys, self.held]
+        head = [sorted(self.ranks), self.places, self.held]
         return json.dumps(head).encode() + b"\n" + self.payload
 
     @staticmethod
     def from_bytes(data: bytes) -> Message:
         """The inverse of :meth:`to_bytes`; ValueError: it is something else."""
         head, _, payload = data.partition(b"\n")
-        ranks, keys, held = json.loads(head)
-        keys = tuple((place, phase) for place, phase in keys)
-        return Message(ranks=frozenset(ranks), keys=keys, held=held, payload=payload)
+        ranks, places, held = json.loads(head)
+        return Message(ranks=frozenset(ranks), places=tuple(places), held=held, payload=payload)
 
 
 def blocks(steps: Iterable[Step]) -> Iterator[list[Step]]:
@@ -150,19 +154,14 @@ class _Open:
 class Gathering:
     """Knows which ranks a step still waits for, and merges what they sent, step after step.
 
-    Each rank sends its steps in their order; at one place in it there may be several phases. So a
-    rank that has sent a later step will not send an earlier one, and nobody waits for it: ranks
-    that log at different intervals do not hold each other up. A step is complete when no rank is
-    left that may still send it. Otherwise it ends when nothing has come from those ranks for
+    Each rank sends its steps in their order, so nobody waits for one that has sent a later step:
+    ranks that log at different intervals do not hold each other up. A step is complete when no rank
+    is left that may still send it. Otherwise it ends when nothing has come from those ranks for
     ``patience_s``, or when too many bytes wait; they are not waited for again until something comes
-    from them.
-
-    No rank counts twice. If a message overlaps with others, because its sender did not know that
-    they had arrived another way, the larger one stays.
+    from them. No rank counts twice: of messages that overlap, because one was repeated on another
+    way, the larger stays.
 
     Args:
-        decode: Makes the parts of several steps of a payload.
-        merge: Makes one part of several, in any order and grouping.
         patience_s: How long a step waits for a rank of which nothing comes.
         start_s: How long after the first message nothing is complete unless it holds all ranks of
             the world, because of others nothing may have come yet.
@@ -187,73 +186,74 @@ class Gathering:
         self._merge = merge
         self._patience_s = patience_s
         self._start_s = start_s
-        self._start_ends: float | None = None
+        self._start_ends = np.inf
         self._forwards_late = forwards_late
         self._max_bytes = max_bytes
-        self._open: dict[tuple[int, str], _Open] = {}
+        self._open: dict[int, _Open] = {}
         self._bytes = 0
-        self._ended_place = -1
-        self._ended_phases: set[str] = set()  # at that place
-        self._stragglers: list[tuple[tuple[int, str], _Arrived]] = []
+        self._ended = -1
+        self._stragglers: list[tuple[int, _Arrived]] = []
         self._last = np.full(world_size, -1, np.int64)
         self._heard = np.full(world_size, -np.inf)
         self._held = np.full(world_size, -1, np.int64)
         self._silent = np.zeros(world_size, np.bool_)
-        self._told: dict[str, frozenset[int]] = {}
+        self._told: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
 
     # --- who is there ----------------------------------------------------------------------------
 
     @property
     def _joined(self) -> NDArray[np.bool_]:
-        return self._heard >= 0
-
-    @property
-    def _left(self) -> NDArray[np.bool_]:
-        left: NDArray[np.bool_] = self._last == END
-        return left
+        joined: NDArray[np.bool_] = self._heard >= 0
+        return joined
 
     @property
     def members(self) -> frozenset[int]:
         """Ranks of which something has come, and that have not left and are not silent."""
-        return _ranks(self._joined & ~self._left & ~self._silent)
+        return _ranks(self._joined & (self._last < END) & ~self._silent)
 
     @property
     def silent(self) -> frozenset[int]:
         """Ranks that have not left, and which a step had to do without."""
-        return _ranks(~self._left & self._silent)
+        return _ranks((self._last < END) & self._silent)
 
     def held(self, *, at_once: bool) -> int | None:
         """The last step that some rank is in; None while members have not answered.
 
         ``at_once``: as far as they have.
         """
-        members = self._joined & ~self._left & ~self._silent
-        return int(self._held.max()) if at_once or (self._held[members] >= 0).all() else None
+        answered = (self._held[[*self.members]] >= 0).all()
+        return int(self._held.max()) if at_once or answered else None
 
     def tell_missing(self, step: Step) -> None:
         """Log once which ranks a step lacks and why, and once which return."""
-        here, total = step.ranks, len(self._last)
-        hold = f"the records hold {len(here)} of {total} ranks: %s"
-        missed = self._told.get("missed", frozenset())
-        absent, others = _ranks(~self._joined), self.members - here
-        for which, kind, what in (
-            (absent - here, "missed", f"{hold} made no HookLogger for this run so far"),
-            (
-                self.silent - here,
-                "missed",
-                f"{hold} sent nothing in time and may hang or have died",
-            ),
-            (missed & here, "back", "the records hold what %s measured"),
-        ):
-            if new := which - self._told.get(kind, frozenset()):
-                self._told[kind] = self._told.get(kind, frozenset()) | new
-                log.warning(f"telemetry: from step %d on, {what}", step.step, named(new))
-        if others - self._told.get("others", frozenset()):
-            self._told["others"] = self._told.get("others", frozenset()) | others
-            log.warning(
-                "telemetry: step %d was measured by %s, and not by %s; use the same every_n_steps "
-                "on all ranks", step.step, named(here), named(others),
-            )  # fmt: skip
+        here, others = step.ranks, self.members - step.ranks
+        hold = f"the records hold {len(here)} of {len(self._last)} ranks: %s"
+        self._tell(
+            "missed",
+            _ranks(~self._joined) - here,
+            f"from step {step.step} on, {hold} made no HookLogger for this run so far",
+        )
+        self._tell(
+            "missed",
+            self.silent - here,
+            f"from step {step.step} on, {hold} sent nothing in time and may hang or have died",
+        )
+        self._tell(
+            "back",
+            self._told["missed"] & here,
+            f"from step {step.step} on, the records hold what %s measured",
+        )
+        self._tell(
+            "elsewhere",
+            others,
+            f"step {step.step} was measured by {named(here)}, and not by %s; use the same "
+            "every_n_steps on all ranks",
+        )
+
+    def _tell(self, kind: str, ranks: frozenset[int], message: str) -> None:
+        if new := ranks - self._told[kind]:
+            self._told[kind] |= new
+            log.warning(f"telemetry: {message}", named(new))
 
     # --- what has arrived ------------------------------------------------------------------------
 
@@ -264,28 +264,24 @@ class Gathering:
 
     def add(self, message: Message, now: float) -> None:
         decoded = cache(partial(self._decode, message.payload))
-        places = [place for place, _ in message.keys]
-        self._note(message.ranks, max(places, default=-1), now)
-        index = np.fromiter(message.ranks, np.int64, len(message.ranks))
-        self._held[index] = np.maximum(self._held[index], message.held)
-        for number, key in enumerate(message.keys if message.payload else ()):
-            nbytes = len(message.payload) // len(message.keys)
+        self._note(message.ranks, max(message.places, default=-1), message.held, now)
+        for number, place in enumerate(message.places if message.payload else ()):
+            nbytes = len(message.payload) // len(message.places)
             load = lambda number=number: decoded()[number]  # noqa: E731
-            self._put(key, _Arrived(message.ranks, nbytes, load), now)
+            self._put(place, _Arrived(message.ranks, nbytes, load), now)
 
     def add_own(self, step: Step, now: float) -> None:
         """What this rank measured."""
-        self._note(step.ranks, step.place, now)
-        own = _Arrived(step.ranks, step.part.nbytes, lambda: step.part)
-        self._put((step.place, step.phase), own, now)
+        self._note(step.ranks, step.place, -1, now)
+        self._put(step.place, _Arrived(step.ranks, step.part.nbytes, lambda: step.part), now)
 
-    def _note(self, ranks: frozenset[int], place: int, now: float) -> None:
+    def _note(self, ranks: frozenset[int], place: int, held: int, now: float) -> None:
         index = np.fromiter(ranks, np.int64, len(ranks))
         self._heard[index] = now
         self._silent[index] = False
         self._last[index] = np.maximum(self._last[index], place)
-        if self._start_ends is None:
-            self._start_ends = now + self._start_s
+        self._held[index] = np.maximum(self._held[index], held)
+        self._start_ends = min(self._start_ends, now + self._start_s)
 
     def take(self, now: float, *, hurry: bool = False) -> Step | None:
         """The next step that is complete by now or has waited long enough, merged.
@@ -298,45 +294,31 @@ class Gathering:
             None if there is none. Call it until then; an exception of ``merge`` costs one step.
         """
         if self._stragglers:
-            key, late = self._stragglers.pop(0)
-            return Step(*key, late.ranks, late.load())
+            place, late = self._stragglers.pop(0)
+            return Step(place, late.ranks, late.load())
         if not self._open:
             return None
-        key = min(self._open)
-        step = self._open[key]
+        step = self._open[place := min(self._open)]
         if self._bytes > self._max_bytes / 2 and len(step.arrived) > 1:
             step.arrived = [self._whole(step.arrived)]
             self._bytes += step.arrived[0].nbytes
-        awaited = self._awaited(*key, now)
+        awaited = (self._last < place) & ~self._silent
+        if now >= self._start_ends:
+            awaited &= self._joined
         waited_s = now - np.maximum(self._heard[awaited], step.since)
         if (waited_s < self._patience_s).any() and self._bytes <= self._max_bytes and not hurry:
             return None
         self._silent |= awaited & self._joined
-        place, phase = key
-        if place > self._ended_place:
-            self._ended_place, self._ended_phases = place, set()
-        self._ended_phases.add(phase)
-        whole = self._whole(self._open.pop(key).arrived)
-        return Step(place, phase, whole.ranks, whole.load())
+        self._ended = place
+        whole = self._whole(self._open.pop(place).arrived)
+        return Step(place, whole.ranks, whole.load())
 
-    def _awaited(self, place: int, phase: str, now: float) -> NDArray[np.bool_]:
-        to_come = self._last < place
-        if phase:  # who has sent another phase of the same step may still send this one
-            to_come |= self._last == place
-            for arrived in self._open[place, phase].arrived:
-                to_come[np.fromiter(arrived.ranks, np.int64, len(arrived.ranks))] = False
-        to_come &= ~self._silent
-        begins = self._start_ends is not None and now < self._start_ends
-        return to_come if begins else to_come & self._joined
-
-    def _put(self, key: tuple[int, str], new: _Arrived, now: float) -> None:
-        place, phase = key
-        is_late = phase in self._ended_phases if place == self._ended_place else False
-        if is_late or place < self._ended_place:
+    def _put(self, place: int, new: _Arrived, now: float) -> None:
+        if place <= self._ended:
             if self._forwards_late:
-                self._stragglers.append((key, new))
+                self._stragglers.append((place, new))
             return
-        arrived = self._open.setdefault(key, _Open(since=now)).arrived
+        arrived = self._open.setdefault(place, _Open(since=now)).arrived
         overlapping = [other for other in arrived if other.ranks & new.ranks]
         if all(other.ranks <= new.ranks for other in overlapping):
             for other in overlapping:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.ranks.measured import Measured, MeasuredParameters, Row, differing
+from telemetry.ranks.measured import Measured, MeasuredParameters, differing
 from telemetry.records import (
     Divergence,
     Layout,
@@ -26,8 +26,6 @@ from telemetry.records.sketch import Sketch, sketch_array
 from telemetry.records.tensor import Tensors, figures_of
 
 _OF_OUTPUTS = ("outputs", "output_grads")
-_OF_PARAMETERS = ("grads", "weights", "second_moments")
-
 _PLACEHOLDER = "Identity"
 
 # Clipping scales by at most 1, so a ratio of norms below this is no rounding.
@@ -59,8 +57,9 @@ class WholeRecords:
         for key, stage in part.stages.items():
             if stage.layout is not None:
                 self._layouts[key] = stage.layout
-        new = {rank: host for host, ranks in part.hosts.items() for rank in ranks}
-        self._host_of = {**self._host_of, **new} if new else self._host_of
+        if part.hosts:
+            new = {rank: host for host, ranks in part.hosts.items() for rank in ranks}
+            self._host_of = self._host_of | new
         part = replace(part, tensors=part.tensors.whole())
         keys = tuple(sorted(part.stages))
         if any(key not in self._layouts for key in keys):
@@ -70,19 +69,16 @@ class WholeRecords:
             joined = JoinedLayouts([(key[0], self._layouts[key]) for key in keys])
             self._joined = {keys: joined}  # changes rarely, so only the last one is kept
         record = _record_of(part, joined)
-        sizes = _flat_sizes(record, part)
-        if sizes:
-            joined.layout = _resized(joined.layout, sizes)
-            record = replace(record, layout=joined.layout)
-        record = replace(
+        if len(part.ranks) == part.size and not part.phase:
+            joined.layout = _resized(record)
+        pictures = ("feature_maps", "filters", "input", "random_states")
+        return replace(
             record,
+            layout=joined.layout,
             clipped_fraction=self._clipped_fraction(record),
             ranks=replace(_facts(part, joined), hosts=self._host_of),
+            **({} if own is None else {name: getattr(own, name) for name in pictures}),
         )
-        if own is None:
-            return record
-        pictures = ("feature_maps", "filters", "input", "random_states")
-        return replace(record, **{name: getattr(own, name) for name in pictures})
 
     def _clipped_fraction(self, record: StepRecord) -> float | None:
         before = record.total_grad_norm_before_clipping
@@ -115,7 +111,8 @@ def _record_of(part: Measured, joined: JoinedLayouts) -> StepRecord:
     total_before = None
     if any(stage.before.rows for stage in stages):
         total_before = float(np.linalg.norm(before[present]))
-    record = StepRecord(
+    nonfinite = joined.names(stages, "nonfinite_parameters")
+    return StepRecord(
         step=part.step,
         wall_time=part.wall_time,
         layout=layout,
@@ -131,32 +128,24 @@ def _record_of(part: Measured, joined: JoinedLayouts) -> StepRecord:
         full=part.full,
         total_grad_norm_before_clipping=total_before,
         nan_buffers=tuple(sorted(joined.names(stages, "nan_buffers"))),
-        nonfinite_parameters=_in_order(layout, joined.names(stages, "nonfinite_parameters")),
+        nonfinite_parameters=tuple(p.name for p in layout.parameters if p.name in nonfinite),
         update_ratios={p.name: ratios[p.name] for p in layout.parameters if p.name in ratios},
+        **_tensors(part, joined),
     )
-    return replace(record, **_tensors(part, joined))
 
 
-def _flat_sizes(record: StepRecord, part: Measured) -> dict[str, int]:
-    """Whole sizes of parameters that are flat and of which a rank knows only its shard."""
-    if len(part.ranks) < part.size or part.phase:
-        return {}
-    flat = {p.name: p.size for p in record.layout.parameters if len(p.shape) == 1}
+def _resized(record: StepRecord) -> Layout:
+    """With whole sizes of flat parameters, of which a rank knows only its shard."""
     counts = figures_of(record.weights, attrgetter("count"))
-    return {
-        name: int(counts[name]) for name, size in flat.items() if counts.get(name, size) != size
+    sizes = {
+        p.name: (int(counts[p.name]),)
+        for p in record.layout.parameters
+        if len(p.shape) == 1 and counts.get(p.name, p.size) != p.size
     }
-
-
-def _resized(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    parameters = (
-        replace(p, shape=(sizes[p.name],)) if p.name in sizes else p for p in layout.parameters
-    )
-    return Layout(modules=layout.modules, parameters=tuple(parameters))
-
-
-def _in_order(layout: Layout, names: frozenset[str]) -> tuple[str, ...]:
-    return tuple(p.name for p in layout.parameters if p.name in names)
+    if not sizes:
+        return record.layout
+    resized = (replace(p, shape=sizes.get(p.name, p.shape)) for p in record.layout.parameters)
+    return Layout(modules=record.layout.modules, parameters=tuple(resized))
 
 
 def _update_ratios(stage: MeasuredParameters, names: Sequence[str]) -> dict[str, float]:
@@ -177,8 +166,9 @@ def _tensors(part: Measured, joined: JoinedLayouts) -> dict[str, Any]:
     for place, row in enumerate(tensors):
         if row.kind in _OF_OUTPUTS and joined.is_placeholder(row.stage, row.name):
             continue
-        found.setdefault(row.kind, {})[_name_of(row, joined)] = place
-    names = [p.name for p in joined.layout.parameters]
+        name: Any = row.name if row.kind == "inputs" else joined.name(row.stage, row.name)
+        name = Output(name, row.place) if row.kind in _OF_OUTPUTS else name
+        found.setdefault(row.kind, {})[name] = place
     added: list[Sketch] = []
     for stage, at in zip(_stages_of(part), joined.places, strict=True):
         for index, values in stage.added().items() if part.full else ():
@@ -186,28 +176,17 @@ def _tensors(part: Measured, joined: JoinedLayouts) -> dict[str, Any]:
             found.setdefault("grads", {})[name] = len(tensors) + len(added)
             added.append(sketch_array(values))
     rows = Rows.concatenate([tensors.rows, Rows.of(added)])
-    last = len(joined.layout.modules)
-    position = joined.layout.position
-    for kind in _OF_OUTPUTS:
-        order = sorted(
-            found.get(kind, ()),
-            key=lambda o: (position.get(o.module_name, last), o.place),
-        )
-        found[kind] = {output: found[kind][output] for output in order}
-    for kind in _OF_PARAMETERS:
-        of_kind = found.get(kind, {})
-        found[kind] = {name: of_kind[name] for name in names if name in of_kind}
-    return {
-        kind: Tensors(tuple(places), rows.take(np.array([*places.values()], np.intp)))
-        for kind, places in found.items()
-    }
-
-
-def _name_of(row: Row, joined: JoinedLayouts) -> str | Output:
-    if row.kind == "inputs":
-        return row.name  # that of the first stage
-    name = joined.name(row.stage, row.name)
-    return Output(name, row.place) if row.kind in _OF_OUTPUTS else name
+    last, position = len(joined.layout.modules), joined.layout.position
+    of_kind: dict[str, Tensors[Any]] = {}
+    for kind, places in found.items():
+        order = list(places)
+        if kind in _OF_OUTPUTS:
+            order.sort(key=lambda o: (position.get(o.module_name, last), o.place))
+        elif kind != "inputs":
+            order.sort(key=joined.layout.parameter_position.__getitem__)
+        some = rows.take(np.array([places[name] for name in order], np.intp))
+        of_kind[kind] = Tensors(tuple(order), some)
+    return of_kind
 
 
 def _facts(part: Measured, joined: JoinedLayouts) -> RankFacts:

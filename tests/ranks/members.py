@@ -112,9 +112,9 @@ class Member:
             patience_s=patience_s,
         )
 
-    def send(self, steps: Sequence[int], name: str = "run") -> None:
+    def send(self, steps: Sequence[int], name: str = "run", phase: str = "") -> None:
         for step in steps:
-            self.channels[name].send(step, np.int64(value(self.rank, step)))
+            self.channels[name].send(step, np.int64(value(self.rank, step)), phase=phase)
 
     def got(self, step: int, name: str = "run", count: int = 1) -> list[tuple[int, list[int], int]]:
         """Wait for a merged step; then all so far: step, ranks, sum."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from telemetry.ranks.gathering import (
     BLOCK_BYTES,
     END,
+    PLACES,
     Gathering,
     Message,
     News,
@@ -35,14 +36,14 @@ class Bytes(bytes):
         return len(self)
 
 
-def part(place: int, *ranks: int, phase: str = "") -> Message:
+def part(place: int, *ranks: int) -> Message:
     """What these ranks measured: a byte each."""
     payload = bytes(sorted(ranks))
-    return Message(keys=((place, phase),), ranks=frozenset(ranks), payload=payload)
+    return Message(places=(place,), ranks=frozenset(ranks), payload=payload)
 
 
 def left(rank: int) -> Message:
-    return Message(keys=((END, ""),), ranks=frozenset({rank}))
+    return Message(places=(END,), ranks=frozenset({rank}))
 
 
 def gathering(
@@ -70,8 +71,8 @@ def taken(gathered: Gathering, now: float) -> list[tuple[int, list[int]]]:
 
 @given(st.frozensets(st.integers(0, 20_000)), st.integers(-1, 5))
 def test_a_message_travels_as_bytes(ranks: frozenset[int], held: int) -> None:
-    keys = (2**50 + 6, "é"), (2**50 + 7, "")
-    sent = Message(ranks=ranks, keys=keys, held=held, payload=b"\0\xff")
+    places = 2**50 + 6, 2**50 + 7
+    sent = Message(ranks=ranks, places=places, held=held, payload=b"\0\xff")
     assert Message.from_bytes(sent.to_bytes()) == sent
 
 
@@ -156,29 +157,6 @@ def test_one_that_leaves_is_not_waited_for_and_one_that_joins_is() -> None:
     assert gathered.members == {0, 1}
 
 
-def test_phases_of_one_place_wait_for_who_has_not_passed_it() -> None:
-    gathered = gathering()
-    gathered.add(part(0, 0, 1), 0.0)
-    taken(gathered, 0.0)
-
-    def add(place: int, phase: str, rank: int) -> None:
-        gathered.add(part(place, rank, phase=phase), 0.0)
-
-    add(2, "validation", 0)
-    add(2, "test", 0)
-    add(2, "validation", 1)
-    assert taken(gathered, 0.0) == []
-    add(2, "test", 1)
-    assert taken(gathered, 0.0) == [(2, [0, 1]), (2, [0, 1])]
-    add(4, "test", 0)
-    add(5, "", 0)
-    assert taken(gathered, 0.0) == []
-    add(5, "", 1)
-    assert taken(gathered, 0.0) == [(4, [0]), (5, [0, 1])]
-    add(4, "test", 1)
-    assert taken(gathered, 0.0) == []
-
-
 def test_what_comes_late_is_handed_on_below_and_memory_is_bounded() -> None:
     gathered = gathering(forwards_late=True, max_bytes=3)
     gathered.add(part(0, 0), 0.0)
@@ -210,7 +188,7 @@ def test_attendance_is_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
     for step, here in enumerate([{0, 1}, {0, 1}, {0, 1, 2}, {0, 1}, {0, 1, 2}]):
         gathered.add(part(step, *here), 100.0 * step)
         while (whole := gathered.take(100.0 * step + 50)) is not None:
-            gathered.tell_missing(whole._replace(place=2 * whole.place))
+            gathered.tell_missing(whole._replace(place=PLACES * whole.place))
     assert [message.partition(": ")[2] for message in caplog.messages] == [
         "from step 0 on, the records hold 2 of 6 ranks: ranks 3-5 made no HookLogger for this run "
         "so far",
@@ -222,7 +200,7 @@ def test_attendance_is_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_small_steps_of_the_same_ranks_travel_together() -> None:
     def step(place: int, rank: int, size: int = 1) -> Step:
-        return Step(place, "", frozenset({rank}), Bytes(size))
+        return Step(place, frozenset({rank}), Bytes(size))
 
     large = step(3, 0, BLOCK_BYTES + 1)
     steps = [step(0, 0), step(1, 0), step(2, 1), large, step(4, 0)]
