@@ -23,7 +23,6 @@ from telemetry.ranks.measured import (
     Measured,
     MeasuredParameters,
     MeasuredTensors,
-    Nonfinite,
     Row,
     checks_of,
 )
@@ -48,7 +47,7 @@ class MeasuredMaker:
         """What this rank measured; ``captured`` is None if one call has read the step."""
         rank, notes = self._standing.rank, RankNotes() if captured is None else captured.ranks
         full = record.full or bool(record.phase)
-        bad, stage = self._nonfinite(record), self._stage(record, captured, notes)
+        stage = self._stage(record, captured, notes)
         return Measured(
             step=record.step,
             wall_time=record.wall_time,
@@ -68,8 +67,7 @@ class MeasuredMaker:
             scalars=Table.of_figures(rank, record.scalars),
             own=self._own(record),
             hosts={self._host: frozenset((rank,))} if full else {},
-            nonfinite=bad is not None,
-            first_nonfinite=bad,
+            nonfinite={rank: where for where in self._nonfinite(record)[:1]},
             not_known=frozenset(notes.not_known).union(
                 f"the gradient of {record.layout.parameters[index].name}"
                 for index, share in notes.grads.items()
@@ -140,19 +138,19 @@ class MeasuredMaker:
             return NO_ROWS
         return Table.of_figures(self._standing.rank, {"step_s": record.wall_time - last[1]})
 
-    def _nonfinite(self, record: StepRecord) -> Nonfinite | None:
-        """Where this rank has NaN or infinity of its own.
+    def _nonfinite(self, record: StepRecord) -> list[str]:
+        """Where this rank has NaN or infinity of its own, in words.
 
         Ranks that are given the same data, and stages of a pipeline, have their values from each
         other.
         """
         if self._standing.same_data.copies > 1 or self._standing.is_in_pipeline:
-            return None
+            return []
         found = [f"the parameter {name}" for name in record.nonfinite_parameters]
         found += [f"the output of {output}" for output in bad_among(record.outputs)]
         if record.loss is not None and not math.isfinite(record.loss):
             found.append("the loss")
-        return Nonfinite(rank=self._standing.rank, where=found[0]) if found else None
+        return found
 
 
 def _tensors(

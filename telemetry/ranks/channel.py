@@ -3,11 +3,9 @@
 The ranks of a machine send to the one that leads it, and the leaders to the first rank
 (:mod:`telemetry.ranks.meeting`). Each of these hosts a ``torch.distributed.TCPStore`` for that
 (:mod:`telemetry.ranks.stores`) and merges what belongs to one step
-(:mod:`telemetry.ranks.gathering`); leaders send that on (:mod:`telemetry.ranks.uplink`). The first
-rank has the whole. Announcements are posted on each of these stores, where the ranks below ask for
-them four times a second, and whenever they send.
-
-No collective takes part, no process group is made, and no rank waits for another except on its
+(:mod:`telemetry.ranks.gathering`); leaders send that on (:mod:`telemetry.ranks.uplink`).
+Announcements are posted on these stores, where the ranks below ask for them four times a second,
+and whenever they send. No collective takes part, no process group is made, and nobody waits but
 background threads, each time for a bounded time and with bounded memory.
 """
 
@@ -47,14 +45,13 @@ _LONGEST_TURN_S = 1.0
 class Channel:
     """Connects one logger with those of the other ranks. It has threads of its own.
 
-    The ranks meet as soon as there is a default process group. Until then the first rank has only
-    its own measurements, and what the others send waits. A forked child ignores everything.
+    The ranks meet as soon as there is a default process group; until then, what they send waits. A
+    forked child ignores everything.
 
-    On its thread, ``encode`` and ``decode`` make bytes of the parts of several steps and these of
-    bytes; ``merge`` makes one part of those of several ranks, in any order and grouping;
-    ``deliver`` is called on the first rank with each step, in order; and ``heard`` on all ranks
-    with each version of the news. The training thread asks ``agreement`` at the end of each step
-    whether to raise.
+    On its thread, ``encode`` and ``decode`` make bytes of the parts of several steps and back;
+    ``merge`` makes one part of several ranks' in any grouping; ``deliver`` is called on the first
+    rank with each step, in order; and ``heard`` on all with each version of the news. The training
+    thread asks ``agreement`` at the end of each step whether to raise.
 
     Args:
         name: The same for the loggers of one run on all ranks, and no other logger's.

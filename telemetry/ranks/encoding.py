@@ -25,7 +25,6 @@ from telemetry.ranks.measured import (
     Measured,
     MeasuredParameters,
     MeasuredTensors,
-    Nonfinite,
     Row,
 )
 from telemetry.records import Layout, Module, Parameter
@@ -40,7 +39,7 @@ MAX_BYTES = 1 << 30
 _DATACLASSES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        *(Measured, MeasuredParameters, MeasuredTensors, Rows, Table, Common, Nonfinite),
+        *(Measured, MeasuredParameters, MeasuredTensors, Rows, Table, Common),
         *(Layout, Module, Parameter),
     )
 }

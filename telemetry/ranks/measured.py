@@ -13,7 +13,6 @@ from telemetry.ranks.columns import (
     NO_ROWS,
     Table,
     by_key,
-    least,
     merge_all,
     merge_tables,
     same,
@@ -147,17 +146,15 @@ class Check(NamedTuple):
 
 
 def checks_of(rank: int, checks: Sequence[Check]) -> Table:
-    """Those of one rank: the lowest that has each, and how many do."""
+    """Those of one rank: the ``lowest`` that has each, and how many do, ``holders``."""
     ones = np.ones(len(checks), np.int64)
     return Table.of(checks, lowest=ones * rank, holders=ones) if checks else NO_ROWS
 
 
 def differing(checks: Table) -> list[tuple[int, int, int, int]]:
-    """Parameters that are not equal: index, a rank that differs, the rank it differs from, and the
-    number of the shard.
+    """Parameters that are not equal: index, lowest rank that differs, one it differs from, shard.
 
-    The sum that most ranks have is taken for right, of several the lowest rank's. One row for each
-    parameter, that of its lowest such rank.
+    The sum that most ranks have is taken for right, of several the lowest rank's.
     """
     sums_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
     holders, lowest = checks["holders"].tolist(), checks["lowest"].tolist()
@@ -188,9 +185,7 @@ class Addend(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeasuredParameters:
-    """What ranks with the same part of the model know of its parameters.
-
-    The rows of tables are the parameters, in the order of the layout.
+    """What ranks with the same part of the model know of its parameters, the rows of the tables.
 
     Attributes:
         stage: Of a pipeline; 0 without one.
@@ -250,13 +245,7 @@ class MeasuredParameters:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Common:
-    """What all ranks have alike; the lowest rank's counts.
-
-    Attributes:
-        rank: Whose it is.
-        learning_rates, loss_scale, skipped_steps, skipped: As in
-            :class:`telemetry.records.StepRecord`.
-    """
+    """What all ranks have alike, as in a :class:`StepRecord`; that of the lowest counts."""
 
     rank: int
     learning_rates: tuple[float, ...] = ()
@@ -265,20 +254,11 @@ class Common:
     skipped: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class Nonfinite:
-    """Where one rank holds NaN or infinity that was not there before it ran, in words."""
-
-    rank: int
-    where: str
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
     """What some of the ranks measured at one step; :func:`merge` makes one of several.
 
-    Merging is associative and commutative: counts and minima exactly, sums up to the order of
-    addition. So parts may be merged in whatever order they arrive.
+    Counts and minima do not depend on the order at all, sums on that of addition.
 
     Attributes:
         step, wall_time, phase: As in :class:`telemetry.records.StepRecord`.
@@ -290,8 +270,7 @@ class Measured:
         scalars: What the user logged: see :meth:`Table.of_figures`.
         own: What each rank has of its own: ``step_s``, the seconds from step to step.
         hosts: Ranks by the name of their host; empty where it was sent before.
-        nonfinite: How many ranks hold NaN or infinity of their own.
-        first_nonfinite: The lowest of them.
+        nonfinite: Ranks that hold NaN or infinity that was not there before they ran, and where.
         common: What they have alike.
         not_known: Tensors of which every rank holds an addend, and nothing is known of the sum.
     """
@@ -310,8 +289,7 @@ class Measured:
     scalars: Annotated[Table, Table.merge_all] = NO_ROWS
     own: Annotated[Table, Table.merge_all] = NO_ROWS
     hosts: Annotated[Mapping[str, frozenset[int]], by_key(union)] = field(default_factory=dict)
-    nonfinite: Annotated[int, sum] = 0
-    first_nonfinite: Annotated[Nonfinite | None, least] = None
+    nonfinite: Annotated[Mapping[int, str], by_key(same)] = field(default_factory=dict)
     not_known: Annotated[frozenset[str], union] = frozenset()
 
     @property

@@ -2,13 +2,11 @@
 
 The first rank publishes the address of its store. Of every other machine, the rank that comes first
 leads: it opens a store of its own, to which the other ranks of that machine send, and sends to the
-first rank. Nobody waits for a rank that never comes, and no rank has to know how many ranks a
-machine has.
+first rank. Nobody waits for a rank that never comes, or has to know how many a machine has.
 
-The store is the one that training uses, too, and so is its connection, since a further one per rank
-could exhaust the file descriptors of the process that serves it. Only calls are made that return at
-once; a rank makes a dozen of them, and asks less and less often for what is not there yet. No
-reference is kept, since the server ends with the last one.
+The store and its connection are those of training, too, since a further one per rank could exhaust
+the file descriptors of the process that serves it. Only calls are made that return at once, ever
+more seldom while something is not there yet. No reference is kept: the server ends with the last.
 """
 
 from __future__ import annotations
@@ -33,13 +31,7 @@ _LOOPBACK = ("127.", "::1")
 
 
 class Address(NamedTuple):
-    """Where a rank's store can be reached.
-
-    Attributes:
-        machine: Names the machine or container: ranks with the same one share ``localhost``.
-        hosts: Names or numbers under which others may reach it, the best first.
-        port: Of its server.
-    """
+    """Where a rank's store can be reached: its machine, names of the host, the best first; port."""
 
     machine: str
     hosts: list[str]
@@ -47,7 +39,7 @@ class Address(NamedTuple):
 
     @property
     def reachable(self) -> list[str]:
-        """Those of the hosts that this process may reach, the best first."""
+        """Ranks of one machine or container share ``localhost``."""
         return ["localhost"] if self.machine == this_machine() else self.hosts
 
 
@@ -56,7 +48,6 @@ class Meeting:
 
     Attributes:
         first: Where the first rank is, as far as it is known.
-        only_first: Whether to send to the first rank, whoever leads.
         inbox: To which others send, if this rank leads its machine or is the first.
     """
 
@@ -66,7 +57,6 @@ class Meeting:
         self._meeting = ""
         self._keys: list[str] = []
         self.first: Address | None = None
-        self.only_first = False
         self.inbox: Inbox | None = None
 
     def publish(self, inbox: Inbox) -> None:
@@ -75,15 +65,15 @@ class Meeting:
         threading.Thread(target=self._publish, name="telemetry-meeting", daemon=True).start()
 
     def find(self) -> Address | None:
-        """Where to send; None if the first rank has not come so far."""
-        if self.first is None:
-            key = key_of(self._name)
-            if not distributed.is_initialized() or not default_store().check([key]):
-                return None
-            self._meeting, first = json.loads(default_store().get(key))
-            self.first = Address(*first)
-            return self._leader() if self.inbox is None else self.first
-        return self.first
+        """Where to send: at first to who leads, then to the first rank; None if it has not come."""
+        if self.first is not None:
+            return self.first
+        key = key_of(self._name)
+        if not distributed.is_initialized() or not default_store().check([key]):
+            return None
+        self._meeting, first = json.loads(default_store().get(key))
+        self.first = Address(*first)
+        return self._leader() if self.inbox is None else self.first
 
     def close(self) -> None:
         """Delete what was published, unless the process group is gone or its store is silent."""
@@ -155,11 +145,7 @@ def meeting_host(store: Store) -> str | None:
 
 
 def address_of(server: TCPStore, meeting_host: str | None) -> Address:
-    """Where others reach a server of this process.
-
-    Towards the host through which all ranks met, such as ``MASTER_ADDR``, the system knows which of
-    this machine's addresses to use.
-    """
+    """Where others reach a server: at the address that is used towards ``meeting_host``."""
     hosts = []
     if meeting_host:
         with suppress(OSError):

@@ -89,9 +89,9 @@ class Outbox:
 class Uplink(threading.Thread):
     """Sends messages to the rank above. Nothing but its own thread waits, whose calls may hang.
 
-    If the rank above does not answer for some seconds, has died, or says that it leaves, this rank
-    turns to the first rank of all and repeats what may be lost. Nobody replaces that one: if it is
-    stopped, it is waited for; if it is gone, it is looked for again; if it leaves, that is the end.
+    If the rank above is silent for some seconds, has died or leaves, this rank turns to the first
+    rank of all and repeats what may be lost. Nobody replaces that one: if it is stopped, it is
+    waited for; if it is gone, it is looked for again; if it leaves, that is the end.
 
     Args:
         patience_s: How long to wait for an answer of a rank that is not the first.

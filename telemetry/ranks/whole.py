@@ -190,7 +190,6 @@ def _tensors(part: Measured, joined: JoinedLayouts) -> dict[str, Any]:
 
 
 def _facts(part: Measured, joined: JoinedLayouts) -> RankFacts:
-    bad = part.first_nonfinite
     rms: dict[str, dict[Output, Spread]] = {kind: {} for kind in _OF_OUTPUTS}
     for row, spread in part.tensors.table.spreads().items():
         if row.kind in rms and not joined.is_placeholder(row.stage, row.name):
@@ -213,8 +212,8 @@ def _facts(part: Measured, joined: JoinedLayouts) -> RankFacts:
             for stage, at in zip(_stages_of(part), joined.places, strict=True)
             for index, rank, other, shard in differing(stage.checks)
         ),
-        nonfinite=part.nonfinite,
-        first_nonfinite=None if bad is None else (bad.rank, bad.where),
+        nonfinite=len(part.nonfinite),
+        first_nonfinite=min(part.nonfinite.items(), default=None),
         not_known=tuple(sorted(part.not_known)),
     )
 
