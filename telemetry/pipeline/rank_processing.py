@@ -143,8 +143,7 @@ class RankProcessor:
         record = self._whole.record(part, own) if part.stages else None
         if record is not None:
             self._see(part, record)
-            record = replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag)
-            recorder.record(_with_own(record, own))
+            recorder.record(replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag))
 
     def pending_s(self) -> float | None:
         if self._recorder is None:
@@ -292,19 +291,3 @@ class RankProcessor:
 def _place(part: Measured) -> tuple[int, bool]:
     """Phases of a step come before the step itself."""
     return part.step, not part.phase
-
-
-def _with_own(record: StepRecord, own: StepRecord | None) -> StepRecord:
-    """With what is not merged, and which the first rank has like the others."""
-    if own is None:
-        return record
-    record = replace(record, fingerprints=own.fingerprints)
-    if own.layout.parameters != record.layout.parameters:
-        return record
-    return replace(
-        record,
-        trainable=own.trainable,
-        reached=own.reached,
-        held=own.held,
-        groups=own.groups,
-    )

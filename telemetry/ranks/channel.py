@@ -88,7 +88,7 @@ class Channel:
         self._gathering: Gathering | None = None
         self._inbox: Inbox | None = None
         self._uplink: Uplink | None = None
-        self._news, self._posted = News(), b""
+        self._news = News()
         self._asked_at = math.inf
         self._pid = os.getpid()
         self._closing = False
@@ -157,7 +157,8 @@ class Channel:
             self._hand_on(hurry=hurry)
             if self._uplink is not None:
                 self._uplink.look(self._now)
-                self._hear(self._uplink.news)
+                if (heard := self._uplink.news) and (news := News.from_bytes(heard)) != self._news:
+                    self._post(news)
             self._choose()
 
     def _do_given(self) -> None:
@@ -176,7 +177,7 @@ class Channel:
     def _serve(self, inbox: Inbox) -> None:
         """Others send to this rank, from now on."""
         self._inbox, is_first = inbox, self._uplink is None
-        inbox.post(self._posted)
+        inbox.post(self._news.to_bytes())
         self._gathering = Gathering(
             world_size=self._world_size,
             decode=self._decode,
@@ -221,18 +222,11 @@ class Channel:
                 gathering.tell_missing(whole)
             yield whole
 
-    def _hear(self, news: bytes) -> None:
-        if news and news != self._posted:
-            self._pass_on(News.from_bytes(news), news)
-
     def _post(self, news: News) -> None:
-        self._pass_on(news, news.to_bytes())
-
-    def _pass_on(self, news: News, data: bytes) -> None:
         """To the ranks below, and to this one."""
-        self._news, self._posted = news, data
+        self._news = news
         if self._inbox is not None:
-            self._inbox.post(data)
+            self._inbox.post(news.to_bytes())
         self._heard(news)  # first: the training thread may need it as soon as it goes on
         if news.message and (held := self.agreement.hold()) is not None:
             self._take(Message(held=held, ranks=self._me))

@@ -226,34 +226,31 @@ class Gathering:
 
     def tell_missing(self, step: Step) -> None:
         """Log once which ranks a step lacks and why, and once which return."""
-        here, others = step.ranks, self.members - step.ranks
-        hold = f"the records hold {len(here)} of {len(self._last)} ranks: %s"
-        self._tell(
-            "missed",
-            _ranks(~self._joined) - here,
-            f"from step {step.step} on, {hold} made no HookLogger for this run so far",
-        )
-        self._tell(
-            "missed",
-            self.silent - here,
-            f"from step {step.step} on, {hold} sent nothing in time and may hang or have died",
-        )
-        self._tell(
-            "back",
-            self._told["missed"] & here,
-            f"from step {step.step} on, the records hold what %s measured",
-        )
-        self._tell(
-            "elsewhere",
-            others,
-            f"step {step.step} was measured by {named(here)}, and not by %s; use the same "
-            "every_n_steps on all ranks",
-        )
-
-    def _tell(self, kind: str, ranks: frozenset[int], message: str) -> None:
-        if new := ranks - self._told[kind]:
-            self._told[kind] |= new
-            log.warning(f"telemetry: {message}", named(new))
+        here, number = step.ranks, step.step
+        hold = f"from step {number} on, the records hold"
+        lack = f"{hold} {len(here)} of {len(self._last)} ranks: %s"
+        for kind, ranks, message in (
+            (
+                "missed",
+                _ranks(~self._joined) - here,
+                f"{lack} made no HookLogger for this run so far",
+            ),
+            (
+                "missed",
+                self.silent - here,
+                f"{lack} sent nothing in time and may hang or have died",
+            ),
+            ("back", self._told["missed"] & here, f"{hold} what %s measured"),
+            (
+                "elsewhere",
+                self.members - here,
+                f"step {number} was measured by {named(here)}, and not by %s; use the same "
+                "every_n_steps on all ranks",
+            ),
+        ):
+            if new := ranks - self._told[kind]:
+                self._told[kind] |= new
+                log.warning(f"telemetry: {message}", named(new))
 
     # --- what has arrived ------------------------------------------------------------------------
 

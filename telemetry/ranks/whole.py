@@ -26,6 +26,9 @@ from telemetry.records.sketch import Sketch, sketch_array
 from telemetry.records.tensor import Tensors, figures_of
 
 _OF_OUTPUTS = ("outputs", "output_grads")
+# What is not merged, and which the first rank has like the others, by itself or by parameter.
+_OF_FIRST = ("feature_maps", "filters", "input", "random_states", "fingerprints")
+_OF_PARAMETERS = ("trainable", "reached", "held", "groups")
 _PLACEHOLDER = "Identity"
 
 # Clipping scales by at most 1, so a ratio of norms below this is no rounding.
@@ -49,7 +52,7 @@ class WholeRecords:
 
         Args:
             part: Of all ranks that are there.
-            own: What the writing rank measured; pictures and random states are taken from it.
+            own: What the writing rank measured; what is not merged is taken from it.
 
         Returns:
             None if a layout is not known: the part of that rank that held it was lost.
@@ -71,13 +74,15 @@ class WholeRecords:
         record = _record_of(part, joined)
         if len(part.ranks) == part.size and not part.phase:
             joined.layout = _resized(record)
-        pictures = ("feature_maps", "filters", "input", "random_states")
+        names: tuple[str, ...] = _OF_FIRST if own is not None else ()
+        if own is not None and own.layout.parameters == joined.layout.parameters:
+            names += _OF_PARAMETERS
         return replace(
             record,
             layout=joined.layout,
             clipped_fraction=self._clipped_fraction(record),
             ranks=replace(_facts(part, joined), hosts=self._host_of),
-            **({} if own is None else {name: getattr(own, name) for name in pictures}),
+            **{name: getattr(own, name) for name in names},
         )
 
     def _clipped_fraction(self, record: StepRecord) -> float | None:
