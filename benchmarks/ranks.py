@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -117,7 +118,8 @@ class Tree:
             late; half a tick of waiting per level included.
         first_rank_s: CPU time of the writing rank in the background.
         own_bytes: What a rank sends of its own.
-        waiting_bytes: What waits on the writing rank before it is merged.
+        waiting_bytes: What arrives at the writing rank.
+        peak_bytes: The most memory that it needs until it has the whole; 0: not measured.
     """
 
     ranks: int
@@ -127,6 +129,7 @@ class Tree:
     first_rank_s: float
     own_bytes: float
     waiting_bytes: int
+    peak_bytes: int
 
 
 def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = False) -> Measured:
@@ -285,7 +288,17 @@ def simulate(ranks: int, machine: Sequence[Measured], steps: Sequence[int] = (0,
         first_rank_s=cpu_s / len(steps),
         own_bytes=len(own[0]) / len(steps),
         waiting_bytes=sum(map(len, arriving)),
+        peak_bytes=peak_bytes(lambda: gather(ranks, arriving)) if len(steps) == 1 else 0,
     )
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most memory that is in use at a time, beyond what was before."""
+    tracemalloc.start()
+    call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 def averages(full: Tree, light: Tree) -> list[Average]:
@@ -388,11 +401,15 @@ def print_tables(
             f"{light.encode_s * 1e3:9.2f}ms{light.merge_s * 1e3:9.2f}ms"
         )
     print("\nUntil the writing rank has the whole, and its own CPU time in the background")
-    print(f"{'ranks':>8}{'layers':>8}{'levels':>8}{'arrival':>10}{'CPU':>9}{'MB waiting':>12}")
+    print(
+        f"{'ranks':>8}{'layers':>8}{'levels':>8}{'arrival':>10}{'CPU':>9}{'MB to it':>12}"
+        f"{'MB peak':>11}"
+    )
     for tree in trees:
         print(
             f"{tree.ranks:8,}{tree.layers:8,}{tree.levels:8}{tree.arrival_s:9.2f}s"
             f"{tree.first_rank_s:8.2f}s{tree.waiting_bytes / 1e6:12.1f}"
+            f"{tree.peak_bytes / 1e6:11.1f}"
         )
     print("\nA step on average, one of so many in full: what a rank sends, CPU of the writing one")
     print(f"{'ranks':>8}{'layers':>8}{'interval':>10}{'kB':>9}{'CPU':>10}")

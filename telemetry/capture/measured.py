@@ -67,7 +67,7 @@ class MeasuredMaker:
             scalars=Table.of_figures(rank, record.scalars),
             own=self._own(record),
             hosts={self._host: frozenset((rank,))} if full else {},
-            nonfinite={rank: where for where in self._nonfinite(record)[:1]},
+            nonfinite=self._nonfinite(record),
             not_known=frozenset(notes.not_known).union(
                 f"the gradient of {record.layout.parameters[index].name}"
                 for index, share in notes.grads.items()
@@ -138,19 +138,19 @@ class MeasuredMaker:
             return NO_ROWS
         return Table.of_figures(self._standing.rank, {"step_s": record.wall_time - last[1]})
 
-    def _nonfinite(self, record: StepRecord) -> list[str]:
+    def _nonfinite(self, record: StepRecord) -> dict[int, str]:
         """Where this rank has NaN or infinity of its own, in words.
 
         Ranks that are given the same data, and stages of a pipeline, have their values from each
         other.
         """
         if self._standing.same_data.copies > 1 or self._standing.is_in_pipeline:
-            return []
+            return {}
         found = [f"the parameter {name}" for name in record.nonfinite_parameters]
         found += [f"the output of {output}" for output in bad_among(record.outputs)]
         if record.loss is not None and not math.isfinite(record.loss):
             found.append("the loss")
-        return found
+        return {self._standing.rank: found[0]} if found else {}
 
 
 def _tensors(

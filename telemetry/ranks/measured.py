@@ -222,25 +222,18 @@ class MeasuredParameters:
         lowest = {addend.parameter: addend for addend in sorted(self.addends, reverse=True)}
         return {index: self.addends[addend] for index, addend in lowest.items()}
 
-    def whole_norms(self) -> Floats:
-        norms: Floats = self.grads["norm"].copy()
-        for index, values in self.added().items():
-            norms[index] = np.linalg.norm(values)
-        return norms
-
-    def whole_before(self) -> Floats:
-        """Norms of the whole gradients at the end of the backward pass; NaN if not known.
+    def whole_norms(self) -> tuple[Floats, Floats]:
+        """Norms of the whole gradients, and at the end of the backward pass; NaN if not known.
 
         Of the sum of addends only the norm after it is known; clipping scales all of them alike.
         """
-        norms, whole = self.grads["norm"], self.whole_norms()
-        if not self.before.rows:
-            return np.full_like(norms, np.nan)
-        before: Floats = self.before["before"].copy()
-        for index in self.added():
-            ratio = before[index] / norms[index] if norms[index] else 1.0
-            before[index] = whole[index] * ratio
-        return before
+        norms: Floats = self.grads["norm"].copy()
+        before = self.before["before"].copy() if self.before.rows else np.full_like(norms, np.nan)
+        for index, values in self.added().items():
+            whole = np.linalg.norm(values)
+            before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)
+            norms[index] = whole
+        return norms, before
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

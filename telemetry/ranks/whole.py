@@ -108,10 +108,10 @@ def _record_of(part: Measured, joined: JoinedLayouts) -> StepRecord:
     for stage, at in zip(stages, joined.places, strict=True):
         grads = stage.grads
         new = grads["present"] & (~present[at] | (grads.copies < lowest[at]))
-        places = at[new]
-        norms[places], present[places] = stage.whole_norms()[new], True
+        places, (of_grads, of_before) = at[new], stage.whole_norms()
+        norms[places], present[places] = of_grads[new], True
         finite[places], lowest[places] = grads["finite"][new], grads.copies[new]
-        before[places] = stage.whole_before()[new]
+        before[places] = of_before[new]
         ratios |= _update_ratios(stage, [layout.parameters[index].name for index in at])
     total_before = None
     if any(stage.before.rows for stage in stages):
