@@ -226,31 +226,22 @@ class Gathering:
 
     def tell_missing(self, step: Step) -> None:
         """Log once which ranks a step lacks and why, and once which return."""
-        here, number = step.ranks, step.step
-        hold = f"from step {number} on, the records hold"
+        here, hold = step.ranks, f"from step {step.step} on, the records hold"
         lack = f"{hold} {len(here)} of {len(self._last)} ranks: %s"
-        for kind, ranks, message in (
-            (
-                "missed",
-                _ranks(~self._joined) - here,
-                f"{lack} made no HookLogger for this run so far",
-            ),
-            (
-                "missed",
-                self.silent - here,
-                f"{lack} sent nothing in time and may hang or have died",
-            ),
-            ("back", self._told["missed"] & here, f"{hold} what %s measured"),
-            (
-                "elsewhere",
-                self.members - here,
-                f"step {number} was measured by {named(here)}, and not by %s; use the same "
-                "every_n_steps on all ranks",
-            ),
+        for ranks, reason in (
+            (_ranks(~self._joined), "made no HookLogger for this run so far"),
+            (self.silent, "sent nothing in time and may hang or have died"),
         ):
-            if new := ranks - self._told[kind]:
-                self._told[kind] |= new
-                log.warning(f"telemetry: {message}", named(new))
+            self._tell("missed", ranks - here, f"{lack} {reason}")
+        self._tell("back", self._told["missed"] & here, f"{hold} what %s measured")
+        advice = "use the same every_n_steps on all ranks"
+        measured = f"step {step.step} was measured by {named(here)}, and not by %s; {advice}"
+        self._tell("elsewhere", self.members - here, measured)
+
+    def _tell(self, kind: str, ranks: frozenset[int], message: str) -> None:
+        if new := ranks - self._told[kind]:
+            self._told[kind] |= new
+            log.warning(f"telemetry: {message}", named(new))
 
     # --- what has arrived ------------------------------------------------------------------------
 
@@ -263,8 +254,10 @@ class Gathering:
         decoded = cache(partial(self._decode, message.payload))
         self._note(message.ranks, max(message.places, default=-1), message.held, now)
         for number, place in enumerate(message.places if message.payload else ()):
-            nbytes = len(message.payload) // len(message.places)
-            load = lambda number=number: decoded()[number]  # noqa: E731
+            nbytes, load = (
+                len(message.payload) // len(message.places),
+                partial(_nth, decoded, number),
+            )
             self._put(place, _Arrived(message.ranks, nbytes, load), now)
 
     def add_own(self, step: Step, now: float) -> None:
@@ -334,6 +327,10 @@ class Gathering:
                 parts = [self._merge(parts)]
         whole = parts[0] if len(parts) == 1 else self._merge(parts)
         return _Arrived(ranks, whole.nbytes, lambda: whole)
+
+
+def _nth(parts: Callable[[], Sequence[Any]], number: int) -> Any:
+    return parts()[number]
 
 
 def _ranks(which: NDArray[np.bool_]) -> frozenset[int]:
