@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,22 +33,37 @@ class Share:
 
     Attributes:
         copy, copies: Number of the copy, and how many there are; 0 if that is not known.
-        counts: Whether no rank that this one knows of has a lower copy; else it need not measure.
-        piece, pieces: If units are split over ranks, which of how many pieces this is.
-        shard: Which part of its copy this is, for telling whether two copies are equal; -1 if
-            nothing says that other ranks' are copies of it.
+        shards: Axis, counted from the end (-1 is the last), this rank's place along it and the
+            number of places, for each axis that is split over ranks.
         reduction, reduced: How what the ranks of one copy hold becomes the tensor, and over how
             many ranks, if it is not part of it: a ``Partial`` of ``DTensor``.
+        counts: Whether no rank that this one knows of has a lower copy; else it need not measure.
+        shard: Which part of its copy this is, for telling whether two copies are equal; -1 if
+            nothing says that other ranks' are copies of it.
+        piece, pieces: If units are split over ranks, which of how many pieces this is.
     """
 
     copy: int = 0
     copies: int = 1
-    counts: bool = True
-    piece: int = 0
-    pieces: int = 1
-    shard: int = 0
+    shards: tuple[tuple[int, int, int], ...] = ()
     reduction: Reduction = ""
     reduced: int = 1
+    counts: bool = True
+    shard: int = 0
+    piece: int = 0
+    pieces: int = 1
+
+    def numbered(self, *, first: int = 0, turn: int = 0, axis: int | None = None) -> Share:
+        """That of one tensor, of which copies are numbered from ``first``, and take turns to count.
+
+        ``turn`` says whose it is; units are along ``axis``, counted from the end.
+        """
+        piece, pieces = _flat((place, places) for at, place, places in self.shards if at == axis)
+        shard, _ = _flat((place, places) for _, place, places in self.shards)
+        later = (self.copy - turn) % self.copies
+        return replace(
+            self, copy=first + later, counts=later == 0, shard=shard, piece=piece, pieces=pieces
+        )
 
 
 # All of it, or a part that adds up with those of all other ranks.
@@ -63,65 +78,20 @@ _OF_DATA = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """How a local tensor lies in a whole one.
-
-    Attributes:
-        copy, copies, reduction, reduced: See :class:`Share`.
-        shards: Axis, counted from the end (-1 is the last), this rank's place along it and the
-            number of places, for each axis that is split over ranks.
-    """
-
-    copy: int = 0
-    copies: int = 1
-    shards: tuple[tuple[int, int, int], ...] = ()
-    reduction: Reduction = ""
-    reduced: int = 1
-
-    def share(self, *, first: int = 0, turn: int = 0, axis: int | None = None) -> Share:
-        """Which part of the whole this is.
-
-        ``first`` is the number of the first copy; copies take turns to count, by ``turn``; units
-        are along ``axis``, counted from the end.
-        """
-        piece, pieces = _flat((place, places) for at, place, places in self.shards if at == axis)
-        shard, _ = _flat((place, places) for _, place, places in self.shards)
-        later = (self.copy - turn) % self.copies
-        return Share(
-            copy=first + later,
-            copies=self.copies,
-            counts=later == 0,
-            piece=piece,
-            pieces=pieces,
-            shard=shard,
-            reduction=self.reduction,
-            reduced=self.reduced,
-        )
-
-
-class _OnMesh(NamedTuple):
-    """A mesh, how a tensor is split over it, and its number of axes."""
-
-    mesh: Any
-    placements: tuple[Any, ...]
-    dims: int
-
-
-def _on_mesh(tensor: Any) -> _OnMesh | None:
-    """That of a ``DTensor``, or of a parameter that was one; None for any other tensor."""
+def _on_mesh(tensor: Any) -> tuple[Any, tuple[Any, ...], int] | None:
+    """Mesh, placements and number of axes of a ``DTensor``, or of a parameter that was one."""
     if is_dtensor(tensor):
-        return _OnMesh(tensor.device_mesh, tensor.placements, tensor.dim())
+        return tensor.device_mesh, tensor.placements, tensor.dim()
     spec = localized_spec(tensor)
-    return None if spec is None else _OnMesh(spec.mesh, spec.placements, len(spec.shape))
+    return None if spec is None else (spec.mesh, spec.placements, len(spec.shape))
 
 
-def placed(tensor: Any) -> Sharding:
+def placed(tensor: Any) -> Share:
     """How the local tensor of a ``DTensor`` lies in it."""
     return placed_by(tensor.device_mesh, tensor.placements, tensor.dim())
 
 
-def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Sharding:
+def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Share:
     """How a local tensor lies in a whole one of so many axes."""
     coordinates = mesh.get_coordinate() or [0] * mesh.ndim
     axes = list(zip(coordinates, mesh.shape, placements, strict=True))
@@ -129,7 +99,7 @@ def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Sharding:
     partial = [(o.reduce_op, size) for _, size, o in axes if o.is_partial()]
     known: dict[str, Reduction] = {"sum": "sum", "avg": "mean"}
     kinds = {known.get(operation, "unknown") for operation, _ in partial}
-    return Sharding(
+    return Share(
         copy=copy,
         copies=copies,
         shards=tuple(
@@ -165,10 +135,8 @@ class Standing:
     """Where this rank stands among those that train with it.
 
     Attributes:
-        rank: This one.
-        size: How many there are.
+        rank, size: This one, and how many there are.
         stage: Which stage of a pipeline runs here; 0 without one.
-        is_in_pipeline: Whether there is one.
         replicas: This rank's place among those that hold equal parameters, apart from what a
             ``DTensor`` says, and the lowest of them; None if they are not known. Then those of the
             lowest rank that has a parameter count.
@@ -181,8 +149,8 @@ class Standing:
     size: int
     stage: int = 0
     is_in_pipeline: bool = False
-    replicas: tuple[Sharding, int] | None = None
-    same_data: Sharding = field(default_factory=Sharding)
+    replicas: tuple[Share, int] | None = None
+    same_data: Share = WHOLE
     flat_shards_of: int | None = None
     _shares: dict[Hashable, Share] = field(default_factory=dict)
     _plain: dict[int, Share] = field(default_factory=dict)  # of plain ones that nobody copies
@@ -202,8 +170,8 @@ class Standing:
         of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
         found: dict[str, tuple[int, int]] = {}
-        for found_on in filter(None, map(_on_mesh, model.parameters())):
-            self._meshes[id(found_on.mesh)] = found_on.mesh
+        for mesh, *_ in filter(None, map(_on_mesh, model.parameters())):
+            self._meshes[id(mesh)] = mesh
         for mesh in self._meshes.values():
             names = mesh.mesh_dim_names
             if names is None:
@@ -213,7 +181,7 @@ class Standing:
                 if name not in data_names and not name.startswith(_OF_DATA):
                     found[name] = (coordinate, size)
         copy, copies = _flat(found.values())
-        self.same_data = Sharding(copy=copy, copies=copies)
+        self.same_data = Share(copy=copy, copies=copies)
 
     def look_at_call(self) -> None:
         """Find out, while a module of the model is called, what calls it: DDP, or a pipeline."""
@@ -233,9 +201,9 @@ class Standing:
             return self.of_plain(index)
         share = self._shares.get((index, found))
         if share is None:
-            first = int(min(found.mesh.mesh.flatten().tolist()))
-            share = placed_by(*found).share(first=first * self.size, turn=index)
-            if found.mesh.size() < self.size:  # ranks outside of it may have copies of their own
+            first = int(min(found[0].mesh.flatten().tolist()))
+            share = placed_by(*found).numbered(first=first * self.size, turn=index)
+            if found[0].size() < self.size:  # ranks outside of it may have copies of their own
                 share = replace(share, copies=0)
             self._shares[index, found] = share
         if not is_dtensor(tensor):
@@ -252,7 +220,7 @@ class Standing:
             return Share(copy=self.rank * self.size, copies=0 if self.size > 1 else 1, shard=-1)
         where, first = self.replicas
         # What other groups of DDP have may be another part: only copies in one group are compared.
-        return replace(where.share(first=first * self.size, turn=index), shard=first)
+        return replace(where.numbered(first=first * self.size, turn=index), shard=first)
 
     def plain_copies(self, count: int) -> NDArray[np.int64]:
         """Numbers of the copies of so many parameters, as if none was a ``DTensor``."""
@@ -266,4 +234,4 @@ class Standing:
         self._ignored = ignored_by(wrapper)
         group = wrapper.process_group
         ranks = sorted(distributed.get_process_group_ranks(group))
-        self.replicas = Sharding(copy=distributed.get_rank(group), copies=len(ranks)), ranks[0]
+        self.replicas = Share(copy=distributed.get_rank(group), copies=len(ranks)), ranks[0]

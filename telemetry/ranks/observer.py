@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from telemetry.ranks.held import (
-    Sharding,
     Share,
     Standing,
     is_dtensor,
@@ -68,7 +67,7 @@ class RankObserver:
     def __init__(self, *, rank: int, size: int) -> None:
         self.standing = Standing(rank=rank, size=size)
         # Passes without gradients have no graph; modules do there what they do in training.
-        self._known: dict[Output, Sharding] = {}
+        self._known: dict[Output, Share] = {}
 
     def takes_inputs(self, notes: RankNotes, name: str, model: nn.Module | None) -> bool:
         """Note the share of what a module is given from outside; whether to measure it here.
@@ -81,7 +80,7 @@ class RankObserver:
         if name and self.standing.same_data.copies > 1:
             return False  # it may be a part of what the model was given, and nothing says which
         stage = self.standing.stage  # the first stage's inputs are the model's
-        share = self.standing.same_data.share(first=stage * self.standing.size)
+        share = self.standing.same_data.numbered(first=stage * self.standing.size)
         notes.outputs[name] = share
         return share.counts
 
@@ -91,10 +90,10 @@ class RankObserver:
         """Note the share of what a module returned; whether to measure it here."""
         where = self._place_of(output, tensor)
         axis = None if unit_axis is None else unit_axis % tensor.dim() - tensor.dim()
-        share = notes.outputs[output] = where.share(turn=_turn(output), axis=axis)
+        share = notes.outputs[output] = where.numbered(turn=_turn(output), axis=axis)
         return share.counts and _is_known(notes, share, f"the output of {output}")
 
-    def _place_of(self, output: Output, tensor: Tensor) -> Sharding:
+    def _place_of(self, output: Output, tensor: Tensor) -> Share:
         """How a module's output lies in the whole, by what it was computed from.
 
         The styles of ``parallelize_module`` compute with a ``DTensor`` and return its local tensor.
@@ -116,7 +115,7 @@ class RankObserver:
         """Note the share of the gradient of an output; whether to measure it here."""
         share = notes.outputs.get(output, Share())
         if is_dtensor(grad):
-            share = placed(grad).share(turn=_turn(output))
+            share = placed(grad).numbered(turn=_turn(output))
         notes.output_grads[output] = share
         return share.counts and _is_known(notes, share, f"the gradient of the output of {output}")
 
@@ -167,7 +166,7 @@ def _bit_sums(tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[list[int], Ho
     return [([*sums], HostCopy(torch.stack([*sums.values()]))) for sums in groups.values()]
 
 
-def _together(origins: Iterator[Sharding], alike: Sharding) -> Sharding:
+def _together(origins: Iterator[Share], alike: Share) -> Share:
     """The first of the origins that is only a part; else one that is the same on several ranks."""
     for origin in origins:
         if origin.shards or origin.reduction:
@@ -177,7 +176,7 @@ def _together(origins: Iterator[Sharding], alike: Sharding) -> Sharding:
     return alike
 
 
-def _origins(node: Any) -> Iterator[Sharding]:
+def _origins(node: Any) -> Iterator[Share]:
     """How the nearest known tensors behind a node lie in the whole, from near to far."""
     waiting, seen = deque([node]), {node}
     while waiting and len(seen) < _MOST_NODES:
