@@ -85,6 +85,7 @@ class FirstRank:
             rank=0,
             size=2,
             recorder=processor,
+            in_turn=self.pipeline.put_now,
             full_steps=full_steps,
             current_step=lambda: 0,
             failures=failures,

@@ -39,9 +39,6 @@ _ANNOUNCED_KEPT = 8
 _LEAD_STEPS = 16
 _LEAD_S = 2.0
 
-# How often the first rank looks for steps that came back merged.
-_LOOK_S = 0.05
-
 _numbers = itertools.count()
 
 
@@ -52,6 +49,7 @@ class RankProcessor:
 
     Args:
         recorder: Judges and writes merged steps; None on all ranks but the first.
+        in_turn: Has something done on the background thread.
 
     Attributes:
         observer: Tells the capture what this rank is to measure.
@@ -64,6 +62,7 @@ class RankProcessor:
         rank: int,
         size: int,
         recorder: Processor | None,
+        in_turn: Callable[[Callable[[], None]], None],
         full_steps: FullSteps,
         current_step: Callable[[], int],
         failures: Failures,
@@ -73,8 +72,8 @@ class RankProcessor:
         self.abandoned = False
         self._maker = MeasuredMaker(self.observer.standing)
         self._recorder = recorder
-        # Those that came back. Each count has one thread that writes it.
-        self._merged: deque[Step] = deque()
+        self._in_turn = in_turn
+        # Of those that came back. Each has one thread that writes it.
         self._bytes_taken = self._bytes_done = 0
         self._full_steps = full_steps
         self._current_step = current_step
@@ -110,7 +109,6 @@ class RankProcessor:
     # --- on the background thread: see Processor ------------------------------------------------
 
     def process(self, item: Item) -> None:
-        self._record_merged()
         if isinstance(item, LoggedScalars):
             self._loss.see(item.step, item.values)
             self._scalars.setdefault(item.step, {}).update(
@@ -122,13 +120,11 @@ class RankProcessor:
         elif self._recorder is not None:
             self._recorder.process(item)
 
-    def _record_merged(self) -> None:
-        while self._merged:
-            merged = self._merged.popleft()
-            with self._failures.contained("to record a step of several ranks"):
-                self._record(merged.part)
-            self._bytes_done += merged.part.nbytes
-            self._note_recorded(merged)
+    def _record_merged(self, merged: Step) -> None:
+        with self._failures.contained("to record a step of several ranks"):
+            self._record(merged.part)
+        self._bytes_done += merged.part.nbytes
+        self._note_recorded(merged)
 
     def _record(self, part: Measured) -> None:
         recorder = self._recorder
@@ -146,18 +142,13 @@ class RankProcessor:
             recorder.record(replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag))
 
     def pending_s(self) -> float | None:
-        if self._recorder is None:
-            return None
-        pending_s = self._recorder.pending_s()
-        return _LOOK_S if pending_s is None else min(_LOOK_S, pending_s)
+        return None if self._recorder is None else self._recorder.pending_s()
 
     def write_pending(self) -> None:
-        self._record_merged()
         if self._recorder is not None and not self.abandoned:
             self._recorder.write_pending()
 
     def end(self) -> None:
-        self._record_merged()
         if self._recorder is not None and not self.abandoned:
             self._recorder.end()
 
@@ -207,7 +198,7 @@ class RankProcessor:
         """On the thread of the channel; what there is no room for is not recorded."""
         if self._bytes_taken - self._bytes_done <= MAX_BYTES:
             self._bytes_taken += merged.part.nbytes
-            self._merged.append(merged)
+            self._in_turn(lambda: self._record_merged(merged))
             return
         self._failures.log_once(
             f"step {merged.step} is not recorded, earlier ones are still being judged; use a "
