@@ -334,23 +334,22 @@ def gather(ranks: int, payloads: Sequence[bytes]) -> tuple[list[Measured], float
         world_size=ranks, decode=decode, merge=merge, patience_s=1.0, start_s=1.0,
         forwards_late=False,
     )  # fmt: skip
-    own, *others = ([(part.ranks, part) for part in decode(payload)] for payload in payloads)
-    messages = [
-        Message(
-            ranks=parts[0][0], places=tuple(part.step for _, part in parts),
-            payload=payload,
-        )
-        for parts, payload in zip(others, payloads[1:], strict=True)
-    ]  # fmt: skip
+    own, messages = decode(payloads[0]), [message_of(payload) for payload in payloads[1:]]
     whole = []
     began = time.thread_time()
-    for held, part in own:
-        gathering.add_own(Step(part.step, held, part), 0.0)
+    for part in own:
+        gathering.add_own(Step(part.step, part.ranks, part), 0.0)
     for message in messages:
         gathering.add(Message.from_bytes(message.to_bytes()), 0.0)
         while (step := gathering.take(0.0, hurry=message is messages[-1])) is not None:
             whole.append(step.part)
     return whole, time.thread_time() - began
+
+
+def message_of(payload: bytes) -> Message:
+    parts = decode(payload)
+    places = tuple(part.step for part in parts)
+    return Message(ranks=parts[0].ranks, places=places, payload=payload)
 
 
 def training_thread_us(steps: int) -> float:

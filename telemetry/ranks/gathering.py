@@ -24,7 +24,7 @@ END = 2**62
 
 MAX_BYTES = 256 * 2**20
 BLOCK_BYTES = 2**20
-DECODED_AT_ONCE = 16
+DECODED_AT_ONCE = 8
 
 
 class Part(Protocol):
@@ -321,8 +321,8 @@ class Gathering:
         self._bytes -= sum(one.nbytes for one in arrived)
         ranks = frozenset().union(*(one.ranks for one in arrived))
         parts: list[Any] = []
-        for one in arrived:
-            parts.append(one.load())
+        while arrived:  # which lets go of each
+            parts.append(arrived.pop().load())
             if len(parts) == DECODED_AT_ONCE:
                 parts = [self._merge(parts)]
         whole = parts[0] if len(parts) == 1 else self._merge(parts)
