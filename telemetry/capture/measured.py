@@ -17,6 +17,7 @@ from telemetry.capture.captured import CapturedStep
 from telemetry.ranks.columns import NO_ROWS, Table
 from telemetry.ranks.held import WHOLE, Share, Standing
 from telemetry.ranks.measured import (
+    ALIKE,
     Addend,
     Check,
     Common,
@@ -57,13 +58,7 @@ class MeasuredMaker:
             ranks=frozenset((rank,)),
             stages={stage.key: stage},
             tensors=_tensors(rank, record, notes, self._standing),
-            common=Common(
-                rank=rank,
-                learning_rates=record.learning_rates,
-                loss_scale=record.loss_scale,
-                skipped_steps=record.skipped_steps,
-                skipped=record.skipped,
-            ),
+            common=Common(rank=rank, **{name: getattr(record, name) for name in ALIKE}),
             scalars=Table.of_figures(rank, record.scalars),
             own=self._own(record),
             hosts={self._host: frozenset((rank,))} if full else {},
@@ -212,8 +207,7 @@ def _updates(captured: CapturedStep, record: StepRecord) -> dict[str, NDArray[np
 
 
 def _norm_if_finite(rows: Rows) -> NDArray[np.float64]:
-    norms: NDArray[np.float64] = np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
-    return norms
+    return np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
 
 
 def _addends(record: StepRecord, notes: RankNotes) -> dict[Addend, NDArray[np.float64]]:

@@ -236,6 +236,9 @@ class MeasuredParameters:
         return norms, before
 
 
+ALIKE = ("learning_rates", "loss_scale", "skipped_steps", "skipped")
+
+
 @dataclass(frozen=True, kw_only=True, order=True)
 class Common:
     """What all ranks have alike, as in a :class:`StepRecord`; that of the lowest counts."""

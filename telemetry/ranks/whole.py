@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.ranks.measured import Measured, MeasuredParameters, differing
+from telemetry.ranks.measured import ALIKE, Measured, MeasuredParameters, Row, differing
 from telemetry.records import (
     Divergence,
     Layout,
@@ -125,16 +125,13 @@ def _record_of(part: Measured, joined: JoinedLayouts) -> StepRecord:
         grad_present=present,
         grad_finite=finite,
         phase=part.phase,
-        learning_rates=part.common.learning_rates,
         scalars=part.scalars.means(),
-        loss_scale=part.common.loss_scale,
-        skipped_steps=part.common.skipped_steps,
-        skipped=part.common.skipped,
         full=part.full,
         total_grad_norm_before_clipping=total_before,
         nan_buffers=tuple(sorted(joined.names(stages, "nan_buffers"))),
         nonfinite_parameters=tuple(p.name for p in layout.parameters if p.name in nonfinite),
         update_ratios={p.name: ratios[p.name] for p in layout.parameters if p.name in ratios},
+        **{name: getattr(part.common, name) for name in ALIKE},
         **_tensors(part, joined),
     )
 
@@ -169,11 +166,8 @@ def _tensors(part: Measured, joined: JoinedLayouts) -> dict[str, Any]:
     found: dict[str, dict[Any, int]] = {}
     tensors = part.tensors.records()
     for place, row in enumerate(tensors):
-        if row.kind in _OF_OUTPUTS and joined.is_placeholder(row.stage, row.name):
-            continue
-        name: Any = row.name if row.kind == "inputs" else joined.name(row.stage, row.name)
-        name = Output(name, row.place) if row.kind in _OF_OUTPUTS else name
-        found.setdefault(row.kind, {})[name] = place
+        if (name := joined.name_of(row)) is not None:
+            found.setdefault(row.kind, {})[name] = place
     added: list[Sketch] = []
     for stage, at in zip(_stages_of(part), joined.places, strict=True):
         for index, values in stage.added().items() if part.full else ():
@@ -197,8 +191,8 @@ def _tensors(part: Measured, joined: JoinedLayouts) -> dict[str, Any]:
 def _facts(part: Measured, joined: JoinedLayouts) -> RankFacts:
     rms: dict[str, dict[Output, Spread]] = {kind: {} for kind in _OF_OUTPUTS}
     for row, spread in part.tensors.table.spreads().items():
-        if row.kind in rms and not joined.is_placeholder(row.stage, row.name):
-            rms[row.kind][Output(joined.name(row.stage, row.name), row.place)] = spread
+        if row.kind in rms and (output := joined.name_of(row)) is not None:
+            rms[row.kind][output] = spread
     return RankFacts(
         size=part.size,
         held=part.ranks,
@@ -251,7 +245,7 @@ class JoinedLayouts:
             if module.type_name == _PLACEHOLDER
             and modules[self.name(stage, module.name)].type_name != _PLACEHOLDER
         }
-        place = {name: index for index, name in enumerate(parameters)}
+        place = self.layout.parameter_position
         self.places: list[NDArray[np.intp]] = [
             np.array([place[self.name(stage, p.name)] for p in layout.parameters], np.intp)
             for stage, layout in layouts
@@ -263,9 +257,14 @@ class JoinedLayouts:
             return name
         return f"stage{stage}.{name}" if name else f"stage{stage}"
 
-    def is_placeholder(self, stage: int, module_name: str) -> bool:
-        """Whether a module of a stage stands for one of another stage."""
-        return (stage, module_name) in self._placeholders
+    def name_of(self, row: Row) -> Any:
+        """What a tensor is of in all stages together; None: a module stands for another stage's."""
+        if row.kind == "inputs":
+            return row.name
+        name = self.name(row.stage, row.name)
+        if row.kind not in _OF_OUTPUTS:
+            return name
+        return None if (row.stage, row.name) in self._placeholders else Output(name, row.place)
 
     def names(self, stages: Iterable[MeasuredParameters], field: str) -> frozenset[str]:
         return frozenset(self.name(s.stage, name) for s in stages for name in getattr(s, field))
