@@ -163,9 +163,8 @@ class Channel:
 
     def _do_given(self) -> None:
         """What comes within a moment travels together."""
-        busy = self._gathering is not None and self._gathering.waiting > 0
         try:
-            act = self._given.get(timeout=BUSY_S if busy else IDLE_S)
+            act = self._given.get(timeout=BUSY_S if self._is_busy else IDLE_S)
             if not self._closing:
                 time.sleep(BUSY_S)
             while True:
@@ -173,6 +172,10 @@ class Channel:
                 act = self._given.get_nowait()
         except Empty:
             pass
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._gathering is not None and self._gathering.waiting > 0
 
     def _serve(self, inbox: Inbox) -> None:
         """Others send to this rank, from now on."""
@@ -254,7 +257,7 @@ class Channel:
             self._uplink.put(left.to_bytes(), droppable=False)
             self._uplink.close(self._close_at - time.monotonic())
         else:
-            while self._gathering is not None and self._gathering.waiting and self._has_time:
+            while self._is_busy and time.monotonic() < self._close_at:
                 self._turn()
             self._turn(hurry=True)
             self._dismiss()
@@ -270,7 +273,3 @@ class Channel:
         give_up = min(self._close_at, time.monotonic() + _LEAVE_S)
         while self._inbox.children and time.monotonic() < give_up:
             self._turn()
-
-    @property
-    def _has_time(self) -> bool:
-        return time.monotonic() < self._close_at

@@ -6,7 +6,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -145,12 +145,6 @@ class _Arrived(NamedTuple):
     load: Callable[[], Any]
 
 
-@dataclass(kw_only=True, eq=False)
-class _Open:
-    since: float
-    arrived: list[_Arrived] = field(default_factory=list)
-
-
 class Gathering:
     """Knows which ranks a step still waits for, and merges what they sent, step after step.
 
@@ -189,7 +183,8 @@ class Gathering:
         self._start_ends = np.inf
         self._forwards_late = forwards_late
         self._max_bytes = max_bytes
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, list[_Arrived]] = {}
+        self._since: dict[int, float] = {}
         self._bytes = 0
         self._ended = -1
         self._stragglers: list[tuple[int, _Arrived]] = []
@@ -288,19 +283,20 @@ class Gathering:
             return Step(place, late.ranks, late.load())
         if not self._open:
             return None
-        step = self._open[place := min(self._open)]
-        if self._bytes > self._max_bytes / 2 and len(step.arrived) > 1:
-            step.arrived = [self._whole(step.arrived)]
-            self._bytes += step.arrived[0].nbytes
+        arrived = self._open[place := min(self._open)]
+        if self._bytes > self._max_bytes / 2 and len(arrived) > 1:
+            arrived.append(self._whole(arrived))
+            self._bytes += arrived[0].nbytes
         awaited = (self._last < place) & ~self._silent
         if now >= self._start_ends:
             awaited &= self._joined
-        waited_s = now - np.maximum(self._heard[awaited], step.since)
+        waited_s = now - np.maximum(self._heard[awaited], self._since[place])
         if (waited_s < self._patience_s).any() and self._bytes <= self._max_bytes and not hurry:
             return None
         self._silent |= awaited & self._joined
         self._ended = place
-        whole = self._whole(self._open.pop(place).arrived)
+        del self._open[place], self._since[place]
+        whole = self._whole(arrived)
         return Step(place, whole.ranks, whole.load())
 
     def _put(self, place: int, new: _Arrived, now: float) -> None:
@@ -308,7 +304,8 @@ class Gathering:
             if self._forwards_late:
                 self._stragglers.append((place, new))
             return
-        arrived = self._open.setdefault(place, _Open(since=now)).arrived
+        arrived = self._open.setdefault(place, [])
+        self._since.setdefault(place, now)
         overlapping = [other for other in arrived if other.ranks & new.ranks]
         if all(other.ranks <= new.ranks for other in overlapping):
             for other in overlapping:
@@ -318,6 +315,7 @@ class Gathering:
             self._bytes += new.nbytes
 
     def _whole(self, arrived: list[_Arrived]) -> _Arrived:
+        """What all of these are together, who are forgotten."""
         self._bytes -= sum(one.nbytes for one in arrived)
         ranks = frozenset().union(*(one.ranks for one in arrived))
         parts: list[Any] = []
