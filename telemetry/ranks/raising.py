@@ -11,9 +11,9 @@ the largest of these numbers, and all go on up to the end of that step, and rais
 No rank has passed that step before it knows the number, as each promised to stop no later than
 there. And each gets there, as the others go on to there, too, and take part in its collectives.
 
-A rank that has died or hangs does not answer; after ten seconds the number is chosen without it. If
-it comes back later, it raises at once. If the first rank itself goes, those that wait go on after
-thirty seconds, and say so. Steps at which no alert is to be raised cost the look at one attribute.
+After ten seconds the number is chosen without who has died or hangs; one that comes back raises at
+once. If the first rank itself goes, those that wait go on after thirty seconds, and say so. Steps
+at which no alert is to be raised cost the look at one attribute.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Keys on a rank's own store: ``children`` and ``gone`` count the connections that were opened and
 given up. Connection ``n`` sends its messages as ``n/0``, ``n/1``, ... and then rings ``bell``,
-another counter. ``n/taken`` says how many of them have been taken (and deleted), so that a child
-knows how many wait and what it has to send again elsewhere. ``news`` is what the ranks below are to
-know; its first byte says whether this rank is about to leave.
+another counter. ``n/taken`` says how many were taken, and deleted: what is to be sent again
+elsewhere. ``news`` is for the ranks below; its first byte says whether this rank is about to leave.
 
 The server takes no value of more than 8 MiB and closes the connection of who sends one. A larger
 message is sent in pieces, ``n/0/0``, ``n/0/1``, ..., and then ``n/0`` says how many there are.
