@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 
 import pytest
+from members import decode, encode, merge
 
-from telemetry.ranks import raising
+from telemetry.failures import Failures
+from telemetry.ranks import channel, raising
+from telemetry.ranks.channel import Channel
+from telemetry.ranks.gathering import Message, News
 from telemetry.ranks.raising import Agreement
 
 
@@ -43,6 +48,21 @@ def test_a_rank_that_ends_its_step_while_it_is_told_is_right_either_way() -> Non
     agreement.decide(5)
     waiting.join()
     assert answers == [True]
+
+
+def test_the_dead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "ANSWER_S", 0.1)
+    heard: SimpleQueue[News] = SimpleQueue()
+    first = Channel(
+        name="run", rank=0, world_size=2, encode=encode, decode=decode, merge=merge,
+        deliver=print, heard=heard.put, failures=Failures(), first_step=7,
+    )  # fmt: skip
+    first._give(lambda: first._take(Message(ranks=frozenset({1}))))
+    first.raise_together("alert")
+    assert heard.get(timeout=30).raise_at is None
+    assert heard.get(timeout=30).raise_at == 7
+    assert first.agreement.step_ended(7)
+    first.close(0.1)
 
 
 def test_who_comes_back_raises_at_once() -> None:
