@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -69,11 +70,14 @@ def sever(peer: Peer) -> None:
     lists those of the process. One that is being opened tries again, so repeat this.
     """
     with suppress(OSError):
-        for descriptor in os.listdir("/dev/fd"):
-            with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
-                name = connection.getpeername()  # of a local one, a string
-                if isinstance(name, tuple) and _plain(name) == peer:
-                    connection.shutdown(socket.SHUT_RDWR)
+        for descriptor in map(int, os.listdir("/dev/fd")):
+            with suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    name = connection.getpeername()  # of a local one, a string
+                    if isinstance(name, tuple) and _plain(name) == peer:
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _plain(name: tuple[Any, ...]) -> Peer:
