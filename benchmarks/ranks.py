@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from telemetry.failures import Failures
 from telemetry.ranks.channel import BUSY_S, IDLE_S, Channel
 from telemetry.ranks.columns import NO_ROWS, Table
 from telemetry.ranks.encoding import decode, encode
-from telemetry.ranks.gathering import Gathering, Message
+from telemetry.ranks.gathering import Gathering, Message, Step
 from telemetry.ranks.held import WHOLE
 from telemetry.ranks.measured import (
     EMPTY,
@@ -44,6 +45,7 @@ from telemetry.records.tensor import Tensors
 WORLDS = (8, 64, 1024)
 PER_MACHINE = 8
 INTERVALS = (10, 100)
+LIGHT = range(12)
 UNITS = 256
 ELEMENTS = 4096
 _KINDS = ("grads", "weights", "second_moments")
@@ -71,17 +73,17 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Light:
-    """What a step costs that is not measured in full: the norm of each gradient.
+    """What a step costs that is not measured in full, if so many travel together.
 
     Attributes:
-        parameters: How many there are.
+        parameters: How many there are; of each the norm of the gradient is sent.
         bytes: What one rank sends.
         encode_s: CPU time for making bytes of it.
         merge_s: CPU time for merging what the ranks of one machine sent.
     """
 
     parameters: int
-    bytes: int
+    bytes: float
     encode_s: float
     merge_s: float
 
@@ -116,7 +118,8 @@ class Tree:
             late; half a tick of waiting per level included.
         first_rank_s: CPU time of the writing rank in the background.
         own_bytes: What a rank sends of its own.
-        waiting_bytes: What waits on the writing rank before it is merged.
+        waiting_bytes: What arrives at the writing rank.
+        peak_bytes: The most memory that it needs until it has the whole; 0: not measured.
     """
 
     ranks: int
@@ -124,13 +127,9 @@ class Tree:
     levels: int
     arrival_s: float
     first_rank_s: float
-    own_bytes: int
+    own_bytes: float
     waiting_bytes: int
-
-
-def merge_payloads(payloads: Sequence[bytes]) -> bytes:
-    """As it is merged on each rank."""
-    return encode(merge([decode(payload) for payload in payloads]))
+    peak_bytes: int
 
 
 def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = False) -> Measured:
@@ -188,12 +187,12 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
 def measure_size(layers: int) -> Size:
     part = make_part(layers, 0, 1024)
     began = time.thread_time()
-    payload = encode(part)
+    payload = encode([part])
     encode_s = time.thread_time() - began
     return Size(
         layers=layers,
         tensors=len(part.tensors.table.rows),
-        first_bytes=len(encode(make_part(layers, 0, 1024, with_layout=True))),
+        first_bytes=len(encode([make_part(layers, 0, 1024, with_layout=True)])),
         bytes=len(payload),
         encode_s=encode_s,
     )
@@ -216,14 +215,31 @@ def light_parts(machine: Sequence[Measured]) -> list[Measured]:
 
 
 def measure_light(machine: Sequence[Measured]) -> Light:
-    parts = light_parts(machine)
-    payloads = [encode(part) for part in parts]
+    parts = [several(part, LIGHT) for part in light_parts(machine)]
+    payloads = [encode(block) for block in parts]
+
+    def merge_all() -> None:
+        for together in zip(*map(decode, payloads), strict=True):
+            merge(together)
+
     return Light(
-        parameters=2 * layers_of(parts[0]),
-        bytes=len(payloads[0]),
-        encode_s=least_s(lambda: encode(parts[0])),
-        merge_s=least_s(lambda: merge_payloads(payloads)),
+        parameters=2 * layers_of(parts[0][0]),
+        bytes=len(payloads[0]) / len(LIGHT),
+        encode_s=least_s(lambda: encode(parts[0])) / len(LIGHT),
+        merge_s=least_s(merge_all) / len(LIGHT),
     )
+
+
+def several(part: Measured, steps: Sequence[int]) -> list[Measured]:
+    """What a rank measured at several steps, with other norms at each."""
+    dice, (key, stage) = np.random.default_rng(), next(iter(part.stages.items()))
+
+    def other_norms() -> MeasuredParameters:
+        norms = stage.grads["norm"] * dice.uniform(0.5, 2, len(stage.grads.rows))
+        grads = replace(stage.grads, columns={**stage.grads.columns, "norm": norms})
+        return replace(stage, grads=grads)
+
+    return [replace(part, step=step, stages={key: other_norms()}) for step in steps]
 
 
 def layers_of(part: Measured) -> int:
@@ -240,34 +256,49 @@ def least_s(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def simulate(ranks: int, machine: Sequence[Measured]) -> Tree:
+def simulate(ranks: int, machine: Sequence[Measured], steps: Sequence[int] = (0,)) -> Tree:
     """What the ranks of a machine send to its leader, and the leaders to the first rank.
 
     Args:
         ranks: How many there are.
         machine: What those of one machine measured.
+        steps: Which travel together.
     """
-    own = [encode(replace(part, size=ranks)) for part in machine[:ranks]]
-    machines = -(-ranks // PER_MACHINE)
-    levels = [own]
-    arrival_s = 0.0
-    payload, cpu_s = gather(own)
-    if machines > 1:
-        arrival_s = carry(own[1:]) + cpu_s + IDLE_S / 2 + BUSY_S
-        led = decode(payload)
-        begins = range(PER_MACHINE, PER_MACHINE * machines, PER_MACHINE)
-        moved = (replace(led, ranks=frozenset(range(b, b + PER_MACHINE))) for b in begins)
-        levels.append([*own, *map(encode, moved)])
-        payload, cpu_s = gather(levels[-1])
+    parts = [several(replace(part, size=ranks), steps) for part in machine[:ranks]]
+    own = [encode(part) for part in parts]
+    led, led_s = gather(ranks, own)
+    begins = range(0, ranks, PER_MACHINE)
+    leaders = [
+        encode([replace(part, ranks=frozenset(range(b, b + PER_MACHINE))) for part in led])
+        for b in begins[1:]
+    ]
+    began = time.thread_time()
+    encode(led)
+    led_s += time.thread_time() - began
+    arriving = [*own, *leaders]
+    _, cpu_s = gather(ranks, arriving)
+    arrival_s = carry(arriving[1:]) + cpu_s + IDLE_S / 2 + BUSY_S
+    if leaders:
+        arrival_s += carry(own[1:]) + led_s + IDLE_S / 2 + BUSY_S
     return Tree(
         ranks=ranks,
         layers=layers_of(machine[0]),
-        levels=len(levels),
-        arrival_s=arrival_s + carry(levels[-1][1:]) + cpu_s + IDLE_S / 2 + BUSY_S,
-        first_rank_s=cpu_s,
-        own_bytes=len(own[0]),
-        waiting_bytes=sum(len(part) for part in levels[-1]),
+        levels=2 if leaders else 1,
+        arrival_s=arrival_s,
+        first_rank_s=cpu_s / len(steps),
+        own_bytes=len(own[0]) / len(steps),
+        waiting_bytes=sum(map(len, arriving)),
+        peak_bytes=peak_bytes(lambda: gather(ranks, arriving)) if len(steps) == 1 else 0,
     )
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most memory that is in use at a time, beyond what was before."""
+    tracemalloc.start()
+    call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 def averages(full: Tree, light: Tree) -> list[Average]:
@@ -297,19 +328,28 @@ def carry(payloads: Sequence[bytes]) -> float:
     return time.perf_counter() - began
 
 
-def gather(payloads: Sequence[bytes]) -> tuple[bytes, float]:
-    """What a rank makes of parts, and its CPU time for that."""
-    parts = [Message(ranks=decode(payload).ranks, payload=payload) for payload in payloads]
-    size = 1 + max(max(part.ranks) for part in parts)
+def gather(ranks: int, payloads: Sequence[bytes]) -> tuple[list[Measured], float]:
+    """What a rank makes of its own part, the first one, and of others', and its CPU time."""
     gathering = Gathering(
-        world_size=size, merge=merge_payloads, patience_s=1.0, start_s=1.0, forwards_late=False
-    )
+        world_size=ranks, decode=decode, merge=merge, patience_s=1.0, start_s=1.0,
+        forwards_late=False,
+    )  # fmt: skip
+    own, messages = decode(payloads[0]), [message_of(payload) for payload in payloads[1:]]
+    whole = []
     began = time.thread_time()
-    for part in parts:
-        gathering.add(Message.from_bytes(part.to_bytes()), 0.0)
-        whole = gathering.take(0.0, hurry=part is parts[-1])
-    assert whole is not None
-    return whole.payload, time.thread_time() - began
+    for part in own:
+        gathering.add_own(Step(part.step, part.ranks, part), 0.0)
+    for message in messages:
+        gathering.add(Message.from_bytes(message.to_bytes()), 0.0)
+        while (step := gathering.take(0.0, hurry=message is messages[-1])) is not None:
+            whole.append(step.part)
+    return whole, time.thread_time() - began
+
+
+def message_of(payload: bytes) -> Message:
+    parts = decode(payload)
+    places = tuple(part.step for part in parts)
+    return Message(ranks=parts[0].ranks, places=places, payload=payload)
 
 
 def training_thread_us(steps: int) -> float:
@@ -319,7 +359,9 @@ def training_thread_us(steps: int) -> float:
         name="benchmark",
         rank=0,
         world_size=1,
-        merge=merge_payloads,
+        encode=encode,
+        decode=decode,
+        merge=merge,
         deliver=lambda merged: None,
         heard=lambda news: None,
         failures=Failures(),
@@ -348,20 +390,25 @@ def print_tables(
             f"{size.encode_s * 1e3:9.1f}ms"
         )
     print(
-        f"\nA step that is not measured in full; CPU times, to merge those of {PER_MACHINE} ranks"
+        f"\nA step that is not measured in full, {len(LIGHT)} of which travel together; CPU times, "
+        f"to merge those of {PER_MACHINE} ranks"
     )
     print(f"{'parameters':>12}{'bytes':>9}{'encode':>11}{'merge':>11}")
     for light in lights:
         print(
-            f"{light.parameters:12,}{light.bytes:9,}"
+            f"{light.parameters:12,}{light.bytes:9,.0f}"
             f"{light.encode_s * 1e3:9.2f}ms{light.merge_s * 1e3:9.2f}ms"
         )
     print("\nUntil the writing rank has the whole, and its own CPU time in the background")
-    print(f"{'ranks':>8}{'layers':>8}{'levels':>8}{'arrival':>10}{'CPU':>9}{'MB waiting':>12}")
+    print(
+        f"{'ranks':>8}{'layers':>8}{'levels':>8}{'arrival':>10}{'CPU':>9}{'MB to it':>12}"
+        f"{'MB peak':>11}"
+    )
     for tree in trees:
         print(
             f"{tree.ranks:8,}{tree.layers:8,}{tree.levels:8}{tree.arrival_s:9.2f}s"
             f"{tree.first_rank_s:8.2f}s{tree.waiting_bytes / 1e6:12.1f}"
+            f"{tree.peak_bytes / 1e6:11.1f}"
         )
     print("\nA step on average, one of so many in full: what a rank sends, CPU of the writing one")
     print(f"{'ranks':>8}{'layers':>8}{'interval':>10}{'kB':>9}{'CPU':>10}")
@@ -395,7 +442,7 @@ def main() -> None:
         light = light_parts(machine)
         for ranks in worlds:
             trees.append(simulate(ranks, machine))
-            means += averages(trees[-1], simulate(ranks, light))
+            means += averages(trees[-1], simulate(ranks, light, LIGHT))
     step_us = training_thread_us(10_000 if args.quick else 1_000_000)
     print_tables(sizes, lights, trees, means, step_us)
     if args.json:

@@ -14,8 +14,7 @@ from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, Pipeline, Processor, every, rank_processing
 from telemetry.pipeline.rank_processing import RankProcessor
 from telemetry.ranks.columns import Table
-from telemetry.ranks.encoding import encode
-from telemetry.ranks.gathering import Message
+from telemetry.ranks.gathering import PLACES, Step
 from telemetry.ranks.measured import Common, Measured, MeasuredParameters
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
@@ -29,7 +28,7 @@ LAYOUT = Layout(
 )
 
 
-def merged(step: int) -> Message:
+def merged(step: int) -> Step:
     """A step that two ranks did not measure in full; the second took longer, its loss is higher."""
     stage = MeasuredParameters(
         stage=0,
@@ -50,7 +49,7 @@ def merged(step: int) -> Message:
         scalars=Table.merge_all(Table.of_figures(rank, {"loss": 1.0 + rank}) for rank in (0, 1)),
         own=Table.merge_all(Table.of_figures(rank, {"step_s": 0.5 + rank}) for rank in (0, 1)),
     )
-    return Message(place=2 * step + 1, ranks=everyone, payload=encode(part))
+    return Step(PLACES * step, everyone, part)
 
 
 class Watch(Rule):
@@ -86,6 +85,7 @@ class FirstRank:
             rank=0,
             size=2,
             recorder=processor,
+            in_turn=self.pipeline.put_now,
             full_steps=full_steps,
             current_step=lambda: 0,
             failures=failures,
@@ -136,7 +136,7 @@ def test_merged_steps_are_judged_and_written(first: FirstRank) -> None:
 def test_merged_steps_that_wait_are_bounded_and_told(
     first: FirstRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_processing, "MAX_BYTES", 3 * len(merged(0).payload))
+    monkeypatch.setattr(rank_processing, "MAX_BYTES", 3 * merged(0).part.nbytes)
     for step in range(10):
         first.ranks.take(merged(step))
     first.gate.set()

@@ -17,13 +17,13 @@ from telemetry.capture.captured import CapturedStep
 from telemetry.ranks.columns import NO_ROWS, Table
 from telemetry.ranks.held import WHOLE, Share, Standing
 from telemetry.ranks.measured import (
+    ALIKE,
     Addend,
     Check,
     Common,
     Measured,
     MeasuredParameters,
     MeasuredTensors,
-    Nonfinite,
     Row,
     checks_of,
 )
@@ -48,7 +48,7 @@ class MeasuredMaker:
         """What this rank measured; ``captured`` is None if one call has read the step."""
         rank, notes = self._standing.rank, RankNotes() if captured is None else captured.ranks
         full = record.full or bool(record.phase)
-        bad, stage = self._nonfinite(record), self._stage(record, captured, notes)
+        stage = self._stage(record, captured, notes)
         return Measured(
             step=record.step,
             wall_time=record.wall_time,
@@ -58,18 +58,11 @@ class MeasuredMaker:
             ranks=frozenset((rank,)),
             stages={stage.key: stage},
             tensors=_tensors(rank, record, notes, self._standing),
-            common=Common(
-                rank=rank,
-                learning_rates=record.learning_rates,
-                loss_scale=record.loss_scale,
-                skipped_steps=record.skipped_steps,
-                skipped=record.skipped,
-            ),
+            common=Common(rank=rank, **{name: getattr(record, name) for name in ALIKE}),
             scalars=Table.of_figures(rank, record.scalars),
             own=self._own(record),
             hosts={self._host: frozenset((rank,))} if full else {},
-            nonfinite=bad is not None,
-            first_nonfinite=bad,
+            nonfinite=self._nonfinite(record),
             not_known=frozenset(notes.not_known).union(
                 f"the gradient of {record.layout.parameters[index].name}"
                 for index, share in notes.grads.items()
@@ -101,10 +94,8 @@ class MeasuredMaker:
         rows, before, updates = range(len(layout.parameters)), NO_ROWS, NO_ROWS
         copies = _copies(layout, notes.grads, standing)
         if captured is not None and record.full:
-            moved, sizes = _updates(captured, record)
-            updates = Table.of(
-                rows, _copies(layout, notes.parameters, standing), moved=moved, size=sizes
-            )
+            held = _copies(layout, notes.parameters, standing)
+            updates = Table.of(rows, held, **_updates(captured, record))
         # The schedule of a pipeline divides gradients by the number of micro-batches later.
         if captured is not None and not standing.is_in_pipeline:
             norms = captured.norms_before_clipping(record.grad_norms, record.grad_present)
@@ -142,47 +133,45 @@ class MeasuredMaker:
             return NO_ROWS
         return Table.of_figures(self._standing.rank, {"step_s": record.wall_time - last[1]})
 
-    def _nonfinite(self, record: StepRecord) -> Nonfinite | None:
-        """Where this rank has NaN or infinity of its own.
+    def _nonfinite(self, record: StepRecord) -> dict[int, str]:
+        """Where this rank has NaN or infinity of its own, in words.
 
         Ranks that are given the same data, and stages of a pipeline, have their values from each
         other.
         """
         if self._standing.same_data.copies > 1 or self._standing.is_in_pipeline:
-            return None
+            return {}
         found = [f"the parameter {name}" for name in record.nonfinite_parameters]
         found += [f"the output of {output}" for output in bad_among(record.outputs)]
         if record.loss is not None and not math.isfinite(record.loss):
             found.append("the loss")
-        return Nonfinite(rank=self._standing.rank, where=found[0]) if found else None
+        return {self._standing.rank: found[0]} if found else {}
 
 
 def _tensors(
     rank: int, record: StepRecord, notes: RankNotes, standing: Standing
 ) -> MeasuredTensors:
-    position = record.layout.parameter_position
-    found: dict[Row, Share] = {}
-    for name in record.inputs:
-        found[Row(0, "inputs", name)] = notes.outputs.get(name, WHOLE)
-    shares: Mapping[Any, Share]
-    for kind, tensors, shares in (
-        ("outputs", record.outputs, notes.outputs),
-        ("output_grads", record.output_grads, notes.output_grads),
-    ):
-        for output in tensors:
+    found = {Row(0, "inputs", n): notes.outputs.get(n, WHOLE) for n in record.inputs}
+    of_output: dict[str, Mapping[Any, Share]] = {
+        "outputs": notes.outputs,
+        "output_grads": notes.output_grads,
+    }
+    for kind, shares in of_output.items():
+        for output in getattr(record, kind):
             row = Row(standing.stage, kind, output.module_name, output.place)
             found[row] = shares.get(output, WHOLE)
-    for kind, named, by_index in (
-        ("grads", record.grads, notes.grads),
-        ("weights", record.weights, notes.parameters),
-        ("second_moments", record.second_moments, notes.parameters),
-    ):
-        for name in named:
-            share = by_index.get(position[name]) or standing.of_plain(position[name])
+    of: dict[str, Mapping[int, Share]] = {
+        "grads": notes.grads,
+        "weights": notes.parameters,
+        "second_moments": notes.parameters,
+    }
+    for kind, by_index in of.items():
+        for name in getattr(record, kind):
+            index = record.layout.parameter_position[name]
+            share = by_index.get(index) or standing.of_plain(index)
             found[Row(standing.stage, kind, name)] = share
-    kinds = dict.fromkeys(row.kind for row in found)
-    rows = [Tensors.of(getattr(record, kind)).rows for kind in kinds]
-    return MeasuredTensors.of(rank, found, Rows.concatenate([Rows.of(()), *rows]))
+    rows = [Tensors.of(getattr(record, kind)).rows for kind in ("inputs", *of_output, *of)]
+    return MeasuredTensors.of(rank, found, Rows.concatenate(rows))
 
 
 def _copies(layout: Layout, shares: Mapping[int, Share], standing: Standing) -> NDArray[np.int64]:
@@ -194,10 +183,8 @@ def _copies(layout: Layout, shares: Mapping[int, Share], standing: Standing) -> 
     return copies
 
 
-def _updates(
-    captured: CapturedStep, record: StepRecord
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Norms of how far parameters moved and of their sizes before, NaN where not measured.
+def _updates(captured: CapturedStep, record: StepRecord) -> dict[str, NDArray[np.float64]]:
+    """Norms of how far parameters ``moved`` and of their ``size`` before, NaN where not measured.
 
     Of large parameters the ratio of the two is that of a sample, so it is applied to the whole
     size. Where that is zero, what the sample moved stands for all.
@@ -216,12 +203,11 @@ def _updates(
         if elements == 0:  # an empty shard
             index = record.layout.parameter_position[name]
             moved[index] = sizes[index] = 0.0
-    return moved, sizes
+    return {"moved": moved, "size": sizes}
 
 
 def _norm_if_finite(rows: Rows) -> NDArray[np.float64]:
-    norms: NDArray[np.float64] = np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
-    return norms
+    return np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
 
 
 def _addends(record: StepRecord, notes: RankNotes) -> dict[Addend, NDArray[np.float64]]:

@@ -135,7 +135,7 @@ class Pipeline:
             finally:
                 done.set()
 
-        self._put_now(finish)
+        self.put_now(finish)
         if not done.wait(timeout_s):
             self._late = done
             log.warning("telemetry: the steps so far are not judged within %.3g s", timeout_s)
@@ -161,7 +161,7 @@ class Pipeline:
         if os.getpid() != self._pid:
             return
         was_closed, self._closed = self._closed, True
-        self._put_now(None)
+        self.put_now(None)
         self._thread.join(timeout_s)
         self.processor.abandoned = True
         if not was_closed:
@@ -172,7 +172,7 @@ class Pipeline:
         if self._closed or os.getpid() != self._pid or self.on_own_thread():
             return act()
         results: SimpleQueue[Result] = SimpleQueue()
-        self._put_now(lambda: results.put(act()))
+        self.put_now(lambda: results.put(act()))
         try:
             return results.get(timeout=CLOSE_TIMEOUT_S)
         except Empty:
@@ -183,7 +183,8 @@ class Pipeline:
         """Whether the caller is the background thread: a rule or a callback."""
         return threading.current_thread() is self._thread
 
-    def _put_now(self, item: Act | None) -> None:
+    def put_now(self, item: Act | None) -> None:
+        """Have something done in its turn, and all before it at once; None: it was the last."""
         self._items.put(item)
         self._bell.put(None)
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +21,7 @@ from telemetry.pipeline import FullSteps, Item, LoggedScalars, Processor, ReadyV
 from telemetry.pipeline.queue import MAX_BYTES
 from telemetry.ranks.channel import CLOSE_S, Channel
 from telemetry.ranks.encoding import decode, encode
-from telemetry.ranks.gathering import Message, News, named
+from telemetry.ranks.gathering import News, Step, named
 from telemetry.ranks.measured import Measured, merge
 from telemetry.ranks.observer import RankObserver
 from telemetry.ranks.whole import WholeRecords
@@ -38,9 +39,6 @@ _ANNOUNCED_KEPT = 8
 _LEAD_STEPS = 16
 _LEAD_S = 2.0
 
-# How often the first rank looks for steps that came back merged.
-_LOOK_S = 0.05
-
 _numbers = itertools.count()
 
 
@@ -51,6 +49,7 @@ class RankProcessor:
 
     Args:
         recorder: Judges and writes merged steps; None on all ranks but the first.
+        in_turn: Has something done on the background thread.
 
     Attributes:
         observer: Tells the capture what this rank is to measure.
@@ -63,6 +62,7 @@ class RankProcessor:
         rank: int,
         size: int,
         recorder: Processor | None,
+        in_turn: Callable[[Callable[[], None]], None],
         full_steps: FullSteps,
         current_step: Callable[[], int],
         failures: Failures,
@@ -72,8 +72,8 @@ class RankProcessor:
         self.abandoned = False
         self._maker = MeasuredMaker(self.observer.standing)
         self._recorder = recorder
-        # Those that came back. Each count has one thread that writes it.
-        self._merged: deque[Message] = deque()
+        self._in_turn = in_turn
+        # Of those that came back. Each has one thread that writes it.
         self._bytes_taken = self._bytes_done = 0
         self._full_steps = full_steps
         self._current_step = current_step
@@ -95,7 +95,9 @@ class RankProcessor:
             name=str(next(_numbers)),
             rank=rank,
             world_size=size,
-            merge=lambda payloads: encode(merge([decode(payload) for payload in payloads])),
+            encode=encode,
+            decode=decode,
+            merge=merge,
             deliver=self.take,
             heard=self._hear,
             failures=failures,
@@ -107,7 +109,6 @@ class RankProcessor:
     # --- on the background thread: see Processor ------------------------------------------------
 
     def process(self, item: Item) -> None:
-        self._record_merged()
         if isinstance(item, LoggedScalars):
             self._loss.see(item.step, item.values)
             self._scalars.setdefault(item.step, {}).update(
@@ -119,20 +120,17 @@ class RankProcessor:
         elif self._recorder is not None:
             self._recorder.process(item)
 
-    def _record_merged(self) -> None:
-        while self._merged:
-            merged = self._merged.popleft()
-            with self._failures.contained("to record a step of several ranks"):
-                self._record(merged)
-            self._bytes_done += len(merged.payload)
-            self._note_recorded(merged)
+    def _record_merged(self, merged: Step) -> None:
+        with self._failures.contained("to record a step of several ranks"):
+            self._record(merged.part)
+        self._bytes_done += merged.part.nbytes
+        self._note_recorded(merged)
 
-    def _record(self, merged: Message) -> None:
+    def _record(self, part: Measured) -> None:
         recorder = self._recorder
         if recorder is None:
             return
         recorder.abandoned = self.abandoned
-        part = decode(merged.payload)
         means = part.scalars.means()
         if means and not part.phase:
             self._loss.see(part.step, means)
@@ -141,22 +139,16 @@ class RankProcessor:
         record = self._whole.record(part, own) if part.stages else None
         if record is not None:
             self._see(part, record)
-            record = replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag)
-            recorder.record(_with_own(record, own))
+            recorder.record(replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag))
 
     def pending_s(self) -> float | None:
-        if self._recorder is None:
-            return None
-        pending_s = self._recorder.pending_s()
-        return _LOOK_S if pending_s is None else min(_LOOK_S, pending_s)
+        return None if self._recorder is None else self._recorder.pending_s()
 
     def write_pending(self) -> None:
-        self._record_merged()
         if self._recorder is not None and not self.abandoned:
             self._recorder.write_pending()
 
     def end(self) -> None:
-        self._record_merged()
         if self._recorder is not None and not self.abandoned:
             self._recorder.end()
 
@@ -200,13 +192,13 @@ class RankProcessor:
         if self._recorder is not None:
             with self._changed:
                 self._sent.add(_place(part))
-        self._channel.send(part.step, encode(part), phase=part.phase)
+        self._channel.send(part.step, part, phase=part.phase)
 
-    def take(self, merged: Message) -> None:
+    def take(self, merged: Step) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""
         if self._bytes_taken - self._bytes_done <= MAX_BYTES:
-            self._bytes_taken += len(merged.payload)
-            self._merged.append(merged)
+            self._bytes_taken += merged.part.nbytes
+            self._in_turn(lambda: self._record_merged(merged))
             return
         self._failures.log_once(
             f"step {merged.step} is not recorded, earlier ones are still being judged; use a "
@@ -215,8 +207,8 @@ class RankProcessor:
         )
         self._note_recorded(merged)
 
-    def _note_recorded(self, merged: Message) -> None:
-        place = _place(merged)
+    def _note_recorded(self, merged: Step) -> None:
+        place = _place(merged.part)
         with self._changed:
             self._sent = {other for other in self._sent if other > place}
             self._changed.notify_all()
@@ -231,7 +223,10 @@ class RankProcessor:
         """
         if step <= self._announced[-1] or self._step_s <= 0:
             return
-        at = self._current_step() + max(_LEAD_STEPS, math.ceil(_LEAD_S / self._step_s))
+        now, step_s, (last, wall_time) = self._current_step(), self._step_s, self._last
+        if now > last + 1:  # the first steps are slow
+            step_s = min(step_s, max(1e-6, time.time() - wall_time) / (now - last - 1))
+        at = now + max(_LEAD_STEPS, math.ceil(_LEAD_S / step_s))
         self._announced.append(at)
         self._channel.announce(lambda news: replace(news, full_steps=(at,)))
 
@@ -284,22 +279,6 @@ class RankProcessor:
         each_within(min(CLOSE_S, timeout_s), self.wait, self._channel.close)
 
 
-def _place(item: Measured | Message) -> tuple[int, bool]:
+def _place(part: Measured) -> tuple[int, bool]:
     """Phases of a step come before the step itself."""
-    return item.step, not item.phase
-
-
-def _with_own(record: StepRecord, own: StepRecord | None) -> StepRecord:
-    """With what is not merged, and which the first rank has like the others."""
-    if own is None:
-        return record
-    record = replace(record, fingerprints=own.fingerprints)
-    if own.layout.parameters != record.layout.parameters:
-        return record
-    return replace(
-        record,
-        trainable=own.trainable,
-        reached=own.reached,
-        held=own.held,
-        groups=own.groups,
-    )
+    return part.step, not part.phase

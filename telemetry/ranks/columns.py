@@ -17,9 +17,6 @@ T = TypeVar("T")
 Array = NDArray[Any]
 
 
-# --- fields ---------------------------------------------------------------------------------------
-
-
 def merge_all(parts: Sequence[T]) -> T:
     """One dataclass of several; each field is ``Annotated`` with what makes one value of many."""
     if len(parts) == 1:
@@ -42,11 +39,6 @@ def same(values: Sequence[T]) -> T:
     return values[0]
 
 
-def least(values: Iterable[Any]) -> Any:
-    """Of those that are not None."""
-    return min((value for value in values if value is not None), default=None)
-
-
 def union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
     return frozenset().union(*sets)
 
@@ -66,14 +58,6 @@ def by_key(one_of: Callable[[list[Any]], Any]) -> Callable[[Iterable[Mapping[Any
 
 def sums(arrays: Sequence[Array]) -> Array:
     return reduce(np.add, arrays)
-
-
-def minima(arrays: Sequence[Array]) -> Array:
-    """NaN where one is."""
-    return reduce(np.minimum, arrays)
-
-
-# --- columns --------------------------------------------------------------------------------------
 
 
 def _norm(one: Array, other: Array) -> Array:
@@ -114,7 +98,6 @@ class Table:
     Attributes:
         rows: What they are about, each once.
         copies: Which copy of each was read, int64 ``[rows]``: of several only the lowest counts.
-            See :class:`telemetry.ranks.held.Share`.
         columns: Arrays ``[rows, ...]`` by their names in :data:`REDUCTIONS`.
     """
 
@@ -136,14 +119,18 @@ class Table:
     def of_figures(rank: int, figures: Mapping[str, float]) -> Table:
         """Numbers that each rank has of its own, by name."""
         values = np.array(list(figures.values()), np.float64)
-        return Table.of(
-            tuple(figures), total=values, ranks=np.ones(len(values)), **spreads(rank, values)
-        )
+        ones = np.ones(len(values))
+        return Table.of(tuple(figures), total=values, ranks=ones, **spreads(rank, values))
 
     @staticmethod
     def merge_all(tables: Iterable[Table]) -> Table:
         some = [table for table in tables if len(table.rows)]
         return merge_tables(some)[0] if some else NO_ROWS
+
+    def take(self, places: list[int], rows: Sequence[Any]) -> Table:
+        """Some rows, under other names."""
+        columns = {name: column[places] for name, column in self.columns.items()}
+        return Table.of(rows, **columns)
 
     def means(self) -> dict[Any, float]:
         """Of the figures of several ranks."""
@@ -170,18 +157,11 @@ NO_ROWS = Table.of(())
 def spreads(rank: int, figures: Array) -> dict[str, Array]:
     """The columns ``low`` and ``high`` of one rank."""
     ranks = np.where(np.isnan(figures), -1.0, rank)
-    return {
-        "low": np.column_stack([figures, ranks]),
-        "high": np.column_stack([-figures, ranks]),
-    }
+    return {"low": np.stack([figures, ranks], 1), "high": np.stack([-figures, ranks], 1)}
 
 
 def merge_tables(tables: Sequence[Table]) -> tuple[Table, list[NDArray[np.int64]]]:
-    """As if one rank had held what all of them did; in whatever order.
-
-    Returns:
-        Also for each table where its rows went, -1 where another copy counts.
-    """
+    """As if one rank had held what all did; and where each one's rows went, -1: another counts."""
     rows, places = _union([table.rows for table in tables])
     copies = np.full(len(rows), np.iinfo(np.int64).max)
     for table, at in zip(tables, places, strict=True):

@@ -1,6 +1,6 @@
-"""Parts as bytes: a heading in JSON and columns of numbers, compressed.
+"""Parts of several steps as bytes: a heading in JSON and columns of numbers, compressed.
 
-The columns of a part are what takes room, so they are written byte by byte of all their numbers:
+The columns are what takes room, so they are written byte by byte of all their numbers:
 first all lowest bytes, then all second ones. Counts and buckets are small whole numbers, and most
 of their bytes are zero, of which compression leaves almost nothing.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -25,33 +25,25 @@ from telemetry.ranks.measured import (
     Measured,
     MeasuredParameters,
     MeasuredTensors,
-    Nonfinite,
-    Piece,
     Row,
 )
 from telemetry.records import Layout, Module, Parameter
 from telemetry.records.rows import COLUMNS, Rows
 
 # What the bytes begin with; another version has another number.
-FORMAT = b"telemetry-ranks-6\n"
+FORMAT = b"telemetry-ranks-7\n"
 
-# Of a part that is not compressed. 20,000 modules with four tensors each take about 200 MB.
+# Of parts that are not compressed. 20,000 modules with four tensors each take about 200 MB.
 MAX_BYTES = 1 << 30
 
-_PARTS = (
-    Measured,
-    MeasuredParameters,
-    MeasuredTensors,
-    Rows,
-    Table,
-    Row,
-    Piece,
-    Addend,
-    Check,
-    Common,
-    Nonfinite,
-)
-_CLASSES = {cls.__name__: cls for cls in (*_PARTS, Layout, Module, Parameter)}
+_DATACLASSES: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (
+        *(Measured, MeasuredParameters, MeasuredTensors, Rows, Table, Common),
+        *(Layout, Module, Parameter),
+    )
+}
+_NAMED_TUPLES: dict[str, Any] = {cls.__name__: cls for cls in (Row, Addend, Check)}
 _TUPLE, _SET, _MAPPING, _ARRAY, _RANGE = "()", "{}", "{:}", "[]", ".."
 
 _DTYPES = {name: np.dtype(name) for name in ("<f8", "<f4", "<i8", "<i4", "<i2", "|b1")}
@@ -59,16 +51,16 @@ _DTYPES["rows"] = COLUMNS
 _LEVEL = 1  # higher ones take several times as long for a tenth less
 
 
-def encode(part: Measured) -> bytes:
-    """A part as bytes, for :func:`decode`."""
+def encode(parts: Sequence[Measured]) -> bytes:
+    """Parts as bytes, for :func:`decode`."""
     columns = _Columns()
-    heading = json.dumps(columns.plain(part), separators=(",", ":")).encode()
+    heading = json.dumps(columns.plain(list(parts)), separators=(",", ":")).encode()
     body = len(heading).to_bytes(8, "little") + heading + b"".join(columns.written)
     return FORMAT + zlib.compress(body, _LEVEL)
 
 
-def decode(data: bytes) -> Measured:
-    """The part that :func:`encode` made these bytes of.
+def decode(data: bytes) -> tuple[Measured, ...]:
+    """The parts that :func:`encode` made these bytes of.
 
     Raises:
         ValueError: They are of another version of this package, damaged, or too many.
@@ -85,10 +77,10 @@ def decode(data: bytes) -> Measured:
         if not unpack.eof:
             raise ValueError(f"incomplete, or larger than {MAX_BYTES >> 20} MiB")
         size = int.from_bytes(body[:8], "little")
-        part = _restored(json.loads(body[8 : 8 + size]), memoryview(body)[8 + size :])
-        if not isinstance(part, Measured):
-            raise ValueError("not a part of a step")
-        return part
+        parts = _restored(json.loads(body[8 : 8 + size]), memoryview(body)[8 + size :])
+        if not all(isinstance(part, Measured) for part in parts):
+            raise ValueError("not parts of steps")
+        return tuple(parts)
     except (zlib.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"measurements of another rank are damaged: {error}") from None
 
@@ -96,7 +88,8 @@ def decode(data: bytes) -> Measured:
 class _Columns:
     """The columns so far, for what :meth:`plain` makes of values: numbers, names and lists.
 
-    A list begins with its kind: of a dataclass, the name of the class.
+    A list begins with its kind: of a dataclass, the name of the class, and then the fields that do
+    not have their default. Named tuples in a tuple are written field by field.
     """
 
     def __init__(self) -> None:
@@ -107,17 +100,20 @@ class _Columns:
         if isinstance(value, np.ndarray):
             return self._add(value)
         if isinstance(value, Mapping):
-            return [_MAPPING, *([self.plain(key), self.plain(v)] for key, v in value.items())]
+            return [_MAPPING, self.plain(tuple(value)), self.plain([*value.values()])]
         if isinstance(value, frozenset):
             return [_SET, *map(self.plain, sorted(value))]
         if isinstance(value, tuple | list):
-            kind = type(value).__name__ if hasattr(value, "_fields") else _TUPLE
-            return [kind, *map(self.plain, value)]
+            if value and hasattr(value[0], "_fields"):
+                fields_of = [self.plain(field) for field in zip(*value, strict=True)]
+                return [type(value[0]).__name__, *fields_of]
+            return [_TUPLE, *map(self.plain, value)]
         if isinstance(value, range):
             return [_RANGE, len(value)]
         if is_dataclass(value):
-            named = [self.plain(getattr(value, field.name)) for field in fields(value)]
-            return [type(value).__name__, *named]
+            given = {f.name: getattr(value, f.name) for f in fields(value)}
+            some = {f.name: given[f.name] for f in fields(value) if given[f.name] is not f.default}
+            return [type(value).__name__, {n: self.plain(v) for n, v in some.items()}]
         return value
 
     def _add(self, array: NDArray[Any]) -> list[Any]:
@@ -138,18 +134,16 @@ def _restored(plain: Any, body: memoryview) -> Any:
     kind, *items = plain
     if kind == _ARRAY:
         return _array(body, *items)
-    if kind == _MAPPING:
-        return {_restored(key, body): _restored(value, body) for key, value in items}
-    restored = [_restored(item, body) for item in items]
-    if kind == _TUPLE:
-        return tuple(restored)
-    if kind == _SET:
-        return frozenset(restored)
     if kind == _RANGE:
-        return range(*restored)
-    cls: Any = _CLASSES[kind]
-    names = cls._fields if issubclass(cls, tuple) else [field.name for field in fields(cls)]
-    return cls(**dict(zip(names, restored, strict=True)))
+        return range(*items)
+    if kind in _DATACLASSES:
+        return _DATACLASSES[kind](**{name: _restored(v, body) for name, v in items[0].items()})
+    restored = [_restored(o, body) if isinstance(o, list) else o for o in items]
+    if kind in _NAMED_TUPLES:
+        return tuple(map(_NAMED_TUPLES[kind], *restored))
+    if kind == _MAPPING:
+        return dict(zip(*restored, strict=True))
+    return frozenset(restored) if kind == _SET else tuple(restored)
 
 
 def _array(body: memoryview, at: int, dtype: str, shape: list[int]) -> NDArray[Any]:

@@ -36,18 +36,13 @@ def is_first_rank() -> bool:
     """Whether this process is the one that logs and writes for all.
 
     Call it each time, because the answer may change: a process of ``mp.spawn`` does not know its
-    rank before ``torch.distributed`` is initialized. From then on the default process group
-    decides. Until then it is ``RANK``, as torchrun, Accelerate and DeepSpeed set it; without it,
-    the variables of Lightning, SLURM, MPI and LSF, none of which may be other than 0. SLURM's
-    counts only if the job has several tasks.
-
-    Returns:
-        True for rank 0, and for a process that trains alone.
+    rank before there is a process group, which decides from then on. Until then it is ``RANK``, as
+    torchrun, Accelerate and DeepSpeed set it; without it, the variables of Lightning, SLURM (with
+    several tasks), MPI and LSF, none of which may be other than 0. One that trains alone is first.
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank() == 0
-    rank = _number("RANK")
-    if rank is not None:
+    if (rank := _number("RANK")) is not None:
         return rank == 0
     several_tasks = (_number("SLURM_NTASKS") or 1) > 1
     return not any(
@@ -57,12 +52,7 @@ def is_first_rank() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """What this process does among those that train together.
-
-    Attributes:
-        ranks: What the user chose.
-        rank, size: This process, and how many there are; 0 and 1 if it trains alone.
-    """
+    """What this process does among those that train together; of size 1, it trains alone."""
 
     ranks: Ranks
     rank: int = 0
@@ -70,17 +60,14 @@ class Role:
 
     @property
     def merges(self) -> bool:
-        """Whether the ranks write one run together."""
         return self.size > 1 and self.ranks == "merged"
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes a run."""
         return self.rank == 0 or self.ranks == "each"
 
     @property
     def measures(self) -> bool:
-        """Whether this process measures anything."""
         return self.rank == 0 or self.ranks != "first"
 
     def directory(self, log_dir: str) -> str:
@@ -95,8 +82,7 @@ def role_of(ranks: Ranks) -> Role:
     Raises:
         ValueError: Each rank is to have its own directory, and this one has no number so far.
     """
-    known = rank_and_world_size()
-    if known is not None:
+    if (known := rank_and_world_size()) is not None:
         return Role(ranks=ranks, rank=known[0], size=known[1])
     if ranks == "each" and may_be_any_rank():
         raise ValueError(
@@ -114,13 +100,9 @@ def may_be_any_rank() -> bool:
 
 
 def rank_and_world_size() -> tuple[int, int] | None:
-    """This process's rank and how many there are, by the default process group.
+    """This process's rank and how many there are, by the process group or a launcher's variables.
 
-    Before there is one, by the variables of torchrun, Accelerate and DeepSpeed, or of SLURM or MPI.
-
-    Returns:
-        None if nothing says it so far: this process trains alone, or it is one of ``mp.spawn`` and
-        will make the process group later.
+    None if nothing says it so far: this process trains alone, or it is one of ``mp.spawn``.
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

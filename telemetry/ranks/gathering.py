@@ -1,26 +1,53 @@
-"""Messages between ranks, and how those about one step are put together, however late some are."""
+"""Messages between ranks, and how what they measured at one step is put together, however late."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from enum import IntEnum
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Twice the steps that a run may have: see :class:`telemetry.ranks.channel.Order`.
-LAP = 2**44
+log = logging.getLogger("telemetry")
+
+# Places in the order of all: each step has so many, the last is its own and the others of phases
+# before it. A run that goes back to an earlier step begins another lap; its end is past all.
+PLACES = 2**10
+LAP = PLACES * 2**34
+END = 2**62
+
+MAX_BYTES = 256 * 2**20
+BLOCK_BYTES = 2**20
+DECODED_AT_ONCE = 8
 
 
-class Kind(IntEnum):
-    RECORD = 0
-    JOINED = 1
-    LEFT = 2
-    HELD = 3
+class Part(Protocol):
+    """What ranks measured at one step."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Step(NamedTuple):
+    """A step, or a phase before it: its place, and what these ranks measured there."""
+
+    place: int
+    ranks: frozenset[int]
+    part: Any
+
+    @property
+    def step(self) -> int:
+        return self.place % LAP // PLACES
+
+    @property
+    def is_phase(self) -> bool:
+        return self.place % PLACES < PLACES - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,36 +55,47 @@ class Message:
     """Something from some of the ranks, on its way to the first.
 
     Attributes:
-        kind: What it is.
-        place: Its place in the order of steps. Of ``HELD`` the step that a rank will not pass.
-        phase: Name of a part of the run that is not training; there may be several at one place.
         ranks: From whom it is.
-        payload: What they measured, merged; only of a record.
+        places: Of the steps that it holds; :data:`END`: there will be no other.
+        held: The step whose end they will not pass; -1 if they were not asked.
+        payload: What they measured at these steps; nothing in a notice.
     """
 
-    kind: Kind = Kind.RECORD
-    place: int = 0
-    phase: str = ""
     ranks: frozenset[int]
+    places: tuple[int, ...] = ()
+    held: int = -1
     payload: bytes = b""
 
-    @property
-    def step(self) -> int:
-        """The step that has this place."""
-        return self.place % LAP // 2
+    @staticmethod
+    def of(block: Sequence[Step], encode: Callable[[list[Any]], bytes]) -> Message:
+        """What the same ranks measured at several steps."""
+        places, payload = tuple(step.place for step in block), encode([s.part for s in block])
+        return Message(ranks=block[0].ranks, places=places, payload=payload)
 
     def to_bytes(self) -> bytes:
-        head = [self.kind, self.place, self.phase, sorted(self.ranks)]
+        head = [sorted(self.ranks), self.places, self.held]
         return json.dumps(head).encode() + b"\n" + self.payload
 
     @staticmethod
     def from_bytes(data: bytes) -> Message:
         """The inverse of :meth:`to_bytes`; ValueError: it is something else."""
         head, _, payload = data.partition(b"\n")
-        kind, place, phase, ranks = json.loads(head)
-        return Message(
-            kind=Kind(kind), place=place, phase=phase, ranks=frozenset(ranks), payload=payload
-        )
+        ranks, places, held = json.loads(head)
+        return Message(ranks=frozenset(ranks), places=tuple(places), held=held, payload=payload)
+
+
+def blocks(steps: Iterable[Step]) -> Iterator[list[Step]]:
+    """Steps that travel together: small ones of the same ranks that follow each other."""
+    block: list[Step] = []
+    nbytes = 0
+    for step in steps:
+        nbytes += step.part.nbytes
+        if block and (step.ranks != block[0].ranks or nbytes > BLOCK_BYTES):
+            yield block
+            block, nbytes = [], step.part.nbytes
+        block.append(step)
+    if block:
+        yield block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +105,14 @@ class News:
     Attributes:
         first_step: At which the first rank began; None before it has told.
         full_steps: Steps that are measured in full although the schedule does not name them.
-        hold: Whether every rank shall stop at the end of a step, since one is about to be chosen.
-        raise_at: The step at whose end all raise; None if none is chosen.
-        message: What they raise, as its owner writes it.
+        message: What all are about to raise: none passes the end of its step before it knows where.
+        raise_at: The step at whose end they do; None if it is not chosen.
     """
 
     first_step: int | None = None
     full_steps: tuple[int, ...] = ()
-    hold: bool = False
-    raise_at: int | None = None
     message: str = ""
+    raise_at: int | None = None
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -101,54 +137,28 @@ def named(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges_of(ranks)}"
 
 
-Merge = Callable[[Sequence[bytes]], bytes]
-"""Makes one payload of several, in any order and grouping."""
+class _Arrived(NamedTuple):
+    """What some ranks measured at a step that waits for others; it is decoded when it is needed."""
 
-MAX_BYTES = 256 * 2**20
-
-
-class RunningClock:
-    """Seconds during which this process ran: a time for which it was stopped hardly counts.
-
-    After such a time what others sent has yet to be read, and nobody else was late.
-    """
-
-    def __init__(self, longest_step_s: float = 1.0) -> None:
-        self._longest_step_s = longest_step_s
-        self._read = time.monotonic()
-        self._now = 0.0
-
-    def now(self) -> float:
-        """To be asked at least once per ``longest_step_s``."""
-        read = time.monotonic()
-        self._now += min(read - self._read, self._longest_step_s)
-        self._read = read
-        return self._now
-
-
-@dataclass(kw_only=True, eq=False)
-class _Open:
-    since: float
-    messages: list[Message] = field(default_factory=list)
+    ranks: frozenset[int]
+    nbytes: int
+    load: Callable[[], Any]
 
 
 class Gathering:
-    """Collects the messages of each step and merges them, in the order of the steps.
+    """Knows which ranks a step still waits for, and merges what they sent, step after step.
 
-    Each rank sends its steps in their order; at one place in it there may be several phases. So a
-    rank that has sent a later step will not send an earlier one, and nobody waits for it: ranks
-    that log at different intervals do not hold each other up. A step is complete when no rank is
-    left that may still send it. Otherwise it ends when nothing has come from those ranks for
+    Each rank sends its steps in their order, so nobody waits for one that has sent a later step:
+    ranks that log at different intervals do not hold each other up. A step is complete when no rank
+    is left that may still send it. Otherwise it ends when nothing has come from those ranks for
     ``patience_s``, or when too many bytes wait; they are not waited for again until something comes
-    from them.
-
-    No rank counts twice. If a message overlaps with others, because its sender did not know that
-    they had arrived another way, the larger one stays.
+    from them. No rank counts twice: of messages that overlap, because one was repeated on another
+    way, the larger stays.
 
     Args:
         patience_s: How long a step waits for a rank of which nothing comes.
-        start_s: How long nothing is complete unless it holds all ranks of the world, because
-            others may not have joined yet.
+        start_s: How long after the first message nothing is complete unless it holds all ranks of
+            the world, because of others nothing may have come yet.
         forwards_late: Whether what comes after its step has ended is handed on by itself, because
             further on the step may not have ended yet. Otherwise it is left out.
         max_bytes: How many bytes may wait. If there are half as many, what is there of the next
@@ -159,42 +169,76 @@ class Gathering:
         self,
         *,
         world_size: int,
-        merge: Merge,
+        decode: Callable[[bytes], Sequence[Any]],
+        merge: Callable[[list[Any]], Any],
         patience_s: float,
         start_s: float,
         forwards_late: bool,
         max_bytes: int = MAX_BYTES,
     ) -> None:
+        self._decode = decode
         self._merge = merge
         self._patience_s = patience_s
         self._start_s = start_s
+        self._start_ends = np.inf
         self._forwards_late = forwards_late
         self._max_bytes = max_bytes
-        self._open: dict[tuple[int, str], _Open] = {}
+        self._open: dict[int, list[_Arrived]] = {}
+        self._since: dict[int, float] = {}
         self._bytes = 0
-        self._ended_place = -1
-        self._ended_phases: set[str] = set()  # at that place
-        self._stragglers: list[Message] = []
+        self._ended = -1
+        self._stragglers: list[tuple[int, _Arrived]] = []
         self._last = np.full(world_size, -1, np.int64)
-        self._heard = np.zeros(world_size)
-        self._joined = np.zeros(world_size, np.bool_)
-        self._left = np.zeros(world_size, np.bool_)
+        self._heard = np.full(world_size, -np.inf)
+        self._held = np.full(world_size, -1, np.int64)
         self._silent = np.zeros(world_size, np.bool_)
+        self._told: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
+
+    # --- who is there ----------------------------------------------------------------------------
+
+    @property
+    def _joined(self) -> NDArray[np.bool_]:
+        joined: NDArray[np.bool_] = self._heard >= 0
+        return joined
 
     @property
     def members(self) -> frozenset[int]:
-        """Ranks that take part: they have joined and not left, and are not silent."""
-        return _ranks(self._joined & ~self._left & ~self._silent)
+        """Ranks of which something has come, and that have not left and are not silent."""
+        return _ranks(self._joined & (self._last < END) & ~self._silent)
 
     @property
     def silent(self) -> frozenset[int]:
-        """Ranks that take part, and of which a step had to do without."""
-        return _ranks(self._joined & ~self._left & self._silent)
+        """Ranks that have not left, and which a step had to do without."""
+        return _ranks((self._last < END) & self._silent)
 
-    @property
-    def never_joined(self) -> frozenset[int]:
-        """Ranks of which nothing has come so far."""
-        return _ranks(~self._joined & ~self._left)
+    def held(self, *, at_once: bool) -> int | None:
+        """The last step that some rank is in; None while members have not answered.
+
+        ``at_once``: as far as they have.
+        """
+        answered = (self._held[[*self.members]] >= 0).all()
+        return int(self._held.max()) if at_once or answered else None
+
+    def tell_missing(self, step: Step) -> None:
+        """Log once which ranks a step lacks and why, and once which return."""
+        here, hold = step.ranks, f"from step {step.step} on, the records hold"
+        lack = f"{hold} {len(here)} of {len(self._last)} ranks: %s"
+        for ranks, reason in (
+            (_ranks(~self._joined), "made no HookLogger for this run so far"),
+            (self.silent, "sent nothing in time and may hang or have died"),
+        ):
+            self._tell("missed", ranks - here, f"{lack} {reason}")
+        self._tell("back", self._told["missed"] & here, f"{hold} what %s measured")
+        advice = "use the same every_n_steps on all ranks"
+        measured = f"step {step.step} was measured by {named(here)}, and not by %s; {advice}"
+        self._tell("elsewhere", self.members - here, measured)
+
+    def _tell(self, kind: str, ranks: frozenset[int], message: str) -> None:
+        if new := ranks - self._told[kind]:
+            self._told[kind] |= new
+            log.warning(f"telemetry: {message}", named(new))
+
+    # --- what has arrived ------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
@@ -202,23 +246,29 @@ class Gathering:
         return len(self._open)
 
     def add(self, message: Message, now: float) -> None:
-        index = np.fromiter(message.ranks, np.int64, len(message.ranks))
-        self._heard[index] = now
-        self._left[index] = message.kind == Kind.LEFT
-        self._silent[index] = False
-        if message.kind == Kind.LEFT:
-            return
-        self._joined[index] = True
-        if message.kind != Kind.RECORD:
-            return
-        self._last[index] = np.maximum(self._last[index], message.place)
-        if not self._has_ended(message):
-            key = message.place, message.phase
-            self._put(message, self._open.setdefault(key, _Open(since=now)).messages)
-        elif self._forwards_late:
-            self._stragglers.append(message)
+        decoded = cache(partial(self._decode, message.payload))
+        self._note(message.ranks, max(message.places, default=-1), message.held, now)
+        for number, place in enumerate(message.places if message.payload else ()):
+            nbytes, load = (
+                len(message.payload) // len(message.places),
+                partial(_nth, decoded, number),
+            )
+            self._put(place, _Arrived(message.ranks, nbytes, load), now)
 
-    def take(self, now: float, *, hurry: bool = False) -> Message | None:
+    def add_own(self, step: Step, now: float) -> None:
+        """What this rank measured."""
+        self._note(step.ranks, step.place, -1, now)
+        self._put(step.place, _Arrived(step.ranks, step.part.nbytes, lambda: step.part), now)
+
+    def _note(self, ranks: frozenset[int], place: int, held: int, now: float) -> None:
+        index = np.fromiter(ranks, np.int64, len(ranks))
+        self._heard[index] = now
+        self._silent[index] = False
+        self._last[index] = np.maximum(self._last[index], place)
+        self._held[index] = np.maximum(self._held[index], held)
+        self._start_ends = min(self._start_ends, now + self._start_s)
+
+    def take(self, now: float, *, hurry: bool = False) -> Step | None:
         """The next step that is complete by now or has waited long enough, merged.
 
         Args:
@@ -229,63 +279,56 @@ class Gathering:
             None if there is none. Call it until then; an exception of ``merge`` costs one step.
         """
         if self._stragglers:
-            return self._stragglers.pop(0)
+            place, late = self._stragglers.pop(0)
+            return Step(place, late.ranks, late.load())
         if not self._open:
             return None
-        key = min(self._open)
-        if self._bytes > self._max_bytes / 2:
-            self._merge_early(self._open[key])
-        awaited = self._awaited(*key, now)
-        waited_s = now - np.maximum(self._heard[awaited], self._open[key].since)
+        arrived = self._open[place := min(self._open)]
+        if self._bytes > self._max_bytes / 2 and len(arrived) > 1:
+            arrived.append(self._whole(arrived))
+            self._bytes += arrived[0].nbytes
+        awaited = (self._last < place) & ~self._silent
+        if now >= self._start_ends:
+            awaited &= self._joined
+        waited_s = now - np.maximum(self._heard[awaited], self._since[place])
         if (waited_s < self._patience_s).any() and self._bytes <= self._max_bytes and not hurry:
             return None
         self._silent |= awaited & self._joined
-        self._end(*key)
-        return self._whole(self._open.pop(key).messages)
+        self._ended = place
+        del self._open[place], self._since[place]
+        whole = self._whole(arrived)
+        return Step(place, whole.ranks, whole.load())
 
-    def _awaited(self, place: int, phase: str, now: float) -> NDArray[np.bool_]:
-        to_come = self._last < place
-        if phase:  # who has sent another phase of the same step may still send this one
-            to_come |= self._last == place
-            for message in self._open[place, phase].messages:
-                to_come[np.fromiter(message.ranks, np.int64, len(message.ranks))] = False
-        to_come &= ~self._left & ~self._silent
-        return to_come if now < self._start_s else to_come & self._joined
-
-    def _has_ended(self, message: Message) -> bool:
-        if message.place == self._ended_place:
-            return message.phase in self._ended_phases
-        return message.place < self._ended_place
-
-    def _end(self, place: int, phase: str) -> None:
-        if place > self._ended_place:
-            self._ended_place, self._ended_phases = place, set()
-        self._ended_phases.add(phase)
-
-    def _put(self, message: Message, messages: list[Message]) -> None:
-        overlapping = [other for other in messages if other.ranks & message.ranks]
-        if not all(other.ranks <= message.ranks for other in overlapping):
+    def _put(self, place: int, new: _Arrived, now: float) -> None:
+        if place <= self._ended:
+            if self._forwards_late:
+                self._stragglers.append((place, new))
             return
-        for other in overlapping:
-            messages.remove(other)
-            self._bytes -= len(other.payload)
-        messages.append(message)
-        self._bytes += len(message.payload)
+        arrived = self._open.setdefault(place, [])
+        self._since.setdefault(place, now)
+        overlapping = [other for other in arrived if other.ranks & new.ranks]
+        if all(other.ranks <= new.ranks for other in overlapping):
+            for other in overlapping:
+                arrived.remove(other)
+                self._bytes -= other.nbytes
+            arrived.append(new)
+            self._bytes += new.nbytes
 
-    def _merge_early(self, step: _Open) -> None:
-        messages, step.messages = step.messages, []
-        self._put(self._whole(messages), step.messages)
+    def _whole(self, arrived: list[_Arrived]) -> _Arrived:
+        """What all of these are together, who are forgotten."""
+        self._bytes -= sum(one.nbytes for one in arrived)
+        ranks = frozenset().union(*(one.ranks for one in arrived))
+        parts: list[Any] = []
+        while arrived:  # which lets go of each
+            parts.append(arrived.pop().load())
+            if len(parts) == DECODED_AT_ONCE:
+                parts = [self._merge(parts)]
+        whole = parts[0] if len(parts) == 1 else self._merge(parts)
+        return _Arrived(ranks, whole.nbytes, lambda: whole)
 
-    def _whole(self, messages: list[Message]) -> Message:
-        self._bytes -= sum(len(message.payload) for message in messages)
-        if len(messages) == 1:
-            return messages[0]
-        return Message(
-            place=messages[0].place,
-            phase=messages[0].phase,
-            ranks=frozenset().union(*(message.ranks for message in messages)),
-            payload=self._merge([message.payload for message in messages]),
-        )
+
+def _nth(parts: Callable[[], Sequence[Any]], number: int) -> Any:
+    return parts()[number]
 
 
 def _ranks(which: NDArray[np.bool_]) -> frozenset[int]:

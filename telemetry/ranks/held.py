@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,31 +28,42 @@ Reduction = Literal["", "sum", "mean", "unknown"]
 class Share:
     """Which part of a whole tensor one rank holds.
 
-    A tensor exists in one or more copies, and each copy is split over one or more ranks. What the
-    ranks of one copy measured adds up: shards of a parameter, parts of a batch. Of several copies
-    the one with the lowest number counts, and all others are left out.
+    A tensor has one or more copies, each split over one or more ranks: shards of a parameter, parts
+    of a batch. What the ranks of a copy measured adds up. Of several copies the lowest counts.
 
     Attributes:
-        copy: Number of the copy, not negative.
-        copies: How many there are; 0 if that is not known.
+        copy, copies: Number of the copy, and how many there are; 0 if that is not known.
+        shards: Axis, counted from the end (-1 is the last), this rank's place along it and the
+            number of places, for each axis that is split over ranks.
+        reduction, reduced: How what the ranks of one copy hold becomes the tensor, and over how
+            many ranks, if it is not part of it: a ``Partial`` of ``DTensor``.
         counts: Whether no rank that this one knows of has a lower copy; else it need not measure.
-        piece: If units or channels are split over ranks, which of the pieces this is, from 0.
-        pieces: How many there are; 1 if each rank has all units.
         shard: Which part of its copy this is, for telling whether two copies are equal; -1 if
             nothing says that other ranks' are copies of it.
-        reduction: How the values of the ranks of one copy become the tensor's, if what they hold is
-            not part of it: a ``Partial`` of ``DTensor``.
-        reduced: Over how many ranks that goes.
+        piece, pieces: If units are split over ranks, which of how many pieces this is.
     """
 
     copy: int = 0
     copies: int = 1
-    counts: bool = True
-    piece: int = 0
-    pieces: int = 1
-    shard: int = 0
+    shards: tuple[tuple[int, int, int], ...] = ()
     reduction: Reduction = ""
     reduced: int = 1
+    counts: bool = True
+    shard: int = 0
+    piece: int = 0
+    pieces: int = 1
+
+    def numbered(self, *, first: int = 0, turn: int = 0, axis: int | None = None) -> Share:
+        """That of one tensor, of which copies are numbered from ``first``, and take turns to count.
+
+        ``turn`` says whose it is; units are along ``axis``, counted from the end.
+        """
+        piece, pieces = _flat((place, places) for at, place, places in self.shards if at == axis)
+        shard, _ = _flat((place, places) for _, place, places in self.shards)
+        later = (self.copy - turn) % self.copies
+        return replace(
+            self, copy=first + later, counts=later == 0, shard=shard, piece=piece, pieces=pieces
+        )
 
 
 # All of it, or a part that adds up with those of all other ranks.
@@ -66,95 +78,37 @@ _OF_DATA = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replicas:
-    """Ranks that hold equal parameters, and which of them this one is."""
-
-    index: int
-    count: int
-    first: int  # number of the copy that the first of them has
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """How a local tensor lies in a whole one.
-
-    Attributes:
-        copy: Which of several equal tensors this is.
-        copies: How many there are.
-        shards: Axis, counted from the end (-1 is the last), this rank's place along it and the
-            number of places, for each axis that is split over ranks.
-        reduction, reduced: See :class:`Share`.
-    """
-
-    copy: int = 0
-    copies: int = 1
-    shards: tuple[tuple[int, int, int], ...] = ()
-    reduction: Reduction = ""
-    reduced: int = 1
-
-    def share(self, *, first: int = 0, turn: int = 0, axis: int | None = None) -> Share:
-        """Which part of the whole this is.
-
-        Args:
-            first: Number of the first copy.
-            turn: The copy whose turn it is to count, modulo the number of copies.
-            axis: That of units, counted from the end.
-        """
-        piece, pieces = _flat((place, places) for at, place, places in self.shards if at == axis)
-        shard, _ = _flat((place, places) for _, place, places in self.shards)
-        later = (self.copy - turn) % self.copies
-        return Share(
-            copy=first + later,
-            copies=self.copies,
-            counts=later == 0,
-            piece=piece,
-            pieces=pieces,
-            shard=shard,
-            reduction=self.reduction,
-            reduced=self.reduced,
-        )
+def _on_mesh(tensor: Any) -> tuple[Any, tuple[Any, ...], int] | None:
+    """Mesh, placements and number of axes of a ``DTensor``, or of a parameter that was one."""
+    if is_dtensor(tensor):
+        return tensor.device_mesh, tensor.placements, tensor.dim()
+    spec = localized_spec(tensor)
+    return None if spec is None else (spec.mesh, spec.placements, len(spec.shape))
 
 
-def placed(tensor: Any) -> Sharding:
+def placed(tensor: Any) -> Share:
     """How the local tensor of a ``DTensor`` lies in it."""
     return placed_by(tensor.device_mesh, tensor.placements, tensor.dim())
 
 
-class _OnMesh(NamedTuple):
-    """A mesh, how a tensor is split over it, and its number of axes."""
-
-    mesh: Any
-    placements: tuple[Any, ...]
-    dims: int
-
-
-def _sharding(tensor: Any) -> _OnMesh | None:
-    """That of a ``DTensor``, or of a parameter that was one; None for any other tensor."""
-    if is_dtensor(tensor):
-        return _OnMesh(tensor.device_mesh, tensor.placements, tensor.dim())
-    spec = localized_spec(tensor)
-    return None if spec is None else _OnMesh(spec.mesh, spec.placements, len(spec.shape))
-
-
-def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Sharding:
+def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Share:
     """How a local tensor lies in a whole one of so many axes."""
-    copies: list[tuple[int, int]] = []
-    shards: list[tuple[int, int, int]] = []
-    reduction: Reduction = ""
-    reduced = 1
     coordinates = mesh.get_coordinate() or [0] * mesh.ndim
-    for coordinate, size, placement in zip(coordinates, mesh.shape, placements, strict=True):
-        if placement.is_replicate():
-            copies.append((coordinate, size))
-        elif placement.is_partial():
-            reduction = _reduction(placement, reduction)
-            reduced *= size
-        elif size > 1:
-            shards.append((placement.dim - dims, coordinate, size))
-    copy, count = _flat(copies)
-    return Sharding(
-        copy=copy, copies=count, shards=tuple(shards), reduction=reduction, reduced=reduced
+    axes = list(zip(coordinates, mesh.shape, placements, strict=True))
+    copy, copies = _flat((at, size) for at, size, o in axes if o.is_replicate())
+    partial = [(o.reduce_op, size) for _, size, o in axes if o.is_partial()]
+    known: dict[str, Reduction] = {"sum": "sum", "avg": "mean"}
+    kinds = {known.get(operation, "unknown") for operation, _ in partial}
+    return Share(
+        copy=copy,
+        copies=copies,
+        shards=tuple(
+            (o.dim - dims, at, size)
+            for at, size, o in axes
+            if size > 1 and not (o.is_replicate() or o.is_partial())
+        ),
+        reduction="unknown" if len(kinds) > 1 else next(iter(kinds), ""),
+        reduced=math.prod(size for _, size in partial),
     )
 
 
@@ -164,12 +118,6 @@ def _flat(axes: Iterable[tuple[int, int]]) -> tuple[int, int]:
     for place, size in axes:
         index, count = index * size + place, count * size
     return index, count
-
-
-def _reduction(placement: Any, before: Reduction) -> Reduction:
-    known: dict[str, Reduction] = {"sum": "sum", "avg": "mean"}
-    found = known.get(getattr(placement, "reduce_op", ""), "unknown")
-    return found if before in ("", found) else "unknown"
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -187,12 +135,11 @@ class Standing:
     """Where this rank stands among those that train with it.
 
     Attributes:
-        rank: This one.
-        size: How many there are.
+        rank, size: This one, and how many there are.
         stage: Which stage of a pipeline runs here; 0 without one.
-        is_in_pipeline: Whether there is one.
-        replicas: Ranks that hold equal parameters, apart from what a ``DTensor`` says; None if they
-            are not known. Then those of the lowest rank that has a parameter count.
+        replicas: This rank's place among those that hold equal parameters, apart from what a
+            ``DTensor`` says, and the lowest of them; None if they are not known. Then those of the
+            lowest rank that has a parameter count.
         same_data: This rank's place among those that are given the same data, and their number.
         flat_shards_of: If ``FullyShardedDataParallel`` flattens and shards the parameters, the
             lowest of the ranks that have one copy together; None without it.
@@ -202,8 +149,8 @@ class Standing:
     size: int
     stage: int = 0
     is_in_pipeline: bool = False
-    replicas: Replicas | None = None
-    same_data: Sharding = field(default_factory=Sharding)
+    replicas: tuple[Share, int] | None = None
+    same_data: Share = WHOLE
     flat_shards_of: int | None = None
     _shares: dict[Hashable, Share] = field(default_factory=dict)
     _plain: dict[int, Share] = field(default_factory=dict)  # of plain ones that nobody copies
@@ -223,8 +170,8 @@ class Standing:
         of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
         found: dict[str, tuple[int, int]] = {}
-        shardings = filter(None, map(_sharding, model.parameters()))
-        self._meshes |= {id(sharding.mesh): sharding.mesh for sharding in shardings}
+        for mesh, *_ in filter(None, map(_on_mesh, model.parameters())):
+            self._meshes[id(mesh)] = mesh
         for mesh in self._meshes.values():
             names = mesh.mesh_dim_names
             if names is None:
@@ -234,7 +181,7 @@ class Standing:
                 if name not in data_names and not name.startswith(_OF_DATA):
                     found[name] = (coordinate, size)
         copy, copies = _flat(found.values())
-        self.same_data = Sharding(copy=copy, copies=copies)
+        self.same_data = Share(copy=copy, copies=copies)
 
     def look_at_call(self) -> None:
         """Find out, while a module of the model is called, what calls it: DDP, or a pipeline."""
@@ -247,18 +194,18 @@ class Standing:
 
     def of_parameter(self, tensor: Any, index: int) -> Share:
         """Which part of a parameter, its gradient or its state this rank holds."""
-        sharding = _sharding(tensor)
-        if sharding is None:
+        found = _on_mesh(tensor)
+        if found is None:
             if id(tensor) in self._ignored and self.replicas is not None:
-                self._plain[index] = Share(copy=self.replicas.first * self.size)
+                self._plain[index] = Share(copy=self.replicas[1] * self.size)
             return self.of_plain(index)
-        share = self._shares.get((index, sharding))
+        share = self._shares.get((index, found))
         if share is None:
-            first = int(min(sharding.mesh.mesh.flatten().tolist()))
-            share = placed_by(*sharding).share(first=first * self.size, turn=index)
-            if sharding.mesh.size() < self.size:  # ranks outside of it may have copies of their own
+            first = int(min(found[0].mesh.flatten().tolist()))
+            share = placed_by(*found).numbered(first=first * self.size, turn=index)
+            if found[0].size() < self.size:  # ranks outside of it may have copies of their own
                 share = replace(share, copies=0)
-            self._shares[index, sharding] = share
+            self._shares[index, found] = share
         if not is_dtensor(tensor):
             self._plain[index] = share  # its gradient is plain, too, and does not know
         return share
@@ -271,10 +218,9 @@ class Standing:
             return Share(copy=self.flat_shards_of * self.size)
         if self.replicas is None:
             return Share(copy=self.rank * self.size, copies=0 if self.size > 1 else 1, shard=-1)
-        first = self.replicas.first
-        where = Sharding(copy=self.replicas.index, copies=self.replicas.count)
+        where, first = self.replicas
         # What other groups of DDP have may be another part: only copies in one group are compared.
-        return replace(where.share(first=first * self.size, turn=index), shard=first)
+        return replace(where.numbered(first=first * self.size, turn=index), shard=first)
 
     def plain_copies(self, count: int) -> NDArray[np.int64]:
         """Numbers of the copies of so many parameters, as if none was a ``DTensor``."""
@@ -288,6 +234,4 @@ class Standing:
         self._ignored = ignored_by(wrapper)
         group = wrapper.process_group
         ranks = sorted(distributed.get_process_group_ranks(group))
-        self.replicas = Replicas(
-            index=distributed.get_rank(group), count=len(ranks), first=ranks[0]
-        )
+        self.replicas = Share(copy=distributed.get_rank(group), copies=len(ranks)), ranks[0]

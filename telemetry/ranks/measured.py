@@ -13,10 +13,8 @@ from telemetry.ranks.columns import (
     NO_ROWS,
     Table,
     by_key,
-    least,
     merge_all,
     merge_tables,
-    minima,
     same,
     spreads,
     sums,
@@ -28,32 +26,22 @@ from telemetry.records.moments import rms_of
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 
-# Extremes of more units are rounded to three bits of mantissa, at most 6 % off; zero, the sign and
-# what is not finite stay.
+# Extremes of more units are cut to seven bits of mantissa, less than 1 % off; zeros and signs stay.
 EXACT_UNITS = 256
-
-_ROUND, _MASK = np.uint32(1 << 19), np.uint32(0xFFF00000)
-
-Units = NDArray[np.float32]
 
 
 class Row(NamedTuple):
-    """Which tensor: the pipeline stage, the kind as in :class:`StepRecord`, and its name there."""
+    """Which tensor: the pipeline stage, the kind as in :class:`StepRecord`, and its name there.
+
+    If its units are split over ranks, which of the pieces; see :class:`Share`.
+    """
 
     stage: int
     kind: str
     name: str
     place: int = 0
-
-
-class Piece(NamedTuple):
-    """Which of the units of a tensor: see :class:`Share`. Only pieces of one size merge."""
-
-    row: Row
-    copy: int
-    piece: int
-    pieces: int
-    size: int
+    piece: int = 0
+    pieces: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,18 +51,16 @@ class MeasuredTensors:
     Attributes:
         table: Of each tensor how many ``calls`` a rank saw, and of the ranks' root mean squares
             the lowest and the highest.
-        rows: The rest, without units.
-        units: The smallest value of each unit, and the negative of the largest, float32
-            ``[2, size]``.
+        rows: The rest.
     """
 
     table: Table
     rows: Rows
-    units: Mapping[Piece, Units]
 
     def __post_init__(self) -> None:
         rows, sizes = self.rows, {len(self.rows.buckets), len(self.rows.counts)}
-        if sizes != {rows.bucket_count.sum()} or len(rows) != len(self.table.rows):
+        fits = sizes == {rows.bucket_count.sum()} and len(rows.units) == rows.unit_count.sum()
+        if not fits or len(rows) != len(self.table.rows):
             raise ValueError("its columns do not fit together")
 
     @staticmethod
@@ -82,22 +68,14 @@ class MeasuredTensors:
         """Those of one rank: which tensors ``rows`` are of, and its shares of them."""
         if not shares:
             return EMPTY
-        units = {}
-        for place, (row, share) in enumerate(shares.items()):
-            extremes = rows.units_of(place)
-            if extremes is not None:
-                piece = Piece(row, share.copy, share.piece, share.pieces, len(extremes))
-                low, high = _rounded(extremes).T
-                units[piece] = np.stack([low, -high])
+        names = [r._replace(piece=s.piece, pieces=s.pieces) for r, s in shares.items()]
+        copies = np.array([share.copy for share in shares.values()], np.int64)
+        figures = {"calls": rows.calls, **spreads(rank, rms_of(rows))}
+        # Scaled-up counts travel in single precision, far finer than a sample.
+        short = np.where(rows.counts % 1 == 0, rows.counts, rows.counts.astype(np.float32))
         return MeasuredTensors(
-            table=Table.of(
-                tuple(shares),
-                np.array([share.copy for share in shares.values()], np.int64),
-                calls=rows.calls,
-                **spreads(rank, rms_of(rows)),
-            ),
-            rows=replace(rows.without_units(), counts=_shortened(rows.counts)),
-            units=units,
+            table=Table.of(names, copies, **figures),
+            rows=replace(rows, counts=short, units=_shortened(rows)),
         )
 
     @staticmethod
@@ -108,61 +86,48 @@ class MeasuredTensors:
             return some[0] if some else EMPTY
         table, kept = merge_tables([one.table for one in some])
         rows = Rows.concatenate([one.rows for one in some])
+        return MeasuredTensors(table=table, rows=rows.merged(np.concatenate(kept), len(table.rows)))
+
+    def whole(self) -> MeasuredTensors:
+        """With the pieces of each tensor put together; units only if all are there."""
+        names: tuple[Any, ...] = tuple(self.table.rows)
+        if all(row.pieces == 1 for row in names):
+            return self
+        pieces: dict[Row, list[int]] = {}
+        for place in sorted(range(len(names)), key=names.__getitem__):
+            pieces.setdefault(names[place]._replace(piece=0, pieces=1), []).append(place)
+        most = max(map(len, pieces.values()))
+        some = [{r: at[n] for r, at in pieces.items() if n < len(at)} for n in range(most)]
+        table, kept = merge_tables([self.table.take([*one.values()], [*one]) for one in some])
+        order = np.array([place for one in some for place in one.values()])
+        rows = self.rows.take(order).merged(np.concatenate(kept), len(pieces))
+        units = []
+        for places in pieces.values():
+            complete = [names[place].piece for place in places] == [*range(names[places[0]].pieces)]
+            found = [self.rows.units_of(place) for place in places if complete]
+            units.append(
+                np.concatenate([self.rows.units[:0], *(o for o in found if o is not None)])
+            )
+        counts = [len(one) for one in units]
         return MeasuredTensors(
-            table=table,
-            rows=rows.merged(np.concatenate(kept), len(table.rows)),
-            units=by_key(minima)(one.units for one in some),
+            table=table, rows=rows.having(np.concatenate(units), unit_count=counts)
         )
 
     def records(self) -> Tensors[Row]:
         """What was measured of each tensor as a whole."""
-        none = np.empty((2, 0), np.float32)
-        names: tuple[Any, ...] = tuple(self.table.rows)
-        known = self._whole_units()
-        units = [known.get(row, none) for row in names]
-        low, high = np.concatenate([*units, none], axis=1)
-        rows = self.rows.having(
-            np.stack([low, -high], axis=1),
-            unit_count=[one.shape[1] for one in units],
-            calls=self.table["calls"],
-        )
-        return Tensors(names, rows)
-
-    def _whole_units(self) -> dict[Row, Units]:
-        """Those of the rows all of whose pieces are there, of the lowest copy."""
-        by_row: dict[Row, list[Piece]] = {}
-        for piece in sorted(self.units):
-            pieces = by_row.setdefault(piece.row, [piece])
-            if piece.copy == pieces[0].copy and piece is not pieces[0]:
-                pieces.append(piece)
-        return {
-            row: np.concatenate([self.units[piece] for piece in pieces], axis=1)
-            for row, pieces in by_row.items()
-            if [piece.piece for piece in pieces] == list(range(pieces[0].pieces))
-        }
+        whole = self.whole()
+        return Tensors(tuple(whole.table.rows), whole.rows.having(calls=whole.table["calls"]))
 
 
 # That of a step that was not measured in full.
-EMPTY = MeasuredTensors(table=NO_ROWS, rows=Rows.of(()), units={})
+EMPTY = MeasuredTensors(table=NO_ROWS, rows=Rows.of(()))
 
 
-def _shortened(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scaled-up counts in single precision, far finer than a sample: they travel in half the room.
-
-    Counts of all elements are whole numbers, and stay as they are.
-    """
-    return np.where(counts == np.floor(counts), counts, counts.astype(np.float32))
-
-
-def _rounded(extremes: Units) -> Units:
-    if len(extremes) <= EXACT_UNITS:
-        return extremes
-    bits = (extremes.view(np.uint32) + _ROUND) & _MASK
-    tiny = (bits == 0) | (bits == 0x80000000)
-    # What is not zero must not become zero, nor what is finite infinite.
-    keep = ~np.isfinite(extremes) | ~np.isfinite(bits.view(np.float32)) | (tiny & (extremes != 0))
-    rounded: Units = np.where(keep, extremes, bits.view(np.float32))
-    return rounded
+def _shortened(rows: Rows) -> NDArray[np.float32]:
+    bits = rows.units.view(np.uint32) & np.uint32(0xFFFF0000)
+    cut = bits.view(np.float32)
+    few = (rows.unit_count <= EXACT_UNITS).repeat(rows.unit_count)[:, None]
+    return np.where(few | (cut == 0) | ~np.isfinite(rows.units), rows.units, cut)
 
 
 Floats = NDArray[np.float64]
@@ -181,17 +146,15 @@ class Check(NamedTuple):
 
 
 def checks_of(rank: int, checks: Sequence[Check]) -> Table:
-    """Those of one rank: the lowest that has each, and how many do."""
+    """Those of one rank: the ``lowest`` that has each, and how many do, ``holders``."""
     ones = np.ones(len(checks), np.int64)
     return Table.of(checks, lowest=ones * rank, holders=ones) if checks else NO_ROWS
 
 
 def differing(checks: Table) -> list[tuple[int, int, int, int]]:
-    """Parameters that are not equal: index, a rank that differs, the rank it differs from, and the
-    number of the shard.
+    """Parameters that are not equal: index, lowest rank that differs, one it differs from, shard.
 
-    The sum that most ranks have is taken for right, of several the lowest rank's. One row for each
-    parameter, that of its lowest such rank.
+    The sum that most ranks have is taken for right, of several the lowest rank's.
     """
     sums_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
     holders, lowest = checks["holders"].tolist(), checks["lowest"].tolist()
@@ -222,9 +185,7 @@ class Addend(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeasuredParameters:
-    """What ranks with the same part of the model know of its parameters.
-
-    The rows of tables are the parameters, in the order of the layout.
+    """What ranks with the same part of the model know of its parameters, the rows of the tables.
 
     Attributes:
         stage: Of a pipeline; 0 without one.
@@ -261,36 +222,26 @@ class MeasuredParameters:
         lowest = {addend.parameter: addend for addend in sorted(self.addends, reverse=True)}
         return {index: self.addends[addend] for index, addend in lowest.items()}
 
-    def whole_norms(self) -> Floats:
-        norms: Floats = self.grads["norm"].copy()
-        for index, values in self.added().items():
-            norms[index] = np.linalg.norm(values)
-        return norms
-
-    def whole_before(self) -> Floats:
-        """Norms of the whole gradients at the end of the backward pass; NaN if not known.
+    def whole_norms(self) -> tuple[Floats, Floats]:
+        """Norms of the whole gradients, and at the end of the backward pass; NaN if not known.
 
         Of the sum of addends only the norm after it is known; clipping scales all of them alike.
         """
-        norms, whole = self.grads["norm"], self.whole_norms()
-        if not self.before.rows:
-            return np.full_like(norms, np.nan)
-        before: Floats = self.before["before"].copy()
-        for index in self.added():
-            ratio = before[index] / norms[index] if norms[index] else 1.0
-            before[index] = whole[index] * ratio
-        return before
+        norms: Floats = self.grads["norm"].copy()
+        before = self.before["before"].copy() if self.before.rows else np.full_like(norms, np.nan)
+        for index, values in self.added().items():
+            whole = np.linalg.norm(values)
+            before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)
+            norms[index] = whole
+        return norms, before
+
+
+ALIKE = ("learning_rates", "loss_scale", "skipped_steps", "skipped")
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Common:
-    """What all ranks have alike; the lowest rank's counts.
-
-    Attributes:
-        rank: Whose it is.
-        learning_rates, loss_scale, skipped_steps, skipped: As in
-            :class:`telemetry.records.StepRecord`.
-    """
+    """What all ranks have alike, as in a :class:`StepRecord`; that of the lowest counts."""
 
     rank: int
     learning_rates: tuple[float, ...] = ()
@@ -299,20 +250,11 @@ class Common:
     skipped: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class Nonfinite:
-    """Where one rank holds NaN or infinity that was not there before it ran, in words."""
-
-    rank: int
-    where: str
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
     """What some of the ranks measured at one step; :func:`merge` makes one of several.
 
-    Merging is associative and commutative: counts and minima exactly, sums up to the order of
-    addition. So parts may be merged in whatever order they arrive.
+    Counts and minima do not depend on the order at all, sums on that of addition.
 
     Attributes:
         step, wall_time, phase: As in :class:`telemetry.records.StepRecord`.
@@ -324,8 +266,7 @@ class Measured:
         scalars: What the user logged: see :meth:`Table.of_figures`.
         own: What each rank has of its own: ``step_s``, the seconds from step to step.
         hosts: Ranks by the name of their host; empty where it was sent before.
-        nonfinite: How many ranks hold NaN or infinity of their own.
-        first_nonfinite: The lowest of them.
+        nonfinite: Ranks that hold NaN or infinity that was not there before they ran, and where.
         common: What they have alike.
         not_known: Tensors of which every rank holds an addend, and nothing is known of the sum.
     """
@@ -344,13 +285,20 @@ class Measured:
     scalars: Annotated[Table, Table.merge_all] = NO_ROWS
     own: Annotated[Table, Table.merge_all] = NO_ROWS
     hosts: Annotated[Mapping[str, frozenset[int]], by_key(union)] = field(default_factory=dict)
-    nonfinite: Annotated[int, sum] = 0
-    first_nonfinite: Annotated[Nonfinite | None, least] = None
+    nonfinite: Annotated[Mapping[int, str], by_key(same)] = field(default_factory=dict)
     not_known: Annotated[frozenset[str], union] = frozenset()
 
     @property
     def full(self) -> bool:
         return bool(self.measured)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its large arrays."""
+        rows = self.tensors.rows
+        arrays = [rows.columns, rows.buckets, rows.counts, rows.units]
+        arrays += [stage.grads["norm"] for stage in self.stages.values()]
+        return sum(array.nbytes for array in arrays)
 
 
 def merge(parts: Sequence[Measured]) -> Measured:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from telemetry.ranks.held import (
-    Sharding,
     Share,
     Standing,
     is_dtensor,
@@ -55,7 +54,7 @@ class RankNotes:
     grads: dict[int, Share] = field(default_factory=dict)
     parameters: dict[int, Share] = field(default_factory=dict)
     addends: dict[int, HostCopy] = field(default_factory=dict)
-    bit_sums: list[tuple[tuple[int, ...], HostCopy]] = field(default_factory=list)
+    bit_sums: list[tuple[list[int], HostCopy]] = field(default_factory=list)
     not_known: set[str] = field(default_factory=set)
 
 
@@ -67,7 +66,8 @@ class RankObserver:
 
     def __init__(self, *, rank: int, size: int) -> None:
         self.standing = Standing(rank=rank, size=size)
-        self._lineage = Lineage()
+        # Passes without gradients have no graph; modules do there what they do in training.
+        self._known: dict[Output, Share] = {}
 
     def takes_inputs(self, notes: RankNotes, name: str, model: nn.Module | None) -> bool:
         """Note the share of what a module is given from outside; whether to measure it here.
@@ -80,7 +80,7 @@ class RankObserver:
         if name and self.standing.same_data.copies > 1:
             return False  # it may be a part of what the model was given, and nothing says which
         stage = self.standing.stage  # the first stage's inputs are the model's
-        share = self.standing.same_data.share(first=stage * self.standing.size)
+        share = self.standing.same_data.numbered(first=stage * self.standing.size)
         notes.outputs[name] = share
         return share.counts
 
@@ -88,16 +88,34 @@ class RankObserver:
         self, notes: RankNotes, output: Output, tensor: Tensor, unit_axis: int | None
     ) -> bool:
         """Note the share of what a module returned; whether to measure it here."""
-        where = self._lineage.of(output, tensor, self.standing.same_data)
+        where = self._place_of(output, tensor)
         axis = None if unit_axis is None else unit_axis % tensor.dim() - tensor.dim()
-        share = notes.outputs[output] = where.share(turn=_turn(output), axis=axis)
+        share = notes.outputs[output] = where.numbered(turn=_turn(output), axis=axis)
         return share.counts and _is_known(notes, share, f"the output of {output}")
+
+    def _place_of(self, output: Output, tensor: Tensor) -> Share:
+        """How a module's output lies in the whole, by what it was computed from.
+
+        The styles of ``parallelize_module`` compute with a ``DTensor`` and return its local tensor.
+        The autograd graph remembers where that happened. What is computed from such tensors and
+        others, without communication, is a part of the whole like them if one of them is; and is
+        the same on all ranks that are given the same data if all of them are.
+        """
+        if is_dtensor(tensor):
+            found = placed(tensor)
+        elif tensor.grad_fn is None:
+            return self._known.get(output, self.standing.same_data)
+        else:
+            node: Any = tensor.grad_fn
+            found = node.metadata[_NOTE] = _together(_origins(node), self.standing.same_data)
+        self._known[output] = found
+        return found
 
     def takes_output_grad(self, notes: RankNotes, output: Output, grad: Tensor) -> bool:
         """Note the share of the gradient of an output; whether to measure it here."""
         share = notes.outputs.get(output, Share())
         if is_dtensor(grad):
-            share = placed(grad).share(turn=_turn(output))
+            share = placed(grad).numbered(turn=_turn(output))
         notes.output_grads[output] = share
         return share.counts and _is_known(notes, share, f"the gradient of the output of {output}")
 
@@ -118,18 +136,13 @@ class RankObserver:
         """Note the shares of parameters, and sum the bits of those that others hold, too."""
         for index, parameter in parameters:
             notes.parameters[index] = self.standing.of_parameter(parameter, index)
-        held = [(i, p) for i, p in parameters if notes.parameters[i].copies != 1]
-        local = [(i, local_values(p)) for i, p in held]
-        notes.bit_sums += _bit_sums((i, v.detach()) for i, v in local if _has_bits(v))
+        held = ((i, p) for i, p in parameters if notes.parameters[i].copies != 1)
+        notes.bit_sums += _bit_sums((i, local_values(p)) for i, p in held)
 
     def counting(self, tensors: Indexed) -> Indexed:
         """Those of the parameters, or of what belongs to them, that this rank is to measure."""
-        shares = [self.standing.of_parameter(tensor, index) for index, tensor in tensors]
-        return [
-            pair
-            for pair, share in zip(tensors, shares, strict=True)
-            if share.counts and not share.reduction
-        ]
+        of = self.standing.of_parameter
+        return [(i, t) for i, t in tensors if (s := of(t, i)).counts and not s.reduction]
 
 
 def _is_known(notes: RankNotes, share: Share, what: str) -> bool:
@@ -143,52 +156,17 @@ def _turn(name: Hashable) -> int:
     return sum(map(ord, str(name)))
 
 
-def _has_bits(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0 and tensor.dtype.itemsize <= 8
-
-
-def _bit_sums(tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[tuple[int, ...], HostCopy]]:
-    groups: dict[torch.device, list[tuple[int, Tensor]]] = {}
+def _bit_sums(tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[list[int], HostCopy]]:
+    groups: dict[torch.device, dict[int, Tensor]] = {}
     for index, tensor in tensors:
-        bits = tensor.view(_WHOLE_NUMBERS[tensor.element_size()])
-        groups.setdefault(tensor.device, []).append((index, bits.sum(dtype=torch.int64)))
-    return [
-        (tuple(index for index, _ in pairs), HostCopy(torch.stack([total for _, total in pairs])))
-        for pairs in groups.values()
-    ]
+        whole = _WHOLE_NUMBERS.get(tensor.element_size())
+        if whole is not None and tensor.is_floating_point() and tensor.numel() > 0:
+            total = tensor.detach().view(whole).sum(dtype=torch.int64)
+            groups.setdefault(tensor.device, {})[index] = total
+    return [([*sums], HostCopy(torch.stack([*sums.values()]))) for sums in groups.values()]
 
 
-class Lineage:
-    """Knows how a module's output lies in the whole by what it was computed from.
-
-    The styles of ``parallelize_module`` compute with a ``DTensor`` and return its local tensor. The
-    autograd graph remembers where that happened. What is computed from such tensors and others,
-    without communication, is a part of the whole like them if one of them is; and is the same on
-    all ranks that are given the same data if all of them are.
-    """
-
-    def __init__(self) -> None:
-        # Passes without gradients have no graph; modules do there what they do in training.
-        self._known: dict[Hashable, Sharding] = {}
-
-    def of(self, name: Hashable, tensor: Tensor, alike: Sharding) -> Sharding:
-        """How a module's output lies in the whole.
-
-        ``alike``: this rank's place among those that are given the same data.
-        """
-        if is_dtensor(tensor):
-            found = placed(tensor)
-        elif tensor.grad_fn is not None:
-            found = _together(_origins(tensor.grad_fn), alike)
-            node: Any = tensor.grad_fn
-            node.metadata[_NOTE] = found
-        else:
-            return self._known.get(name, alike)
-        self._known[name] = found
-        return found
-
-
-def _together(origins: Iterator[Sharding], alike: Sharding) -> Sharding:
+def _together(origins: Iterator[Share], alike: Share) -> Share:
     """The first of the origins that is only a part; else one that is the same on several ranks."""
     for origin in origins:
         if origin.shards or origin.reduction:
@@ -198,7 +176,7 @@ def _together(origins: Iterator[Sharding], alike: Sharding) -> Sharding:
     return alike
 
 
-def _origins(node: Any) -> Iterator[Sharding]:
+def _origins(node: Any) -> Iterator[Share]:
     """How the nearest known tensors behind a node lie in the whole, from near to far."""
     waiting, seen = deque([node]), {node}
     while waiting and len(seen) < _MOST_NODES:

@@ -2,9 +2,8 @@
 
 Keys on a rank's own store: ``children`` and ``gone`` count the connections that were opened and
 given up. Connection ``n`` sends its messages as ``n/0``, ``n/1``, ... and then rings ``bell``,
-another counter. ``n/taken`` says how many of them have been taken (and deleted), so that a child
-knows how many wait and what it has to send again elsewhere. ``news`` is what the ranks below are to
-know; its first byte says whether this rank is about to leave.
+another counter. ``n/taken`` says how many were taken, and deleted: what is to be sent again
+elsewhere. ``news`` is for the ranks below; its first byte says whether this rank is about to leave.
 
 The server takes no value of more than 8 MiB and closes the connection of who sends one. A larger
 message is sent in pieces, ``n/0/0``, ``n/0/1``, ..., and then ``n/0`` says how many there are.
@@ -12,56 +11,25 @@ message is sent in pieces, ``n/0/0``, ``n/0/1``, ..., and then ``n/0`` says how 
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 CONNECT_S = 2.0
+PIECE_BYTES = 4 * 2**20
+
 _NO_LIMIT = timedelta(days=1)
-_LOOPBACK = ("127.", "::1")
+_STAYS, _LEAVES = b"+", b"-"
+_WHOLE, _PIECES = b"=", b"#"
 
 Peer = tuple[str, int]
 """Host and port of a server that has answered."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Address:
-    """Where a rank's store can be reached.
-
-    Attributes:
-        machine: Names the machine or container: ranks with the same one share ``localhost``.
-        hosts: Names or numbers under which others may reach it, the best first.
-        port: Of its server.
-    """
-
-    machine: str
-    hosts: tuple[str, ...]
-    port: int
-
-    def to_text(self) -> str:
-        return json.dumps([self.machine, list(self.hosts), self.port])
-
-    @staticmethod
-    def from_text(text: bytes) -> Address:
-        machine, hosts, port = json.loads(text)
-        return Address(machine=str(machine), hosts=tuple(map(str, hosts)), port=int(port))
-
-
-def this_machine() -> str:
-    """Names this machine and its network: containers of one machine have different ones."""
-    names = [socket.gethostname()]
-    with suppress(OSError):
-        names.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-        names.append(os.readlink("/proc/self/ns/net"))
-    return "/".join(names)
 
 
 def open_server() -> TCPStore:
@@ -71,38 +39,17 @@ def open_server() -> TCPStore:
     )
 
 
-def address_of(server: TCPStore, meeting_host: str | None) -> Address:
-    """Where others reach a server of this process.
-
-    Towards the host through which all ranks met, such as ``MASTER_ADDR``, the system knows which of
-    this machine's addresses to use.
-    """
-    hosts = []
-    if meeting_host:
-        with suppress(OSError):
-            found = socket.getaddrinfo(meeting_host, 9, type=socket.SOCK_DGRAM)
-            family, kind, _, _, target = found[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(target)  # sends nothing
-                hosts.append(probe.getsockname()[0])
-        if not hosts or hosts[0].startswith(_LOOPBACK):
-            hosts.append(meeting_host)  # which is this machine
-    hosts.append(socket.gethostname())
-    return Address(machine=this_machine(), hosts=tuple(dict.fromkeys(hosts)), port=server.port)
-
-
-def reach(address: Address) -> Peer:
-    """Finds under which of its addresses a server answers; OSError: under none."""
-    on_this_machine = address.machine == this_machine()
-    reason: OSError | None = None
-    for host in ("localhost",) if on_this_machine else address.hosts:
+def reach(hosts: Iterable[str], port: int) -> Peer:
+    """Finds under which of its names a server answers; OSError: under none."""
+    reason = OSError("an address without hosts")
+    for host in hosts:
         try:
             # The store would itself repeat this for seconds and print each failure.
-            with socket.create_connection((host, address.port), CONNECT_S) as probe:
+            with socket.create_connection((host, port), CONNECT_S) as probe:
                 return _plain(probe.getpeername())
         except OSError as error:
             reason = error
-    raise reason or OSError("an address without hosts")
+    raise reason
 
 
 def open_client(peer: Peer) -> TCPStore:
@@ -123,21 +70,19 @@ def sever(peer: Peer) -> None:
     lists those of the process. One that is being opened tries again, so repeat this.
     """
     with suppress(OSError):
-        for descriptor in os.listdir("/dev/fd"):
-            with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
-                if _plain(connection.getpeername()) == peer:
-                    connection.shutdown(socket.SHUT_RDWR)
+        for descriptor in map(int, os.listdir("/dev/fd")):
+            with suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    name = connection.getpeername()  # of a local one, a string
+                    if isinstance(name, tuple) and _plain(name) == peer:
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _plain(name: tuple[Any, ...]) -> Peer:
     """Host and port of a socket's name, IPv4 also where it is written as IPv6."""
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
-
-
-PIECE_BYTES = 4 * 2**20
-
-_STAYS, _LEAVES = b"+", b"-"
-_WHOLE, _PIECES = b"=", b"#"
 
 
 class Inbox:
@@ -192,8 +137,7 @@ class Inbox:
         return data
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reply:
+class Reply(NamedTuple):
     """What the other side says: how many messages it has taken so far, and what it has posted."""
 
     taken: int

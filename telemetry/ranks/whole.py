@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.ranks.measured import Measured, MeasuredParameters, Row, differing
+from telemetry.ranks.measured import ALIKE, Measured, MeasuredParameters, Row, differing
 from telemetry.records import (
     Divergence,
     Layout,
@@ -26,8 +26,9 @@ from telemetry.records.sketch import Sketch, sketch_array
 from telemetry.records.tensor import Tensors, figures_of
 
 _OF_OUTPUTS = ("outputs", "output_grads")
-_OF_PARAMETERS = ("grads", "weights", "second_moments")
-
+# What is not merged, and which the first rank has like the others, by itself or by parameter.
+_OF_FIRST = ("feature_maps", "filters", "input", "random_states", "fingerprints")
+_OF_PARAMETERS = ("trainable", "reached", "held", "groups")
 _PLACEHOLDER = "Identity"
 
 # Clipping scales by at most 1, so a ratio of norms below this is no rounding.
@@ -51,7 +52,7 @@ class WholeRecords:
 
         Args:
             part: Of all ranks that are there.
-            own: What the writing rank measured; pictures and random states are taken from it.
+            own: What the writing rank measured; what is not merged is taken from it.
 
         Returns:
             None if a layout is not known: the part of that rank that held it was lost.
@@ -59,8 +60,10 @@ class WholeRecords:
         for key, stage in part.stages.items():
             if stage.layout is not None:
                 self._layouts[key] = stage.layout
-        new = {rank: host for host, ranks in part.hosts.items() for rank in ranks}
-        self._host_of = {**self._host_of, **new} if new else self._host_of
+        if part.hosts:
+            new = {rank: host for host, ranks in part.hosts.items() for rank in ranks}
+            self._host_of = self._host_of | new
+        part = replace(part, tensors=part.tensors.whole())
         keys = tuple(sorted(part.stages))
         if any(key not in self._layouts for key in keys):
             return None
@@ -69,19 +72,18 @@ class WholeRecords:
             joined = JoinedLayouts([(key[0], self._layouts[key]) for key in keys])
             self._joined = {keys: joined}  # changes rarely, so only the last one is kept
         record = _record_of(part, joined)
-        sizes = _flat_sizes(record, part)
-        if sizes:
-            joined.layout = _resized(joined.layout, sizes)
-            record = replace(record, layout=joined.layout)
-        record = replace(
+        if len(part.ranks) == part.size and not part.phase:
+            joined.layout = _resized(record)
+        names: tuple[str, ...] = _OF_FIRST if own is not None else ()
+        if own is not None and own.layout.parameters == joined.layout.parameters:
+            names += _OF_PARAMETERS
+        return replace(
             record,
+            layout=joined.layout,
             clipped_fraction=self._clipped_fraction(record),
             ranks=replace(_facts(part, joined), hosts=self._host_of),
+            **{name: getattr(own, name) for name in names},
         )
-        if own is None:
-            return record
-        pictures = ("feature_maps", "filters", "input", "random_states")
-        return replace(record, **{name: getattr(own, name) for name in pictures})
 
     def _clipped_fraction(self, record: StepRecord) -> float | None:
         before = record.total_grad_norm_before_clipping
@@ -106,15 +108,16 @@ def _record_of(part: Measured, joined: JoinedLayouts) -> StepRecord:
     for stage, at in zip(stages, joined.places, strict=True):
         grads = stage.grads
         new = grads["present"] & (~present[at] | (grads.copies < lowest[at]))
-        places = at[new]
-        norms[places], present[places] = stage.whole_norms()[new], True
+        places, (of_grads, of_before) = at[new], stage.whole_norms()
+        norms[places], present[places] = of_grads[new], True
         finite[places], lowest[places] = grads["finite"][new], grads.copies[new]
-        before[places] = stage.whole_before()[new]
+        before[places] = of_before[new]
         ratios |= _update_ratios(stage, [layout.parameters[index].name for index in at])
     total_before = None
     if any(stage.before.rows for stage in stages):
         total_before = float(np.linalg.norm(before[present]))
-    record = StepRecord(
+    nonfinite = joined.names(stages, "nonfinite_parameters")
+    return StepRecord(
         step=part.step,
         wall_time=part.wall_time,
         layout=layout,
@@ -122,40 +125,29 @@ def _record_of(part: Measured, joined: JoinedLayouts) -> StepRecord:
         grad_present=present,
         grad_finite=finite,
         phase=part.phase,
-        learning_rates=part.common.learning_rates,
         scalars=part.scalars.means(),
-        loss_scale=part.common.loss_scale,
-        skipped_steps=part.common.skipped_steps,
-        skipped=part.common.skipped,
         full=part.full,
         total_grad_norm_before_clipping=total_before,
         nan_buffers=tuple(sorted(joined.names(stages, "nan_buffers"))),
-        nonfinite_parameters=_in_order(layout, joined.names(stages, "nonfinite_parameters")),
+        nonfinite_parameters=tuple(p.name for p in layout.parameters if p.name in nonfinite),
         update_ratios={p.name: ratios[p.name] for p in layout.parameters if p.name in ratios},
+        **{name: getattr(part.common, name) for name in ALIKE},
+        **_tensors(part, joined),
     )
-    return replace(record, **_tensors(part, joined))
 
 
-def _flat_sizes(record: StepRecord, part: Measured) -> dict[str, int]:
-    """Whole sizes of parameters that are flat and of which a rank knows only its shard."""
-    if len(part.ranks) < part.size or part.phase:
-        return {}
-    flat = {p.name: p.size for p in record.layout.parameters if len(p.shape) == 1}
+def _resized(record: StepRecord) -> Layout:
+    """With whole sizes of flat parameters, of which a rank knows only its shard."""
     counts = figures_of(record.weights, attrgetter("count"))
-    return {
-        name: int(counts[name]) for name, size in flat.items() if counts.get(name, size) != size
+    sizes = {
+        p.name: (int(counts[p.name]),)
+        for p in record.layout.parameters
+        if len(p.shape) == 1 and counts.get(p.name, p.size) != p.size
     }
-
-
-def _resized(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    parameters = (
-        replace(p, shape=(sizes[p.name],)) if p.name in sizes else p for p in layout.parameters
-    )
-    return Layout(modules=layout.modules, parameters=tuple(parameters))
-
-
-def _in_order(layout: Layout, names: frozenset[str]) -> tuple[str, ...]:
-    return tuple(p.name for p in layout.parameters if p.name in names)
+    if not sizes:
+        return record.layout
+    resized = (replace(p, shape=sizes.get(p.name, p.shape)) for p in record.layout.parameters)
+    return Layout(modules=record.layout.modules, parameters=tuple(resized))
 
 
 def _update_ratios(stage: MeasuredParameters, names: Sequence[str]) -> dict[str, float]:
@@ -174,10 +166,8 @@ def _tensors(part: Measured, joined: JoinedLayouts) -> dict[str, Any]:
     found: dict[str, dict[Any, int]] = {}
     tensors = part.tensors.records()
     for place, row in enumerate(tensors):
-        if row.kind in _OF_OUTPUTS and joined.is_placeholder(row.stage, row.name):
-            continue
-        found.setdefault(row.kind, {})[_name_of(row, joined)] = place
-    names = [p.name for p in joined.layout.parameters]
+        if (name := joined.name_of(row)) is not None:
+            found.setdefault(row.kind, {})[name] = place
     added: list[Sketch] = []
     for stage, at in zip(_stages_of(part), joined.places, strict=True):
         for index, values in stage.added().items() if part.full else ():
@@ -185,36 +175,24 @@ def _tensors(part: Measured, joined: JoinedLayouts) -> dict[str, Any]:
             found.setdefault("grads", {})[name] = len(tensors) + len(added)
             added.append(sketch_array(values))
     rows = Rows.concatenate([tensors.rows, Rows.of(added)])
-    last = len(joined.layout.modules)
-    position = joined.layout.position
-    for kind in _OF_OUTPUTS:
-        order = sorted(
-            found.get(kind, ()),
-            key=lambda o: (position.get(o.module_name, last), o.place),
-        )
-        found[kind] = {output: found[kind][output] for output in order}
-    for kind in _OF_PARAMETERS:
-        of_kind = found.get(kind, {})
-        found[kind] = {name: of_kind[name] for name in names if name in of_kind}
-    return {
-        kind: Tensors(tuple(places), rows.take(np.array([*places.values()], np.intp)))
-        for kind, places in found.items()
-    }
-
-
-def _name_of(row: Row, joined: JoinedLayouts) -> str | Output:
-    if row.kind == "inputs":
-        return row.name  # that of the first stage
-    name = joined.name(row.stage, row.name)
-    return Output(name, row.place) if row.kind in _OF_OUTPUTS else name
+    last, position = len(joined.layout.modules), joined.layout.position
+    of_kind: dict[str, Tensors[Any]] = {}
+    for kind, places in found.items():
+        order = list(places)
+        if kind in _OF_OUTPUTS:
+            order.sort(key=lambda o: (position.get(o.module_name, last), o.place))
+        elif kind != "inputs":
+            order.sort(key=joined.layout.parameter_position.__getitem__)
+        some = rows.take(np.array([places[name] for name in order], np.intp))
+        of_kind[kind] = Tensors(tuple(order), some)
+    return of_kind
 
 
 def _facts(part: Measured, joined: JoinedLayouts) -> RankFacts:
-    bad = part.first_nonfinite
     rms: dict[str, dict[Output, Spread]] = {kind: {} for kind in _OF_OUTPUTS}
     for row, spread in part.tensors.table.spreads().items():
-        if row.kind in rms and not joined.is_placeholder(row.stage, row.name):
-            rms[row.kind][Output(joined.name(row.stage, row.name), row.place)] = spread
+        if row.kind in rms and (output := joined.name_of(row)) is not None:
+            rms[row.kind][output] = spread
     return RankFacts(
         size=part.size,
         held=part.ranks,
@@ -233,8 +211,8 @@ def _facts(part: Measured, joined: JoinedLayouts) -> RankFacts:
             for stage, at in zip(_stages_of(part), joined.places, strict=True)
             for index, rank, other, shard in differing(stage.checks)
         ),
-        nonfinite=part.nonfinite,
-        first_nonfinite=None if bad is None else (bad.rank, bad.where),
+        nonfinite=len(part.nonfinite),
+        first_nonfinite=min(part.nonfinite.items(), default=None),
         not_known=tuple(sorted(part.not_known)),
     )
 
@@ -267,7 +245,7 @@ class JoinedLayouts:
             if module.type_name == _PLACEHOLDER
             and modules[self.name(stage, module.name)].type_name != _PLACEHOLDER
         }
-        place = {name: index for index, name in enumerate(parameters)}
+        place = self.layout.parameter_position
         self.places: list[NDArray[np.intp]] = [
             np.array([place[self.name(stage, p.name)] for p in layout.parameters], np.intp)
             for stage, layout in layouts
@@ -279,9 +257,14 @@ class JoinedLayouts:
             return name
         return f"stage{stage}.{name}" if name else f"stage{stage}"
 
-    def is_placeholder(self, stage: int, module_name: str) -> bool:
-        """Whether a module of a stage stands for one of another stage."""
-        return (stage, module_name) in self._placeholders
+    def name_of(self, row: Row) -> Any:
+        """What a tensor is of in all stages together; None: a module stands for another stage's."""
+        if row.kind == "inputs":
+            return row.name
+        name = self.name(row.stage, row.name)
+        if row.kind not in _OF_OUTPUTS:
+            return name
+        return None if (row.stage, row.name) in self._placeholders else Output(name, row.place)
 
     def names(self, stages: Iterable[MeasuredParameters], field: str) -> frozenset[str]:
         return frozenset(self.name(s.stage, name) for s in stages for name in getattr(s, field))

@@ -10,14 +10,7 @@ from telemetry.records.tensor import Output
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The smallest and the largest of what the ranks have, and whose they are.
-
-    Attributes:
-        low: Smallest value other than NaN.
-        low_rank: Which rank has it; of several the lowest.
-        high: Largest value, likewise.
-        high_rank: Which rank has that.
-    """
+    """The smallest and largest other than NaN of what ranks have, and the lowest that has each."""
 
     low: float
     low_rank: int
@@ -30,9 +23,7 @@ class Divergence:
     """A parameter that should be equal on several ranks and is not.
 
     Attributes:
-        parameter: Its name.
-        rank: The lowest rank whose parameter differs from that of most.
-        other: A rank that has what most have.
+        rank, other: The lowest rank whose parameter differs, and one that has what most have.
         declared: Whether a ``DTensor`` or DDP says that they are copies; else they may be anything
             of the same name.
     """

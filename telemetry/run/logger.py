@@ -528,6 +528,7 @@ class HookLogger:
                 rank=self._role.rank,
                 size=self._role.size,
                 recorder=self._processor if self._role.writes else None,
+                in_turn=self._pipeline.put_now,
                 full_steps=self._full_steps,
                 current_step=lambda: self._capture.step,
                 failures=self._failures,

@@ -32,10 +32,7 @@ class CallingStage(NamedTuple):
 
 
 def calling_stage() -> CallingStage | None:
-    """The pipeline stage whose forward pass this thread is in; None outside of one.
-
-    It is found on the call stack, for a stage does not announce itself to its module.
-    """
+    """The pipeline stage whose forward pass is on this thread's call stack; None outside of one."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
         return None
@@ -65,10 +62,7 @@ def fsdp_mesh(module: nn.Module) -> Any | None:
 
 
 def flat_shard_group(model: nn.Module) -> Any | None:
-    """The process group over which ``FullyShardedDataParallel`` shards; None where it does not.
-
-    The model may be wrapped, be inside of a wrapper, or have wrappers inside.
-    """
+    """The process group over which ``FullyShardedDataParallel`` shards; None where it does not."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return None

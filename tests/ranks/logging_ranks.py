@@ -144,7 +144,7 @@ def begun_late(rank: int, folder: str) -> None:
         assert rule.seen is not None
         ranks = rule.seen.ranks
         assert ranks is not None
-        assert ranks.held == ranks.measured == {0, 1}
+        assert ranks.held == ranks.measured == {0, 1}, (rule.seen.step, ranks)
         assert rule.seen.activations["0"].sketch.count == 2 * 4 * 8
         given.close()  # type: ignore[union-attr]
     dist.destroy_process_group()

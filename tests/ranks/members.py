@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import struct
 import sys
 import threading
 import time
@@ -23,12 +22,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from telemetry.failures import Failures
 from telemetry.ranks.channel import Channel
-from telemetry.ranks.gathering import Message, News
+from telemetry.ranks.gathering import News, Step
 from telemetry.ranks.meeting import key_of
 
 ANSWER_S = 300.0
@@ -37,9 +37,17 @@ ANSWER_S = 300.0
 PRELOADED = ["members", "training", "logging_ranks", "wrapping"]
 
 
-def merge(payloads: Sequence[bytes]) -> bytes:
-    """Payloads are numbers, and their merger is their sum."""
-    return struct.pack("<q", sum(struct.unpack("<q", payload)[0] for payload in payloads))
+def encode(parts: Sequence[np.int64]) -> bytes:
+    """Parts are numbers."""
+    return np.array(parts).tobytes()
+
+
+def decode(payload: bytes) -> list[np.int64]:
+    return list(np.frombuffer(payload, np.int64))
+
+
+def merge(parts: Sequence[np.int64]) -> np.int64:
+    return np.sum(parts)
 
 
 def value(rank: int, step: int) -> int:
@@ -55,11 +63,11 @@ def total(ranks: Sequence[int], step: int) -> int:
 class Ear:
     """What one channel has brought."""
 
-    merged: list[Message] = field(default_factory=list)
+    merged: list[Step] = field(default_factory=list)
     news: News = field(default_factory=News)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def deliver(self, merged: Message) -> None:
+    def deliver(self, merged: Step) -> None:
         with self.changed:
             self.merged.append(merged)
             self.changed.notify_all()
@@ -95,6 +103,8 @@ class Member:
             name=name,
             rank=self.rank,
             world_size=self.world_size,
+            encode=encode,
+            decode=decode,
             merge=merge,
             deliver=ear.deliver,
             heard=ear.hear,
@@ -102,18 +112,16 @@ class Member:
             patience_s=patience_s,
         )
 
-    def send(self, steps: Sequence[int], name: str = "run") -> None:
+    def send(self, steps: Sequence[int], name: str = "run", phase: str = "") -> None:
         for step in steps:
-            self.channels[name].send(step, struct.pack("<q", value(self.rank, step)))
+            self.channels[name].send(step, np.int64(value(self.rank, step)), phase=phase)
 
     def got(self, step: int, name: str = "run", count: int = 1) -> list[tuple[int, list[int], int]]:
         """Wait for a merged step; then all so far: step, ranks, sum."""
         ear = self.ears[name]
         with ear.changed:
             ear.changed.wait_for(lambda: sum(m.step == step for m in ear.merged) >= count)
-            return [
-                (m.step, sorted(m.ranks), struct.unpack("<q", m.payload)[0]) for m in ear.merged
-            ]
+            return [(m.step, sorted(m.ranks), int(m.part)) for m in ear.merged]
 
     def announce(self, step: int) -> None:
         self.channels["run"].announce(lambda news: replace(news, full_steps=(step,)))
@@ -155,11 +163,11 @@ class Member:
     def leave_behind(self, name: str = "run") -> None:
         """What a run that has died leaves in a store: an address where nobody is."""
         channel = Channel(
-            name=name, rank=0, world_size=self.world_size, merge=merge, deliver=print,
-            heard=print, failures=Failures(),
+            name=name, rank=0, world_size=self.world_size, encode=encode, decode=decode,
+            merge=merge, deliver=print, heard=print, failures=Failures(),
         )  # fmt: skip
         store = dist.distributed_c10d._get_default_store()
-        store.wait([key := key_of(channel._name)])
+        store.wait([key := key_of(channel._meeting._name)])
         left = store.get(key)
         channel.close()
         store.set(key, left)
@@ -181,7 +189,7 @@ class Member:
     def has_tried(self) -> None:
         """Wait until this rank has reached the one above, or has failed to."""
         uplink = self.channels["run"]._uplink
-        while uplink._pause_s == 0 and uplink._sender.reply is None:
+        while not uplink.tried:
             time.sleep(0.01)
 
     def expects(self, rank: int) -> None:

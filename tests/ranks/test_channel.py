@@ -55,6 +55,27 @@ def test_healthy_ranks_become_one_and_leave_nothing(four: list[Process]) -> None
     assert [process.exit_code() for process in four] == [0] * 4
 
 
+def test_phases_of_a_step_stay_apart_and_in_order(four: list[Process]) -> None:
+    first, second = four[:2]
+    every([first, second], "open", patience_s=PATIENT)
+    every([second, first], "send", [0])
+    for phase in ("validation", "test", "test"):
+        every([second, first], "send", [1], phase=phase)
+    first.do("send", [1, 2])
+    second.do("send", [1], phase="test")
+    every([third := four[2], four[3]], "open")
+    every([third, four[3]], "close")
+    second.do("send", [1, 2])
+    both = [0, 1]
+    assert first.do("got", 2)[1:] == [(1, both, total(both, 1))] * 3 + [
+        (1, [1], total([1], 1)),
+        (1, both, total(both, 1)),
+        (2, both, total(both, 2)),
+    ]
+    assert first.told("measured by") == 0
+    every([first, second], "close")
+
+
 def test_a_rank_that_dies_is_missed_once(four: list[Process]) -> None:
     first, *_, last = four
     every(four, "open")

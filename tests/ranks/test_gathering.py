@@ -9,19 +9,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.ranks.channel import Attendance
-from telemetry.ranks.gathering import Gathering, Kind, Message, News, ranges_of
+from telemetry.ranks.gathering import (
+    BLOCK_BYTES,
+    END,
+    PLACES,
+    Gathering,
+    Message,
+    News,
+    Step,
+    blocks,
+    ranges_of,
+)
 
 WORLD = 6
 
 
-def merge(payloads: Sequence[bytes]) -> bytes:
-    return b"".join(payloads)
+def merge(parts: Sequence[bytes]) -> Bytes:
+    return Bytes(b"".join(parts))
 
 
-def part(place: int, *ranks: int, kind: Kind = Kind.RECORD) -> Message:
+class Bytes(bytes):
+    """What some ranks measured: a byte each."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self)
+
+
+def part(place: int, *ranks: int) -> Message:
     """What these ranks measured: a byte each."""
-    return Message(kind=kind, place=place, ranks=frozenset(ranks), payload=bytes(sorted(ranks)))
+    payload = bytes(sorted(ranks))
+    return Message(places=(place,), ranks=frozenset(ranks), payload=payload)
+
+
+def left(rank: int) -> Message:
+    return Message(places=(END,), ranks=frozenset({rank}))
 
 
 def gathering(
@@ -29,6 +51,7 @@ def gathering(
 ) -> Gathering:
     return Gathering(
         world_size=WORLD,
+        decode=lambda payload: [Bytes(payload)],
         merge=merge,
         patience_s=10.0,
         start_s=start_s,
@@ -38,24 +61,18 @@ def gathering(
 
 
 def taken(gathered: Gathering, now: float) -> list[tuple[int, list[int]]]:
-    """Steps that are complete; the payload holds each rank once."""
+    """Steps that are complete; the part holds each rank once."""
     found = []
     while (whole := gathered.take(now)) is not None:
-        assert sorted(whole.payload) == sorted(whole.ranks)
+        assert sorted(whole.part) == sorted(whole.ranks)
         found.append((whole.place, sorted(whole.ranks)))
     return found
 
 
-@given(
-    st.integers(0, 2).flatmap(
-        lambda kind: st.frozensets(st.integers(0, 20_000)).map(
-            lambda ranks: Message(
-                kind=Kind(kind), place=2**50 + 7, phase="é", ranks=ranks, payload=b"\0\xff"
-            )
-        )
-    )
-)
-def test_a_part_travels_as_bytes(sent: Message) -> None:
+@given(st.frozensets(st.integers(0, 20_000)), st.integers(-1, 5))
+def test_a_message_travels_as_bytes(ranks: frozenset[int], held: int) -> None:
+    places = 2**50 + 6, 2**50 + 7
+    sent = Message(ranks=ranks, places=places, held=held, payload=b"\0\xff")
     assert Message.from_bytes(sent.to_bytes()) == sent
 
 
@@ -132,37 +149,12 @@ def test_a_rank_with_much_to_send_is_not_late() -> None:
 
 def test_one_that_leaves_is_not_waited_for_and_one_that_joins_is() -> None:
     gathered = gathering()
-    gathered.add(part(0, 3, kind=Kind.JOINED), 0.0)
-    gathered.add(part(0, 0, 1), 0.0)
-    assert taken(gathered, 1.0) == []
-    gathered.add(part(0, 3, kind=Kind.LEFT), 1.0)
-    assert taken(gathered, 1.0) == [(0, [0, 1])]
+    gathered.add(part(0, 3), 0.0)
+    gathered.add(part(1, 0, 1), 0.0)
+    assert taken(gathered, 1.0) == [(0, [3])]
+    gathered.add(left(3), 1.0)
+    assert taken(gathered, 1.0) == [(1, [0, 1])]
     assert gathered.members == {0, 1}
-    assert gathered.never_joined == {2, 4, 5}
-
-
-def test_phases_of_one_place_wait_for_who_has_not_passed_it() -> None:
-    gathered = gathering()
-    gathered.add(part(0, 0, 1), 0.0)
-    taken(gathered, 0.0)
-
-    def add(place: int, phase: str, rank: int) -> None:
-        ranks = frozenset({rank})
-        gathered.add(Message(place=place, phase=phase, ranks=ranks, payload=bytes([rank])), 0.0)
-
-    add(2, "validation", 0)
-    add(2, "test", 0)
-    add(2, "validation", 1)
-    assert taken(gathered, 0.0) == []
-    add(2, "test", 1)
-    assert taken(gathered, 0.0) == [(2, [0, 1]), (2, [0, 1])]
-    add(4, "test", 0)
-    add(5, "", 0)
-    assert taken(gathered, 0.0) == []
-    add(5, "", 1)
-    assert taken(gathered, 0.0) == [(4, [0]), (5, [0, 1])]
-    add(4, "test", 1)
-    assert taken(gathered, 0.0) == []
 
 
 def test_what_comes_late_is_handed_on_below_and_memory_is_bounded() -> None:
@@ -180,7 +172,8 @@ def test_a_merger_that_fails_costs_one_step() -> None:
     def fail(payloads: Sequence[bytes]) -> bytes:
         raise struct.error(payloads)
 
-    gathered = Gathering(world_size=2, merge=fail, patience_s=1.0, start_s=0.0, forwards_late=False)
+    gathered = gathering()
+    gathered._merge = fail
     gathered.add(part(0, 0), 0.0)
     gathered.add(part(0, 1), 0.0)
     gathered.add(part(1, 0, 1), 0.0)
@@ -190,12 +183,12 @@ def test_a_merger_that_fails_costs_one_step() -> None:
 
 
 def test_attendance_is_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
-    attendance, gathered = Attendance(WORLD), gathering()
-    gathered.add(part(0, 0, 1, 2, kind=Kind.JOINED), 0.0)
+    gathered = gathering()
+    gathered.add(Message(ranks=frozenset({0, 1, 2})), 0.0)
     for step, here in enumerate([{0, 1}, {0, 1}, {0, 1, 2}, {0, 1}, {0, 1, 2}]):
         gathered.add(part(step, *here), 100.0 * step)
         while (whole := gathered.take(100.0 * step + 50)) is not None:
-            attendance.check(whole.place, whole.ranks, gathered)
+            gathered.tell_missing(whole._replace(place=PLACES * whole.place))
     assert [message.partition(": ")[2] for message in caplog.messages] == [
         "from step 0 on, the records hold 2 of 6 ranks: ranks 3-5 made no HookLogger for this run "
         "so far",
@@ -203,3 +196,30 @@ def test_attendance_is_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
         "or have died",
         "from step 2 on, the records hold what rank 2 measured",
     ]
+
+
+def test_small_steps_of_the_same_ranks_travel_together() -> None:
+    def step(place: int, rank: int, size: int = 1) -> Step:
+        return Step(place, frozenset({rank}), Bytes(size))
+
+    large = step(3, 0, BLOCK_BYTES + 1)
+    steps = [step(0, 0), step(1, 0), step(2, 1), large, step(4, 0)]
+    assert list(blocks(steps)) == [steps[:2], steps[2:3], [large], steps[4:]]
+    sent = Message.of(steps[:2], lambda parts: b"".join(parts))
+    gathered = gathering()
+    gathered._decode = lambda payload: [Bytes([byte]) for byte in payload]
+    gathered.add(sent, 0.0)
+    assert [whole.part for whole in iter(lambda: gathered.take(0.0), None)] == [b"\0", b"\0"]
+
+
+def test_nobody_is_asked_where_to_raise_but_who_is_there() -> None:
+    gathered = gathering()
+    for rank in range(4):
+        gathered.add(part(0, rank), 0.0)
+    gathered.add(left(3), 0.0)
+    for rank, held in ((0, 5), (1, 7)):
+        gathered.add(Message(ranks=frozenset({rank}), held=held), 0.0)
+    assert gathered.held(at_once=False) is None
+    assert gathered.held(at_once=True) == 7
+    gathered.add(Message(ranks=frozenset({2}), held=6), 0.0)
+    assert gathered.held(at_once=False) == 7

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 
-from telemetry.ranks.stores import PIECE_BYTES, Inbox, exchange, join, leave
+import pytest
+
+from telemetry.ranks.stores import (
+    PIECE_BYTES,
+    Inbox,
+    exchange,
+    join,
+    leave,
+    open_client,
+    reach,
+    sever,
+)
 
 
 def test_parts_of_any_size_arrive_and_are_deleted() -> None:
@@ -25,3 +37,17 @@ def test_parts_of_any_size_arrive_and_are_deleted() -> None:
     assert exchange(inbox.store, other, 1, []).leaves
     leave(inbox.store)
     assert inbox.children == 1
+
+
+def test_calls_to_a_server_that_is_severed_fail_and_nothing_stays_open() -> None:
+    inbox = Inbox()
+    peer = reach(["localhost"], inbox.store.port)
+    store = open_client(peer)
+    child = join(store)
+    one, other = socket.socketpair()
+    with one, other:  # which have no addresses
+        before = len(os.listdir("/dev/fd"))
+        sever(peer)
+        assert len(os.listdir("/dev/fd")) <= before
+    with pytest.raises(RuntimeError):
+        exchange(store, child, 0, [b"lost"])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 
 import pytest
+from members import decode, encode, merge
 
-from telemetry.ranks import raising
-from telemetry.ranks.raising import Agreement, Vote
+from telemetry.failures import Failures
+from telemetry.ranks import channel, raising
+from telemetry.ranks.channel import Channel
+from telemetry.ranks.gathering import Message, News
+from telemetry.ranks.raising import Agreement
 
 
 def ask(agreement: Agreement, step: int) -> tuple[threading.Thread, list[bool]]:
@@ -23,16 +28,12 @@ def test_a_rank_that_waits_goes_on_to_the_step_that_another_is_in() -> None:
     behind, ahead = Agreement(), Agreement()
     assert not behind.step_ended(9)
     assert not ahead.step_ended(10)
-    vote = Vote(0.0)
-    vote.add(frozenset({0}), behind.hold())
-    assert not vote.choose(frozenset({0, 1}), 0.0)
+    held = behind.hold()
     waiting, answers = ask(behind, 10)
-    vote.add(frozenset({1}), ahead.hold())
-    assert vote.choose(frozenset({0, 1}), 0.0)
-    assert vote.decided == 11
+    assert (held, ahead.hold()) == (10, 11)
     assert waiting.is_alive()
-    behind.decide(vote.decided)
-    ahead.decide(vote.decided)
+    behind.decide(11)
+    ahead.decide(11)
     waiting.join()
     assert answers == [False]
     assert behind.step_ended(11)
@@ -49,15 +50,26 @@ def test_a_rank_that_ends_its_step_while_it_is_told_is_right_either_way() -> Non
     assert answers == [True]
 
 
-def test_the_dead_are_not_waited_for_and_who_comes_back_raises_at_once() -> None:
-    vote, late = Vote(0.0), Agreement()
-    vote.add(frozenset({0}), 7)
-    assert not vote.choose(frozenset({0, 1}), raising.ANSWER_S)
-    assert vote.choose(frozenset({0, 1}), raising.ANSWER_S + 1)
-    assert not vote.choose(frozenset({0, 1}), raising.ANSWER_S + 2), "once"
+def test_the_dead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "ANSWER_S", 0.1)
+    heard: SimpleQueue[News] = SimpleQueue()
+    first = Channel(
+        name="run", rank=0, world_size=2, encode=encode, decode=decode, merge=merge,
+        deliver=print, heard=heard.put, failures=Failures(), first_step=7,
+    )  # fmt: skip
+    first._give(lambda: first._take(Message(ranks=frozenset({1}))))
+    first.raise_together("alert")
+    assert heard.get(timeout=30).raise_at is None
+    assert heard.get(timeout=30).raise_at == 7
+    assert first.agreement.step_ended(7)
+    first.close(0.1)
+
+
+def test_who_comes_back_raises_at_once() -> None:
+    late = Agreement()
     assert not late.step_ended(20)
     late.hold()
-    late.decide(vote.decided)
+    late.decide(7)
     assert late.step_ended(21)
 
 

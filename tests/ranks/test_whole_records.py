@@ -94,7 +94,7 @@ def alone() -> dict[str, tuple[dict[str, Any], list[StepRecord]]]:
 
 def parts_of(trained: Trained, size: int, name: str, step: int) -> list[Measured]:
     paths = [trained.folder / f"{size}-{name}-{step}-{rank}" for rank in range(size)]
-    return [decode(path.read_bytes()) for path in paths]
+    return [decode(path.read_bytes())[0] for path in paths]
 
 
 def merged(trained: Trained, size: int, name: str) -> list[StepRecord]:
@@ -105,7 +105,7 @@ def merged(trained: Trained, size: int, name: str) -> list[StepRecord]:
         parts = parts_of(trained, size, name, step)
         while len(parts) > 1:
             dice.shuffle(parts)
-            parts = [decode(encode(merge(parts[:2]))), *parts[2:]]
+            parts = [*decode(encode([merge(parts[:2])])), *parts[2:]]
         record = whole.record(parts[0])
         assert record is not None
         records.append(record)

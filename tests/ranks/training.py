@@ -348,7 +348,7 @@ def train(
             made_of = captured if isinstance(captured, CapturedStep) else None
             records.append(record)
             if maker is not None:
-                parts.append(encode(maker.part(record, made_of)))
+                parts.append(encode([maker.part(record, made_of)]))
     else:
         loop()
     parameters = [own(p).detach().flatten().tolist() for p in made.watched.parameters()]
