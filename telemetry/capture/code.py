@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from telemetry.shared.plain_text import called
+from telemetry.torch_private.ranks import written_class
 
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\](.+)", re.DOTALL)
 _MOST_WRAPPERS = 20
@@ -35,7 +36,7 @@ def places_in_code(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, str
         place = f"{file}:{code.co_firstlineno}" if code is not None and file else ""
         outer = around.get(name.rpartition(".")[0], "")
         found[name] = place, place if is_own else outer
-        of_class = f"{place}, forward of {called(name)} ({type(module).__name__})"
+        of_class = f"{place}, forward of {called(name)} ({written_class(module).__name__})"
         around[name] = of_class if is_own else outer
     return found
 

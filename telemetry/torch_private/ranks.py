@@ -61,6 +61,13 @@ def fsdp_mesh(module: nn.Module) -> Any | None:
     return getattr(getattr(group, "mesh_info", None), "mesh", None)
 
 
+def written_class(module: nn.Module) -> type[nn.Module]:
+    """A module's class, without the one that ``fully_shard`` has put before it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    is_sharded = fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    return type(module).__mro__[2] if is_sharded else type(module)
+
+
 def flat_shard_group(model: nn.Module) -> Any | None:
     """The process group over which ``FullyShardedDataParallel`` shards; None where it does not."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
