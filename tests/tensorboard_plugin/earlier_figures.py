@@ -96,7 +96,7 @@ def _flight(flight: dict[str, Any]) -> dict[str, Any]:
         "complete": flight["complete"],
         "first_bad_module": flight["first_bad_module"],
         "alerts": [alert["kind"] for alert in flight["alerts"]],
-        "modules": flight["modules"],
+        "modules": {name: flight["modules"][name] for name in ("name", "type", "left_out")},
         "losses": total(loss for loss in flight["steps"]["loss"] if loss is not None),
         "profiles": [
             [profile["when"], profile["step"], *total(filter(None, profile["grad_norm"]))]
