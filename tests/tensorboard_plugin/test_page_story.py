@@ -94,6 +94,27 @@ def test_one_statistic_of_many_runs_is_drawn_below_the_table(page: TelemetryPage
     assert page.locator(".run-curves summary").inner_text() == "Loss in these 3 runs"
 
 
+def test_a_range_of_a_hyperparameter_filters_the_table(page: TelemetryPage) -> None:
+    page.open(run="boom")
+    page.locator("button[aria-label='Run: boom']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    page.locator(".runs").get_by_role("button", name="Run", exact=True).click()
+    page.locator(".parallel summary").click()
+    canvas = page.locator(".parallel canvas")
+    assert "beta0" in (canvas.get_attribute("aria-label") or "")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    mouse, x = page.page.mouse, box["x"] + 60  # the first axis; boom has the highest value
+    mouse.move(x, box["y"] + 90)
+    mouse.down()
+    mouse.move(x, box["y"] + 20, steps=4)
+    mouse.up()
+    assert page.locator(".run-link").all_inner_texts() == ["boom"]
+    canvas.click(position={"x": 60, "y": 100})
+    assert page.locator(".run-link").all_inner_texts() == ["boom", "old9", "old10"]
+
+
 def test_a_run_that_began_since_the_page_was_read_opens(page: TelemetryPage) -> None:
     known = '[{"name": "boom"}, {"name": "old9"}]'
     page.page.route("**/plugin/telemetry/runs", lambda asked: asked.fulfill(body=known))

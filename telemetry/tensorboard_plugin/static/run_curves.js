@@ -15,7 +15,7 @@ export class RunCurves {
     this.source = source;
     this.summary = element("summary", {});
     this.content = element("div", {});
-    this.node = element("details", { class: "run-curves" }, this.summary, this.content);
+    this.node = element("details", { class: "below-runs run-curves" }, this.summary, this.content);
     this.node.addEventListener("toggle", () => this.#loadSoon());
     this.known = new Map();
     this.wanted = [];

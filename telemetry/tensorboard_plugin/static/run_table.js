@@ -3,6 +3,7 @@
 import { kindTitle } from "./alert_list.js";
 import { element, fill } from "./dom.js";
 import { formatNumber, formatStep } from "./format.js";
+import { Parallel } from "./parallel.js";
 import { RunCurves } from "./run_curves.js";
 
 const collator = new Intl.Collator("en", { numeric: true });
@@ -14,6 +15,8 @@ const collator = new Intl.Collator("en", { numeric: true });
  * @property {(run: Object) => string|Node} show
  * @property {boolean} [isNumber]
  */
+
+const [LAST_LOSS, BEST_LOSS] = [loss("Last loss", "last"), loss("Best loss", "best")];
 
 /** @type {Column[]} */
 const COLUMNS = [
@@ -29,8 +32,8 @@ const COLUMNS = [
     show: (run) => formatStep(run.lastStep),
     isNumber: true,
   },
-  loss("Last loss", "last"),
-  loss("Best loss", "best"),
+  LAST_LOSS,
+  BEST_LOSS,
   {
     title: "First alert",
     key: (run) => run.alert && run.alert.kind,
@@ -55,6 +58,7 @@ export class RunTable {
     this.title = element("h2", { id: "runs-title" });
     this.table = element("table", {});
     this.curves = new RunCurves(source);
+    this.parallel = new Parallel(() => this.#draw());
     this.node = element(
       "dialog",
       { class: "runs", "aria-labelledby": "runs-title" },
@@ -72,6 +76,7 @@ export class RunTable {
         this.table,
       ),
       this.curves.node,
+      this.parallel.node,
     );
   }
 
@@ -86,6 +91,7 @@ export class RunTable {
     this.runs = runs;
     this.about = about;
     this.curves.forget();
+    this.parallel.ranges.clear();
     this.current = current;
     this.onChoose = onChoose;
     this.title.textContent = which === "run" ? "Runs" : "A run beside it";
@@ -105,12 +111,14 @@ export class RunTable {
 
   #draw() {
     const matching = this.runs.filter(this.#matches());
+    this.parallel.show(matching, [...hparamColumns(matching), BEST_LOSS, LAST_LOSS], this.about.theme);
+    const within = matching.filter((run) => this.parallel.accepts(run));
     const columns = [
       { title: "Run", key: (run) => run.name, show: (run) => this.#name(run) },
       ...COLUMNS,
-      ...hparamColumns(matching),
+      ...hparamColumns(within),
     ];
-    const shown = (this.shown = this.#sorted(columns, matching));
+    const shown = (this.shown = this.#sorted(columns, within));
     this.curves.show(shown.map((run) => run.name), this.about);
     const isFilled = ({ show }) => !shown.length || shown.some((run) => show(run) !== "");
     const filled = columns.filter(isFilled);

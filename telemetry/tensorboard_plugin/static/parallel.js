@@ -1,0 +1,139 @@
+// Parallel coordinates: hyperparameters and losses of runs, a line for each run.
+
+import { fitText, line, prepare } from "./canvas.js";
+import { isLog } from "./curves.js";
+import { element } from "./dom.js";
+import { formatNumber } from "./format.js";
+import { cssColor } from "./scale.js";
+
+const HEIGHT = 190;
+const [LEFT, TOP, BOTTOM] = [60, 36, 20];
+const REACH = 16; // pixels beside an axis that belong to it
+const MOST_NAMES = 8;
+
+export class Parallel {
+  /** @param {() => void} onBrush when a range on an axis has changed */
+  constructor(onBrush) {
+    this.ranges = new Map();
+    this.canvas = element("canvas", { role: "img" });
+    const summary = element("summary", {}, "Hyperparameters and loss of these runs");
+    const help = element("p", { class: "muted" }, "Drag along an axis to filter; click it to stop.");
+    this.node = element("details", { class: "below-runs parallel" }, summary, this.canvas, help);
+    this.node.addEventListener("toggle", () => this.draw());
+    const at = ({ offsetY }) => Math.min(Math.max(1 - (offsetY - TOP) / (HEIGHT - TOP - BOTTOM), 0), 1);
+    this.canvas.onpointerdown = (event) => {
+      this.dragged = this.axes?.find(({ x }) => Math.abs(x - event.offsetX) < REACH);
+      if (!this.dragged) return;
+      this.canvas.setPointerCapture(event.pointerId);
+      this.from = at(event);
+      this.ranges.delete(this.dragged.title);
+      this.draw();
+    };
+    this.canvas.onpointermove = (event) => {
+      if (!this.dragged || Math.abs(at(event) - this.from) < 0.02) return;
+      this.ranges.set(this.dragged.title, [this.from, at(event)].sort((a, b) => a - b));
+      this.draw();
+    };
+    this.canvas.onpointerup = () => {
+      if (this.dragged) onBrush(); // not before: the table shrinks, and all would move
+      this.dragged = null;
+    };
+  }
+
+  /**
+   * @param {Object[]} runs whose words match
+   * @param {Object[]} columns of the table that are drawn: `title`, `key`; the last one gives colors
+   * @param {Object} theme
+   */
+  show(runs, columns, theme) {
+    this.axes = columns.map(({ title, key }) => ({ title, key, ...axisOf(runs.map(key)) }));
+    Object.assign(this, { runs, theme });
+    this.node.hidden = columns.length < 2 || runs.length < 2;
+    this.draw();
+  }
+
+  /** Whether a run is within all ranges. */
+  accepts(run) {
+    return (this.axes ?? []).every(({ title, key, placeOf }) => {
+      const [low, high] = this.ranges.get(title) ?? [-Infinity, Infinity];
+      const place = placeOf(key(run));
+      return !this.ranges.has(title) || (place !== null && place >= low && place <= high);
+    });
+  }
+
+  draw() {
+    if (!this.node.open || this.node.hidden) return;
+    const { axes, theme } = this;
+    const width = Math.max(this.node.clientWidth - 32, 280);
+    const context = prepare(this.canvas, width, HEIGHT);
+    const gap = (width - 2 * LEFT) / (axes.length - 1);
+    axes.forEach((axis, i) => (axis.x = LEFT + i * gap));
+    const yOf = (place) => HEIGHT - BOTTOM - place * (HEIGHT - TOP - BOTTOM);
+    const [faint, bright] = [false, true].map((is) => this.runs.filter((run) => this.accepts(run) === is));
+    const colors = axes[axes.length - 1];
+    for (const run of [...faint, ...bright]) {
+      const place = colors.placeOf(colors.key(run));
+      context.globalAlpha = bright.includes(run) ? 0.9 : 0.12;
+      context.strokeStyle = context.fillStyle = place === null ? theme.nan : cssColor(false, place);
+      context.lineWidth = 1.5;
+      const points = axes.map(({ x, key, placeOf }) => [x, placeOf(key(run))]);
+      context.beginPath();
+      points.forEach(([x, at], i) => {
+        if (at !== null) context[points[i - 1]?.[1] == null ? "moveTo" : "lineTo"](x, yOf(at));
+      });
+      context.stroke();
+      context.fillStyle = run.alert ? theme[run.alert.severity] : context.strokeStyle;
+      const known = points.filter(([, at]) => at !== null).at(-1);
+      if (known) context.fillRect(known[0] - 3, yOf(known[1]) - 3, 6, 6);
+    }
+    context.globalAlpha = 1;
+    for (const axis of axes) this.#drawAxis(context, axis, Math.min(gap, 2 * LEFT) - 8, yOf);
+    this.canvas.setAttribute("aria-label", `${axes.map(({ title }) => title).join(", ")} of ${this.runs.length} runs`);
+  }
+
+  #drawAxis(context, { title, x, ticks }, room, yOf) {
+    const { theme } = this;
+    context.strokeStyle = context.fillStyle = theme.text;
+    context.lineWidth = 1;
+    line(context, x, yOf(1), x, yOf(0));
+    context.font = theme.smallFont;
+    context.textAlign = "center";
+    context.textBaseline = "bottom";
+    context.fillText(fitText(context, title, room), x, yOf(1) - 16);
+    context.fillStyle = theme.muted;
+    context.textBaseline = "middle";
+    for (const { place, text } of ticks) {
+      const outside = place === 1 ? -8 : place === 0 ? 9 : 0;
+      context.fillText(fitText(context, text, room), x, yOf(place) + outside);
+    }
+    const range = this.ranges.get(title);
+    if (!range) return;
+    context.fillStyle = theme.accent;
+    context.globalAlpha = 0.35;
+    context.fillRect(x - 6, yOf(range[1]), 12, yOf(range[0]) - yOf(range[1]));
+    context.globalAlpha = 1;
+  }
+}
+
+/** Where values are on an axis, 0 to 1, or null; and what its ends, or names, say. */
+function axisOf(values) {
+  const known = values.filter((value) => value != null);
+  if (!known.every((value) => typeof value === "number")) {
+    const names = [...new Set(known.map(String))].sort();
+    const place = (name) => (names.length > 1 ? names.indexOf(name) / (names.length - 1) : 0.5);
+    const few = names.length > MOST_NAMES ? [names[0], names.at(-1)] : names;
+    const ticks = few.map((text) => ({ place: place(text), text }));
+    return { placeOf: (value) => (value == null ? null : place(String(value))), ticks };
+  }
+  const finite = known.filter(Number.isFinite);
+  const scaled = isLog([{ values: finite }]) && Math.min(...finite) > 0 ? Math.log : Number;
+  const [least, most] = [Math.min(...finite), Math.max(...finite)];
+  const span = scaled(most) - scaled(least);
+  const placeOf = (value) => {
+    if (!Number.isFinite(value)) return null;
+    return span > 0 ? (scaled(value) - scaled(least)) / span : 0.5;
+  };
+  const ends = span > 0 ? [least, most] : [least];
+  const ticks = finite.length ? ends.map((end) => ({ place: placeOf(end), text: formatNumber(end) })) : [];
+  return { placeOf, ticks };
+}
