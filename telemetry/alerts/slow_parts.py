@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from telemetry.alerts.baseline import LATEST, RECENT, Baseline
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.layers.module_types import AFFINE
 from telemetry.records import Output, StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
@@ -83,13 +84,16 @@ class LayersNotLearning(Detector):
 
 
 class OutputCollapse(Detector):
-    """Alerts when an output has become the same vector for every input.
+    """Alerts when an output has become the same vector for every input, or all units are alike.
 
     Compared are how far its values lie apart within a unit (:attr:`TensorRecord.variation`) and
     their root mean square: ``share`` or less, in two full measurements in a row, where it once was
     at least 0.3. Usual causes: two views of one example and no term that keeps examples apart, a
     weight decay or a penalty that outweighs the loss. Of what has fewer than eight units, as a
     regression far from zero, one number says little.
+
+    Units of a linear layer or convolution that return the same as each other, though not the same
+    for every input, began with equal weights: they get equal gradients and never part.
 
     Args:
         share: Of the root mean square.
@@ -118,8 +122,8 @@ class OutputCollapse(Detector):
             highest = self._highest[output] = max(share, self._highest.get(output, 0.0))
             if share <= self.share and highest >= _VARIES:
                 collapsed.append((output, share))
-        if not collapsed or base.age < LATEST:
-            return None
+        if (found := _alike(record)) is not None or not collapsed or base.age < LATEST:
+            return found
         output, share = collapsed[0]
         others = f", and {len(collapsed) - 1} more behind it" if len(collapsed) > 1 else ""
         return Finding(
@@ -133,6 +137,30 @@ class OutputCollapse(Detector):
         )
 
 
+def _alike(record: StepRecord) -> Finding | None:
+    """The first layer whose units all have the same extremes, which are apart."""
+    types = {module.name: module.type_name for module in record.layout.modules}
+    rows = record.activations.rows
+    for row, name in enumerate(record.activations):
+        units = rows.units_of(row) if types[name] in AFFINE else None
+        if units is None or len(units) < _UNITS:
+            continue
+        low, high = units.min(axis=0), units.max(axis=0)
+        extent = high[1] - low[0]
+        if extent > 0 and (high - low).max() <= _ROUNDING * extent:
+            return Finding(
+                seen=f"All {len(units)} units of {called(name)} return the same as each other: "
+                "they have equal weights, get equal gradients, and never part",
+                advice="Initialize weights at random, as PyTorch does by default, not with a "
+                "constant.",
+                value=0.0,
+                limit=_ROUNDING,
+                module_name=name,
+            )
+    return None
+
+
+_ROUNDING = 1e-4  # of their range
 _HYSTERESIS = 3  # ratios vary that much from step to step
 _UNITS = 8
 _VARIES = 0.3

@@ -95,3 +95,28 @@ def test_one_number_far_from_zero_is_no_collapse() -> None:
             run.log(loss=loss)
             optimizer.step()
     assert run.alerts == []
+
+
+def constant(weight: float) -> nn.Module:
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3)
+    )
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, weight)
+    return model
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_units_that_begin_alike_and_never_part_are_told(every: int) -> None:
+    (alert,) = train(OutputCollapse(), 40, model=constant(0.02), every=every)
+    assert (alert.step, alert.module_name) == (1 if every == 1 else alert.step, "0")
+    assert "All 32 units of 0 return the same as each other" in alert.message
+
+
+def test_units_that_are_zero_or_differ_are_none() -> None:
+    torch.manual_seed(0)
+    zero_head = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 3))
+    nn.init.zeros_(zero_head[2].weight)
+    nn.init.constant_(zero_head[2].bias, 0.5)
+    assert train(OutputCollapse(), 40, model=zero_head, every=1) == []
+    assert train(OutputCollapse(), 3, model=constant(0.0), every=1) == []
