@@ -109,7 +109,7 @@ def constant(weight: float) -> nn.Module:
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_units_that_begin_alike_and_never_part_are_told(every: int) -> None:
     (alert,) = train(OutputCollapse(), 40, model=constant(0.02), every=every)
-    assert (alert.step, alert.module_name) == (1 if every == 1 else alert.step, "0")
+    assert (alert.step < 20, alert.module_name) == (True, "0")
     assert "All 32 units of 0 return the same as each other" in alert.message
 
 
