@@ -248,10 +248,10 @@ class Processor:
 
 
 def _with_code(alert: Alert, layout: Layout | None) -> Alert:
-    """The alert with the file and line of the user's own code at the end of the first line."""
+    """The alert with the file and line of the user's own code as the second line."""
     place = None if layout is None else layout.position.get(alert.module_name or "")
     if layout is None or place is None or alert.module_name is None or alert.stage == "end":
         return alert
     code = printable(layout.modules[place].user_code)
     seen, *rest = alert.message.split("\n")
-    return replace(alert, message="\n".join([f"{seen} In {code}.", *rest])) if code else alert
+    return replace(alert, message="\n".join([seen, f"In {code}.", *rest])) if code else alert

@@ -149,6 +149,6 @@ def test_alert_flight_and_table_lead_from_nan_to_the_line(
     assert list(table["module_name"]) == ["fc"]
     assert user_code == "nets.py:9, forward of the model (Net)"
     alert = next(alert for alert in run.alerts if alert.module_name == "fc")
-    assert f"In {user_code}." in alert.message.split("\n")[0]
+    assert alert.message.split("\n")[1] == f"In {user_code}."
     assert main(["explain", "run"]) == 0
     assert user_code in capsys.readouterr().out
