@@ -163,15 +163,14 @@ def _images(run: RunData, layer: Layer) -> list[dict[str, Any]]:
 
 def _pictures(run: RunData, images: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     room = MAX_PICTURES_BYTES
-    for item in images:
-        for step in item["steps"]:
-            png = payloads.picture(run.source, item["tag"], step)
-            if png is not None and len(png) > room:
-                limit = MAX_PICTURES_BYTES >> 20
-                run.source.problems.add("pictures", f"they take more than {limit} MiB")
-            elif png is not None:
-                room -= len(png)
-                yield f"{item['tag']} {step}", _base64(png)
+    for tag, step in dict.fromkeys((item["tag"], s) for item in images for s in item["steps"]):
+        png = payloads.picture(run.source, tag, step)
+        if png is not None and len(png) > room:
+            limit = MAX_PICTURES_BYTES >> 20
+            run.source.problems.add("pictures", f"they take more than {limit} MiB")
+        elif png is not None:
+            room -= len(png)
+            yield f"{tag} {step}", _base64(png)
 
 
 def _packed(content: bytes) -> str:

@@ -42,13 +42,16 @@ def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
 
 
 def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
-    """The tags of a layer's feature maps and filters."""
+    """The tags of a layer's feature maps and filters; with them, that of the model's input."""
+    tags = list(tags)
     parsed = [(tag, *(parse_numbered(tag) or _OTHER)) for tag in tags]
-    return sorted(
+    own = [
         (_IMAGE_KINDS[kind], name, tag)
         for tag, kind, place, name in parsed
         if kind in _IMAGE_KINDS and _is_output(layer, place, name)
-    )
+    ]
+    inputs = [("input", "the model", tag) for tag in tags if plain(tag) == "input"]
+    return sorted(own + inputs) if own else []
 
 
 def loss_of(tags: Collection[str], chosen: str | None) -> str | None:

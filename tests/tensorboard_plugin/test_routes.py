@@ -52,7 +52,8 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
         buckets = serialized.histogram("activation/0000.a", edges[:-1], edges[1:], np.ones(10))
         picture = summaries.image("feature_maps/0000.a", [PNG], 1, 1)
         no_picture = summaries.image("filters/0000.a", [b"<svg onload=alert(1)>"], 1, 1)
-        writer.write_values([buckets, picture, no_picture], step)
+        given = summaries.image("~images/input", [PNG], 1, 1)
+        writer.write_values([buckets, picture, no_picture, given], step)
     tag = Chunk(kind="u", session="20260101-000000.000-aaaa", layout=0, number=0).tag
     extremes = np.array([[0, 0], [-1, 2], [-10, 10]], np.float32)
     rows = Rows.of([Sketch.empty()], units=[extremes])
@@ -147,8 +148,9 @@ def test_histograms_and_pictures_of_a_layer_are_found(client: Client) -> None:
     assert [item["kind"] for item in header["histograms"]] == ["outputs"]
     assert arrays["shares0"].sum(axis=1).tolist() == pytest.approx([1, 1])
     pictures = client.json("images", run="demo", layer="a")
-    assert [picture["kind"] for picture in pictures] == ["feature maps", "filters"]
+    assert [picture["kind"] for picture in pictures] == ["feature maps", "filters", "input"]
     assert pictures[0]["steps"] == [0, 10]
+    assert client.json("images", run="demo", layer=HOSTILE) == []
     query = {"run": "demo", "tag": pictures[0]["tag"], "step": 10}
     response = client.ask("image", query)
     assert response.data == PNG

@@ -14,6 +14,7 @@ import { makeScale } from "./scale.js";
 import { drawUnits, unitsInWords } from "./units.js";
 
 const MAX_CURVES = 4;
+const CONVOLUTION = /^Conv/;
 const QUANTILES = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99];
 
 export class Detail {
@@ -76,6 +77,9 @@ export class Detail {
       data?.units?.count ? this.#units(data.units) : null,
       data?.histograms?.length ? this.#histograms(data.histograms) : null,
       ...(data?.images ?? []).map((picture) => this.#pictures(data, picture)),
+      data?.images?.length === 0 && CONVOLUTION.test(layer.type)
+        ? element("p", { class: "muted" }, "No pictures: of many convolutions, some evenly spread ones are drawn.")
+        : null,
     );
     for (const frame of this.node.querySelectorAll(".film [aria-current]"))
       frame.parentNode.scrollLeft = frame.offsetLeft - frame.parentNode.offsetLeft - frame.offsetWidth;
@@ -258,7 +262,9 @@ export class Detail {
     const enlarge = (index) =>
       this.large.open(`${capital(kind)} of ${name}`, steps, index, (at, width, height) => [
         enlarged(urlOf(steps[at]), `${kind} at step ${steps[at]}`, width, height),
-        element("p", { class: "muted" }, "Numbered as the channels are, from 0."),
+        kind === "input"
+          ? null
+          : element("p", { class: "muted" }, "Numbered as the channels are, from 0."),
       ]);
     return element(
       "div",
