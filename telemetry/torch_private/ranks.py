@@ -52,8 +52,7 @@ def calling_stage() -> CallingStage | None:
 
 def fsdp_mesh(module: nn.Module) -> Any | None:
     """The device mesh that ``fully_shard`` shards a module's parameters over; None without one."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+    if not _is_sharded(module):
         return None
     loss = "dimensions of meshes are told apart by their names: dp, tp, ..."
     get_state = find(module, "_get_fsdp_state", loss)
@@ -63,9 +62,13 @@ def fsdp_mesh(module: nn.Module) -> Any | None:
 
 def written_class(module: nn.Module) -> type[nn.Module]:
     """A module's class, without the one that ``fully_shard`` has put before it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    is_sharded = fsdp is not None and isinstance(module, fsdp.FSDPModule)
-    return type(module).__mro__[2] if is_sharded else type(module)
+    return type(module).__mro__[2] if _is_sharded(module) else type(module)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on the module; it is there since PyTorch 2.6."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def flat_shard_group(model: nn.Module) -> Any | None:

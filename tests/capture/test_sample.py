@@ -195,14 +195,17 @@ def group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 def test_ddp_is_shown_and_fsdp_is_refused(tmp_path: Path) -> None:
+    from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
     watched = run(
         lambda: DistributedDataParallel(copy.deepcopy(plain)), batches, tmp_path, sample=SAMPLE
     )
     assert all(record.feature_maps for record in watched.full)
-    sharded = fully_shard(plain, mesh=init_device_mesh("cpu", (1,)))
+    if hasattr(fsdp, "fully_shard"):  # since PyTorch 2.6
+        fsdp.fully_shard(plain, mesh=init_device_mesh("cpu", (1,)))
+    else:
+        plain = fsdp.FullyShardedDataParallel(plain, device_id=torch.device("cpu"))
     with pytest.raises(ValueError, match="the model is sharded"):
-        HookLogger(sharded, tmp_path / "other", sample=SAMPLE)
+        HookLogger(plain, tmp_path / "other", sample=SAMPLE)
