@@ -162,7 +162,7 @@ def walk(page: Any, film: Film) -> None:
     film.save("walk")
     page.page.mouse.move(0, 0)
     page.open()
-    page.locator("button[aria-label='Beside: none']").click()
+    page.locator("button[aria-label='Beside: no run']").click()
     page.locator(".runs[data-loaded]").wait_for()
     settle(page)
     film.still("walk-runs")

@@ -203,9 +203,8 @@ def test_ddp_is_shown_and_fsdp_is_refused(tmp_path: Path) -> None:
         lambda: DistributedDataParallel(copy.deepcopy(plain)), batches, tmp_path, sample=SAMPLE
     )
     assert all(record.feature_maps for record in watched.full)
-    if hasattr(fsdp, "fully_shard"):  # since PyTorch 2.6
-        fsdp.fully_shard(plain, mesh=init_device_mesh("cpu", (1,)))
-    else:
-        plain = fsdp.FullyShardedDataParallel(plain, device_id=torch.device("cpu"))
+    if not hasattr(fsdp, "fully_shard"):  # before PyTorch 2.6
+        return
+    fsdp.fully_shard(plain, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(ValueError, match="the model is sharded"):
         HookLogger(plain, tmp_path / "other", sample=SAMPLE)

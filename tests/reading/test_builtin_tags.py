@@ -53,7 +53,8 @@ def test_the_model_itself_goes_by_the_name_of_its_class() -> None:
 
 def test_pictures_are_found_by_name() -> None:
     tags = ["feature_maps/0003.encoder.1", "filters/0003.encoder.1", "input", "x"]
-    assert [tag for _, _, tag in image_tags(LAYER, tags)] == tags[:2]
+    assert [tag for _, _, tag in image_tags(LAYER, tags)] == tags[:3]
+    assert image_tags(LAYER, tags[2:]) == []
 
 
 class Tags(FileSource):

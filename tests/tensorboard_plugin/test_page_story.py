@@ -67,7 +67,7 @@ def test_runs_are_filtered_sorted_and_opened(page: TelemetryPage) -> None:
     page.page.keyboard.press("Enter")
     page.locator(".panel[data-run=old10]").wait_for()
     assert page.link()["run"] == "old10"
-    page.locator("button[aria-label='Beside: none']").click()
+    page.locator("button[aria-label='Beside: no run']").click()
     page.locator(".runs[data-loaded] tr:has-text('boom')").click()
     page.locator(".panel[data-run=boom]").wait_for()
     page.locator("button:has-text('One run')").click()

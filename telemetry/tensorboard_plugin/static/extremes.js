@@ -74,7 +74,7 @@ function limitsOf({ unit, log, usual }, values) {
   if (!log) return { low: -1, high: Infinity, said: "" };
   const positive = values.filter((value) => value > 0 && value < Infinity).sort((a, b) => a - b);
   const middle = usual ?? positive[positive.length >> 1] ?? 0;
-  const what = usual == null ? "the median over all layers" : "usual";
+  const what = usual == null ? "the median of the layers above zero" : "usual";
   return {
     low: middle / FAR,
     high: middle * FAR,

@@ -107,7 +107,7 @@ function saving(app) {
 
 /** A run's name; a button where there are several. */
 function runButton(label, name, runs, onclick) {
-  const text = name || "none";
+  const text = name || "no run";
   const value =
     runs.length > 1
       ? element(
