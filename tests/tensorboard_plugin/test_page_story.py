@@ -100,8 +100,8 @@ def test_a_range_of_a_hyperparameter_filters_the_table(page: TelemetryPage) -> N
     page.locator(".runs[data-loaded]").wait_for()
     page.locator(".runs").get_by_role("button", name="Run", exact=True).click()
     page.locator(".parallel summary").click()
-    canvas = page.locator(".parallel canvas")
-    assert "beta0" in (canvas.get_attribute("aria-label") or "")
+    canvas = page.locator(".parallel canvas[aria-label*=beta0]")
+    canvas.wait_for()
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
     assert box is not None
