@@ -101,22 +101,18 @@ export class AlertList {
 /** An alert in a few lines, with the run it is of. */
 export function alertText(alert, run = null) {
   const stage = { worse: " · worse", end: " · over" }[alert.stage] ?? "";
+  const severity = element("span", { class: "severity" }, alert.severity); // a color does not tell it
   return [
     element(
       "span",
       { class: "alert-head" },
-      element("b", {}, `${kindTitle(alert.kind)}${stage}`, severityText(alert)),
+      element("b", {}, `${kindTitle(alert.kind)}${stage}`, severity),
       element("span", {}, `step ${formatStep(alert.step)}`),
     ),
     run ? element("span", { class: "muted" }, run) : null,
     alert.module_name ? element("span", { class: "alert-layer" }, alert.module_name) : null,
     element("span", { class: "alert-message" }, alert.message),
   ].filter((part) => part !== null);
-}
-
-/** The severity in words: a color alone does not tell it. */
-function severityText({ severity }) {
-  return element("span", { class: "severity" }, severity);
 }
 
 /** A kind of alert as a title. */

@@ -87,13 +87,14 @@ function markNearest(lines, scale, box, y) {
 
 /** Names of curves beside their colors. */
 export function legendOf(curves) {
-  const sample = ({ color, dash }) =>
-    element("i", { style: `border-top: 3px ${dash?.length ? "dashed" : "solid"} ${color}` });
-  return element(
-    "div",
-    { class: "curve-legend" },
-    ...curves.map((curve) => element("span", {}, sample(curve), curve.label)),
-  );
+  const nameOf = (curve) => element("span", {}, sampleOf(curve), curve.label);
+  return element("div", { class: "curve-legend" }, ...curves.map(nameOf));
+}
+
+/** A piece of a curve's line; null without a color. */
+export function sampleOf({ color, dash }) {
+  if (!color) return null;
+  return element("i", { style: `border-top: 3px ${dash?.length ? "dashed" : "solid"} ${color}` });
 }
 
 export function xOf(box, view, step) {

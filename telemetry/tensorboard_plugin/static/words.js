@@ -1,5 +1,6 @@
 // What is under the pointer, in words beside it; what is selected or new, said aloud.
 
+import { sampleOf } from "./chart.js";
 import { element, fill } from "./dom.js";
 import { valueAt } from "./field.js";
 import { formatStep, formatValue } from "./format.js";
@@ -48,20 +49,10 @@ export class Tooltip {
 
   /** @param {Object} found `title` or `step`; `lines`, each with `label`, `text` and a `color` */
   showLines({ title, step, lines }, x, y) {
-    const row = ({ color, dash, label, text, isNearest }) =>
-      element(
-        "tr",
-        { class: isNearest ? "nearest" : "" },
-        element(
-          "td",
-          {},
-          color
-            ? element("i", { style: `border-top:3px ${dash?.length ? "dashed" : "solid"} ${color}` })
-            : null,
-        ),
-        element("td", {}, label),
-        element("td", {}, text),
-      );
+    const row = (curve) => {
+      const cells = [sampleOf(curve), curve.label, curve.text].map((part) => element("td", {}, part));
+      return element("tr", { class: curve.isNearest ? "nearest" : "" }, ...cells);
+    };
     const heading = title ?? `step ${formatStep(step)}`;
     this.#show(x, y, element("b", {}, heading), element("table", {}, ...lines.map(row)));
   }
