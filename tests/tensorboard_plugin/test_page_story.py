@@ -74,6 +74,30 @@ def test_runs_are_filtered_sorted_and_opened(page: TelemetryPage) -> None:
     page.locator(".panel[data-run=boom]").wait_for(state="detached")
 
 
+def test_a_column_keeps_the_width_it_was_dragged_to(page: TelemetryPage) -> None:
+    page.open(run="old9")
+    page.locator("button[aria-label='Run: old9']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    head = page.locator(".runs th", has_text="First alert")
+
+    def width() -> float:
+        box = head.bounding_box()
+        assert box is not None
+        return box["width"]
+
+    before, box = width(), head.bounding_box()
+    assert box is not None
+    mouse = page.page.mouse
+    for move, act in ((-3, mouse.down), (-100, mouse.up)):  # by its handle
+        mouse.move(box["x"] + before + move, box["y"] + box["height"] - 3, steps=4)
+        act()
+    narrow = width()
+    assert narrow < before - 50
+    page.locator(".runs").get_by_role("button", name="lr", exact=True).click()
+    assert width() == pytest.approx(narrow, abs=2)
+    page.page.keyboard.press("Escape")
+
+
 def test_one_statistic_of_many_runs_is_drawn_below_the_table(page: TelemetryPage) -> None:
     page.open(run="old9", layer=".b", step="5")
     page.locator("button[aria-label='Run: old9']").click()

@@ -57,6 +57,9 @@ export class RunTable {
     this.count = element("span", { class: "count", role: "status" });
     this.title = element("h2", { id: "runs-title" });
     this.table = element("table", {});
+    this.widths = new Map(); // of columns that were dragged
+    const resized = new MutationObserver((all) => all.forEach(({ target }) => this.#resized(target)));
+    resized.observe(this.table, { subtree: true, attributeFilter: ["style"] });
     this.curves = new RunCurves(source);
     this.parallel = new Parallel(() => this.#draw());
     this.node = element(
@@ -131,6 +134,15 @@ export class RunTable {
       element("thead", {}, element("tr", {}, ...filled.map((column) => this.#head(column)))),
       element("tbody", {}, ...shown.map((run) => this.#row(run, filled))),
     );
+    for (const head of this.table.tHead.rows[0].cells)
+      head.style.width = this.widths.get(head.textContent) ?? "";
+  }
+
+  /** Cells are cut to the width that their column's head was dragged to. */
+  #resized({ tagName, cellIndex, textContent, style }) {
+    if (tagName !== "TH") return;
+    this.widths.set(textContent, style.width);
+    for (const { cells } of this.table.tBodies[0].rows) cells[cellIndex].style.maxWidth = style.width;
   }
 
   /** Whether each word of the filter is in the run's texts. */
