@@ -54,7 +54,10 @@ def write_runs(logdir: Path) -> None:
         ],
     )  # fmt: skip
     special = np.array([1, 1e6, 0, np.inf, np.nan, MISSING], np.float32)
-    write_run(logdir / "colors", layout_of(COLORS), steps=range(10), norms=lambda _: special)
+    for name, norms in (("colors", special), ("sound", np.ones(6, np.float32))):
+        write_run(
+            logdir / name, layout_of(COLORS), steps=range(10), norms=lambda _, norms=norms: norms
+        )  # fmt: skip
     write_run(
         logdir / "explosion", layout_of(["a", "b", "transformer.blocks.10.attention.projection"]),
         steps=range(60), norms=exploding,

@@ -154,7 +154,8 @@ export function relativeValues(field, whole, mode, log) {
 }
 
 /**
- * Values relative to those of another run, at the step that holds there; −1 where one has none.
+ * Values relative to those of another run, at the step that holds there; infinite where that has 0,
+ * NaN where one is NaN, −1 where one has none.
  * @param {Field} field
  * @param {{name: string}[]} layers behind it
  * @param {Field} other
@@ -176,10 +177,9 @@ export function relativeToRun(field, layers, other, others, log) {
     rows.forEach((row, index) => {
       const value = field.values[column * field.rows + index];
       const reference = row < 0 ? -1 : other.values[theirs * other.rows + row];
-      if (reference < 0) return;
-      const isKnown = reference < Infinity && !(log && reference === 0);
-      result[column * field.rows + index] =
-        value === reference ? 1 : relative(value, isKnown ? reference : NaN, log);
+      if (value < 0 || reference < 0) return;
+      const ratio = log ? value / reference : 1 + value - reference;
+      result[column * field.rows + index] = value === reference ? 1 : ratio;
     });
   });
   return result;
