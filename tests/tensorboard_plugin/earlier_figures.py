@@ -139,7 +139,8 @@ def shown_in_report(text: str) -> dict[str, Any]:
         "alerts": [[alert[k] for k in ("kind", "step")] for alert in data["overview"]["alerts"]],
         "matrices": sorted(data["matrices"]),
         "histograms": sorted(data["histograms"]),
-        "pictures": sorted(data["pictures"]),
+        # The input was not beside them first.
+        "pictures": sorted(key for key in data["pictures"] if "/input " not in key),
         "faults": _headlines(text),
     }
 
@@ -177,6 +178,7 @@ def _page(client: Client, name: str) -> dict[str, Any]:
     curves, _ = client.arrays("layer", run=name, layer=layer)
     histograms, _ = client.arrays("histograms", run=name, layer=layer)
     images = client.json("images", run=name, layer=layer)
+    images = [item for item in images if item["kind"] != "input"]  # which was not beside them first
     return {
         "run": [row["loss"], row["hparams"], row["alertCount"], last],
         "layers": [[item["name"], item["type"], item["parameters"]] for item in run["layers"]],

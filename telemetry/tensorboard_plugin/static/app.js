@@ -168,8 +168,8 @@ export class App {
   }
 
   #loadMoversOfAlert() {
-    const alert = this.chosenAlert;
-    if (alert && !this.side.movers.isOf(alert.step)) this.loadMovers(this.focusedPanel().run, alert.step);
+    const [alert, run] = [this.chosenAlert, this.focusedPanel()?.run];
+    if (alert && !this.side.movers.isOf(run, alert.step)) this.loadMovers(run, alert.step);
   }
 
   /** What cells show; one run has no other to compare with. */

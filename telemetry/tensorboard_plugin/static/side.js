@@ -89,16 +89,16 @@ export class Movers {
     this.request = 0;
   }
 
-  /** Whether it shows, or loads, what moved around a step. */
-  isOf(step) {
-    return this.step === step;
+  /** Whether it shows, or loads, what moved around a step of a run. */
+  isOf(run, step) {
+    return this.run === run && this.step === step;
   }
 
   /** Loads what a source knows about a step; later answers to earlier questions are ignored. */
   async load(source, run, step) {
     const request = ++this.request;
     this.data = null;
-    this.step = step;
+    [this.run, this.step] = [run, step];
     const found = await source.movers(run, step).catch((error) => ({ error: error.message }));
     if (request === this.request) this.data = { run, step, ...found };
   }
