@@ -98,8 +98,11 @@ class DeadUnits(Detector):
         first, *others = (called(str(output)) for output in dead[:4])
         also = f". The same holds for units of {', '.join(others)}" if others else ""
         module = record.layout.modules[record.layout.position[dead[0].module_name]]
+        units = record.outputs[dead[0]].rows.units_of(record.outputs[dead[0]].row)
+        is_zero = units is None or not units[silence.silent].any()
+        what = "are zero for every input" if is_zero else "get no gradient from any input"
         return Finding(
-            seen=f"{count} of {size} units of {first}{which} are zero for every input of "
+            seen=f"{count} of {size} units of {first}{which} {what} of "
             f"{batches if batches > 1 else 'one'} batch{'es' if batches > 1 else ''} and cannot "
             f"learn{also}",
             advice=_DROPPED if module.type_name in DROPOUTS else _ADVICE,
