@@ -1,7 +1,7 @@
 """What merging the records of many ranks costs: bytes, seconds.
 
 Every part is measured for itself: how large what one rank sends is, how long a rank takes to merge
-what those below it sent, and how long that takes to arrive through a store on this machine. The
+what those below it sent, and how long that takes to arrive over a connection on this machine. The
 time for many ranks is put together from these: leaders are on different machines and work at the
 same time, so one of them is merged, and the others are taken for equal to it. CPU times are those
 of the thread that merges. A real network adds its own latency.
@@ -12,6 +12,9 @@ It also measures what the training thread pays for each step.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import math
+import socket
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -23,8 +26,9 @@ import torch
 from machine import describe_machine, write_json
 
 from telemetry.failures import Failures
-from telemetry.ranks.channel import BUSY_S, IDLE_S, Channel
+from telemetry.ranks.channel import TURN_S, Channel
 from telemetry.ranks.columns import NO_ROWS, Table
+from telemetry.ranks.connections import Inbox, Uplink
 from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.gathering import Gathering, Message, Step
 from telemetry.ranks.held import WHOLE
@@ -37,7 +41,7 @@ from telemetry.ranks.measured import (
     Row,
     merge,
 )
-from telemetry.ranks.stores import Inbox, exchange, join
+from telemetry.ranks.meeting import Address, Meeting, this_machine
 from telemetry.records import Layout, Module, Parameter, TensorRecord
 from telemetry.records.sketch import sketch_array
 from telemetry.records.tensor import Tensors
@@ -115,7 +119,7 @@ class Tree:
         layers: Of each one's model.
         levels: How many ranks are above the lowest one.
         arrival_s: From the end of the step until the writing rank has the whole, without anyone
-            late; half a tick of waiting per level included.
+            late; a turn of waiting per level included.
         first_rank_s: CPU time of the writing rank in the background.
         own_bytes: What a rank sends of its own.
         waiting_bytes: What arrives at the writing rank.
@@ -277,9 +281,9 @@ def simulate(ranks: int, machine: Sequence[Measured], steps: Sequence[int] = (0,
     led_s += time.thread_time() - began
     arriving = [*own, *leaders]
     _, cpu_s = gather(ranks, arriving)
-    arrival_s = carry(arriving[1:]) + cpu_s + IDLE_S / 2 + BUSY_S
+    arrival_s = carry(arriving[1:]) + cpu_s + TURN_S
     if leaders:
-        arrival_s += carry(own[1:]) + led_s + IDLE_S / 2 + BUSY_S
+        arrival_s += carry(own[1:]) + led_s + TURN_S
     return Tree(
         ranks=ranks,
         layers=layers_of(machine[0]),
@@ -319,20 +323,31 @@ def averages(full: Tree, light: Tree) -> list[Average]:
 
 def carry(payloads: Sequence[bytes]) -> float:
     """Seconds until bytes from several ranks have arrived in an inbox, one after another."""
-    inbox = Inbox()
-    child = join(inbox.store)
-    began = time.perf_counter()
-    for number, payload in enumerate(payloads):
-        exchange(inbox.store, child, number, [payload])
-        inbox.collect()
-    return time.perf_counter() - began
+
+    async def send_all() -> float:
+        arrived: asyncio.Queue[bytes] = asyncio.Queue()
+        listening = socket.create_server(("127.0.0.1", 0))
+        inbox = Inbox("", arrived.put_nowait, b"{}")
+        await inbox.open(listening)
+        meeting = Meeting("benchmark")
+        meeting.first = Address(this_machine(), [], listening.getsockname()[1])
+        uplink = Uplink(meeting, math.inf, lambda news: None)
+        began = time.perf_counter()
+        for payload in payloads:
+            uplink.put(payload, droppable=False)
+        uplink.finish()
+        await uplink.run()
+        inbox.close()
+        return time.perf_counter() - began
+
+    return asyncio.run(send_all())
 
 
 def gather(ranks: int, payloads: Sequence[bytes]) -> tuple[list[Measured], float]:
     """What a rank makes of its own part, the first one, and of others', and its CPU time."""
     gathering = Gathering(
         world_size=ranks, decode=decode, merge=merge, patience_s=1.0, start_s=1.0,
-        forwards_late=False,
+        is_first=True,
     )  # fmt: skip
     own, messages = decode(payloads[0]), [message_of(payload) for payload in payloads[1:]]
     whole = []

@@ -1,41 +1,42 @@
 """One rank's end of the channel between ranks: what it measured goes up, announcements come down.
 
 The ranks of a machine send to the one that leads it, and the leaders to the first rank
-(:mod:`telemetry.ranks.meeting`). Each of these hosts a ``torch.distributed.TCPStore`` for that
-(:mod:`telemetry.ranks.stores`) and merges what belongs to one step
-(:mod:`telemetry.ranks.gathering`); leaders send that on (:mod:`telemetry.ranks.uplink`).
-Announcements are posted on these stores, where the ranks below ask for them four times a second,
-and whenever they send. No collective takes part, no process group is made, and nobody waits but
-background threads, each time for a bounded time and with bounded memory.
+(:mod:`telemetry.ranks.meeting`), over connections of their own
+(:mod:`telemetry.ranks.connections`). Who receives merges what belongs to one step
+(:mod:`telemetry.ranks.gathering`). No collective takes part, no process group is made, and nobody
+waits but background threads, each time for a bounded time and with bounded memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from queue import Empty, SimpleQueue
 from typing import Any
 
+from torch import distributed
+
 from telemetry.failures import Failures
+from telemetry.ranks.connections import Inbox, Uplink, is_set_within
 from telemetry.ranks.gathering import END, LAP, PLACES, Gathering, Message, News, Part, Step, blocks
-from telemetry.ranks.meeting import Meeting
+from telemetry.ranks.meeting import Meeting, in_thread
 from telemetry.ranks.raising import ANSWER_S, Agreement
-from telemetry.ranks.stores import Inbox
-from telemetry.ranks.uplink import LAST_S, Uplink
 
 # How long it takes until a rank is late; a leader waits twice as long for those below it, and the
 # first rank three times, so that it has heard from the leaders, which waited.
 PATIENCE_S = 5.0
 
 CLOSE_S = 20.0
-BUSY_S, IDLE_S = 0.02, 0.2
-"""How often a rank looks for what has arrived: while a step waits for others, and otherwise."""
-_LEAVE_S = 2.0
+TURN_S, IDLE_S = 0.02, 0.2
+"""How long what comes waits for more, to travel with it; and how often what waits is looked at."""
+_LAST_S = 2.0
 
 # A time for which this process was stopped counts as no more: what others sent meanwhile has yet to
 # be read, and nobody else was late.
@@ -82,12 +83,8 @@ class Channel:
         self._failures = failures
         self._patience_s = patience_s
         self._now, self._turned_at = 0.0, time.monotonic()
-        self._given: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lap, self._last = 0, -1
         self._own: list[Step] = []  # measured here, and yet to be sent or merged
-        self._gathering: Gathering | None = None
-        self._inbox: Inbox | None = None
-        self._uplink: Uplink | None = None
         self._news = News()
         self._asked_at = math.inf
         self._pid = os.getpid()
@@ -95,12 +92,11 @@ class Channel:
         self._close_at = math.inf
         self.agreement = Agreement(first_step)
         self._meeting = Meeting(hashlib.sha256(name.encode()).hexdigest()[:16])
-        if rank == 0:
-            inbox = Inbox()
-            self._serve(inbox)
-            self._meeting.publish(inbox)
-        else:
-            self._uplink = Uplink(self._meeting, patience_s)
+        self._inbox: Inbox | None = None
+        self._uplink = Uplink(self._meeting, patience_s, self._hear) if rank else None
+        self._gathering = None if rank else self._gather(3 * patience_s, 3 * patience_s)
+        self._loop = asyncio.SelectorEventLoop()
+        self._woken = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry-ranks", daemon=True)
         self._thread.start()
 
@@ -122,72 +118,86 @@ class Channel:
         """Send what waits, let the ranks below go elsewhere, and end. Harmless when repeated.
 
         The first rank waits for what others measured at the steps that it has, as long as for any
-        late rank, and all within ``timeout_s``; threads that hang have four seconds more.
+        late rank, and all within ``timeout_s``; then there are two seconds more.
         """
         if os.getpid() != self._pid:
             return
-        if not self._closing:
-            self._closing, self._close_at = True, time.monotonic() + timeout_s
-            self._given.put(lambda: None)
+        self._close_at = min(self._close_at, time.monotonic() + timeout_s)
+        self._give(self._close)
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s + LAST_S)
+            self._thread.join(timeout_s + _LAST_S)
 
     def _give(self, act: Callable[[], None]) -> None:
-        if os.getpid() == self._pid and not self._closing:
-            self._given.put(act)
+        if os.getpid() == self._pid:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._do, act)
 
     # --- on the channel's thread -----------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing:
-            self._turn()
         with self._failures.contained("to end the exchange with other ranks"):
-            self._end()
+            self._loop.run_until_complete(self._live())
+        self.agreement.decide(self._news.raise_at)
+        self._loop.close()
 
-    def _turn(self, *, hurry: bool = False) -> None:
-        """Do what there is to do, after a wait of a moment for more of it."""
+    async def _live(self) -> None:
+        meeting = asyncio.create_task(self._meet())
+        while not self._closing:
+            await self._turn()
+        await self._end(meeting)
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+    async def _meet(self) -> None:
+        with self._failures.contained("to find the other ranks"):
+            if self._uplink is not None:
+                await self._uplink.run()
+                return
+            while not distributed.is_initialized():
+                await asyncio.sleep(IDLE_S)
+            with suppress(RuntimeError, OSError, ValueError):  # it stays alone, and says so
+                await in_thread(self._meeting.publish)
+
+    def _do(self, act: Callable[[], None]) -> None:
         with self._failures.contained("to exchange records with other ranks"):
-            self._do_given()
+            act()
+        self._woken.set()
+
+    def _close(self) -> None:
+        self._closing = True
+
+    async def _turn(self, *, hurry: bool = False) -> None:
+        """Do what there is to do, after a wait of a moment for more of it."""
+        await is_set_within(0 if hurry else IDLE_S, self._woken)
+        await asyncio.sleep(0 if self._closing else TURN_S)
+        self._woken.clear()
+        with self._failures.contained("to exchange records with other ranks"):
             turned_at, self._turned_at = self._turned_at, time.monotonic()
             self._now += min(self._turned_at - turned_at, _LONGEST_TURN_S)
-            if self._inbox is None and self._meeting.inbox is not None:
-                self._serve(self._meeting.inbox)
-            for data in () if self._inbox is None else self._inbox.collect():
-                self._take(Message.from_bytes(data))
+            if self._inbox is None and self._meeting.listening is not None:
+                await self._serve(self._meeting.listening)
             self._hand_on(hurry=hurry)
             if self._uplink is not None:
                 self._uplink.look(self._now)
-                if (heard := self._uplink.news) and (news := News.from_bytes(heard)) != self._news:
-                    self._post(news)
             self._choose()
 
-    def _do_given(self) -> None:
-        """What comes within a moment travels together."""
-        try:
-            act = self._given.get(timeout=BUSY_S if self._is_busy else IDLE_S)
-            if not self._closing:
-                time.sleep(BUSY_S)
-            while True:
-                act()
-                act = self._given.get_nowait()
-        except Empty:
-            pass
-
-    @property
-    def _is_busy(self) -> bool:
-        return self._gathering is not None and self._gathering.waiting > 0
-
-    def _serve(self, inbox: Inbox) -> None:
+    async def _serve(self, listening: socket.socket) -> None:
         """Others send to this rank, from now on."""
-        self._inbox, is_first = inbox, self._uplink is None
-        inbox.post(self._news.to_bytes())
-        self._gathering = Gathering(
+        self._inbox = Inbox(self._meeting.password, self._hear_below, self._news.to_bytes())
+        if self._gathering is None:
+            self._gathering = self._gather(2 * self._patience_s, self._patience_s / 4)
+        await self._inbox.open(listening)
+
+    def _gather(self, patience_s: float, start_s: float) -> Gathering:
+        return Gathering(
             world_size=self._world_size,
             decode=self._decode,
             merge=self._merge,
-            patience_s=(3 if is_first else 2) * self._patience_s,
-            start_s=3 * self._patience_s if is_first else self._patience_s / 4,
-            forwards_late=not is_first,
+            patience_s=patience_s,
+            start_s=start_s,
+            is_first=self._uplink is None,
         )
 
     def _send(self, step: int, part: Part, phase: str) -> None:
@@ -197,6 +207,9 @@ class Channel:
             end += LAP
         self._last = max(end - PLACES + 1, self._last + 1) if phase else end
         self._own.append(Step(self._last, self._me, part))
+
+    def _hear_below(self, data: bytes) -> None:
+        self._do(lambda: self._take(Message.from_bytes(data)))
 
     def _take(self, message: Message) -> None:
         """Something from below, or an answer of this rank."""
@@ -225,6 +238,10 @@ class Channel:
                 gathering.tell_missing(whole)
             yield whole
 
+    def _hear(self, data: bytes) -> None:
+        if (news := News.from_bytes(data)) != self._news:
+            self._post(news)
+
     def _post(self, news: News) -> None:
         """To the ranks below, and to this one."""
         self._news = news
@@ -249,27 +266,32 @@ class Channel:
             if (step := self._gathering.held(at_once=late)) is not None:
                 self._post(replace(self._news, raise_at=step))
 
-    def _end(self) -> None:
+    async def _end(self, meeting: asyncio.Task[None]) -> None:
         if self._uplink is not None:
-            self._dismiss()
-            self._turn(hurry=True)
+            await self._dismiss()
+            await self._turn(hurry=True)
             left = Message(places=(END,), ranks=self._me)
             self._uplink.put(left.to_bytes(), droppable=False)
-            self._uplink.close(self._close_at - time.monotonic())
+            self._uplink.finish()
+            await asyncio.wait({meeting}, timeout=max(0, self._close_at - time.monotonic()))
         else:
             while self._is_busy and time.monotonic() < self._close_at:
-                self._turn()
-            self._turn(hurry=True)
-            self._dismiss()
-            self._meeting.close()
-        self.agreement.decide(self._news.raise_at)
-        self._inbox = self._meeting.inbox = None  # which ends its server
+                await self._turn()
+            await self._turn(hurry=True)
+            await self._dismiss()
+        if self._inbox is not None:
+            self._inbox.close()
+            with suppress(asyncio.TimeoutError):  # the store may be silent
+                await asyncio.wait_for(in_thread(self._meeting.delete), _LAST_S / 2)
 
-    def _dismiss(self) -> None:
+    @property
+    def _is_busy(self) -> bool:
+        return self._gathering is not None and self._gathering.waiting > 0
+
+    async def _dismiss(self) -> None:
         """Send the ranks below elsewhere; those of the first rank have nowhere to go, and end."""
-        if self._inbox is None:
-            return
-        self._inbox.dismiss()
-        give_up = min(self._close_at, time.monotonic() + _LEAVE_S)
-        while self._inbox.children and time.monotonic() < give_up:
-            self._turn()
+        if self._inbox is not None:
+            self._inbox.dismiss()
+            give_up = min(self._close_at, time.monotonic() + _LAST_S)
+            while self._inbox.children and time.monotonic() < give_up:
+                await self._turn()

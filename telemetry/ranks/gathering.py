@@ -159,8 +159,8 @@ class Gathering:
         patience_s: How long a step waits for a rank of which nothing comes.
         start_s: How long after the first message nothing is complete unless it holds all ranks of
             the world, because of others nothing may have come yet.
-        forwards_late: Whether what comes after its step has ended is handed on by itself, because
-            further on the step may not have ended yet. Otherwise it is left out.
+        is_first: Whether what comes after its step has ended is left out. Otherwise it is handed on
+            by itself, because further on the step may not have ended yet.
         max_bytes: How many bytes may wait. If there are half as many, what is there of the next
             step is merged before the rest comes.
     """
@@ -173,7 +173,7 @@ class Gathering:
         merge: Callable[[list[Any]], Any],
         patience_s: float,
         start_s: float,
-        forwards_late: bool,
+        is_first: bool,
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._decode = decode
@@ -181,13 +181,12 @@ class Gathering:
         self._patience_s = patience_s
         self._start_s = start_s
         self._start_ends = np.inf
-        self._forwards_late = forwards_late
+        self._is_first = is_first
         self._max_bytes = max_bytes
         self._open: dict[int, list[_Arrived]] = {}
         self._since: dict[int, float] = {}
         self._bytes = 0
         self._ended = -1
-        self._stragglers: list[tuple[int, _Arrived]] = []
         self._last = np.full(world_size, -1, np.int64)
         self._heard = np.full(world_size, -np.inf)
         self._held = np.full(world_size, -1, np.int64)
@@ -246,13 +245,10 @@ class Gathering:
         return len(self._open)
 
     def add(self, message: Message, now: float) -> None:
-        decoded = cache(partial(self._decode, message.payload))
         self._note(message.ranks, max(message.places, default=-1), message.held, now)
+        parts = cache(partial(self._decode, message.payload))
         for number, place in enumerate(message.places if message.payload else ()):
-            nbytes, load = (
-                len(message.payload) // len(message.places),
-                partial(_nth, decoded, number),
-            )
+            nbytes, load = len(message.payload) // len(message.places), partial(_nth, parts, number)
             self._put(place, _Arrived(message.ranks, nbytes, load), now)
 
     def add_own(self, step: Step, now: float) -> None:
@@ -278,9 +274,6 @@ class Gathering:
         Returns:
             None if there is none. Call it until then; an exception of ``merge`` costs one step.
         """
-        if self._stragglers:
-            place, late = self._stragglers.pop(0)
-            return Step(place, late.ranks, late.load())
         if not self._open:
             return None
         arrived = self._open[place := min(self._open)]
@@ -294,15 +287,13 @@ class Gathering:
         if (waited_s < self._patience_s).any() and self._bytes <= self._max_bytes and not hurry:
             return None
         self._silent |= awaited & self._joined
-        self._ended = place
+        self._ended = max(self._ended, place)
         del self._open[place], self._since[place]
         whole = self._whole(arrived)
         return Step(place, whole.ranks, whole.load())
 
     def _put(self, place: int, new: _Arrived, now: float) -> None:
-        if place <= self._ended:
-            if self._forwards_late:
-                self._stragglers.append((place, new))
+        if place <= self._ended and self._is_first:
             return
         arrived = self._open.setdefault(place, [])
         self._since.setdefault(place, now)

@@ -1,37 +1,39 @@
 """How ranks find each other: through the default process group's store, in the order they come.
 
-The first rank publishes the address of its store. Of every other machine, the rank that comes first
-leads: it opens a store of its own, to which the other ranks of that machine send, and sends to the
-first rank. Nobody waits for a rank that never comes, or has to know how many a machine has.
+The first rank publishes where it listens. Of every other machine, the rank that comes first leads:
+it listens, too, and the other ranks of that machine send to it, and it to the first rank. Nobody
+waits for a rank that never comes, or has to know how many a machine has.
 
 The store and its connection are those of training, too, since a further one per rank could exhaust
-the file descriptors of the process that serves it. Only calls are made that return at once, ever
-more seldom while something is not there yet. No reference is kept: the server ends with the last.
+the file descriptors of the process that serves it. Only calls are made that return at once, unless
+that process is stopped. No reference is kept: the server ends with the last.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
-import threading
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from threading import Thread
+from typing import NamedTuple, TypeVar
 
 from torch import distributed
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from telemetry.ranks.stores import Inbox
+T = TypeVar("T")
 
-_ASK_S = 0.1
-_LAST_S = 1.0
 _LOOPBACK = ("127.", "::1")
+_BACKLOG = 1024
 
 
 class Address(NamedTuple):
-    """Where a rank's store can be reached: its machine, names of the host, the best first; port."""
+    """Where a rank listens: its machine, names of the host, the best first; and the port."""
 
     machine: str
     hosts: list[str]
@@ -39,77 +41,87 @@ class Address(NamedTuple):
 
     @property
     def reachable(self) -> list[str]:
-        """Ranks of one machine or container share ``localhost``."""
-        return ["localhost"] if self.machine == this_machine() else self.hosts
+        """Ranks of one machine or container share the loopback."""
+        return ["127.0.0.1", "::1"] if self.machine == this_machine() else self.hosts
 
 
 class Meeting:
     """Publishes where this rank is, if others send to it, and finds out where it sends itself.
 
+    Its methods ask the store, so call them :func:`in_thread`.
+
     Attributes:
+        password: Of this run, for whom nobody else is taken.
         first: Where the first rank is, as far as it is known.
-        inbox: To which others send, if this rank leads its machine or is the first.
+        listening: At which others reach this rank, if it leads its machine or is the first.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._closing = threading.Event()
-        self._meeting = ""
         self._keys: list[str] = []
+        self.password = ""
         self.first: Address | None = None
-        self.inbox: Inbox | None = None
+        self.listening: socket.socket | None = None
 
-    def publish(self, inbox: Inbox) -> None:
-        """On the first rank: say where it is, on a thread, as soon as there is a process group."""
-        self.inbox = inbox
-        threading.Thread(target=self._publish, name="telemetry-meeting", daemon=True).start()
+    def publish(self) -> None:
+        """On the first rank: say where it is, once there is a process group."""
+        self.password = uuid.uuid4().hex  # not that of a dead run
+        here = self._leader()
+        self._keys.append(key_of(self._name))
+        default_store().set(key_of(self._name), json.dumps([self.password, here]))
 
     def find(self) -> Address | None:
-        """Where to send: at first to who leads, then to the first rank; None if it has not come."""
-        if self.first is not None:
-            return self.first
+        """Where to send at first, to who leads; None if the first rank has not come."""
         key = key_of(self._name)
-        if not distributed.is_initialized() or not default_store().check([key]):
+        if not default_store().check([key]):
             return None
-        self._meeting, first = json.loads(default_store().get(key))
+        self.password, first = json.loads(default_store().get(key))
         self.first = Address(*first)
-        return self._leader() if self.inbox is None else self.first
-
-    def close(self) -> None:
-        """Delete what was published, unless the process group is gone or its store is silent."""
-        self._closing.set()
-        if self._keys and distributed.is_initialized():
-            thread = threading.Thread(target=self._delete, name="telemetry-meeting", daemon=True)
-            thread.start()
-            thread.join(_LAST_S)
-
-    def _publish(self) -> None:
-        # Without a store, the first rank stays alone, and says so.
-        with suppress(RuntimeError, OSError, ValueError):
-            while not distributed.is_initialized():
-                if self._closing.wait(_ASK_S):
-                    return
-            self._meeting = f"telemetry/{self._name}/{uuid.uuid4().hex}"  # not that of a dead run
-            here = self._leader()
-            self._keys.append(key_of(self._name))
-            default_store().set(key_of(self._name), json.dumps([self._meeting, here]))
+        return self._leader() if self.listening is None else self.first
 
     def _leader(self) -> Address:
         """Of this machine: this rank, unless another one was before it."""
-        store, key = default_store(), f"{self._meeting}/machine/{this_machine()}"
-        inbox = self.inbox or Inbox()
-        here = json.dumps(address_of(inbox.store, meeting_host(store)))
+        store, key = default_store(), f"telemetry/{self.password}/{this_machine()}"
+        listening = self.listening or _listen()
+        here = json.dumps(address_of(listening.getsockname()[1], meeting_host(store)))
         found = store.compare_set(key, "", here).decode()
         if found != here:
+            listening.close()
             return Address(*json.loads(found))
         self._keys.append(key)
-        self.inbox = inbox
+        self.listening = listening
         return self.first or Address(*json.loads(here))
 
-    def _delete(self) -> None:
+    def delete(self) -> None:
+        """What was published, unless the process group is gone."""
         with suppress(RuntimeError, ValueError):
             for key in self._keys:
                 default_store().delete_key(key)
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """What a call returns that may never do so; no exit waits, unlike for ``asyncio.to_thread``."""
+    result = Future[T]()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
+
+    Thread(target=run, name="telemetry-meeting", daemon=True).start()
+    return await asyncio.wrap_future(result)
+
+
+def _listen() -> socket.socket:
+    """On a free port of all addresses."""
+    with suppress(OSError):  # IPv6 may be switched off
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+            )
+    return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
 def default_store() -> Store:
@@ -144,8 +156,8 @@ def meeting_host(store: Store) -> str | None:
     return store.host if isinstance(store, TCPStore) else os.environ.get("MASTER_ADDR")
 
 
-def address_of(server: TCPStore, meeting_host: str | None) -> Address:
-    """Where others reach a server: at the address that is used towards ``meeting_host``."""
+def address_of(port: int, meeting_host: str | None) -> Address:
+    """Where others reach this rank: at the address that is used towards ``meeting_host``."""
     hosts = []
     if meeting_host:
         with suppress(OSError):
@@ -157,4 +169,4 @@ def address_of(server: TCPStore, meeting_host: str | None) -> Address:
         if not hosts or hosts[0].startswith(_LOOPBACK):
             hosts.append(meeting_host)  # which is this machine
     hosts.append(socket.gethostname())
-    return Address(this_machine(), list(dict.fromkeys(hosts)), server.port)
+    return Address(this_machine(), list(dict.fromkeys(hosts)), port)

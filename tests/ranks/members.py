@@ -176,10 +176,9 @@ class Member:
         """How many keys the store of the group has."""
         return int(dist.distributed_c10d._get_default_store().num_keys())
 
-    def keys_below(self) -> int:
-        """How many keys this rank's own store has, where others send to it."""
-        inbox = self.channels["run"]._inbox
-        return -1 if inbox is None else int(inbox.store.num_keys())
+    def serves(self) -> bool:
+        """Whether others send to this rank."""
+        return self.channels["run"]._inbox is not None
 
     def serve(self) -> None:
         """Wait until others can send to this rank."""

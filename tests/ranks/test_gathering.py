@@ -46,16 +46,14 @@ def left(rank: int) -> Message:
     return Message(places=(END,), ranks=frozenset({rank}))
 
 
-def gathering(
-    *, start_s: float = 0.0, forwards_late: bool = False, max_bytes: int = 1000
-) -> Gathering:
+def gathering(*, start_s: float = 0.0, is_first: bool = True, max_bytes: int = 1000) -> Gathering:
     return Gathering(
         world_size=WORLD,
         decode=lambda payload: [Bytes(payload)],
         merge=merge,
         patience_s=10.0,
         start_s=start_s,
-        forwards_late=forwards_late,
+        is_first=is_first,
         max_bytes=max_bytes,
     )
 
@@ -158,7 +156,7 @@ def test_one_that_leaves_is_not_waited_for_and_one_that_joins_is() -> None:
 
 
 def test_what_comes_late_is_handed_on_below_and_memory_is_bounded() -> None:
-    gathered = gathering(forwards_late=True, max_bytes=3)
+    gathered = gathering(is_first=False, max_bytes=3)
     gathered.add(part(0, 0), 0.0)
     gathered.add(part(1, 1), 0.0)
     gathered.add(part(1, 0), 0.0)

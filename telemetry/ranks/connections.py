@@ -1,0 +1,237 @@
+"""Messages between ranks over TCP, on one event loop: an inbox takes them, an uplink sends them.
+
+Each is its length in eight bytes, and then itself. Up go the password of the run, then messages,
+one at a time. Down come news, and for each message nothing, its acknowledgement: what has none is
+sent again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import time
+from asyncio import Event, StreamReader, StreamWriter
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch import distributed
+
+from telemetry.ranks.meeting import Address, Meeting, in_thread
+
+# Of one message, and of all that wait to be sent.
+MAX_MESSAGE_BYTES = 2**30
+MAX_BYTES = 64 * 2**20
+
+_READ_BYTES = 2**20
+_LEAVES = b"-"
+_CONNECT_S = 2.0
+_SEARCH_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 30.0
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "big") + data
+
+
+async def _read(stream: StreamReader) -> bytes:
+    """EOFError: the other side is gone; ValueError: it sends something else."""
+    size = int.from_bytes(await stream.readexactly(8), "big")
+    if size > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    return await stream.readexactly(size)
+
+
+async def is_set_within(seconds: float, event: Event) -> bool:
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()
+
+
+class Inbox:
+    """The receiving side: gives each message that arrives to ``take``, and posts news.
+
+    Messages stay in the other side's memory and the system's while this loop is busy.
+    """
+
+    def __init__(self, password: str, take: Callable[[bytes], None], news: bytes) -> None:
+        self._password = password.encode()
+        self._take = take
+        self._news = news
+        self._children: set[StreamWriter] = set()
+
+    async def open(self, listening: socket.socket) -> None:
+        self._server = await asyncio.start_server(self._serve, sock=listening, limit=_READ_BYTES)
+
+    def close(self) -> None:
+        self._server.close()
+        for child in self._children:
+            child.close()
+
+    async def _serve(self, stream: StreamReader, child: StreamWriter) -> None:
+        try:
+            if await _read(stream) == self._password:
+                self._children.add(child)
+                child.write(_framed(self._news))
+                while True:
+                    self._take(await _read(stream))
+                    child.write(_framed(b""))
+        except (OSError, EOFError, ValueError):
+            pass  # it sends what is missing elsewhere
+        finally:
+            self._children.discard(child)
+            child.close()
+
+    def post(self, news: bytes) -> None:
+        """To the ranks below, and to those that come later."""
+        self._news = news
+        self._tell(news)
+
+    def dismiss(self) -> None:
+        """Have the ranks below send elsewhere."""
+        self._tell(_LEAVES)
+
+    def _tell(self, data: bytes) -> None:
+        for child in self._children:
+            child.write(_framed(data))
+
+    @property
+    def children(self) -> int:
+        return len(self._children)
+
+
+class Uplink:
+    """The sending side: finds whom to send to, and goes elsewhere if need be.
+
+    If the rank above is silent for ``patience_s``, dies or leaves, this rank turns to the first
+    rank of all. Nobody replaces that one: if it is stopped, it is waited for; if it is gone, it is
+    looked for again; if it leaves, that is the end.
+
+    Attributes:
+        tried: Whether it has reached the rank above, or has failed to.
+    """
+
+    def __init__(self, meeting: Meeting, patience_s: float, hear: Callable[[bytes], None]) -> None:
+        self._meeting = meeting
+        self._patience_s = patience_s
+        self._hear = hear
+        self._waiting: deque[tuple[bytes, bool]] = deque()
+        self._bytes = 0
+        self._sending: bytes | None = None  # not acknowledged so far
+        self._sent_at = math.inf
+        self._finishing = Event()
+        self._address: Address | None = None
+        self._above: StreamWriter | None = None
+        self._has_met = False
+        self._pause_s = 0.0
+        self.tried = False
+
+    def put(self, data: bytes, *, droppable: bool) -> None:
+        """Send a message, or keep it until it can be sent; of too many records the oldest go."""
+        self._waiting.append((data, droppable))
+        self._bytes += len(data)
+        index = 0
+        while self._bytes > MAX_BYTES and index < len(self._waiting) - 1:
+            if self._waiting[index][1]:
+                self._bytes -= len(self._waiting[index][0])
+                del self._waiting[index]
+            else:
+                index += 1
+        self._send_next()
+
+    def look(self, now: float) -> None:
+        """Now and then: give up a rank that is silent for too long and is not the first."""
+        if self._sending is None or self._above is None:
+            self._sent_at = math.inf
+        self._sent_at = min(self._sent_at, now)
+        hangs = now - self._sent_at > self._patience_s
+        if hangs and self._above is not None and self._address != self._meeting.first:
+            self._above.transport.abort()
+
+    def finish(self) -> None:
+        """Have :meth:`run` end when all is sent."""
+        self._finishing.set()
+        if self._is_done and self._above is not None:
+            self._above.close()
+
+    async def run(self) -> None:
+        while (address := await self._look_for()) is not None:
+            self._address = address
+            with suppress(OSError, EOFError, ValueError, asyncio.TimeoutError):
+                await self._talk(address)
+                if address == self._meeting.first:
+                    return
+            self.tried = True
+            if address != self._meeting.first:
+                continue
+            if not self._has_met:
+                self._meeting.first = None  # nobody is there: that is what a former run has left
+            self._pause_s = min(2 * self._pause_s + 0.5, _LONGEST_PAUSE_S)
+            if await is_set_within(self._pause_s, self._finishing):
+                return
+
+    async def _look_for(self) -> Address | None:
+        """Where to send, as soon as that is known; asks ever more seldom.
+
+        A run may end before its ranks have met, so at the end it goes on for some seconds.
+        """
+        pause_s, give_up = _FIRST_PAUSE_S, math.inf
+        while not self._is_done:
+            with suppress(RuntimeError, OSError, ValueError):
+                address = self._meeting.first
+                if address is None and distributed.is_initialized():
+                    address = await in_thread(self._meeting.find)
+                if address is not None:
+                    return address
+            if not await is_set_within(pause_s, self._finishing):
+                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            give_up = min(give_up, time.monotonic() + _SEARCH_S)
+            if time.monotonic() > give_up or not distributed.is_initialized():
+                return None
+            await asyncio.sleep(_FIRST_PAUSE_S)
+        return None
+
+    async def _talk(self, address: Address) -> None:
+        """Send what there is and will be; returns when all is sent, or the other side leaves."""
+        stream, self._above = await _connected(address)
+        leaves = False
+        try:
+            self._above.write(_framed(self._meeting.password.encode()))
+            if self._sending is not None:
+                self._above.write(_framed(self._sending))
+            self._send_next()
+            while not (self._is_done or (leaves and self._sending is None)):
+                data = await _read(stream)
+                self.tried = self._has_met = True
+                self._sent_at, self._pause_s = math.inf, 0.0
+                leaves = leaves or data == _LEAVES
+                if not data:
+                    self._sending = None
+                    if not leaves:
+                        self._send_next()
+                elif not leaves:
+                    self._hear(data)
+        finally:
+            self._above.close()
+            self._above = None
+
+    def _send_next(self) -> None:
+        if self._above is not None and self._sending is None and self._waiting:
+            self._sending, _ = self._waiting.popleft()
+            self._bytes -= len(self._sending)
+            self._above.write(_framed(self._sending))
+
+    @property
+    def _is_done(self) -> bool:
+        return self._finishing.is_set() and self._sending is None and not self._waiting
+
+
+async def _connected(address: Address) -> tuple[StreamReader, StreamWriter]:
+    """Under which of its names it answers; OSError: under none."""
+    for host in address.reachable:
+        with suppress(OSError, asyncio.TimeoutError):
+            connecting = asyncio.open_connection(host, address.port, limit=_READ_BYTES)
+            return await asyncio.wait_for(connecting, _CONNECT_S)
+    raise ConnectionError(f"nobody answers at {address}")
