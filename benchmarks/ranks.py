@@ -30,7 +30,7 @@ from telemetry.ranks.channel import TURN_S, Channel
 from telemetry.ranks.columns import NO_ROWS, Table
 from telemetry.ranks.connections import Inbox, Uplink
 from telemetry.ranks.encoding import decode, encode
-from telemetry.ranks.gathering import Gathering, Message, Step
+from telemetry.ranks.gathering import Gathering, Message
 from telemetry.ranks.held import WHOLE
 from telemetry.ranks.measured import (
     EMPTY,
@@ -345,19 +345,16 @@ def carry(payloads: Sequence[bytes]) -> float:
 
 def gather(ranks: int, payloads: Sequence[bytes]) -> tuple[list[Measured], float]:
     """What a rank makes of its own part, the first one, and of others', and its CPU time."""
-    gathering = Gathering(
-        world_size=ranks, decode=decode, merge=merge, patience_s=1.0, start_s=1.0,
-        is_first=True,
-    )  # fmt: skip
+    gathering = Gathering(world_size=ranks, patience_s=1.0, start_s=1.0, is_first=True)
     own, messages = decode(payloads[0]), [message_of(payload) for payload in payloads[1:]]
     whole = []
     began = time.thread_time()
     for part in own:
-        gathering.add_own(Step(part.step, part.ranks, part), 0.0)
+        gathering.add_own(part.step, part, 0.0)
     for message in messages:
         gathering.add(Message.from_bytes(message.to_bytes()), 0.0)
-        while (step := gathering.take(0.0, hurry=message is messages[-1])) is not None:
-            whole.append(step.part)
+        while (found := gathering.take(0.0, hurry=message is messages[-1])) is not None:
+            whole.append(found[1])
     return whole, time.thread_time() - began
 
 
@@ -374,9 +371,6 @@ def training_thread_us(steps: int) -> float:
         name="benchmark",
         rank=0,
         world_size=1,
-        encode=encode,
-        decode=decode,
-        merge=merge,
         deliver=lambda merged: None,
         heard=lambda news: None,
         failures=Failures(),

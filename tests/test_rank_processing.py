@@ -14,7 +14,6 @@ from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, Pipeline, Processor, every, rank_processing
 from telemetry.pipeline.rank_processing import RankProcessor
 from telemetry.ranks.columns import Table
-from telemetry.ranks.gathering import PLACES, Step
 from telemetry.ranks.measured import Common, Measured, MeasuredParameters
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
@@ -28,7 +27,7 @@ LAYOUT = Layout(
 )
 
 
-def merged(step: int) -> Step:
+def merged(step: int) -> Measured:
     """A step that two ranks did not measure in full; the second took longer, its loss is higher."""
     stage = MeasuredParameters(
         stage=0,
@@ -39,7 +38,7 @@ def merged(step: int) -> Step:
         ),
     )
     everyone = frozenset({0, 1})
-    part = Measured(
+    return Measured(
         step=step,
         wall_time=float(step),
         size=2,
@@ -49,7 +48,6 @@ def merged(step: int) -> Step:
         scalars=Table.merge_all(Table.of_figures(rank, {"loss": 1.0 + rank}) for rank in (0, 1)),
         own=Table.merge_all(Table.of_figures(rank, {"step_s": 0.5 + rank}) for rank in (0, 1)),
     )
-    return Step(PLACES * step, everyone, part)
 
 
 class Watch(Rule):
@@ -136,7 +134,7 @@ def test_merged_steps_are_judged_and_written(first: FirstRank) -> None:
 def test_merged_steps_that_wait_are_bounded_and_told(
     first: FirstRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_processing, "MAX_BYTES", 3 * merged(0).part.nbytes)
+    monkeypatch.setattr(rank_processing, "MAX_BYTES", 3 * merged(0).nbytes)
     for step in range(10):
         first.ranks.take(merged(step))
     first.gate.set()

@@ -20,9 +20,8 @@ from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, Item, LoggedScalars, Processor, ReadyValues
 from telemetry.pipeline.queue import MAX_BYTES
 from telemetry.ranks.channel import CLOSE_S, Channel
-from telemetry.ranks.encoding import decode, encode
-from telemetry.ranks.gathering import News, Step, named
-from telemetry.ranks.measured import Measured, merge
+from telemetry.ranks.gathering import News, named
+from telemetry.ranks.measured import Measured
 from telemetry.ranks.observer import RankObserver
 from telemetry.ranks.whole import WholeRecords
 from telemetry.records import StepRecord
@@ -95,9 +94,6 @@ class RankProcessor:
             name=str(next(_numbers)),
             rank=rank,
             world_size=size,
-            encode=encode,
-            decode=decode,
-            merge=merge,
             deliver=self.take,
             heard=self._hear,
             failures=failures,
@@ -120,10 +116,10 @@ class RankProcessor:
         elif self._recorder is not None:
             self._recorder.process(item)
 
-    def _record_merged(self, merged: Step) -> None:
+    def _record_merged(self, merged: Measured) -> None:
         with self._failures.contained("to record a step of several ranks"):
-            self._record(merged.part)
-        self._bytes_done += merged.part.nbytes
+            self._record(merged)
+        self._bytes_done += merged.nbytes
         self._note_recorded(merged)
 
     def _record(self, part: Measured) -> None:
@@ -192,12 +188,12 @@ class RankProcessor:
         if self._recorder is not None:
             with self._changed:
                 self._sent.add(_place(part))
-        self._channel.send(part.step, part, phase=part.phase)
+        self._channel.send(part)
 
-    def take(self, merged: Step) -> None:
+    def take(self, merged: Measured) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""
         if self._bytes_taken - self._bytes_done <= MAX_BYTES:
-            self._bytes_taken += merged.part.nbytes
+            self._bytes_taken += merged.nbytes
             self._in_turn(lambda: self._record_merged(merged))
             return
         self._failures.log_once(
@@ -207,8 +203,8 @@ class RankProcessor:
         )
         self._note_recorded(merged)
 
-    def _note_recorded(self, merged: Step) -> None:
-        place = _place(merged.part)
+    def _note_recorded(self, merged: Measured) -> None:
+        place = _place(merged)
         with self._changed:
             self._sent = {other for other in self._sent if other > place}
             self._changed.notify_all()

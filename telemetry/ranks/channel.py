@@ -16,16 +16,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from torch import distributed
 
 from telemetry.failures import Failures
 from telemetry.ranks.connections import Inbox, Uplink, is_set_within
-from telemetry.ranks.gathering import END, LAP, PLACES, Gathering, Message, News, Part, Step, blocks
+from telemetry.ranks.gathering import END, LAP, PLACES, Gathering, Message, News, Placed, blocks
+from telemetry.ranks.measured import Measured
 from telemetry.ranks.meeting import Meeting, in_thread
 from telemetry.ranks.raising import ANSWER_S, Agreement
 
@@ -49,10 +49,9 @@ class Channel:
     The ranks meet as soon as there is a default process group; until then, what they send waits. A
     forked child ignores everything.
 
-    On its thread, ``encode`` and ``decode`` make bytes of the parts of several steps and back;
-    ``merge`` makes one part of several ranks' in any grouping; ``deliver`` is called on the first
-    rank with each step, in order; and ``heard`` on all with each version of the news. The training
-    thread asks ``agreement`` at the end of each step whether to raise.
+    On its thread, ``deliver`` is called on the first rank with each step, in order; and ``heard``
+    on all with each version of the news. The training thread asks ``agreement`` at the end of each
+    step whether to raise.
 
     Args:
         name: The same for the loggers of one run on all ranks, and no other logger's.
@@ -64,10 +63,7 @@ class Channel:
         name: str,
         rank: int,
         world_size: int,
-        encode: Callable[[list[Any]], bytes],
-        decode: Callable[[bytes], Sequence[Any]],
-        merge: Callable[[list[Any]], Any],
-        deliver: Callable[[Step], None],
+        deliver: Callable[[Measured], None],
         heard: Callable[[News], None],
         failures: Failures,
         first_step: int = 0,
@@ -75,16 +71,13 @@ class Channel:
     ) -> None:
         self._me = frozenset({rank})
         self._world_size = world_size
-        self._encode = encode
-        self._decode = decode
-        self._merge = merge
         self._deliver = deliver
         self._heard = heard
         self._failures = failures
         self._patience_s = patience_s
         self._now, self._turned_at = 0.0, time.monotonic()
         self._lap, self._last = 0, -1
-        self._own: list[Step] = []  # measured here, and yet to be sent or merged
+        self._own: list[Placed] = []  # measured here, and yet to be sent or merged
         self._news = News()
         self._asked_at = math.inf
         self._pid = os.getpid()
@@ -102,9 +95,9 @@ class Channel:
 
     # --- from any thread -------------------------------------------------------------------------
 
-    def send(self, step: int, part: Part, *, phase: str = "") -> None:
+    def send(self, part: Measured) -> None:
         """Hand over what this rank measured; the phases of a step come before the step itself."""
-        self._give(lambda: self._send(step, part, phase))
+        self._give(lambda: self._send(part))
 
     def announce(self, change: Callable[[News], News]) -> None:
         """Change the news; on the first rank."""
@@ -193,20 +186,18 @@ class Channel:
     def _gather(self, patience_s: float, start_s: float) -> Gathering:
         return Gathering(
             world_size=self._world_size,
-            decode=self._decode,
-            merge=self._merge,
             patience_s=patience_s,
             start_s=start_s,
             is_first=self._uplink is None,
         )
 
-    def _send(self, step: int, part: Part, phase: str) -> None:
-        end = self._lap + (step + 1) * PLACES - 1
+    def _send(self, part: Measured) -> None:
+        end = self._lap + (part.step + 1) * PLACES - 1
         if end <= self._last:  # it goes back to an earlier step
             self._lap += LAP
             end += LAP
-        self._last = max(end - PLACES + 1, self._last + 1) if phase else end
-        self._own.append(Step(self._last, self._me, part))
+        self._last = max(end - PLACES + 1, self._last + 1) if part.phase else end
+        self._own.append((self._last, part))
 
     def _hear_below(self, data: bytes) -> None:
         self._do(lambda: self._take(Message.from_bytes(data)))
@@ -223,20 +214,20 @@ class Channel:
         own, self._own = self._own, []
         steps = iter(own) if self._gathering is None else self._merged(self._gathering, own, hurry)
         if self._uplink is None:
-            for step in steps:
+            for _, whole in steps:
                 with self._failures.contained("to record what the ranks measured"):
-                    self._deliver(step)
+                    self._deliver(whole)
             return
         for block in blocks(steps):
-            self._uplink.put(Message.of(block, self._encode).to_bytes(), droppable=True)
+            self._uplink.put(Message.of(block).to_bytes(), droppable=True)
 
-    def _merged(self, gathering: Gathering, own: list[Step], hurry: bool) -> Iterator[Step]:
-        for step in own:
-            gathering.add_own(step, self._now)
-        while (whole := gathering.take(self._now, hurry=hurry)) is not None:
-            if self._uplink is None and not whole.is_phase:
-                gathering.tell_missing(whole)
-            yield whole
+    def _merged(self, gathering: Gathering, own: list[Placed], hurry: bool) -> Iterator[Placed]:
+        for place, part in own:
+            gathering.add_own(place, part, self._now)
+        while (found := gathering.take(self._now, hurry=hurry)) is not None:
+            if self._uplink is None and not found[1].phase:
+                gathering.tell_missing(found[1])
+            yield found
 
     def _hear(self, data: bytes) -> None:
         if (news := News.from_bytes(data)) != self._news:

@@ -9,10 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from telemetry.ranks.encoding import decode, encode
+from telemetry.ranks.measured import Measured, merge
 
 log = logging.getLogger("telemetry")
 
@@ -26,28 +29,7 @@ MAX_BYTES = 256 * 2**20
 BLOCK_BYTES = 2**20
 DECODED_AT_ONCE = 8
 
-
-class Part(Protocol):
-    """What ranks measured at one step."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-class Step(NamedTuple):
-    """A step, or a phase before it: its place, and what these ranks measured there."""
-
-    place: int
-    ranks: frozenset[int]
-    part: Any
-
-    @property
-    def step(self) -> int:
-        return self.place % LAP // PLACES
-
-    @property
-    def is_phase(self) -> bool:
-        return self.place % PLACES < PLACES - 1
+Placed: TypeAlias = tuple[int, Measured]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +49,10 @@ class Message:
     payload: bytes = b""
 
     @staticmethod
-    def of(block: Sequence[Step], encode: Callable[[list[Any]], bytes]) -> Message:
+    def of(block: Sequence[Placed]) -> Message:
         """What the same ranks measured at several steps."""
-        places, payload = tuple(step.place for step in block), encode([s.part for s in block])
-        return Message(ranks=block[0].ranks, places=places, payload=payload)
+        places, parts = zip(*block, strict=True)
+        return Message(ranks=parts[0].ranks, places=places, payload=encode(parts))
 
     def to_bytes(self) -> bytes:
         head = [sorted(self.ranks), self.places, self.held]
@@ -84,16 +66,16 @@ class Message:
         return Message(ranks=frozenset(ranks), places=tuple(places), held=held, payload=payload)
 
 
-def blocks(steps: Iterable[Step]) -> Iterator[list[Step]]:
+def blocks(steps: Iterable[Placed]) -> Iterator[list[Placed]]:
     """Steps that travel together: small ones of the same ranks that follow each other."""
-    block: list[Step] = []
+    block: list[Placed] = []
     nbytes = 0
-    for step in steps:
-        nbytes += step.part.nbytes
-        if block and (step.ranks != block[0].ranks or nbytes > BLOCK_BYTES):
+    for place, part in steps:
+        nbytes += part.nbytes
+        if block and (part.ranks != block[0][1].ranks or nbytes > BLOCK_BYTES):
             yield block
-            block, nbytes = [], step.part.nbytes
-        block.append(step)
+            block, nbytes = [], part.nbytes
+        block.append((place, part))
     if block:
         yield block
 
@@ -123,18 +105,13 @@ class News:
         return News(**{**found, "full_steps": tuple(found["full_steps"])})
 
 
-def ranges_of(ranks: Iterable[int]) -> str:
-    """Ranks in words: ``0-3,7``."""
+def named(ranks: Collection[int]) -> str:
+    """Ranks in a message: ``rank 7``, ``ranks 0-3,7``."""
     runs = []
     for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         members = [rank for _, rank in run]
         runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    return ",".join(runs)
-
-
-def named(ranks: Collection[int]) -> str:
-    """Ranks in a message: ``rank 7``, ``ranks 0-3``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranges_of(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {','.join(runs)}"
 
 
 class _Arrived(NamedTuple):
@@ -142,7 +119,7 @@ class _Arrived(NamedTuple):
 
     ranks: frozenset[int]
     nbytes: int
-    load: Callable[[], Any]
+    load: Callable[[], Measured]
 
 
 class Gathering:
@@ -169,15 +146,11 @@ class Gathering:
         self,
         *,
         world_size: int,
-        decode: Callable[[bytes], Sequence[Any]],
-        merge: Callable[[list[Any]], Any],
         patience_s: float,
         start_s: float,
         is_first: bool,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        self._decode = decode
-        self._merge = merge
         self._patience_s = patience_s
         self._start_s = start_s
         self._start_ends = np.inf
@@ -196,14 +169,9 @@ class Gathering:
     # --- who is there ----------------------------------------------------------------------------
 
     @property
-    def _joined(self) -> NDArray[np.bool_]:
-        joined: NDArray[np.bool_] = self._heard >= 0
-        return joined
-
-    @property
     def members(self) -> frozenset[int]:
         """Ranks of which something has come, and that have not left and are not silent."""
-        return _ranks(self._joined & (self._last < END) & ~self._silent)
+        return _ranks((self._heard >= 0) & (self._last < END) & ~self._silent)
 
     @property
     def silent(self) -> frozenset[int]:
@@ -218,18 +186,18 @@ class Gathering:
         answered = (self._held[[*self.members]] >= 0).all()
         return int(self._held.max()) if at_once or answered else None
 
-    def tell_missing(self, step: Step) -> None:
+    def tell_missing(self, whole: Measured) -> None:
         """Log once which ranks a step lacks and why, and once which return."""
-        here, hold = step.ranks, f"from step {step.step} on, the records hold"
+        here, hold = whole.ranks, f"from step {whole.step} on, the records hold"
         lack = f"{hold} {len(here)} of {len(self._last)} ranks: %s"
         for ranks, reason in (
-            (_ranks(~self._joined), "made no HookLogger for this run so far"),
+            (_ranks(self._heard < 0), "made no HookLogger for this run so far"),
             (self.silent, "sent nothing in time and may hang or have died"),
         ):
             self._tell("missed", ranks - here, f"{lack} {reason}")
         self._tell("back", self._told["missed"] & here, f"{hold} what %s measured")
         advice = "use the same every_n_steps on all ranks"
-        measured = f"step {step.step} was measured by {named(here)}, and not by %s; {advice}"
+        measured = f"step {whole.step} was measured by {named(here)}, and not by %s; {advice}"
         self._tell("elsewhere", self.members - here, measured)
 
     def _tell(self, kind: str, ranks: frozenset[int], message: str) -> None:
@@ -246,15 +214,15 @@ class Gathering:
 
     def add(self, message: Message, now: float) -> None:
         self._note(message.ranks, max(message.places, default=-1), message.held, now)
-        parts = cache(partial(self._decode, message.payload))
-        for number, place in enumerate(message.places if message.payload else ()):
-            nbytes, load = len(message.payload) // len(message.places), partial(_nth, parts, number)
-            self._put(place, _Arrived(message.ranks, nbytes, load), now)
+        parts = cache(partial(decode, message.payload))
+        for n, place in enumerate(message.places if message.payload else ()):
+            nbytes = len(message.payload) // len(message.places)
+            self._put(place, _Arrived(message.ranks, nbytes, partial(_nth, parts, n)), now)
 
-    def add_own(self, step: Step, now: float) -> None:
+    def add_own(self, place: int, part: Measured, now: float) -> None:
         """What this rank measured."""
-        self._note(step.ranks, step.place, -1, now)
-        self._put(step.place, _Arrived(step.ranks, step.part.nbytes, lambda: step.part), now)
+        self._note(part.ranks, place, -1, now)
+        self._put(place, _Arrived(part.ranks, part.nbytes, lambda: part), now)
 
     def _note(self, ranks: frozenset[int], place: int, held: int, now: float) -> None:
         index = np.fromiter(ranks, np.int64, len(ranks))
@@ -264,7 +232,7 @@ class Gathering:
         self._held[index] = np.maximum(self._held[index], held)
         self._start_ends = min(self._start_ends, now + self._start_s)
 
-    def take(self, now: float, *, hurry: bool = False) -> Step | None:
+    def take(self, now: float, *, hurry: bool = False) -> Placed | None:
         """The next step that is complete by now or has waited long enough, merged.
 
         Args:
@@ -282,15 +250,14 @@ class Gathering:
             self._bytes += arrived[0].nbytes
         awaited = (self._last < place) & ~self._silent
         if now >= self._start_ends:
-            awaited &= self._joined
+            awaited &= self._heard >= 0
         waited_s = now - np.maximum(self._heard[awaited], self._since[place])
         if (waited_s < self._patience_s).any() and self._bytes <= self._max_bytes and not hurry:
             return None
-        self._silent |= awaited & self._joined
+        self._silent |= awaited & (self._heard >= 0)
         self._ended = max(self._ended, place)
         del self._open[place], self._since[place]
-        whole = self._whole(arrived)
-        return Step(place, whole.ranks, whole.load())
+        return place, self._whole(arrived).load()
 
     def _put(self, place: int, new: _Arrived, now: float) -> None:
         if place <= self._ended and self._is_first:
@@ -309,17 +276,16 @@ class Gathering:
         """What all of these are together, who are forgotten."""
         self._bytes -= sum(one.nbytes for one in arrived)
         ranks = frozenset().union(*(one.ranks for one in arrived))
-        parts: list[Any] = []
+        parts: list[Measured] = []
         while arrived:  # which lets go of each
             parts.append(arrived.pop().load())
-            if len(parts) == DECODED_AT_ONCE:
-                parts = [self._merge(parts)]
-        whole = parts[0] if len(parts) == 1 else self._merge(parts)
-        return _Arrived(ranks, whole.nbytes, lambda: whole)
+            if len(parts) == DECODED_AT_ONCE or not arrived:
+                parts = [merge(parts)]
+        return _Arrived(ranks, parts[0].nbytes, lambda: parts[0])
 
 
-def _nth(parts: Callable[[], Sequence[Any]], number: int) -> Any:
-    return parts()[number]
+def _nth(parts: Callable[[], Sequence[Measured]], n: int) -> Measured:
+    return parts()[n]
 
 
 def _ranks(which: NDArray[np.bool_]) -> frozenset[int]:

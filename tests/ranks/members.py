@@ -22,13 +22,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from telemetry.failures import Failures
 from telemetry.ranks.channel import Channel
-from telemetry.ranks.gathering import News, Step
+from telemetry.ranks.columns import Table
+from telemetry.ranks.gathering import News
+from telemetry.ranks.measured import Common, Measured
 from telemetry.ranks.meeting import key_of
 
 ANSWER_S = 300.0
@@ -37,37 +38,33 @@ ANSWER_S = 300.0
 PRELOADED = ["members", "training", "logging_ranks", "wrapping"]
 
 
-def encode(parts: Sequence[np.int64]) -> bytes:
-    """Parts are numbers."""
-    return np.array(parts).tobytes()
+def measured(rank: int, step: int, phase: str = "") -> Measured:
+    """What a rank sends at a step: a number under its own name."""
+    return Measured(
+        step=step,
+        phase=phase,
+        wall_time=0.0,
+        size=0,
+        ranks=frozenset({rank}),
+        common=Common(rank=rank),
+        scalars=Table.of_figures(rank, {str(rank): step + 1.0}),
+    )
 
 
-def decode(payload: bytes) -> list[np.int64]:
-    return list(np.frombuffer(payload, np.int64))
-
-
-def merge(parts: Sequence[np.int64]) -> np.int64:
-    return np.sum(parts)
-
-
-def value(rank: int, step: int) -> int:
-    """What a rank sends at a step: in a sum, each rank has three digits of its own."""
-    return int(1000**rank * (step + 1))
-
-
-def total(ranks: Sequence[int], step: int) -> int:
-    return sum(value(rank, step) for rank in ranks)
+def total(ranks: Sequence[int], step: int) -> dict[str, float]:
+    """What is merged of several."""
+    return {str(rank): step + 1.0 for rank in ranks}
 
 
 @dataclass(kw_only=True, eq=False)
 class Ear:
     """What one channel has brought."""
 
-    merged: list[Step] = field(default_factory=list)
+    merged: list[Measured] = field(default_factory=list)
     news: News = field(default_factory=News)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def deliver(self, merged: Step) -> None:
+    def deliver(self, merged: Measured) -> None:
         with self.changed:
             self.merged.append(merged)
             self.changed.notify_all()
@@ -103,9 +100,6 @@ class Member:
             name=name,
             rank=self.rank,
             world_size=self.world_size,
-            encode=encode,
-            decode=decode,
-            merge=merge,
             deliver=ear.deliver,
             heard=ear.hear,
             failures=Failures(),
@@ -114,14 +108,16 @@ class Member:
 
     def send(self, steps: Sequence[int], name: str = "run", phase: str = "") -> None:
         for step in steps:
-            self.channels[name].send(step, np.int64(value(self.rank, step)), phase=phase)
+            self.channels[name].send(measured(self.rank, step, phase))
 
-    def got(self, step: int, name: str = "run", count: int = 1) -> list[tuple[int, list[int], int]]:
-        """Wait for a merged step; then all so far: step, ranks, sum."""
+    def got(
+        self, step: int, name: str = "run", count: int = 1
+    ) -> list[tuple[int, list[int], dict[str, float]]]:
+        """Wait for a merged step; then all so far: step, ranks, their numbers."""
         ear = self.ears[name]
         with ear.changed:
             ear.changed.wait_for(lambda: sum(m.step == step for m in ear.merged) >= count)
-            return [(m.step, sorted(m.ranks), int(m.part)) for m in ear.merged]
+            return [(m.step, sorted(m.ranks), m.scalars.means()) for m in ear.merged]
 
     def announce(self, step: int) -> None:
         self.channels["run"].announce(lambda news: replace(news, full_steps=(step,)))
@@ -163,8 +159,8 @@ class Member:
     def leave_behind(self, name: str = "run") -> None:
         """What a run that has died leaves in a store: an address where nobody is."""
         channel = Channel(
-            name=name, rank=0, world_size=self.world_size, encode=encode, decode=decode,
-            merge=merge, deliver=print, heard=print, failures=Failures(),
+            name=name, rank=0, world_size=self.world_size, deliver=print, heard=print,
+            failures=Failures(),
         )  # fmt: skip
         store = dist.distributed_c10d._get_default_store()
         store.wait([key := key_of(channel._meeting._name)])

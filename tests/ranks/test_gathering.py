@@ -2,55 +2,51 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telemetry.ranks import gathering as gathering_module
+from telemetry.ranks.columns import Table
 from telemetry.ranks.gathering import (
-    BLOCK_BYTES,
     END,
-    PLACES,
     Gathering,
     Message,
     News,
-    Step,
     blocks,
-    ranges_of,
+    named,
 )
+from telemetry.ranks.measured import Common, Measured, MeasuredParameters
 
 WORLD = 6
 
 
-def merge(parts: Sequence[bytes]) -> Bytes:
-    return Bytes(b"".join(parts))
-
-
-class Bytes(bytes):
-    """What some ranks measured: a byte each."""
-
-    @property
-    def nbytes(self) -> int:
-        return len(self)
+def measured(step: int, *ranks: int) -> Measured:
+    return Measured(
+        step=step,
+        wall_time=0.0,
+        size=WORLD,
+        ranks=frozenset(ranks),
+        common=Common(rank=min(ranks)),
+        scalars=Table.merge_all(Table.of_figures(rank, {str(rank): 1.0}) for rank in ranks),
+    )
 
 
 def part(place: int, *ranks: int) -> Message:
-    """What these ranks measured: a byte each."""
-    payload = bytes(sorted(ranks))
-    return Message(places=(place,), ranks=frozenset(ranks), payload=payload)
+    """What these ranks measured."""
+    return Message.of([(place, measured(place, *ranks))])
 
 
 def left(rank: int) -> Message:
     return Message(places=(END,), ranks=frozenset({rank}))
 
 
-def gathering(*, start_s: float = 0.0, is_first: bool = True, max_bytes: int = 1000) -> Gathering:
+def gathering(*, start_s: float = 0.0, is_first: bool = True, max_bytes: int = 10**6) -> Gathering:
     return Gathering(
         world_size=WORLD,
-        decode=lambda payload: [Bytes(payload)],
-        merge=merge,
         patience_s=10.0,
         start_s=start_s,
         is_first=is_first,
@@ -59,11 +55,12 @@ def gathering(*, start_s: float = 0.0, is_first: bool = True, max_bytes: int = 1
 
 
 def taken(gathered: Gathering, now: float) -> list[tuple[int, list[int]]]:
-    """Steps that are complete; the part holds each rank once."""
+    """Steps that are complete; each holds what every rank of it measured."""
     found = []
-    while (whole := gathered.take(now)) is not None:
-        assert sorted(whole.part) == sorted(whole.ranks)
-        found.append((whole.place, sorted(whole.ranks)))
+    while (taken := gathered.take(now)) is not None:
+        place, whole = taken
+        assert whole.scalars.means() == {str(rank): 1.0 for rank in whole.ranks}
+        found.append((place, sorted(whole.ranks)))
     return found
 
 
@@ -79,7 +76,7 @@ def test_a_strange_part_is_refused_and_news_travel() -> None:
         Message.from_bytes(b"?")
     news = News(full_steps=(3, 5), raise_at=7, message="nonfinite")
     assert News.from_bytes(news.to_bytes()) == news
-    assert ranges_of({0, 1, 2, 3, 7, 9, 10}) == "0-3,7,9-10"
+    assert named({0, 1, 2, 3, 7, 9, 10}) == "ranks 0-3,7,9-10"
 
 
 @given(st.data())
@@ -95,8 +92,8 @@ def test_whatever_the_order_of_arrival_each_step_holds_every_rank_once(data: st.
         for _ in range(data.draw(st.integers(1, 2))):
             gathered.add(sent, 0.0)
         found += taken(gathered, 0.0)
-    while (whole := gathered.take(0.0, hurry=True)) is not None:
-        found.append((whole.place, sorted(whole.ranks)))
+    while (last := gathered.take(0.0, hurry=True)) is not None:
+        found.append((last[0], sorted(last[1].ranks)))
     assert found == [
         (step, [r for r in range(WORLD) if step % every_n[r] == 0])
         for step in range(7)
@@ -155,27 +152,34 @@ def test_one_that_leaves_is_not_waited_for_and_one_that_joins_is() -> None:
     assert gathered.members == {0, 1}
 
 
-def test_what_comes_late_is_handed_on_below_and_memory_is_bounded() -> None:
-    gathered = gathering(is_first=False, max_bytes=3)
-    gathered.add(part(0, 0), 0.0)
-    gathered.add(part(1, 1), 0.0)
-    gathered.add(part(1, 0), 0.0)
-    gathered.add(part(2, 0), 0.0)
-    assert taken(gathered, 0.0) == [(0, [0]), (1, [0, 1])]
-    gathered.add(part(0, 1), 0.0)
-    assert taken(gathered, 0.0) == [(0, [1])]
+def test_what_comes_late_is_handed_on_below() -> None:
+    below, first = gathering(is_first=False), gathering()
+    for gathered in (below, first):
+        for sent in (part(0, 0), part(1, 1), part(1, 0)):
+            gathered.add(sent, 0.0)
+        assert taken(gathered, 0.0) == [(0, [0]), (1, [0, 1])]
+        gathered.add(part(0, 1), 0.0)
+    assert taken(below, 0.0) == [(0, [1])]
+    assert taken(first, 0.0) == []
 
 
-def test_a_merger_that_fails_costs_one_step() -> None:
-    def fail(payloads: Sequence[bytes]) -> bytes:
-        raise struct.error(payloads)
+def test_steps_end_when_too_much_waits() -> None:
+    gathered = gathering(max_bytes=3 * len(part(1, 0).payload))
+    gathered.add(part(0, 0, 1), 0.0)
+    assert len(taken(gathered, 0.0)) == 1
+    for step in (1, 2, 3):
+        gathered.add(part(step, 0), 0.0)
+    assert taken(gathered, 0.0) == []
+    gathered.add(part(4, 0), 0.0)
+    assert taken(gathered, 0.0)[:1] == [(1, [0])]
 
+
+def test_what_cannot_be_merged_costs_one_step() -> None:
     gathered = gathering()
-    gathered._merge = fail
     gathered.add(part(0, 0), 0.0)
-    gathered.add(part(0, 1), 0.0)
+    gathered.add(Message(places=(0,), ranks=frozenset({1}), payload=b"?"), 0.0)
     gathered.add(part(1, 0, 1), 0.0)
-    with pytest.raises(struct.error):
+    with pytest.raises(ValueError, match="same version"):
         gathered.take(0.0)
     assert taken(gathered, 0.0) == [(1, [0, 1])]
 
@@ -185,8 +189,8 @@ def test_attendance_is_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
     gathered.add(Message(ranks=frozenset({0, 1, 2})), 0.0)
     for step, here in enumerate([{0, 1}, {0, 1}, {0, 1, 2}, {0, 1}, {0, 1, 2}]):
         gathered.add(part(step, *here), 100.0 * step)
-        while (whole := gathered.take(100.0 * step + 50)) is not None:
-            gathered.tell_missing(whole._replace(place=PLACES * whole.place))
+        while (found := gathered.take(100.0 * step + 50)) is not None:
+            gathered.tell_missing(found[1])
     assert [message.partition(": ")[2] for message in caplog.messages] == [
         "from step 0 on, the records hold 2 of 6 ranks: ranks 3-5 made no HookLogger for this run "
         "so far",
@@ -196,18 +200,18 @@ def test_attendance_is_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_small_steps_of_the_same_ranks_travel_together() -> None:
-    def step(place: int, rank: int, size: int = 1) -> Step:
-        return Step(place, frozenset({rank}), Bytes(size))
-
-    large = step(3, 0, BLOCK_BYTES + 1)
-    steps = [step(0, 0), step(1, 0), step(2, 1), large, step(4, 0)]
-    assert list(blocks(steps)) == [steps[:2], steps[2:3], [large], steps[4:]]
-    sent = Message.of(steps[:2], lambda parts: b"".join(parts))
+def test_small_steps_of_the_same_ranks_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = [(place, measured(place, 0)) for place in range(4)], (4, measured(4, 1))
+    assert [*blocks([*own[:2], other, *own[2:]])] == [own[:2], [other], own[2:]]
+    monkeypatch.setattr(gathering_module, "BLOCK_BYTES", 0)
+    stage = MeasuredParameters(
+        stage=0, layout_id="", layout=None, grads=Table.of(range(9), norm=np.zeros(9))
+    )
+    large = (0, replace(measured(0, 0), stages={stage.key: stage}))
+    assert [*blocks([large, *own[1:]])] == [[large], own[1:]]
     gathered = gathering()
-    gathered._decode = lambda payload: [Bytes([byte]) for byte in payload]
-    gathered.add(sent, 0.0)
-    assert [whole.part for whole in iter(lambda: gathered.take(0.0), None)] == [b"\0", b"\0"]
+    gathered.add(Message.of(own), 0.0)
+    assert taken(gathered, 0.0) == [(place, [0]) for place in range(4)]
 
 
 def test_nobody_is_asked_where_to_raise_but_who_is_there() -> None:

@@ -6,7 +6,6 @@ import threading
 from queue import SimpleQueue
 
 import pytest
-from members import decode, encode, merge
 
 from telemetry.failures import Failures
 from telemetry.ranks import channel, raising
@@ -54,8 +53,8 @@ def test_the_dead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "ANSWER_S", 0.1)
     heard: SimpleQueue[News] = SimpleQueue()
     first = Channel(
-        name="run", rank=0, world_size=2, encode=encode, decode=decode, merge=merge,
-        deliver=print, heard=heard.put, failures=Failures(), first_step=7,
+        name="run", rank=0, world_size=2, deliver=print, heard=heard.put, failures=Failures(),
+        first_step=7,
     )  # fmt: skip
     first._give(lambda: first._take(Message(ranks=frozenset({1}))))
     first.raise_together("alert")
