@@ -127,11 +127,6 @@ class Table:
         some = [table for table in tables if len(table.rows)]
         return merge_tables(some)[0] if some else NO_ROWS
 
-    def take(self, places: list[int], rows: Sequence[Any]) -> Table:
-        """Some rows, under other names."""
-        columns = {name: column[places] for name, column in self.columns.items()}
-        return Table.of(rows, **columns)
-
     def means(self) -> dict[Any, float]:
         """Of the figures of several ranks."""
         means = self["total"] / self["ranks"]

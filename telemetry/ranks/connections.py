@@ -77,7 +77,7 @@ class Inbox:
                 while True:
                     self._take(await _read(stream))
                     child.write(_framed(b""))
-        except (OSError, EOFError, ValueError):
+        except (OSError, EOFError, ValueError, asyncio.CancelledError):
             pass  # it sends what is missing elsewhere
         finally:
             self._children.discard(child)

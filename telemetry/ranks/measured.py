@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,25 +23,17 @@ from telemetry.ranks.columns import (
 from telemetry.ranks.held import Share
 from telemetry.records import Layout
 from telemetry.records.moments import rms_of
-from telemetry.records.rows import Rows
+from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.tensor import Tensors
-
-# Extremes of more units are cut to seven bits of mantissa, less than 1 % off; zeros and signs stay.
-EXACT_UNITS = 256
 
 
 class Row(NamedTuple):
-    """Which tensor: the pipeline stage, the kind as in :class:`StepRecord`, and its name there.
-
-    If its units are split over ranks, which of the pieces; see :class:`Share`.
-    """
+    """Which tensor: the pipeline stage, the kind as in :class:`StepRecord`, and its name there."""
 
     stage: int
     kind: str
     name: str
     place: int = 0
-    piece: int = 0
-    pieces: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,14 +60,14 @@ class MeasuredTensors:
         """Those of one rank: which tensors ``rows`` are of, and its shares of them."""
         if not shares:
             return EMPTY
-        names = [r._replace(piece=s.piece, pieces=s.pieces) for r, s in shares.items()]
         copies = np.array([share.copy for share in shares.values()], np.int64)
         figures = {"calls": rows.calls, **spreads(rank, rms_of(rows))}
         # Scaled-up counts travel in single precision, far finer than a sample.
         short = np.where(rows.counts % 1 == 0, rows.counts, rows.counts.astype(np.float32))
+        if any(share.pieces > 1 for share in shares.values()):
+            rows = _among_all_units(rows, shares.values())
         return MeasuredTensors(
-            table=Table.of(names, copies, **figures),
-            rows=replace(rows, counts=short, units=_shortened(rows)),
+            table=Table.of(tuple(shares), copies, **figures), rows=replace(rows, counts=short)
         )
 
     @staticmethod
@@ -88,46 +80,32 @@ class MeasuredTensors:
         rows = Rows.concatenate([one.rows for one in some])
         return MeasuredTensors(table=table, rows=rows.merged(np.concatenate(kept), len(table.rows)))
 
-    def whole(self) -> MeasuredTensors:
-        """With the pieces of each tensor put together; units only if all are there."""
-        names: tuple[Any, ...] = tuple(self.table.rows)
-        if all(row.pieces == 1 for row in names):
-            return self
-        pieces: dict[Row, list[int]] = {}
-        for place in sorted(range(len(names)), key=names.__getitem__):
-            pieces.setdefault(names[place]._replace(piece=0, pieces=1), []).append(place)
-        most = max(map(len, pieces.values()))
-        some = [{r: at[n] for r, at in pieces.items() if n < len(at)} for n in range(most)]
-        table, kept = merge_tables([self.table.take([*one.values()], [*one]) for one in some])
-        order = np.array([place for one in some for place in one.values()])
-        rows = self.rows.take(order).merged(np.concatenate(kept), len(pieces))
-        units = []
-        for places in pieces.values():
-            complete = [names[place].piece for place in places] == [*range(names[places[0]].pieces)]
-            found = [self.rows.units_of(place) for place in places if complete]
-            units.append(
-                np.concatenate([self.rows.units[:0], *(o for o in found if o is not None)])
-            )
-        counts = [len(one) for one in units]
-        return MeasuredTensors(
-            table=table, rows=rows.having(np.concatenate(units), unit_count=counts)
-        )
-
     def records(self) -> Tensors[Row]:
-        """What was measured of each tensor as a whole."""
-        whole = self.whole()
-        return Tensors(tuple(whole.table.rows), whole.rows.having(calls=whole.table["calls"]))
+        """What was measured of each tensor as a whole; units only if all ranks' are there."""
+        rows = self.rows.having(calls=self.table["calls"])
+        if (missing := (rows.units == NO_VALUES).all(axis=1)).any():
+            of_row = np.arange(len(rows)).repeat(rows.unit_count)
+            kept = ~np.isin(of_row, of_row[missing])
+            counts = np.bincount(of_row[kept], minlength=len(rows))
+            rows = rows.having(rows.units[kept], unit_count=counts)
+        return Tensors(tuple(self.table.rows), rows)
 
 
 # That of a step that was not measured in full.
 EMPTY = MeasuredTensors(table=NO_ROWS, rows=Rows.of(()))
 
 
-def _shortened(rows: Rows) -> NDArray[np.float32]:
-    bits = rows.units.view(np.uint32) & np.uint32(0xFFFF0000)
-    cut = bits.view(np.float32)
-    few = (rows.unit_count <= EXACT_UNITS).repeat(rows.unit_count)[:, None]
-    return np.where(few | (cut == 0) | ~np.isfinite(rows.units), rows.units, cut)
+def _among_all_units(rows: Rows, shares: Collection[Share]) -> Rows:
+    """With units of their own for the pieces of other ranks, which merging then fills in."""
+    units = [rows.units[:0]]
+    for row, share in enumerate(shares):
+        found = rows.units_of(row)
+        if found is not None:
+            whole = np.tile(NO_VALUES, (share.pieces, len(found), 1))
+            whole[share.piece] = found
+            units.append(whole.reshape(-1, 2))
+    pieces = np.array([share.pieces for share in shares])
+    return rows.having(np.concatenate(units), unit_count=rows.unit_count * pieces)
 
 
 Floats = NDArray[np.float64]

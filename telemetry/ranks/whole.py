@@ -63,7 +63,6 @@ class WholeRecords:
         if part.hosts:
             new = {rank: host for host, ranks in part.hosts.items() for rank in ranks}
             self._host_of = self._host_of | new
-        part = replace(part, tensors=part.tensors.whole())
         keys = tuple(sorted(part.stages))
         if any(key not in self._layouts for key in keys):
             return None

@@ -40,6 +40,8 @@ HEAD = np.dtype([(name.replace("calls", "sampled"), COLUMNS[name]) for name in C
 PAIR = np.dtype([("count", "u4"), ("bucket", "i2"), ("", "V2")])
 # Smallest and largest value of a unit; NaN if it has one.
 UNIT = np.dtype(("f4", 2))
+# Of one without values.
+NO_VALUES = np.array([np.inf, -np.inf], np.float32)
 
 # More than there are buckets.
 _CODES = 2 * (LAST_BUCKET + 1)
@@ -230,7 +232,7 @@ class Rows:
         taken = np.flatnonzero(sizes[groups])
         places = _places(np.cumsum(sizes), sizes, groups[taken])
         given = self.units[_places(self._unit_ends, self.unit_count, taken)]
-        units = np.tile(np.array([np.inf, -np.inf], np.float32), (sizes.sum(), 1))
+        units = np.tile(NO_VALUES, (sizes.sum(), 1))
         np.minimum.at(units[:, 0], places, given[:, 0])
         np.maximum.at(units[:, 1], places, given[:, 1])
         return sizes, units

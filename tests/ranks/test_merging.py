@@ -97,16 +97,6 @@ def test_units_that_are_spread_over_ranks_are_put_together() -> None:
     assert incomplete.unit_min is None
 
 
-def test_many_units_keep_zeros_and_signs() -> None:
-    values = np.linspace(-3, 3, 1001).astype(np.float32)
-    values[500], values[3], values[4] = 0, 1e-42, -np.inf
-    extremes = record_of(values, unit_min=values, unit_max=values)
-    got = MeasuredTensors.of(0, {ROW: Share()}, extremes.rows).records()[ROW].unit_min
-    assert got is not None
-    np.testing.assert_array_equal(np.sign(got), np.sign(values))
-    np.testing.assert_allclose(got, values, rtol=0.07)
-
-
 def test_what_was_logged_is_the_mean_over_the_ranks_that_logged_it() -> None:
     logged = [(0, {"loss": 1.0}), (2, {"loss": 4.0}), (1, {"other": 7.0}), (3, {"none": math.nan})]
     merged = Table.merge_all([Table.of_figures(rank, figures) for rank, figures in logged])
