@@ -33,13 +33,11 @@ from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.gathering import Gathering, Message
 from telemetry.ranks.held import WHOLE
 from telemetry.ranks.measured import (
-    EMPTY,
-    Common,
     Measured,
     MeasuredParameters,
-    MeasuredTensors,
     Row,
     merge,
+    tensors_of,
 )
 from telemetry.ranks.meeting import Address, Meeting, this_machine
 from telemetry.records import Layout, Module, Parameter, TensorRecord
@@ -183,8 +181,8 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
         ranks=frozenset({rank}),
         measured=frozenset({rank}),
         stages={stage.key: stage},
-        tensors=MeasuredTensors.of(rank, dict.fromkeys(tensors, WHOLE), Tensors.of(tensors).rows),
-        common=Common(rank=rank),
+        tensors=tensors_of(rank, dict.fromkeys(tensors, WHOLE), Tensors.of(tensors).rows),
+        alike=(rank,),
     )
 
 
@@ -195,7 +193,7 @@ def measure_size(layers: int) -> Size:
     encode_s = time.thread_time() - began
     return Size(
         layers=layers,
-        tensors=len(part.tensors.table.rows),
+        tensors=len(part.tensors.rows),
         first_bytes=len(encode([make_part(layers, 0, 1024, with_layout=True)])),
         bytes=len(payload),
         encode_s=encode_s,
@@ -207,7 +205,7 @@ def light_parts(machine: Sequence[Measured]) -> list[Measured]:
     return [
         replace(
             part,
-            tensors=EMPTY,
+            tensors=NO_ROWS,
             measured=frozenset[int](),
             stages={
                 key: replace(stage, before=NO_ROWS, updates=NO_ROWS)

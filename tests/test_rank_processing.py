@@ -14,7 +14,7 @@ from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, Pipeline, Processor, every, rank_processing
 from telemetry.pipeline.rank_processing import RankProcessor
 from telemetry.ranks.columns import Table
-from telemetry.ranks.measured import Common, Measured, MeasuredParameters
+from telemetry.ranks.measured import Measured, MeasuredParameters
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
@@ -44,7 +44,7 @@ def merged(step: int) -> Measured:
         size=2,
         ranks=everyone,
         stages={stage.key: stage},
-        common=Common(rank=0),
+        alike=(0,),
         scalars=Table.merge_all(Table.of_figures(rank, {"loss": 1.0 + rank}) for rank in (0, 1)),
         own=Table.merge_all(Table.of_figures(rank, {"step_s": 0.5 + rank}) for rank in (0, 1)),
     )

@@ -20,12 +20,10 @@ from telemetry.ranks.measured import (
     ALIKE,
     Addend,
     Check,
-    Common,
     Measured,
     MeasuredParameters,
-    MeasuredTensors,
     Row,
-    checks_of,
+    tensors_of,
 )
 from telemetry.ranks.observer import RankNotes
 from telemetry.records import Layout, StepRecord
@@ -58,7 +56,7 @@ class MeasuredMaker:
             ranks=frozenset((rank,)),
             stages={stage.key: stage},
             tensors=_tensors(rank, record, notes, self._standing),
-            common=Common(rank=rank, **{name: getattr(record, name) for name in ALIKE}),
+            alike=(rank, *(getattr(record, name) for name in ALIKE)),
             scalars=Table.of_figures(rank, record.scalars),
             own=self._own(record),
             hosts={self._host: frozenset((rank,))} if full else {},
@@ -78,7 +76,7 @@ class MeasuredMaker:
             wall_time=time.time(),
             size=self._standing.size,
             ranks=frozenset((rank,)),
-            common=Common(rank=rank),
+            alike=(rank,),
             scalars=Table.of_figures(rank, scalars),
         )
 
@@ -100,11 +98,12 @@ class MeasuredMaker:
         if captured is not None and not standing.is_in_pipeline:
             norms = captured.norms_before_clipping(record.grad_norms, record.grad_present)
             before = NO_ROWS if norms is None else Table.of(rows, copies, before=norms)
-        sums = [
+        checks = [
             Check(index, notes.parameters[index].shard, total)
             for indices, totals in notes.bit_sums
             for index, total in zip(indices, totals.wait().tolist(), strict=True)
         ]
+        ones = np.ones(len(checks), np.int64)
         return MeasuredParameters(
             stage=standing.stage,
             layout_id=self._layout_id,
@@ -119,7 +118,7 @@ class MeasuredMaker:
             before=before,
             updates=updates,
             addends=_addends(record, notes),
-            checks=checks_of(standing.rank, sums),
+            checks=Table.of(checks, lowest=ones * standing.rank, holders=ones),
             nan_buffers=frozenset(record.nan_buffers),
             nonfinite_parameters=frozenset(record.nonfinite_parameters),
         )
@@ -148,9 +147,7 @@ class MeasuredMaker:
         return {self._standing.rank: found[0]} if found else {}
 
 
-def _tensors(
-    rank: int, record: StepRecord, notes: RankNotes, standing: Standing
-) -> MeasuredTensors:
+def _tensors(rank: int, record: StepRecord, notes: RankNotes, standing: Standing) -> Table:
     found = {Row(0, "inputs", n): notes.outputs.get(n, WHOLE) for n in record.inputs}
     of_output: dict[str, Mapping[Any, Share]] = {
         "outputs": notes.outputs,
@@ -171,7 +168,7 @@ def _tensors(
             share = by_index.get(index) or standing.of_plain(index)
             found[Row(standing.stage, kind, name)] = share
     rows = [Tensors.of(getattr(record, kind)).rows for kind in ("inputs", *of_output, *of)]
-    return MeasuredTensors.of(rank, found, Rows.concatenate(rows))
+    return tensors_of(rank, found, Rows.concatenate(rows))
 
 
 def _copies(layout: Layout, shares: Mapping[int, Share], standing: Standing) -> NDArray[np.int64]:

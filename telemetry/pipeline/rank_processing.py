@@ -233,7 +233,7 @@ class RankProcessor:
             self._last = record.step, record.wall_time
             self._step_s = max(0.0, record.wall_time - wall_time) / max(1, record.step - step)
         others = part.ranks - part.measured
-        if part.full and others and part.step not in self._announced:
+        if part.measured and others and part.step not in self._announced:
             self._failures.log_once(
                 f"step {part.step} was measured in full by {named(part.measured)} and not by "
                 f"{named(others)}; use the same every_n_steps on all ranks, without max_overhead",

@@ -6,15 +6,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.records import Spread
+from telemetry.records.rows import Rows
 
 T = TypeVar("T")
-Array = NDArray[Any]
+Array: TypeAlias = NDArray[Any]
 
 
 def merge_all(parts: Sequence[T]) -> T:
@@ -22,17 +23,16 @@ def merge_all(parts: Sequence[T]) -> T:
     if len(parts) == 1:
         return parts[0]
     cls: Any = type(parts[0])
-    reductions = _reductions(cls).items()
     merged: T = cls(
-        **{name: of([getattr(part, name) for part in parts]) for name, of in reductions}
+        **{n: one_of([getattr(part, n) for part in parts]) for n, one_of in _reductions(cls)}
     )
     return merged
 
 
 @cache
-def _reductions(cls: type) -> dict[str, Callable[[list[Any]], Any]]:
+def _reductions(cls: type) -> list[tuple[str, Callable[[list[Any]], Any]]]:
     hints = get_type_hints(cls, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+    return [(name, hint.__metadata__[0]) for name, hint in hints.items()]
 
 
 def same(values: Sequence[T]) -> T:
@@ -41,6 +41,10 @@ def same(values: Sequence[T]) -> T:
 
 def union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
     return frozenset().union(*sets)
+
+
+def sums(arrays: Sequence[Array]) -> Array:
+    return reduce(np.add, arrays)
 
 
 def by_key(one_of: Callable[[list[Any]], Any]) -> Callable[[Iterable[Mapping[Any, Any]]], Any]:
@@ -54,10 +58,6 @@ def by_key(one_of: Callable[[list[Any]], Any]) -> Callable[[Iterable[Mapping[Any
         return {key: one_of(values) for key, values in found.items()}
 
     return merged
-
-
-def sums(arrays: Sequence[Array]) -> Array:
-    return reduce(np.add, arrays)
 
 
 def _norm(one: Array, other: Array) -> Array:
@@ -74,18 +74,16 @@ def _lowest(one: Array, other: Array) -> Array:
     return np.where(lower[:, None], other, one)
 
 
-_SUM, _NORM, _LOWEST = (np.add, 0.0), (_norm, 0.0), (_lowest, (math.nan, -1.0))
-
 # By the name of a column how those of two ranks become one, and what a row has before the first.
 #
 # ``low`` and ``high`` hold a figure, ``high`` its negative, and whose it is: float64 ``[rows, 2]``.
 REDUCTIONS: Mapping[str, tuple[Callable[[Array, Array], Array], Any]] = {
-    **dict.fromkeys(("total", "ranks"), _SUM),
+    **dict.fromkeys(("total", "ranks"), (np.add, 0.0)),
     "calls": (np.maximum, 0),
     "holders": (np.add, 0),
     "lowest": (np.minimum, np.iinfo(np.int64).max),
-    **dict.fromkeys(("low", "high"), _LOWEST),
-    **dict.fromkeys(("norm", "before", "moved", "size"), _NORM),
+    **dict.fromkeys(("low", "high"), (_lowest, (math.nan, -1.0))),
+    **dict.fromkeys(("norm", "before", "moved", "size"), (_norm, 0.0)),
     "present": (np.logical_or, False),
     "finite": (np.logical_and, True),
 }
@@ -96,17 +94,24 @@ class Table:
     """Columns of numbers; merging takes a handful of NumPy calls.
 
     Attributes:
-        rows: What they are about, each once.
+        rows: What they are about, each once; a tuple or a range.
         copies: Which copy of each was read, int64 ``[rows]``: of several only the lowest counts.
         columns: Arrays ``[rows, ...]`` by their names in :data:`REDUCTIONS`.
+        content: If the rows are tensors, what is in them.
     """
 
-    rows: tuple[Any, ...] | range
+    rows: Sequence[Any]
     copies: NDArray[np.int64]
     columns: Mapping[str, Array]
+    content: Rows | None = None
 
     def __post_init__(self) -> None:
-        if any(len(column) != len(self.rows) for column in (self.copies, *self.columns.values())):
+        sizes, content = {len(self.rows), len(self.copies)}, self.content
+        fits = sizes.union(map(len, self.columns.values())) == {len(self.rows)}
+        if content is not None:
+            fits &= len(content) == len(self.rows) and len(content.units) == sum(content.unit_count)
+            fits &= len(content.buckets) == len(content.counts) == sum(content.bucket_count)
+        if not fits:
             raise ValueError("its columns do not fit together")
 
     @staticmethod
@@ -124,8 +129,28 @@ class Table:
 
     @staticmethod
     def merge_all(tables: Iterable[Table]) -> Table:
+        """As if one rank had held what all did; the order does not matter."""
         some = [table for table in tables if len(table.rows)]
-        return merge_tables(some)[0] if some else NO_ROWS
+        if len(some) < 2:
+            return some[0] if some else NO_ROWS
+        rows, places = _union([table.rows for table in some])
+        copies = np.full(len(rows), np.iinfo(np.int64).max)
+        for table, at in zip(some, places, strict=True):
+            copies[at] = np.minimum(copies[at], table.copies)
+        counting = [t.copies == copies[at] for t, at in zip(some, places, strict=True)]
+        columns: dict[str, Array] = {}
+        for name, like in some[0].columns.items():
+            merge, nothing = REDUCTIONS[name]
+            merged = columns[name] = np.empty((len(rows), *like.shape[1:]), like.dtype)
+            merged[:] = nothing
+            for table, at, counts in zip(some, places, counting, strict=True):
+                with np.errstate(over="ignore", invalid="ignore"):
+                    merged[at[counts]] = merge(merged[at[counts]], table.columns[name][counts])
+        content = None
+        if contents := [table.content for table in some if table.content is not None]:
+            kept = [np.where(counts, at, -1) for at, counts in zip(places, counting, strict=True)]
+            content = Rows.concatenate(contents).merged(np.concatenate(kept), len(rows))
+        return Table(rows=rows, copies=copies, columns=columns, content=content)
 
     def means(self) -> dict[Any, float]:
         """Of the figures of several ranks."""
@@ -155,30 +180,7 @@ def spreads(rank: int, figures: Array) -> dict[str, Array]:
     return {"low": np.stack([figures, ranks], 1), "high": np.stack([-figures, ranks], 1)}
 
 
-def merge_tables(tables: Sequence[Table]) -> tuple[Table, list[NDArray[np.int64]]]:
-    """As if one rank had held what all did; and where each one's rows went, -1: another counts."""
-    rows, places = _union([table.rows for table in tables])
-    copies = np.full(len(rows), np.iinfo(np.int64).max)
-    for table, at in zip(tables, places, strict=True):
-        copies[at] = np.minimum(copies[at], table.copies)
-    counting = [t.copies == copies[at] for t, at in zip(tables, places, strict=True)]
-    columns: dict[str, Array] = {}
-    for name, like in tables[0].columns.items():
-        merge, nothing = REDUCTIONS[name]
-        merged = np.empty((len(rows), *like.shape[1:]), like.dtype)
-        merged[:] = nothing
-        for table, at, counts in zip(tables, places, counting, strict=True):
-            some = at[counts]
-            with np.errstate(over="ignore", invalid="ignore"):
-                merged[some] = merge(merged[some], table.columns[name][counts])
-        columns[name] = merged
-    kept = [np.where(counts, at, -1) for at, counts in zip(places, counting, strict=True)]
-    return Table(rows=rows, copies=copies, columns=columns), kept
-
-
-def _union(
-    lists: Sequence[tuple[Any, ...] | range],
-) -> tuple[tuple[Any, ...] | range, list[NDArray[np.int64]]]:
+def _union(lists: Sequence[Sequence[Any]]) -> tuple[Sequence[Any], list[NDArray[np.int64]]]:
     """All rows, each once, and for each list the places of its rows among them."""
     if all(rows == lists[0] for rows in lists):
         return lists[0], [np.arange(len(lists[0]))] * len(lists)

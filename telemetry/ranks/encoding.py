@@ -18,30 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.ranks.columns import Table
-from telemetry.ranks.measured import (
-    Addend,
-    Check,
-    Common,
-    Measured,
-    MeasuredParameters,
-    MeasuredTensors,
-    Row,
-)
+from telemetry.ranks.measured import Addend, Check, Measured, MeasuredParameters, Row
 from telemetry.records import Layout, Module, Parameter
 from telemetry.records.rows import COLUMNS, Rows
 
 # What the bytes begin with; another version has another number.
-FORMAT = b"telemetry-ranks-7\n"
+FORMAT = b"telemetry-ranks-8\n"
 
 # Of parts that are not compressed. 20,000 modules with four tensors each take about 200 MB.
 MAX_BYTES = 1 << 30
 
 _DATACLASSES: dict[str, Any] = {
     cls.__name__: cls
-    for cls in (
-        *(Measured, MeasuredParameters, MeasuredTensors, Rows, Table, Common),
-        *(Layout, Module, Parameter),
-    )
+    for cls in (Measured, MeasuredParameters, Table, Rows, Layout, Module, Parameter)
 }
 _NAMED_TUPLES: dict[str, Any] = {cls.__name__: cls for cls in (Row, Addend, Check)}
 _TUPLE, _SET, _MAPPING, _ARRAY, _RANGE = "()", "{}", "{:}", "[]", ".."

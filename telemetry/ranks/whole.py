@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from telemetry.ranks.measured import ALIKE, Measured, MeasuredParameters, Row, differing
+from telemetry.ranks.columns import Table, merge_all
+from telemetry.ranks.measured import ALIKE, Addend, Floats, Measured, MeasuredParameters, Row
 from telemetry.records import (
     Divergence,
     Layout,
@@ -21,8 +20,8 @@ from telemetry.records import (
     Spread,
     StepRecord,
 )
-from telemetry.records.rows import Rows
-from telemetry.records.sketch import Sketch, sketch_array
+from telemetry.records.rows import NO_VALUES, Rows
+from telemetry.records.sketch import sketch_array
 from telemetry.records.tensor import Tensors, figures_of
 
 _OF_OUTPUTS = ("outputs", "output_grads")
@@ -66,11 +65,11 @@ class WholeRecords:
         keys = tuple(sorted(part.stages))
         if any(key not in self._layouts for key in keys):
             return None
-        joined = self._joined.get(keys)
-        if joined is None:
-            joined = JoinedLayouts([(key[0], self._layouts[key]) for key in keys])
-            self._joined = {keys: joined}  # changes rarely, so only the last one is kept
-        record = _record_of(part, joined)
+        if keys not in self._joined:  # changes rarely, so only the last one is kept
+            self._joined = {keys: JoinedLayouts({key: self._layouts[key] for key in keys})}
+        joined = self._joined[keys]
+        parameters = joined.together(part)
+        record = _record_of(part, parameters, joined)
         if len(part.ranks) == part.size and not part.phase:
             joined.layout = _resized(record)
         names: tuple[str, ...] = _OF_FIRST if own is not None else ()
@@ -80,7 +79,7 @@ class WholeRecords:
             record,
             layout=joined.layout,
             clipped_fraction=self._clipped_fraction(record),
-            ranks=replace(_facts(part, joined), hosts=self._host_of),
+            ranks=replace(_facts(part, parameters, joined), hosts=self._host_of),
             **{name: getattr(own, name) for name in names},
         )
 
@@ -93,45 +92,103 @@ class WholeRecords:
         return self._clipped / self._full
 
 
-def _stages_of(part: Measured) -> list[MeasuredParameters]:
-    """In the order of the stages."""
-    return [part.stages[key] for key in sorted(part.stages)]
+class JoinedLayouts:
+    """The layouts of all stages as one.
+
+    If stages have names of parameters in common, all names are preceded by ``stage0.`` and so
+    forth. An ``Identity`` that stands for a module of another stage is left out.
+    """
+
+    def __init__(self, layouts: dict[tuple[int, str], Layout]) -> None:
+        of_stage: dict[int, set[str]] = {}
+        for (stage, _), layout in layouts.items():
+            of_stage.setdefault(stage, set()).update(p.name for p in layout.parameters)
+        self._prefixed = len(set().union(*of_stage.values())) < sum(map(len, of_stage.values()))
+        modules: dict[str, Module] = {}
+        parameters: dict[str, Parameter] = {}
+        stand_ins = set()
+        for (stage, _), layout in layouts.items():
+            for module in layout.modules:
+                name = self._name(stage, module.name)
+                if module.type_name == _PLACEHOLDER:
+                    stand_ins.add((stage, module.name))
+                if name not in modules or modules[name].type_name == _PLACEHOLDER:
+                    modules[name] = replace(module, name=name)
+            for parameter in layout.parameters:
+                name = self._name(stage, parameter.name)
+                owner = self._name(stage, parameter.module_name)
+                parameters.setdefault(name, replace(parameter, name=name, module_name=owner))
+        self.layout = Layout(modules=tuple(modules.values()), parameters=tuple(parameters.values()))
+        self._stand_ins = {
+            (stage, name)
+            for stage, name in stand_ins
+            if modules[self._name(stage, name)].type_name != _PLACEHOLDER
+        }
+        place = self.layout.parameter_position
+        self._places = {
+            key: tuple(place[self._name(key[0], p.name)] for p in layout.parameters)
+            for key, layout in layouts.items()
+        }
+
+    def _name(self, stage: int, name: str) -> str:
+        """A module's or parameter's name in all stages together."""
+        return f"stage{stage}.{name}".rstrip(".") if self._prefixed else name
+
+    def name_of(self, row: Row) -> Any:
+        """What a tensor is of in all stages together; None: a module stands for another stage's."""
+        if row.kind == "inputs":
+            return row.name
+        name = self._name(row.stage, row.name)
+        if row.kind not in _OF_OUTPUTS:
+            return name
+        return None if (row.stage, row.name) in self._stand_ins else Output(name, row.place)
+
+    def together(self, part: Measured) -> MeasuredParameters:
+        """What is known of the parameters of all stages; the rows are those of the layout."""
+        return merge_all([self._placed(stage) for _, stage in sorted(part.stages.items())])
+
+    def _placed(self, of: MeasuredParameters) -> MeasuredParameters:
+        at = self._places[of.key]
+        tables = {name: getattr(of, name) for name in ("grads", "before", "updates")}
+        checks = tuple(check._replace(parameter=at[check.parameter]) for check in of.checks.rows)
+        return replace(
+            of,
+            addends={Addend(at[a.parameter], a.copy, a.size): v for a, v in of.addends.items()},
+            checks=replace(of.checks, rows=checks),
+            nan_buffers=frozenset(self._name(of.stage, name) for name in of.nan_buffers),
+            nonfinite_parameters=frozenset(
+                self._name(of.stage, name) for name in of.nonfinite_parameters
+            ),
+            **{name: replace(table, rows=at) for name, table in tables.items() if table.rows},
+        )
 
 
-def _record_of(part: Measured, joined: JoinedLayouts) -> StepRecord:
-    layout, stages = joined.layout, _stages_of(part)
-    count = len(layout.parameters)
-    norms, present, finite = np.zeros(count), np.zeros(count, bool), np.ones(count, bool)
-    before, lowest = np.full(count, np.nan), np.full(count, np.iinfo(np.int64).max)
-    ratios: dict[str, float] = {}
-    for stage, at in zip(stages, joined.places, strict=True):
-        grads = stage.grads
-        new = grads["present"] & (~present[at] | (grads.copies < lowest[at]))
-        places, (of_grads, of_before) = at[new], stage.whole_norms()
-        norms[places], present[places] = of_grads[new], True
-        finite[places], lowest[places] = grads["finite"][new], grads.copies[new]
-        before[places] = of_before[new]
-        ratios |= _update_ratios(stage, [layout.parameters[index].name for index in at])
-    total_before = None
-    if any(stage.before.rows for stage in stages):
-        total_before = float(np.linalg.norm(before[present]))
-    nonfinite = joined.names(stages, "nonfinite_parameters")
+def _record_of(part: Measured, of: MeasuredParameters, joined: JoinedLayouts) -> StepRecord:
+    layout, grads, rows = joined.layout, of.grads, np.array(of.grads.rows, np.intp)
+    norms, before = _whole_norms(of, len(rows))
+    present, finite = np.zeros(len(rows), bool), np.ones(len(rows), bool)
+    present[rows] = grads["present"]
+    finite[rows] = grads["finite"] | ~grads["present"]
+    ratios = _update_ratios(of.updates)
+    names = [parameter.name for parameter in layout.parameters]
     return StepRecord(
         step=part.step,
         wall_time=part.wall_time,
         layout=layout,
-        grad_norms=norms,
+        grad_norms=np.where(present, norms, 0.0),
         grad_present=present,
         grad_finite=finite,
         phase=part.phase,
         scalars=part.scalars.means(),
-        full=part.full,
-        total_grad_norm_before_clipping=total_before,
-        nan_buffers=tuple(sorted(joined.names(stages, "nan_buffers"))),
-        nonfinite_parameters=tuple(p.name for p in layout.parameters if p.name in nonfinite),
-        update_ratios={p.name: ratios[p.name] for p in layout.parameters if p.name in ratios},
-        **{name: getattr(part.common, name) for name in ALIKE},
-        **_tensors(part, joined),
+        full=bool(part.measured),
+        total_grad_norm_before_clipping=(
+            float(np.linalg.norm(before[present])) if of.before.rows else None
+        ),
+        nan_buffers=tuple(sorted(of.nan_buffers)),
+        nonfinite_parameters=tuple(name for name in names if name in of.nonfinite_parameters),
+        update_ratios={names[index]: ratios[index] for index in sorted(ratios)},
+        **dict(zip(ALIKE, part.alike[1:], strict=False)),
+        **_tensors(part, of, joined),
     )
 
 
@@ -149,47 +206,74 @@ def _resized(record: StepRecord) -> Layout:
     return Layout(modules=record.layout.modules, parameters=tuple(resized))
 
 
-def _update_ratios(stage: MeasuredParameters, names: Sequence[str]) -> dict[str, float]:
+def _update_ratios(updates: Table) -> dict[int, float]:
     """``||after - before|| / ||before||``: inf if zeros moved, NaN if they stayed."""
-    if not stage.updates.rows:
-        return {}
-    sizes = stage.updates["size"]
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = stage.updates["moved"] / sizes
-    measured = ~np.isnan(sizes)
-    return {names[i]: float(ratios[i]) for i in np.flatnonzero(measured).tolist()}
+        ratios = (updates["moved"] / updates["size"]).tolist()
+    known = (~np.isnan(updates["size"])).tolist()
+    return {row: ratios[n] for n, row in enumerate(updates.rows) if known[n]}
 
 
-def _tensors(part: Measured, joined: JoinedLayouts) -> dict[str, Any]:
+def _added(of: MeasuredParameters) -> dict[int, Floats]:
+    """Sums of addends, by the index of the parameter; of several copies the lowest counts."""
+    lowest = {addend.parameter: addend for addend in sorted(of.addends, reverse=True)}
+    return {index: of.addends[addend] for index, addend in lowest.items()}
+
+
+def _whole_norms(of: MeasuredParameters, count: int) -> tuple[Floats, Floats]:
+    """Norms of the whole gradients, and at the end of the backward pass; NaN if not known.
+
+    Of the sum of addends only the norm after it is known; clipping scales all of them alike.
+    """
+    norms, before = np.full(count, np.nan), np.full(count, np.nan)
+    norms[[*of.grads.rows]] = of.grads["norm"]
+    before[[*of.before.rows]] = of.before["before"]
+    for index, values in _added(of).items():
+        whole = np.linalg.norm(values)
+        before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)
+        norms[index] = whole
+    return norms, before
+
+
+def whole_tensors(tensors: Table) -> Tensors[Row]:
+    """What was measured of each tensor as a whole; units only if all ranks' are there."""
+    rows = Rows.of(()) if tensors.content is None else tensors.content
+    rows = rows.having(calls=tensors["calls"])
+    if (missing := (rows.units == NO_VALUES).all(axis=1)).any():
+        of_row = np.arange(len(rows)).repeat(rows.unit_count)
+        kept = ~np.isin(of_row, of_row[missing])
+        counts = np.bincount(of_row[kept], minlength=len(rows))
+        rows = rows.having(rows.units[kept], unit_count=counts)
+    return Tensors(tuple(tensors.rows), rows)
+
+
+def _tensors(part: Measured, of: MeasuredParameters, joined: JoinedLayouts) -> dict[str, Any]:
     """By kind and name what was measured, modules and parameters in the order of the layout."""
     found: dict[str, dict[Any, int]] = {}
-    tensors = part.tensors.records()
+    tensors, layout = whole_tensors(part.tensors), joined.layout
     for place, row in enumerate(tensors):
         if (name := joined.name_of(row)) is not None:
             found.setdefault(row.kind, {})[name] = place
-    added: list[Sketch] = []
-    for stage, at in zip(_stages_of(part), joined.places, strict=True):
-        for index, values in stage.added().items() if part.full else ():
-            name = joined.layout.parameters[at[index]].name
-            found.setdefault("grads", {})[name] = len(tensors) + len(added)
-            added.append(sketch_array(values))
-    rows = Rows.concatenate([tensors.rows, Rows.of(added)])
-    last, position = len(joined.layout.modules), joined.layout.position
+    added = _added(of) if part.measured else {}
+    for place, index in enumerate(added, start=len(tensors)):
+        found.setdefault("grads", {})[layout.parameters[index].name] = place
+    rows = Rows.concatenate([tensors.rows, Rows.of([*map(sketch_array, added.values())])])
+    last, position = len(layout.modules), layout.position
     of_kind: dict[str, Tensors[Any]] = {}
     for kind, places in found.items():
         order = list(places)
         if kind in _OF_OUTPUTS:
             order.sort(key=lambda o: (position.get(o.module_name, last), o.place))
         elif kind != "inputs":
-            order.sort(key=joined.layout.parameter_position.__getitem__)
+            order.sort(key=layout.parameter_position.__getitem__)
         some = rows.take(np.array([places[name] for name in order], np.intp))
         of_kind[kind] = Tensors(tuple(order), some)
     return of_kind
 
 
-def _facts(part: Measured, joined: JoinedLayouts) -> RankFacts:
+def _facts(part: Measured, of: MeasuredParameters, joined: JoinedLayouts) -> RankFacts:
     rms: dict[str, dict[Output, Spread]] = {kind: {} for kind in _OF_OUTPUTS}
-    for row, spread in part.tensors.table.spreads().items():
+    for row, spread in part.tensors.spreads().items():
         if row.kind in rms and (output := joined.name_of(row)) is not None:
             rms[row.kind][output] = spread
     return RankFacts(
@@ -202,13 +286,12 @@ def _facts(part: Measured, joined: JoinedLayouts) -> RankFacts:
         activation_grad_rms=rms["output_grads"],
         diverged=tuple(
             Divergence(
-                parameter=joined.layout.parameters[at[index]].name,
+                parameter=joined.layout.parameters[index].name,
                 rank=rank,
                 other=other,
                 declared=shard >= 0,
             )
-            for stage, at in zip(_stages_of(part), joined.places, strict=True)
-            for index, rank, other, shard in differing(stage.checks)
+            for index, rank, other, shard in differing(of.checks)
         ),
         nonfinite=len(part.nonfinite),
         first_nonfinite=min(part.nonfinite.items(), default=None),
@@ -216,62 +299,19 @@ def _facts(part: Measured, joined: JoinedLayouts) -> RankFacts:
     )
 
 
-class JoinedLayouts:
-    """The layouts of all stages as one, and where each stage's names went.
+def differing(checks: Table) -> list[tuple[int, int, int, int]]:
+    """Parameters that are not equal: index, lowest rank that differs, one it differs from, shard.
 
-    If stages have names of parameters in common, all names are preceded by ``stage0.`` and so
-    forth. An ``Identity`` that stands for a module of another stage is left out.
+    The sum that most ranks have is taken for right, of several the lowest rank's.
     """
-
-    def __init__(self, layouts: Sequence[tuple[int, Layout]]) -> None:
-        self._prefixed = _share_names(layouts)
-        modules: dict[str, Module] = {}
-        parameters: dict[str, Parameter] = {}
-        for stage, layout in layouts:
-            for module in layout.modules:
-                name = self.name(stage, module.name)
-                if name not in modules or modules[name].type_name == _PLACEHOLDER:
-                    modules[name] = replace(module, name=name)
-            for parameter in layout.parameters:
-                name = self.name(stage, parameter.name)
-                owner = self.name(stage, parameter.module_name)
-                parameters.setdefault(name, replace(parameter, name=name, module_name=owner))
-        self.layout = Layout(modules=tuple(modules.values()), parameters=tuple(parameters.values()))
-        self._placeholders = {
-            (stage, module.name)
-            for stage, layout in layouts
-            for module in layout.modules
-            if module.type_name == _PLACEHOLDER
-            and modules[self.name(stage, module.name)].type_name != _PLACEHOLDER
-        }
-        place = self.layout.parameter_position
-        self.places: list[NDArray[np.intp]] = [
-            np.array([place[self.name(stage, p.name)] for p in layout.parameters], np.intp)
-            for stage, layout in layouts
-        ]
-
-    def name(self, stage: int, name: str) -> str:
-        """A module's or parameter's name in all stages together."""
-        if not self._prefixed:
-            return name
-        return f"stage{stage}.{name}" if name else f"stage{stage}"
-
-    def name_of(self, row: Row) -> Any:
-        """What a tensor is of in all stages together; None: a module stands for another stage's."""
-        if row.kind == "inputs":
-            return row.name
-        name = self.name(row.stage, row.name)
-        if row.kind not in _OF_OUTPUTS:
-            return name
-        return None if (row.stage, row.name) in self._placeholders else Output(name, row.place)
-
-    def names(self, stages: Iterable[MeasuredParameters], field: str) -> frozenset[str]:
-        return frozenset(self.name(s.stage, name) for s in stages for name in getattr(s, field))
-
-
-def _share_names(layouts: Sequence[tuple[int, Layout]]) -> bool:
-    """Whether two stages have parameters of the same name."""
-    names: dict[int, set[str]] = {}
-    for stage, layout in layouts:
-        names.setdefault(stage, set()).update(p.name for p in layout.parameters)
-    return len(set().union(*names.values())) < sum(map(len, names.values()))
+    sums_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    holders, lowest = checks["holders"].tolist(), checks["lowest"].tolist()
+    for check, count, rank in zip(checks.rows, holders, lowest, strict=True):
+        sums_of.setdefault((check.parameter, check.shard), []).append((-count, rank))
+    found: dict[int, tuple[int, int, int, int]] = {}
+    for (index, shard), sums_there in sorted(sums_of.items()):
+        (_, right), *wrong = sorted(sums_there)
+        if wrong:
+            row = index, min(rank for _, rank in wrong), right, shard
+            found[index] = min(found.get(index, row), row, key=lambda row: row[1])
+    return list(found.values())

@@ -29,7 +29,7 @@ from telemetry.failures import Failures
 from telemetry.ranks.channel import Channel
 from telemetry.ranks.columns import Table
 from telemetry.ranks.gathering import News
-from telemetry.ranks.measured import Common, Measured
+from telemetry.ranks.measured import Measured
 from telemetry.ranks.meeting import key_of
 
 ANSWER_S = 300.0
@@ -46,7 +46,7 @@ def measured(rank: int, step: int, phase: str = "") -> Measured:
         wall_time=0.0,
         size=0,
         ranks=frozenset({rank}),
-        common=Common(rank=rank),
+        alike=(rank,),
         scalars=Table.of_figures(rank, {str(rank): step + 1.0}),
     )
 

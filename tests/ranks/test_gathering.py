@@ -19,7 +19,7 @@ from telemetry.ranks.gathering import (
     blocks,
     named,
 )
-from telemetry.ranks.measured import Common, Measured, MeasuredParameters
+from telemetry.ranks.measured import Measured, MeasuredParameters
 
 WORLD = 6
 
@@ -30,7 +30,7 @@ def measured(step: int, *ranks: int) -> Measured:
         wall_time=0.0,
         size=WORLD,
         ranks=frozenset(ranks),
-        common=Common(rank=min(ranks)),
+        alike=(min(ranks),),
         scalars=Table.merge_all(Table.of_figures(rank, {str(rank): 1.0}) for rank in ranks),
     )
 

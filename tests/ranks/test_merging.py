@@ -14,22 +14,18 @@ from hypothesis.extra.numpy import arrays
 from moments_close import assert_moments_close
 from numpy.typing import NDArray
 
-from telemetry.ranks.columns import Table
+from telemetry.ranks.columns import NO_ROWS, Table
 from telemetry.ranks.encoding import FORMAT, decode, encode
 from telemetry.ranks.held import Share
 from telemetry.ranks.measured import (
-    EMPTY,
     Check,
-    Common,
     Measured,
     MeasuredParameters,
-    MeasuredTensors,
     Row,
-    checks_of,
-    differing,
     merge,
+    tensors_of,
 )
-from telemetry.ranks.whole import WholeRecords
+from telemetry.ranks.whole import WholeRecords, differing, whole_tensors
 from telemetry.records import Layout, Module, Parameter, Spread, TensorRecord
 from telemetry.records.sketch import sketch_array
 
@@ -42,8 +38,8 @@ def record_of(values: NDArray[Any], **units: Any) -> TensorRecord:
     return TensorRecord(sketch=sketch_array(values), **units)
 
 
-def table(rank: int, values: NDArray[Any], **share: Any) -> MeasuredTensors:
-    return MeasuredTensors.of(rank, {ROW: Share(**share)}, record_of(values).rows)
+def table(rank: int, values: NDArray[Any], **share: Any) -> Table:
+    return tensors_of(rank, {ROW: Share(**share)}, record_of(values).rows)
 
 
 @given(shards=SHARDS, data=st.data())
@@ -56,9 +52,9 @@ def test_shards_add_up_in_any_grouping_and_other_copies_do_not_count(
     while len(tables) > 1:
         tables = data.draw(st.permutations(tables))
         size = data.draw(st.integers(2, len(tables)))
-        tables = [MeasuredTensors.merge_all(tables[:size]), *tables[size:]]
+        tables = [Table.merge_all(tables[:size]), *tables[size:]]
     whole = sketch_array(np.concatenate(shards))
-    got = tables[0].records()[ROW].sketch
+    got = whole_tensors(tables[0])[ROW].sketch
     assert_moments_close(got, whole, rtol=1e-13)
     np.testing.assert_array_equal(got.buckets, whole.buckets)
     np.testing.assert_array_equal(got.counts, whole.counts)
@@ -83,17 +79,17 @@ def test_nan_of_one_shard_is_not_hidden_by_infinity_of_another() -> None:
 def test_units_that_are_spread_over_ranks_are_put_together() -> None:
     low = np.array([1, 2], np.float32)
     pieces = [
-        MeasuredTensors.of(
+        tensors_of(
             rank,
             {ROW: Share(piece=rank % 2, pieces=2)},
             record_of(low, unit_min=low - rank, unit_max=low + rank).rows,
         )
         for rank in range(4)
     ]
-    record = MeasuredTensors.merge_all(pieces).records()[ROW]
+    record = whole_tensors(Table.merge_all(pieces))[ROW]
     np.testing.assert_array_equal(record.unit_min, [-1, 0, -2, -1])
     np.testing.assert_array_equal(record.unit_max, [3, 4, 4, 5])
-    incomplete = MeasuredTensors.merge_all(pieces[::2]).records()[ROW]
+    incomplete = whole_tensors(Table.merge_all(pieces[::2]))[ROW]
     assert incomplete.unit_min is None
 
 
@@ -124,7 +120,8 @@ def test_the_copy_that_differs_from_most_is_named(
     sums: list[int], expected: list[tuple[int, int, int, int]]
 ) -> None:
     found = [[Check(0, 0, total), Check(1, 0, 9)] for total in sums]
-    checks = [checks_of(rank, each) for rank, each in enumerate(found)]
+    one = np.ones(2, np.int64)
+    checks = [Table.of(each, lowest=one * rank, holders=one) for rank, each in enumerate(found)]
     forth, back = checks[0], checks[-1]
     for check in checks[1:]:
         forth = Table.merge_all([forth, check])
@@ -169,7 +166,7 @@ def test_bytes_hold_all_of_a_part(shards: list[NDArray[np.float32]]) -> None:
     )
     _, again = decode(encode([whole, whole]))
     assert encode([again]) == encode([whole])
-    got, expected = again.tensors.records()[ROW].sketch, whole.tensors.records()[ROW].sketch
+    got, expected = (whole_tensors(one.tensors)[ROW].sketch for one in (again, whole))
     np.testing.assert_array_equal(got.counts, expected.counts)
     np.testing.assert_array_equal(got.buckets, expected.buckets)
     assert_moments_close(got, expected, rtol=0)
@@ -178,8 +175,8 @@ def test_bytes_hold_all_of_a_part(shards: list[NDArray[np.float32]]) -> None:
 def test_counts_of_samples_keep_seven_digits() -> None:
     sketch = sketch_array(np.arange(1, 9))
     sampled = TensorRecord(sketch=replace(sketch, counts=sketch.counts * 1e9 / 7))
-    tensors = MeasuredTensors.of(0, {ROW: Share()}, sampled.rows)
-    got = decode(encode([part(0, 1.0, table=tensors)]))[0].tensors.rows.counts
+    tensors = tensors_of(0, {ROW: Share()}, sampled.rows)
+    got = decode(encode([part(0, 1.0, table=tensors)]))[0].tensors.content.counts
     np.testing.assert_allclose(got, sampled.sketch.counts, rtol=1e-7)
 
 
@@ -200,14 +197,12 @@ def test_bytes_of_another_version_are_refused(damage: Any, fault: str) -> None:
 @pytest.mark.parametrize("name", ["columns", "buckets", "counts"])
 def test_columns_of_another_length_are_damage(name: str) -> None:
     whole = table(0, np.ones(3, np.float32))
-    short = replace(whole.rows, **{name: getattr(whole.rows, name)[:-1]})
+    short = replace(whole.content, **{name: getattr(whole.content, name)[:-1]})
     with pytest.raises(ValueError, match="do not fit together"):
-        replace(whole, rows=short)
+        replace(whole, content=short)
 
 
-def part(
-    rank: int, norm: float, *, stage: int = 0, table: MeasuredTensors | None = None
-) -> Measured:
+def part(rank: int, norm: float, *, stage: int = 0, table: Table | None = None) -> Measured:
     """Of a rank that holds a shard of one gradient."""
     layout = Layout(
         modules=(Module(name="layer", type_name="Linear"),),
@@ -227,6 +222,6 @@ def part(
         size=8,
         ranks=frozenset((rank,)),
         stages={own.key: own},
-        tensors=EMPTY if table is None else table,
-        common=Common(rank=rank),
+        tensors=NO_ROWS if table is None else table,
+        alike=(rank,),
     )

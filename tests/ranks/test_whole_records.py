@@ -253,10 +253,10 @@ def test_the_spread_over_ranks_says_whose_the_extremes_are(trained: Trained) -> 
 def test_copies_take_turns_in_being_measured(trained: Trained) -> None:
     """Under DDP the ranks share parameters and gradients, and each measures its own outputs."""
     parts = parts_of(trained, 2, "ddp", 0)
-    weights = [{row.name for row in p.tensors.table.rows if row.kind == "weights"} for p in parts]
+    weights = [{row.name for row in p.tensors.rows if row.kind == "weights"} for p in parts]
     assert weights[0] & weights[1] == set()
     assert {len(names) for names in weights} == {7}
-    outputs = [[row.name for row in p.tensors.table.rows if row.kind == "outputs"] for p in parts]
+    outputs = [[row.name for row in p.tensors.rows if row.kind == "outputs"] for p in parts]
     assert outputs[0] == outputs[1]
 
 
