@@ -26,7 +26,7 @@ from telemetry.ranks.measured import (
     tensors_of,
 )
 from telemetry.ranks.observer import RankNotes
-from telemetry.records import Layout, StepRecord
+from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.moments import nonfinite_of, norm_of
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors, bad_among, figures_of
@@ -148,26 +148,27 @@ class MeasuredMaker:
 
 
 def _tensors(rank: int, record: StepRecord, notes: RankNotes, standing: Standing) -> Table:
-    found = {Row(0, "inputs", n): notes.outputs.get(n, WHOLE) for n in record.inputs}
-    of_output: dict[str, Mapping[Any, Share]] = {
+    found: dict[Row, Share] = {}
+    shares_of: dict[str, Mapping[Any, Share]] = {
+        "inputs": notes.outputs,
         "outputs": notes.outputs,
         "output_grads": notes.output_grads,
-    }
-    for kind, shares in of_output.items():
-        for output in getattr(record, kind):
-            row = Row(standing.stage, kind, output.module_name, output.place)
-            found[row] = shares.get(output, WHOLE)
-    of: dict[str, Mapping[int, Share]] = {
         "grads": notes.grads,
         "weights": notes.parameters,
         "second_moments": notes.parameters,
     }
-    for kind, by_index in of.items():
+    for kind, shares in shares_of.items():
         for name in getattr(record, kind):
-            index = record.layout.parameter_position[name]
-            share = by_index.get(index) or standing.of_plain(index)
-            found[Row(standing.stage, kind, name)] = share
-    rows = [Tensors.of(getattr(record, kind)).rows for kind in ("inputs", *of_output, *of)]
+            if kind == "inputs":
+                found[Row(0, kind, name)] = shares.get(name, WHOLE)
+            elif isinstance(name, Output):
+                row = Row(standing.stage, kind, name.module_name, name.place)
+                found[row] = shares.get(name, WHOLE)
+            else:
+                index = record.layout.parameter_position[name]
+                share = shares.get(index) or standing.of_plain(index)
+                found[Row(standing.stage, kind, name)] = share
+    rows = [Tensors.of(getattr(record, kind)).rows for kind in shares_of]
     return tensors_of(rank, found, Rows.concatenate(rows))
 
 

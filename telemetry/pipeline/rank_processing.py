@@ -86,7 +86,7 @@ class RankProcessor:
         self._whole = WholeRecords()
         self._own: dict[tuple[int, str], StepRecord] = {}
         self._eval_mode = False
-        self._sent: set[tuple[int, bool]] = set()  # and not recorded so far
+        self._sent = self._recorded = (-1, "")  # the latest step and phase
         self._changed = threading.Condition()
         self._alert: Alert | None = None
         full_steps.announce = self._announce
@@ -185,9 +185,7 @@ class RankProcessor:
         self._send_part(self._maker.part(record, captured))
 
     def _send_part(self, part: Measured) -> None:
-        if self._recorder is not None:
-            with self._changed:
-                self._sent.add(_place(part))
+        self._sent = part.step, part.phase
         self._channel.send(part)
 
     def take(self, merged: Measured) -> None:
@@ -204,9 +202,8 @@ class RankProcessor:
         self._note_recorded(merged)
 
     def _note_recorded(self, merged: Measured) -> None:
-        place = _place(merged)
         with self._changed:
-            self._sent = {other for other in self._sent if other > place}
+            self._recorded = merged.step, merged.phase
             self._changed.notify_all()
 
     # --- news for all ranks ----------------------------------------------------------------------
@@ -268,13 +265,9 @@ class RankProcessor:
     def wait(self, timeout_s: float) -> None:
         """Wait until all that was sent has come back merged; only on the first rank."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._sent, timeout_s)
+            is_first = self._recorder is not None
+            self._changed.wait_for(lambda: not is_first or self._recorded == self._sent, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """End the exchange; on the first rank, after all that others sent in time is recorded."""
         each_within(min(CLOSE_S, timeout_s), self.wait, self._channel.close)
-
-
-def _place(part: Measured) -> tuple[int, bool]:
-    """Phases of a step come before the step itself."""
-    return part.step, not part.phase
