@@ -99,8 +99,6 @@ class RankProcessor:
             failures=failures,
             first_step=self._first_step,
         )
-        if recorder is not None:
-            self._channel.announce(lambda news: replace(news, first_step=self._first_step))
 
     # --- on the background thread: see Processor ------------------------------------------------
 
@@ -221,7 +219,7 @@ class RankProcessor:
             step_s = min(step_s, max(1e-6, time.time() - wall_time) / (now - last - 1))
         at = now + max(_LEAD_STEPS, math.ceil(_LEAD_S / step_s))
         self._announced.append(at)
-        self._channel.announce(lambda news: replace(news, full_steps=(at,)))
+        self._channel.announce(at)
 
     def _see(self, part: Measured, record: StepRecord) -> None:
         """Note how long steps take; report ranks that measure other steps in full than the rest."""
@@ -246,9 +244,8 @@ class RankProcessor:
                 'first_step (with "auto", each has to see the directory of the run)',
                 kind="first step",
             )
-        for step in news.full_steps:
-            if step > self._current_step():  # else this rank is too late
-                self._full_steps.ask(step)
+        if news.full_step > self._current_step():  # else this rank is too late
+            self._full_steps.ask(news.full_step)
         if news.message and self._alert is None:
             self._alert = parse_alert(json.loads(news.message))
 

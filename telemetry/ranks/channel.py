@@ -78,7 +78,7 @@ class Channel:
         self._now, self._turned_at = 0.0, time.monotonic()
         self._lap, self._last = 0, -1
         self._own: list[Placed] = []  # measured here, and yet to be sent or merged
-        self._news = News()
+        self._news = News() if rank else News(first_step=first_step)
         self._asked_at = math.inf
         self._pid = os.getpid()
         self._closing = False
@@ -99,9 +99,9 @@ class Channel:
         """Hand over what this rank measured; the phases of a step come before the step itself."""
         self._give(lambda: self._send(part))
 
-    def announce(self, change: Callable[[News], News]) -> None:
-        """Change the news; on the first rank."""
-        self._give(lambda: self._post(change(self._news)))
+    def announce(self, full_step: int) -> None:
+        """Have all ranks measure this step in full; on the first rank."""
+        self._give(lambda: self._post(replace(self._news, full_step=full_step)))
 
     def raise_together(self, message: str) -> None:
         """Have all ranks raise at the end of one step, the same one; on the first rank."""

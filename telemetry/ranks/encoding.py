@@ -42,9 +42,9 @@ _LEVEL = 1  # higher ones take several times as long for a tenth less
 
 def encode(parts: Sequence[Measured]) -> bytes:
     """Parts as bytes, for :func:`decode`."""
-    columns = _Columns()
-    heading = json.dumps(columns.plain(list(parts)), separators=(",", ":")).encode()
-    body = len(heading).to_bytes(8, "little") + heading + b"".join(columns.written)
+    columns: list[bytes] = []
+    heading = json.dumps(_plain(list(parts), columns), separators=(",", ":")).encode()
+    body = len(heading).to_bytes(8, "little") + heading + b"".join(columns)
     return FORMAT + zlib.compress(body, _LEVEL)
 
 
@@ -74,50 +74,39 @@ def decode(data: bytes) -> tuple[Measured, ...]:
         raise ValueError(f"measurements of another rank are damaged: {error}") from None
 
 
-class _Columns:
-    """The columns so far, for what :meth:`plain` makes of values: numbers, names and lists.
+def _plain(value: Any, columns: list[bytes]) -> Any:
+    """Numbers, names and lists of them; arrays go to ``columns``.
 
     A list begins with its kind: of a dataclass, the name of the class, and then the fields that do
     not have their default. Named tuples in a tuple are written field by field.
     """
-
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-        self._size = 0
-
-    def plain(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return self._add(value)
-        if isinstance(value, Mapping):
-            return [_MAPPING, self.plain(tuple(value)), self.plain([*value.values()])]
-        if isinstance(value, frozenset):
-            return [_SET, *map(self.plain, sorted(value))]
-        if isinstance(value, tuple | list):
-            if value and hasattr(value[0], "_fields"):
-                fields_of = [self.plain(field) for field in zip(*value, strict=True)]
-                return [type(value[0]).__name__, *fields_of]
-            return [_TUPLE, *map(self.plain, value)]
-        if isinstance(value, range):
-            return [_RANGE, len(value)]
-        if is_dataclass(value):
-            given = {f.name: getattr(value, f.name) for f in fields(value)}
-            some = {f.name: given[f.name] for f in fields(value) if given[f.name] is not f.default}
-            return [type(value).__name__, {n: self.plain(v) for n, v in some.items()}]
+    if isinstance(value, np.ndarray):
+        dtype = "rows" if value.dtype == COLUMNS else value.dtype.newbyteorder("<").str
+        raw = np.ascontiguousarray(value, _DTYPES[dtype])
+        at = sum(map(len, columns))
+        columns.append(raw.reshape(-1).view(np.uint8).reshape(-1, raw.itemsize).T.tobytes())
+        return [_ARRAY, at, dtype, list(value.shape)]
+    if isinstance(value, range):
+        return [_RANGE, len(value)]
+    if is_dataclass(value):
+        given = {f.name: getattr(value, f.name) for f in fields(value)}
+        some = {f.name: given[f.name] for f in fields(value) if given[f.name] is not f.default}
+        return [type(value).__name__, {n: _plain(v, columns) for n, v in some.items()}]
+    if isinstance(value, Mapping):
+        kind, items = _MAPPING, [tuple(value), [*value.values()]]
+    elif isinstance(value, frozenset):
+        kind, items = _SET, sorted(value)
+    elif not isinstance(value, tuple | list):
         return value
-
-    def _add(self, array: NDArray[Any]) -> list[Any]:
-        array = np.ascontiguousarray(array)
-        dtype = "rows" if array.dtype == COLUMNS else array.dtype.newbyteorder("<").str
-        raw = array.astype(_DTYPES[dtype], copy=False)
-        planes = raw.reshape(-1).view(np.uint8).reshape(-1, raw.itemsize).T.tobytes()
-        at = self._size
-        self.written.append(planes)
-        self._size += len(planes)
-        return [_ARRAY, at, dtype, list(array.shape)]
+    elif value and hasattr(value[0], "_fields"):
+        kind, items = type(value[0]).__name__, [*zip(*value, strict=True)]
+    else:
+        kind, items = _TUPLE, [*value]
+    return [kind, *(_plain(item, columns) for item in items)]
 
 
 def _restored(plain: Any, body: memoryview) -> Any:
-    """The inverse of :meth:`_Columns.plain`."""
+    """The inverse of :func:`_plain`."""
     if not isinstance(plain, list):
         return plain
     kind, *items = plain

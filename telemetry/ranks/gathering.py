@@ -86,13 +86,13 @@ class News:
 
     Attributes:
         first_step: At which the first rank began; None before it has told.
-        full_steps: Steps that are measured in full although the schedule does not name them.
+        full_step: The latest that is measured in full although the schedule does not name it.
         message: What all are about to raise: none passes the end of its step before it knows where.
         raise_at: The step at whose end they do; None if it is not chosen.
     """
 
     first_step: int | None = None
-    full_steps: tuple[int, ...] = ()
+    full_step: int = -1
     message: str = ""
     raise_at: int | None = None
 
@@ -101,8 +101,7 @@ class News:
 
     @staticmethod
     def from_bytes(data: bytes) -> News:
-        found = json.loads(data)
-        return News(**{**found, "full_steps": tuple(found["full_steps"])})
+        return News(**json.loads(data))
 
 
 def named(ranks: Collection[int]) -> str:

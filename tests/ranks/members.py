@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -120,12 +120,12 @@ class Member:
             return [(m.step, sorted(m.ranks), m.scalars.means()) for m in ear.merged]
 
     def announce(self, step: int) -> None:
-        self.channels["run"].announce(lambda news: replace(news, full_steps=(step,)))
+        self.channels["run"].announce(step)
 
     def heard(self, step: int, name: str = "run") -> None:
         ear = self.ears[name]
         with ear.changed:
-            ear.changed.wait_for(lambda: step in ear.news.full_steps)
+            ear.changed.wait_for(lambda: step == ear.news.full_step)
 
     def alert(self) -> None:
         self.channels["run"].raise_together("alert")

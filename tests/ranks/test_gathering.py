@@ -74,7 +74,7 @@ def test_a_message_travels_as_bytes(ranks: frozenset[int], held: int) -> None:
 def test_a_strange_part_is_refused_and_news_travel() -> None:
     with pytest.raises(ValueError, match="Expecting value"):
         Message.from_bytes(b"?")
-    news = News(full_steps=(3, 5), raise_at=7, message="nonfinite")
+    news = News(full_step=5, raise_at=7, message="nonfinite")
     assert News.from_bytes(news.to_bytes()) == news
     assert named({0, 1, 2, 3, 7, 9, 10}) == "ranks 0-3,7,9-10"
 
