@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +12,7 @@ from serialized import summary_of
 
 from telemetry.alert import Alert
 from telemetry.failures import Failures
-from telemetry.pipeline import FullSteps, Pipeline, Processor, every, rank_processing
+from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every, rank_processing
 from telemetry.pipeline.rank_processing import RankProcessor
 from telemetry.ranks.columns import Table
 from telemetry.ranks.measured import Measured, MeasuredParameters
@@ -143,3 +144,16 @@ def test_merged_steps_that_wait_are_bounded_and_told(
     assert steps == list(range(len(steps)))
     assert 3 <= len(steps) <= 6
     assert caplog.text.count("is not recorded") == 1
+
+
+def test_a_forked_child_waits_for_nobody(first: FirstRank) -> None:
+    first.ranks.process(LoggedScalars(step=0, wall_time=0.0, values={"loss": 1.0}))
+    first.ranks.send_rest()  # and the other rank never comes
+    child = os.fork()
+    if child == 0:
+        first.ranks.close(1e6)
+        first.ranks.wait(1e6)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    first.gate.set()
+    first.ranks.take(merged(0))

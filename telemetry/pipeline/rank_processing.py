@@ -86,7 +86,7 @@ class RankProcessor:
         self._whole = WholeRecords()
         self._own: dict[tuple[int, str], StepRecord] = {}
         self._eval_mode = False
-        self._sent = self._recorded = (-1, "")  # the latest step and phase
+        self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
         self._changed = threading.Condition()
         self._alert: Alert | None = None
         full_steps.announce = self._announce
@@ -183,7 +183,7 @@ class RankProcessor:
         self._send_part(self._maker.part(record, captured))
 
     def _send_part(self, part: Measured) -> None:
-        self._sent = part.step, part.phase
+        self._awaited = part.step, not part.phase  # phases of a step come before it
         self._channel.send(part)
 
     def take(self, merged: Measured) -> None:
@@ -201,8 +201,9 @@ class RankProcessor:
 
     def _note_recorded(self, merged: Measured) -> None:
         with self._changed:
-            self._recorded = merged.step, merged.phase
-            self._changed.notify_all()
+            if self._awaited is not None and (merged.step, not merged.phase) >= self._awaited:
+                self._awaited = None
+                self._changed.notify_all()
 
     # --- news for all ranks ----------------------------------------------------------------------
 
@@ -261,9 +262,9 @@ class RankProcessor:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all that was sent has come back merged; only on the first rank."""
-        with self._changed:
-            is_first = self._recorder is not None
-            self._changed.wait_for(lambda: not is_first or self._recorded == self._sent, timeout_s)
+        if self._recorder is not None and self._channel.is_in_own_process:
+            with self._changed:
+                self._changed.wait_for(lambda: self._awaited is None, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """End the exchange; on the first rank, after all that others sent in time is recorded."""

@@ -113,15 +113,19 @@ class Channel:
         The first rank waits for what others measured at the steps that it has, as long as for any
         late rank, and all within ``timeout_s``; then there are two seconds more.
         """
-        if os.getpid() != self._pid:
+        if not self.is_in_own_process:
             return
         self._close_at = min(self._close_at, time.monotonic() + timeout_s)
         self._give(self._close)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s + _LAST_S)
 
+    @property
+    def is_in_own_process(self) -> bool:
+        return os.getpid() == self._pid
+
     def _give(self, act: Callable[[], None]) -> None:
-        if os.getpid() == self._pid:
+        if self.is_in_own_process:
             with suppress(RuntimeError):  # it has ended
                 self._loop.call_soon_threadsafe(self._do, act)
 
