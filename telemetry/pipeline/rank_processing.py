@@ -7,7 +7,6 @@ import json
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,9 +29,6 @@ from telemetry.torch_private.host_copy import HostCopy
 
 # Full measurements of the first rank that are kept until they come back merged.
 _OWN_KEPT = 8
-
-# Steps that were announced, of which ranks that heard of them too late have nothing in full.
-_ANNOUNCED_KEPT = 8
 
 # A step that rules ask for is announced so much before, for all ranks to hear of it.
 _LEAD_STEPS = 16
@@ -77,7 +73,7 @@ class RankProcessor:
         self._full_steps = full_steps
         self._current_step = current_step
         self._first_step = current_step()
-        self._announced: deque[int] = deque([-1], maxlen=_ANNOUNCED_KEPT)
+        self._announced: set[int] = set()  # of these, late ranks have nothing in full
         self._last: tuple[int, float] = (-1, 0.0)  # step and time of the latest record
         self._step_s = 0.0
         self._failures = failures
@@ -213,13 +209,13 @@ class RankProcessor:
         Nothing is done if one that comes later has been announced, or while nobody knows how long a
         step takes.
         """
-        if step <= self._announced[-1] or self._step_s <= 0:
+        if step <= max(self._announced, default=-1) or self._step_s <= 0:
             return
         now, step_s, (last, wall_time) = self._current_step(), self._step_s, self._last
         if now > last + 1:  # the first steps are slow
             step_s = min(step_s, max(1e-6, time.time() - wall_time) / (now - last - 1))
         at = now + max(_LEAD_STEPS, math.ceil(_LEAD_S / step_s))
-        self._announced.append(at)
+        self._announced.add(at)
         self._channel.announce(at)
 
     def _see(self, part: Measured, record: StepRecord) -> None:

@@ -123,12 +123,14 @@ class Uplink:
         self._finishing = Event()
         self._address: Address | None = None
         self._above: StreamWriter | None = None
-        self._has_met = False
+        self._has_met = self._has_ended = False
         self._pause_s = 0.0
         self.tried = False
 
     def put(self, data: bytes, *, droppable: bool) -> None:
         """Send a message, or keep it until it can be sent; of too many records the oldest go."""
+        if self._has_ended:
+            return
         self._waiting.append((data, droppable))
         self._bytes += len(data)
         index = 0
@@ -156,6 +158,12 @@ class Uplink:
             self._above.close()
 
     async def run(self) -> None:
+        """Meet the rank above, and talk to it until all is sent or the first rank leaves."""
+        await self._run()
+        self._has_ended = True
+        self._waiting.clear()
+
+    async def _run(self) -> None:
         while (address := await self._look_for()) is not None:
             self._address = address
             with suppress(OSError, EOFError, ValueError, asyncio.TimeoutError):
