@@ -222,12 +222,13 @@ class ExplodingGradient(Detector):
             return None
         times = 10 ** (amplified - max(usual))
         scale = norm / record.total_grad_norm if record.total_grad_norm > 0 else 1.0
+        what = "Before clipping the gradient norm" if scale > _IS_CLIPPED else "The gradient norm"
         return self._found(
             base,
             value=norm,
             threshold=norm / times * self.factor,
-            seen=f"Before clipping the gradient norm is {norm:.3g}, {times:.2g} times what comes "
-            "from the loss used to make it",
+            seen=f"{what} is {norm:.3g}, {times:.2g} times what it used to be for such a gradient "
+            "of the loss",
             confined=_confined(record, norm / times, scale),
         )
 
@@ -321,6 +322,7 @@ class ExplodingGradient(Detector):
 
 
 _LASTING = FEWEST  # steps; tried 2 and 50
+_IS_CLIPPED = 1 + 1e-3  # less is rounding
 _STEPS = 3  # by eye; tried 1, which finds cnn_scaled_batch a step earlier, and 6
 _LOSSES = 2  # by eye; tried 1, which finds cnn_scaled_batch a step earlier, and 4
 _CERTAIN = 1.5  # a factor of 30: resnet_nonorm_explodes overflows before a second look
