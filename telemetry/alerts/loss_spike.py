@@ -107,10 +107,11 @@ class LossSpike(Detector):
         return _found(
             high,
             base,
-            reason="at once, though neither the learning rate nor the weights had changed: the "
-            "batches, their targets or the loss are others than before",
+            reason="at once, though neither the learning rate nor gradients had changed before: "
+            "the batches, their targets, the loss or the weights are others",
             advice="A new task, harder data or another weight of a term do that. If that is not "
-            "meant, look at inputs and labels from this step on, their order and their unit.",
+            "meant, look at inputs and labels from this step on, their order and their unit, and "
+            "whether anything but the optimizer has written to the weights.",
             severity="note",
             told_once=True,
         )
@@ -169,21 +170,23 @@ class LossBurst(Detector):
     explained_by = EXPLOSIONS | {"loss_divergence", "loss_spike", "nonfinite"}
     losses = 3  # of independent losses, three in a row above a hundred are one in 200,000
     _before: float = math.nan
-    _high: tuple[Logged, ...] = ()
+    _high: tuple[Logged, ...] = ()  # of bursts that follow each other
+    _latest: tuple[Logged, ...] = ()
     _normal: int = 0
     _bursts: int = 0
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         high, loss, past = tuple(base.loss.high), record.loss or 0.0, base.loss.past
         if high:
-            self._high, self._normal = high, 0
+            self._latest, self._normal = high, 0
             return None
         self._normal += 1
-        if self._normal == 1 and self._high:
-            jump = min(self._high[0].loss - self._before, self._high[-1].loss - loss)
+        if (latest := self._latest) and self._normal == 1:
+            jump = min(latest[0].loss - self._before, latest[-1].loss - loss)
             is_abrupt = len(past) == LENGTH and jump >= past.range / 2
-            if not is_abrupt or not self.losses <= len(self._high) <= LATEST:
-                self._high = ()
+            if is_abrupt and self.losses <= len(latest) <= LATEST:
+                self._high += latest
+            self._latest = ()
         self._before = loss
         if self._normal != RECENT or not self._high:
             return None

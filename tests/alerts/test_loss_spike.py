@@ -154,7 +154,7 @@ def shifted(step: int) -> Batch:
 def test_other_data_and_another_weight_are_noted(changed: dict[str, Any]) -> None:
     [alert] = train(LossSpike(), 300, **changed, **rates({}))
     assert (alert.step, alert.severity) == (200, "note")
-    assert "the batches, their targets or the loss are others" in alert.message
+    assert "the batches, their targets, the loss or the weights are others" in alert.message
 
 
 def test_no_flight_file_is_written_for_what_is_only_noted(tmp_path: Path) -> None:
@@ -257,6 +257,12 @@ def test_some_batches_of_other_data_are_noted_with_their_steps(every: int) -> No
     (note,) = train(LossBurst(), 250, every=every, batch=bursts(range(173, 183)), **slow())
     assert (note.severity, note.step) == ("note", 173)
     assert "from step 173 to 182" in note.message
+
+
+def test_bursts_that_follow_each_other_are_one() -> None:
+    (note,) = train(LossBurst(), 250, batch=bursts(range(173, 180), range(183, 187)), **slow())
+    assert note.step == 173
+    assert "from step 173 to 186" in note.message
 
 
 def test_other_data_for_good_hard_batches_and_what_comes_again_are_no_burst() -> None:
