@@ -40,7 +40,7 @@ SHARED = HERE.parents[1] / "shared"
 BENCHES = ("realruns", "runs", "faultbench")
 ADDITIONAL = {
     *("exponential_trend", "unbounded_loss", "layers_not_learning"),
-    *("output_collapse", "loss_burst"),
+    *("output_collapse", "loss_burst", "weight_jump"),
 }
 """Kinds that labels may not know: beside the wanted one, or in its place, they are not wrong."""
 

@@ -216,7 +216,7 @@ LABELS = {
     "rezero": Label(why="scales begin at 0: blocks get no gradient at first"),
     # --- further, faulty
     "block_weight_scaled": Label(
-        kinds=EXPLOSION | LOSS, layers=("blocks.1",), onset=143, by=243,
+        kinds=EXPLOSION | LOSS | {"weight_jump"}, layers=("blocks.1",), onset=143, by=243,
         why="one layer's weight was multiplied by 100 and stays large",
     ),
     "gradient_scaled_by_hook": Label(

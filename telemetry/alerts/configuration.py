@@ -24,6 +24,7 @@ from telemetry.alerts.trends import ExponentialTrend, UnboundedLoss
 from telemetry.alerts.units import DeadUnits, SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
+from telemetry.alerts.weight_jump import WeightJump
 from telemetry.rule import Rule
 
 log = logging.getLogger("telemetry")
@@ -45,6 +46,7 @@ _RULES: Mapping[str, type[Detector]] = {
         VanishingGradient,
         RanksDiverge,
         Nonfinite,
+        WeightJump,
         NoLearning,
         LearningRateZero,
         EvalMode,

@@ -1,0 +1,86 @@
+"""A weight matrix that is suddenly many times what it was."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.alerts.baseline import Baseline
+from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.records import StepRecord
+from telemetry.records.moments import rms_of
+from telemetry.records.tensor import figures_of
+from telemetry.shared.plain_text import called
+
+Figures = NDArray[np.float64]
+
+
+class WeightJump(Detector):
+    """Alerts when weights grew at once, though the optimizer had hardly changed them before.
+
+    Between two full measurements a matrix, or up to a third of them, became ``factor`` times as
+    large: in logarithms thirty times more per step than ever before. The learning rate did not
+    jump. So something else than the optimizer wrote to it, or one gradient was far too large. If it
+    became smaller, it is a note: layers are pruned and begun anew on purpose.
+
+    Args:
+        factor: Of the root mean square of the matrix.
+    """
+
+    kind = "weight_jump"
+    on = "full"
+    explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "dead_units", "saturated_units"}
+    factor = 3.0  # healthy runs have 2.3, after a spike (llm_spike_recovers)
+    _names: tuple[str, ...] = ()
+    _steps: tuple[int, ...] = ()
+    _levels: Figures
+    _fastest: Figures
+
+    def set_up(self) -> None:
+        self._levels = self._fastest = np.zeros(0)
+
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        sizes = figures_of(record.weights, rms_of)
+        names = tuple(name for name in sizes if name in record.layout.matrices)
+        with np.errstate(divide="ignore"):
+            levels = np.log([sizes[name] for name in names])
+        known, before, fastest = self._steps, self._levels, self._fastest
+        self._levels = levels
+        if names != self._names or not known or record.step <= known[-1]:
+            self._names, self._steps = names, (record.step,)
+            self._fastest = np.zeros(len(names))
+            return None
+        with np.errstate(invalid="ignore"):
+            changes = np.nan_to_num(levels - before, posinf=0.0, neginf=0.0)
+        steps = record.step - known[-1]
+        self._steps = (*known[-_LOOKS:], record.step)
+        self._fastest = np.maximum(fastest, np.abs(changes) / steps)
+        least = np.maximum(_TIMES * np.maximum(fastest * steps, _STEADY), math.log(self.factor))
+        jumped = np.flatnonzero(np.abs(changes) > least)
+        is_new = len(known) <= _LOOKS or known[-1] - known[0] < steps
+        if is_new or not len(jumped) or len(jumped) > max(1, len(names) / 3):
+            return None
+        if base.since_rate_jump <= steps:
+            return None
+        most = jumped[np.abs(changes[jumped]).argmax()]
+        times, usual = math.exp(changes[most]), math.expm1(fastest[most] * steps)
+        parameter = record.layout.parameters[record.layout.parameter_position[names[most]]]
+        return Finding(
+            seen=f"The weights {called(parameter.name)} are {times:.3g} times what they were at "
+            f"step {known[-1]}; before, as many steps had changed them by {usual:.2g} of their "
+            "size at most",
+            advice="Look for code that writes to them beside the optimizer: a copy, a reset, a "
+            "checkpoint, a scale in another unit. If one batch did it, clip gradients.",
+            value=times,
+            limit=self.factor if times > 1 else 1 / self.factor,
+            module_name=parameter.module_name,
+            severity=None if times > 1 else "note",
+            told_once=True,
+        )
+
+
+_TIMES = 30  # overwritten matrices (cnn_overwrite_big, block_weight_scaled) have 230 and more
+_STEADY = 0.02  # in natural logarithms, as all here
+_LOOKS = 3  # fewer say nothing of what is usual
