@@ -172,6 +172,7 @@ class LossBurst(Detector):
     _before: float = math.nan
     _high: tuple[Logged, ...] = ()  # of bursts that follow each other
     _latest: tuple[Logged, ...] = ()
+    _longest: int = 0
     _normal: int = 0
     _bursts: int = 0
 
@@ -184,15 +185,19 @@ class LossBurst(Detector):
         if (latest := self._latest) and self._normal == 1:
             jump = min(latest[0].loss - self._before, latest[-1].loss - loss)
             is_abrupt = len(past) == LENGTH and jump >= past.range / 2
-            if is_abrupt and self.losses <= len(latest) <= LATEST:
+            if is_abrupt and len(latest) <= LATEST:
                 self._high += latest
+                self._longest = max(self._longest, len(latest))
             self._latest = ()
         self._before = loss
         if self._normal != RECENT or not self._high:
             return None
-        self._bursts += 1
         first, last = self._high[0].step, self._high[-1].step
         highest, self._high = max(loss for _, loss in self._high), ()
+        longest, self._longest = self._longest, 0
+        if longest < self.losses:
+            return None
+        self._bursts += 1
         if self._bursts > _TOLD or base.since_rate_jump < record.step - first + FEWEST:
             return None
         return Finding(
