@@ -115,7 +115,9 @@ def _print_run(
     if not layers:
         console.print(f"{statistic.title}: not measured in this run")
         return
-    console.print(f"\n{statistic.title}", style="italic")
+    few = len(layers) < len(found.layers)
+    which = f", {len(layers)} of {len(found.layers)} layers" if few else ""
+    console.print(f"\n{statistic.title}{which}", style="italic")
     print_table(
         console,
         "layer",

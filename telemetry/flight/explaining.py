@@ -115,7 +115,8 @@ def _table(flight: Mapping[str, Any]) -> Iterator[str]:
     moments = " → ".join(f"{p['when']} (step {p['step']})" for p in profiles)
     width = (_CELL_WIDTH + 3) * len(profiles)
     titles = "".join(f"{_SHOWN[key]:{width}}" for key in shown)
-    yield f"\nBy depth, {moments}"
+    marked = "; » is the first bad module" if flight["first_bad_module"] in modules["name"] else ""
+    yield f"\nBy depth, {moments}; – was not measured{marked}"
     yield f"  {'module':{_NAME_WIDTH}} {titles}".rstrip()
     names, culprit = modules["name"], flight["first_bad_module"]
     steps = flight["steps"]["step"]

@@ -102,7 +102,10 @@ def test_curves_are_small_plots(tmp_path: Path) -> None:
 def test_the_depth_profile_marks_the_culprit(tmp_path: Path) -> None:
     fly(tmp_path).close()
     lines = explain(tmp_path).splitlines()
-    start = lines.index("By depth, before (step 20) → at (step 30) → after (step 34)")
+    start = lines.index(
+        "By depth, before (step 20) → at (step 30) → after (step 34); – was not measured; "
+        "» is the first bad module"
+    )
     header, *rows = lines[start + 1 : start + 6]
     assert header.split() == ["module", "output", "rms", "gradient", "norm"]
     assert [row[:9] for row in rows] == ["  block.0", "  block.1", "» block.2", "  block.3"]
