@@ -263,7 +263,8 @@ class Channel:
 
     async def _end(self, meeting: asyncio.Task[None]) -> None:
         if self._uplink is not None:
-            await self._dismiss()
+            if self._inbox is not None:
+                self._inbox.close()
             await self._turn(hurry=True)
             left = Message(places=(END,), ranks=self._me)
             self._uplink.put(left.to_bytes(), droppable=False)
@@ -273,7 +274,6 @@ class Channel:
             while self._is_busy and time.monotonic() < self._close_at:
                 await self._turn()
             await self._turn(hurry=True)
-            await self._dismiss()
         if self._inbox is not None:
             self._inbox.close()
             with suppress(asyncio.TimeoutError):  # the store may be silent
@@ -282,11 +282,3 @@ class Channel:
     @property
     def _is_busy(self) -> bool:
         return self._gathering is not None and self._gathering.waiting > 0
-
-    async def _dismiss(self) -> None:
-        """Send the ranks below elsewhere; those of the first rank have nowhere to go, and end."""
-        if self._inbox is not None:
-            self._inbox.dismiss()
-            give_up = min(self._close_at, time.monotonic() + _LAST_S)
-            while self._inbox.children and time.monotonic() < give_up:
-                await self._turn()

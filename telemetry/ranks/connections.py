@@ -25,7 +25,6 @@ MAX_MESSAGE_BYTES = 2**30
 MAX_BYTES = 64 * 2**20
 
 _READ_BYTES = 2**20
-_LEAVES = b"-"
 _CONNECT_S = 2.0
 _SEARCH_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 30.0
@@ -65,6 +64,7 @@ class Inbox:
         self._server = await asyncio.start_server(self._serve, sock=listening, limit=_READ_BYTES)
 
     def close(self) -> None:
+        """Have the ranks below send elsewhere."""
         self._server.close()
         for child in self._children:
             child.close()
@@ -86,30 +86,16 @@ class Inbox:
     def post(self, news: bytes) -> None:
         """To the ranks below, and to those that come later."""
         self._news = news
-        self._tell(news)
-
-    def dismiss(self) -> None:
-        """Have the ranks below send elsewhere."""
-        self._tell(_LEAVES)
-
-    def _tell(self, data: bytes) -> None:
         for child in self._children:
-            child.write(_framed(data))
-
-    @property
-    def children(self) -> int:
-        return len(self._children)
+            child.write(_framed(news))
 
 
 class Uplink:
     """The sending side: finds whom to send to, and goes elsewhere if need be.
 
-    If the rank above is silent for ``patience_s``, dies or leaves, this rank turns to the first
-    rank of all. Nobody replaces that one: if it is stopped, it is waited for; if it is gone, it is
-    looked for again; if it leaves, that is the end.
-
-    Attributes:
-        tried: Whether it has reached the rank above, or has failed to.
+    If the rank above is silent for ``patience_s``, or has ended, this rank turns to the first rank
+    of all. Nobody replaces that one: if it is stopped, it is waited for; if it is gone, it is tried
+    again, ever more seldom.
     """
 
     def __init__(self, meeting: Meeting, patience_s: float, hear: Callable[[bytes], None]) -> None:
@@ -123,14 +109,11 @@ class Uplink:
         self._finishing = Event()
         self._address: Address | None = None
         self._above: StreamWriter | None = None
-        self._has_met = self._has_ended = False
+        self._has_met = False
         self._pause_s = 0.0
-        self.tried = False
 
     def put(self, data: bytes, *, droppable: bool) -> None:
         """Send a message, or keep it until it can be sent; of too many records the oldest go."""
-        if self._has_ended:
-            return
         self._waiting.append((data, droppable))
         self._bytes += len(data)
         index = 0
@@ -158,19 +141,12 @@ class Uplink:
             self._above.close()
 
     async def run(self) -> None:
-        """Meet the rank above, and talk to it until all is sent or the first rank leaves."""
-        await self._run()
-        self._has_ended = True
-        self._waiting.clear()
-
-    async def _run(self) -> None:
+        """Meet the rank above, and talk to it until all is sent."""
         while (address := await self._look_for()) is not None:
             self._address = address
             with suppress(OSError, EOFError, ValueError, asyncio.TimeoutError):
                 await self._talk(address)
-                if address == self._meeting.first:
-                    return
-            self.tried = True
+                return
             if address != self._meeting.first:
                 continue
             if not self._has_met:
@@ -202,25 +178,22 @@ class Uplink:
         return None
 
     async def _talk(self, address: Address) -> None:
-        """Send what there is and will be; returns when all is sent, or the other side leaves."""
+        """Send what there is and will be; returns when all is sent."""
         stream, self._above = await _connected(address)
-        leaves = False
         try:
             self._above.write(_framed(self._meeting.password.encode()))
             if self._sending is not None:
                 self._above.write(_framed(self._sending))
             self._send_next()
-            while not (self._is_done or (leaves and self._sending is None)):
+            while not self._is_done:
                 data = await _read(stream)
-                self.tried = self._has_met = True
+                self._has_met = True
                 self._sent_at, self._pause_s = math.inf, 0.0
-                leaves = leaves or data == _LEAVES
-                if not data:
-                    self._sending = None
-                    if not leaves:
-                        self._send_next()
-                elif not leaves:
+                if data:
                     self._hear(data)
+                else:
+                    self._sending = None
+                    self._send_next()
         finally:
             self._above.close()
             self._above = None

@@ -184,7 +184,7 @@ class Member:
     def has_tried(self) -> None:
         """Wait until this rank has reached the one above, or has failed to."""
         uplink = self.channels["run"]._uplink
-        while not uplink.tried:
+        while not (uplink._has_met or uplink._pause_s):
             time.sleep(0.01)
 
     def expects(self, rank: int) -> None:
