@@ -94,7 +94,7 @@ def test_one_above_that_goes_is_replaced_by_the_first(way: str) -> None:
             uplink.put(b"taken", droppable=True)
             await leader.has(b"taken")
             leader.inbox.close()
-            while uplink._above is not None:
+            while uplink._address != first.address:
                 await asyncio.sleep(0.01)
         uplink.put(b"a", droppable=True)
         while not (uplink._sending or first.taken):
