@@ -195,9 +195,12 @@ class Gathering:
         ):
             self._tell("missed", ranks - here, f"{lack} {reason}")
         self._tell("back", self._told["missed"] & here, f"{hold} what %s measured")
-        advice = "use the same every_n_steps on all ranks"
-        measured = f"step {whole.step} was measured by {named(here)}, and not by %s; {advice}"
-        self._tell("elsewhere", self.members - here, measured)
+        self._tell(
+            "elsewhere",
+            self.members - here,
+            f"step {whole.step} was measured by {named(here)}, and not by %s, which skipped it or "
+            "had too much to send",
+        )
 
     def _tell(self, kind: str, ranks: frozenset[int], message: str) -> None:
         if new := ranks - self._told[kind]:

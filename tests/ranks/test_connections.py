@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -51,15 +52,21 @@ def uplink_to(
     return uplink
 
 
-def on_a_loop(test: Callable[[], Awaitable[None]]) -> None:
-    loop = asyncio.SelectorEventLoop()
-    loop.run_until_complete(test())
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            loop.run_until_complete(task)
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
+def on_a_loop(test: Callable[[], Coroutine[None, None, None]]) -> None:
+    """On a thread of its own: another test's browser may have a loop on this one."""
+
+    def run() -> None:
+        loop = asyncio.SelectorEventLoop()
+        loop.run_until_complete(test())
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                loop.run_until_complete(task)
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(run).result()
 
 
 def test_messages_of_any_size_arrive_in_order_and_news_come_back() -> None:
