@@ -53,12 +53,15 @@ class WeightJump(Detector):
             self._fastest = np.zeros(len(names))
             return None
         with np.errstate(invalid="ignore"):
-            changes = np.nan_to_num(levels - before, posinf=0.0, neginf=0.0)
+            changes = levels - before
+        changes[~np.isfinite(changes)] = math.inf  # what was zero grows as fast as it likes
         steps = record.step - known[-1]
         self._steps = (*known[-_LOOKS:], record.step)
         self._fastest = np.maximum(fastest, np.abs(changes) / steps)
         least = np.maximum(_TIMES * np.maximum(fastest * steps, _STEADY), math.log(self.factor))
-        jumped = np.flatnonzero(np.abs(changes) > least)
+        # Those that have never moved were frozen, and nothing is known of how they learn.
+        judged = np.isfinite(changes) & (fastest > 0)
+        jumped = np.flatnonzero(judged & (np.abs(changes) > least))
         is_new = len(known) <= _LOOKS or known[-1] - known[0] < steps
         if is_new or not len(jumped) or len(jumped) > max(1, len(names) / 3):
             return None

@@ -68,3 +68,20 @@ def test_other_changes_are_no_jump(change: Callable[[nn.Sequential, Any], None])
 def test_weights_that_learn_fast_from_the_start_are_no_jump() -> None:
     assert train(WeightJump(), 200, every=10) == []
     assert run(times(5, 3), at=25) == [], "too little is known of them"
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3])
+def test_layers_that_are_unfrozen_grow_as_they_like(scale: float) -> None:
+    model = net()
+    train(WeightJump(), 100, model=model)
+    last = model.get_submodule("3").get_parameter("weight")
+    with torch.no_grad():
+        last.mul_(scale)
+    last.requires_grad_(False)
+    optimizer = SGD(model.parameters(), 0.1)
+
+    def unfreeze(step: int) -> None:
+        last.requires_grad_(step >= 94)
+
+    assert train(WeightJump(), 120, model=model, optimizer=optimizer, before=unfreeze) == []
+    assert last.norm() > 0.1
