@@ -171,6 +171,38 @@ def test_units_are_shown_over_steps(page: TelemetryPage) -> None:
     assert page.locator(".units").count() == 0
 
 
+def test_curves_without_a_place_on_the_axis_are_marked_at_its_edges(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    curves = {"values": [1.0, 10.0, 1000.0]}, {"values": [0.0] * 3}, {"values": ["NaN"] * 3}
+    above, below = page.page.evaluate(EDGES, [*curves])
+    assert (above, below) == (["#0000ff"], ["#00ff00"])
+
+
+EDGES = """async (given) => {
+  const { drawChart } = await import("/data/plugin/telemetry/static/chart.js");
+  const colors = ["#ff0000", "#00ff00", "#0000ff"];
+  const curves = given.map(({ values }, i) => (
+    { values: values.map(Number), steps: [10, 20, 30], color: colors[i], label: "" }
+  ));
+  const theme = { smallFont: "10px sans-serif", line: "#000000", muted: "#000000" };
+  const canvas = document.createElement("canvas");
+  const view = { step0: 0, step1: 40 };
+  drawChart(canvas, { curves, view, theme, width: 200, height: 100, left: 40, log: true });
+  const ratio = canvas.width / 200;
+  const colorsAt = (y) => {
+    const row = canvas.getContext("2d").getImageData(0, Math.floor(y * ratio), canvas.width, 1);
+    const found = colors.filter((color) => {
+      const wanted = [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16));
+      const isIt = (_, i) => i % 4 === 0 && wanted.every((part, n) => row.data[i + n] === part);
+      return row.data.some(isIt);
+    });
+    return found;
+  };
+  return [colorsAt(4), colorsAt(96)];
+}"""
+"""The colors of curves just above and below the axis of a chart."""
+
+
 def test_the_page_follows_dark_mode(page: TelemetryPage) -> None:
     page.open(run="colors", all="1", dark=True)
     assert page.locator("html.dark").count() == 1

@@ -30,7 +30,8 @@ export function styleOf(theme, index) {
 }
 
 /**
- * Draws curves into a canvas. What is not finite shows as a mark at the upper edge.
+ * Draws curves into a canvas. What is not finite shows as a mark at the upper edge; and what has no
+ * place on a logarithmic axis, zero for example, as one at the lower edge.
  * @param {HTMLCanvasElement} canvas
  * @param {Object} options `curves`, `view`, `theme`, `width`, `height`, `left`, `right`, `log`,
  *   `format` (of values), `range` (of the axis, else what the curves and those in `fit` need),
@@ -202,8 +203,9 @@ function drawCurve(context, box, view, scale, curve) {
         context.moveTo(x, y(values[i]));
       }
     } else if (drawable) context.moveTo(x, y(values[i]));
-    else if (!Number.isFinite(values[i]) && x - lastX > 1) {
-      context.fillRect(x - 1, box.y - 3, 2, 5);
+    else if (x - lastX > 1) {
+      const isFinite = Number.isFinite(values[i]);
+      context.fillRect(x - 1, isFinite ? box.y + box.height - 2 : box.y - 3, 2, 5);
       lastX = x;
     }
     pen = drawable;
