@@ -131,7 +131,7 @@ class LossStuck(Detector):
     severity = "note"
     over_after = 2
     explained_by = frozenset(
-        {"learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"}
+        {"learning_rate_zero", "no_learning", "rounded_updates", "dead_units", "vanishing_gradient"}
     )
     reduction = 0.03
     steps = 100

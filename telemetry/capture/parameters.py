@@ -145,6 +145,7 @@ def _described(model: nn.Module, named: dict[str, nn.Parameter]) -> Iterator[Par
             name=f"{module_name}.{own}" if module_name else own,
             module_name=module_name,
             shape=() if is_lazy(parameter) else tuple(whole.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
         )
 
 

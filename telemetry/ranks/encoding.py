@@ -23,7 +23,7 @@ from telemetry.records import Layout, Module, Parameter
 from telemetry.records.rows import COLUMNS, Rows
 
 # What the bytes begin with; another version has another number.
-FORMAT = b"telemetry-ranks-8\n"
+FORMAT = b"telemetry-ranks-9\n"
 
 # Of parts that are not compressed. 20,000 modules with four tensors each take about 200 MB.
 MAX_BYTES = 1 << 30

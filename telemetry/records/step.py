@@ -37,11 +37,12 @@ class Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter: its name in ``named_parameters()``, the module that owns it, its shape."""
+    """One parameter: its name in ``named_parameters()``, the module that owns it, shape and type."""
 
     name: str
     module_name: str
     shape: tuple[int, ...]
+    dtype: str = "float32"
 
     @property
     def size(self) -> int:
