@@ -106,8 +106,8 @@ def check(
     parameters without a gradient, new batch norms in evaluation mode. Beside these, whether the
     outputs depend on the inputs, whether one sample's output depends on another sample (in
     evaluation mode, by gradients, from the first floating-point tensor with as many rows as there
-    are samples), and whether the cross entropy is more than six times ln C, that of a guess among
-    C classes.
+    are samples), whether the cross entropy is given probabilities, and whether it is more than six
+    times ln C, that of a guess among C classes.
 
     Parameters, buffers, gradients, training flags, hooks, inputs, and the random states of torch,
     NumPy and Python are afterwards as before, bit for bit, also if the model raises. Call it before
@@ -224,10 +224,11 @@ def _untrained(record: StepRecord) -> Iterator[Alert]:
 def _of_loss(
     output: Any, loss_function: Any, targets: Any, inputs: Any, loss: float
 ) -> tuple[list[Alert], list[str]]:
-    """Whether a cross entropy is that of a guess."""
+    """Whether a cross entropy is given logits, and that of a guess."""
+    axis = 1
     if loss_function is None and isinstance(output, Mapping | tuple) and hasattr(output, "logits"):
         logits, of = output.logits, inputs.get("labels") if isinstance(inputs, Mapping) else None
-        classes = logits.shape[-1]
+        axis, classes = -1, logits.shape[-1]
     elif isinstance(loss_function, nn.CrossEntropyLoss) or (
         loss_function is nn.functional.cross_entropy
     ):
@@ -237,6 +238,10 @@ def _of_loss(
         return [], ["the loss against ln C: it is not known to be a cross entropy"]
     if not isinstance(of, Tensor) or of.is_floating_point() or classes < 2:
         return [], ["the loss against ln C: the targets are no classes"]
+    if bool((logits >= 0).all() and (logits.sum(axis) - 1).abs().max() < _ROUNDED):
+        seen = "The outputs are probabilities, of which the cross entropy takes the softmax again"
+        advice = "Return logits: CrossEntropyLoss has a softmax of its own."
+        return [_alert("activated_twice", seen, advice, 1.0, 1.0)], []
     if getattr(loss_function, "reduction", "mean") == "sum":
         loss /= of.numel()
     guess = math.log(classes)
@@ -250,6 +255,8 @@ def _of_loss(
     )
     return [_alert("loss_at_start", seen, advice, loss, _FAR * guess)], []
 
+
+_ROUNDED = 0.01  # of a sum of numbers in half precision
 
 # Times ln C: torchvision's new MNASNet has up to 5.7, logits 50 times as large 7.4 or more.
 _FAR = 6.0

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any, get_args
 
 from telemetry.alert import Severity
+from telemetry.alerts.activated_twice import ActivatedTwice
 from telemetry.alerts.attention import AttentionCollapse, LogitGrowth
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
@@ -38,6 +39,7 @@ _RULES: Mapping[str, type[Detector]] = {
     rule.kind: rule
     for rule in (
         UntrainedParameters,
+        ActivatedTwice,
         LossSpike,
         LossDivergence,
         SaturatedUnits,

@@ -131,8 +131,8 @@ class LossStuck(Detector):
     severity = "note"
     over_after = 2
     explained_by = frozenset(
-        {"learning_rate_zero", "no_learning", "rounded_updates", "dead_units", "vanishing_gradient"}
-    )
+        ["learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"]
+    ).union(["activated_twice", "rounded_updates"])
     reduction = 0.03
     steps = 100
     _losses: deque[float]

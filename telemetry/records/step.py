@@ -37,7 +37,7 @@ class Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter: its name in ``named_parameters()``, the module that owns it, shape and type."""
+    """One parameter: its name in ``named_parameters()``, its module, its shape and its type."""
 
     name: str
     module_name: str

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from telemetry import Alert
+from telemetry.alerts.activated_twice import ActivatedTwice
+from telemetry.testing import capture_run
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def run(
+    last: nn.Module,
+    loss_function: Loss,
+    *,
+    classes: int = 10,
+    every: int = 10,
+    micro_batches: int = 1,
+    rate: float = 0.1,
+) -> list[Alert]:
+    """A hundred steps; with one class, a target of each row is 0 or 1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, classes), last)
+    optimizer = SGD(model.parameters(), rate, 0.9)
+    with capture_run(model, every_n_steps=every, rules=[ActivatedTwice()]) as recorded:
+        for _ in range(100):
+            optimizer.zero_grad()
+            for _ in range(micro_batches):
+                x = torch.randn(32, 16)
+                y = x[:, :classes].argmax(1) if classes > 1 else (x[:, :1] > 0.3).float()
+                (loss_function(model(x), y) / micro_batches).backward()
+            optimizer.step()
+    return recorded.alerts
+
+
+def cross_entropy_of_most(logits: Tensor, classes: Tensor) -> Tensor:
+    return F.cross_entropy(logits, classes.masked_fill(torch.arange(len(classes)) % 4 == 0, -100))
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize(
+    ("loss_function", "classes", "rate", "micro_batches"),
+    [
+        (F.cross_entropy, 10, 0.1, 1),
+        (F.cross_entropy, 2, 0.1, 1),
+        (F.cross_entropy, 10, 0.1, 4),
+        (cross_entropy_of_most, 10, 0.1, 1),
+        (nn.CrossEntropyLoss(reduction="sum"), 10, 0.003, 1),
+    ],
+)
+def test_a_softmax_before_a_cross_entropy_is_named(
+    loss_function: Loss, classes: int, rate: float, micro_batches: int, every: int
+) -> None:
+    (alert,) = run(
+        nn.Softmax(1), loss_function,
+        classes=classes, rate=rate, micro_batches=micro_batches, every=every,
+    )  # fmt: skip
+    assert (alert.severity, alert.module_name) == ("warning", "3")
+    assert 20 < alert.step < 40
+    lowest = float(F.cross_entropy(torch.eye(classes), torch.arange(classes)))
+    assert math.isclose(alert.value, lowest, rel_tol=1e-4)
+    assert f"cannot fall below {lowest:.3g}" in alert.message
+
+
+def test_a_sigmoid_before_a_loss_with_logits_is_named() -> None:
+    (alert,) = run(nn.Sigmoid(), F.binary_cross_entropy_with_logits, classes=1)
+    assert alert.module_name == "3"
+    assert "cannot fall below 0.313" in alert.message
+
+
+def squared(p: Tensor, classes: Tensor) -> Tensor:
+    return (p - F.one_hot(classes, p.shape[1])).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("rate", [1e-4, 0.1])
+@pytest.mark.parametrize(
+    ("last", "loss_function", "classes"),
+    [
+        (nn.Softmax(1), lambda p, y: F.nll_loss(p.log(), y), 10),
+        (nn.Softmax(1), squared, 10),
+        (nn.Softmax(1), lambda p, y: squared(p, y) / 2, 10),
+        (nn.Identity(), F.cross_entropy, 10),
+        (nn.LogSoftmax(1), F.cross_entropy, 10),
+        (nn.Sigmoid(), F.binary_cross_entropy, 1),
+        (nn.Sigmoid(), F.mse_loss, 1),
+        (nn.Sigmoid(), lambda p, y: F.mse_loss(p, y) / 2, 1),
+        (nn.Sigmoid(), F.l1_loss, 1),
+    ],
+)
+def test_other_losses_are_not(
+    last: nn.Module, loss_function: Loss, classes: int, rate: float
+) -> None:
+    assert run(last, loss_function, classes=classes, rate=rate) == []
