@@ -9,13 +9,13 @@ from numbers import Real
 from typing import Any, get_args
 
 from telemetry.alert import Severity
-from telemetry.alerts.activated_twice import ActivatedTwice
 from telemetry.alerts.attention import AttentionCollapse, LogitGrowth
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.loop_mistakes import EvalMode, LearningRateZero, SameBatch
 from telemetry.alerts.loss_divergence import LossDivergence
+from telemetry.alerts.loss_mistakes import LossGivenProbabilities, TargetsBroadcast
 from telemetry.alerts.loss_spike import LossBurst, LossSpike
 from telemetry.alerts.no_learning import LossStuck, NoLearning
 from telemetry.alerts.nonfinite import Nonfinite
@@ -39,7 +39,8 @@ _RULES: Mapping[str, type[Detector]] = {
     rule.kind: rule
     for rule in (
         UntrainedParameters,
-        ActivatedTwice,
+        LossGivenProbabilities,
+        TargetsBroadcast,
         LossSpike,
         LossDivergence,
         SaturatedUnits,

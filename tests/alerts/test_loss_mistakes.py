@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from telemetry import Alert
-from telemetry.alerts.activated_twice import ActivatedTwice
+from telemetry.alerts.loss_mistakes import LossGivenProbabilities, TargetsBroadcast
 from telemetry.testing import capture_run
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -29,13 +29,16 @@ def run(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, classes), last)
     optimizer = SGD(model.parameters(), rate, 0.9)
-    with capture_run(model, every_n_steps=every, rules=[ActivatedTwice()]) as recorded:
+    rules = [LossGivenProbabilities(), TargetsBroadcast()]
+    with capture_run(model, every_n_steps=every, rules=rules) as recorded:
         for _ in range(100):
             optimizer.zero_grad()
             for _ in range(micro_batches):
                 x = torch.randn(32, 16)
                 y = x[:, :classes].argmax(1) if classes > 1 else (x[:, :1] > 0.3).float()
-                (loss_function(model(x), y) / micro_batches).backward()
+                loss = loss_function(model(x), y)
+                (loss / micro_batches).backward()
+            recorded.log(loss=loss)
             optimizer.step()
     return recorded.alerts
 
@@ -75,6 +78,20 @@ def test_a_sigmoid_before_a_loss_with_logits_is_named() -> None:
     assert "cannot fall below 0.313" in alert.message
 
 
+def divergence(p: Tensor, classes: Tensor) -> Tensor:
+    return F.kl_div(p, 0.9 * F.one_hot(classes, 10) + 0.01, reduction="batchmean")
+
+
+@pytest.mark.parametrize("loss_function", [F.nll_loss, divergence])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_probabilities_in_the_place_of_their_logarithms_are_named(
+    loss_function: Loss, micro_batches: int
+) -> None:
+    (alert,) = run(nn.Softmax(1), loss_function, micro_batches=micro_batches)
+    assert (alert.kind, alert.module_name) == ("loss_given_probabilities", "3")
+    assert "for logarithms" in alert.message
+
+
 def squared(p: Tensor, classes: Tensor) -> Tensor:
     return (p - F.one_hot(classes, p.shape[1])).square().sum(1).mean()
 
@@ -88,9 +105,14 @@ def squared(p: Tensor, classes: Tensor) -> Tensor:
         (nn.Softmax(1), lambda p, y: squared(p, y) / 2, 10),
         (nn.Identity(), F.cross_entropy, 10),
         (nn.LogSoftmax(1), F.cross_entropy, 10),
+        (nn.LogSoftmax(1), F.nll_loss, 10),
+        (nn.Softmax(1), lambda p, y: divergence(p.log(), y), 10),
         (nn.Sigmoid(), F.binary_cross_entropy, 1),
         (nn.Sigmoid(), F.mse_loss, 1),
         (nn.Sigmoid(), lambda p, y: F.mse_loss(p, y) / 2, 1),
+        (nn.Identity(), F.mse_loss, 1),
+        (nn.Identity(), lambda p, y: F.mse_loss(p[:, 0], y[:, 0]), 1),
+        (nn.Identity(), lambda p, y: (p - 1).square().mean(), 1),  # as of a GAN
         (nn.Sigmoid(), F.l1_loss, 1),
     ],
 )
@@ -98,3 +120,21 @@ def test_other_losses_are_not(
     last: nn.Module, loss_function: Loss, classes: int, rate: float
 ) -> None:
     assert run(last, loss_function, classes=classes, rate=rate) == []
+
+
+@pytest.mark.parametrize(
+    ("loss_function", "rate"),
+    [
+        (lambda p, y: (p - y[:, 0]).square().mean(), 0.1),
+        (lambda p, y: (p - y[:, 0]).square().mean() / 2, 0.1),
+        (lambda p, y: (p - y[:, 0]).square().sum(), 1e-4),
+        (lambda p, y: (p[:, 0] - y).square().mean(), 0.1),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 10])
+def test_outputs_that_are_compared_with_all_targets_are_named(
+    loss_function: Loss, rate: float, every: int
+) -> None:
+    (alert,) = run(nn.Identity(), loss_function, classes=1, rate=rate, every=every)
+    assert (alert.kind, alert.severity) == ("targets_broadcast", "warning")
+    assert "[32, 1] and [32] broadcast to [32, 32]" in alert.message
