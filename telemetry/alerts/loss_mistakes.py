@@ -78,19 +78,33 @@ class LossGivenProbabilities(Detector):
 
 
 class TargetsBroadcast(Detector):
-    """Alerts when targets ``[N]`` meet outputs ``[N, 1]``: each meets the targets of all others.
+    """A note when targets ``[N]`` meet outputs ``[N, 1]``: each meets the targets of all others.
 
     The squared error is then the mean over ``[N, N]``, and its derivative ``2 / N`` times an output
     less the mean of all targets. So over the batch, derivatives vary by exactly ``2 / N`` times
-    what the outputs do. If all targets are the same they do, too; but then the loss is no more than
-    follows from the outputs and their derivatives.
+    what the outputs do. If all targets of a batch are the same they do, too; but then the loss is
+    no more than follows from the outputs and their derivatives, if it is nothing else.
+
+    Args:
+        steps: For so many steps they do, before it is said.
     """
 
     kind = "targets_broadcast"
+    severity = "note"
     on = "full"
     confirm = 3
+    steps = 50  # by eye: returns may all be the same for some steps
+    _since: int = -1
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        found = self._compare(record)
+        if found is None:
+            self._since = -1
+        elif self._since < 0:
+            self._since = record.step
+        return found if record.step - self._since >= self.steps else None
+
+    def _compare(self, record: StepRecord) -> Finding | None:
         last = _last(record)
         if last is None or not record.loss:
             return None

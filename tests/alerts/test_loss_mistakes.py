@@ -136,5 +136,5 @@ def test_outputs_that_are_compared_with_all_targets_are_named(
     loss_function: Loss, rate: float, every: int
 ) -> None:
     (alert,) = run(nn.Identity(), loss_function, classes=1, rate=rate, every=every)
-    assert (alert.kind, alert.severity) == ("targets_broadcast", "warning")
+    assert (alert.kind, alert.severity) == ("targets_broadcast", "note")
     assert "[32, 1] and [32] broadcast to [32, 32]" in alert.message
