@@ -41,7 +41,7 @@ BENCHES = ("realruns", "runs", "faultbench")
 ADDITIONAL = {
     *("exponential_trend", "unbounded_loss", "layers_not_learning"),
     *("output_collapse", "loss_burst", "weight_jump"),
-    *("loss_given_probabilities", "targets_broadcast", "rounded_updates"),
+    *("wrong_loss_input", "targets_broadcast", "rounded_updates"),
 }
 """Kinds that labels may not know: beside the wanted one, or in its place, they are not wrong."""
 

@@ -241,7 +241,7 @@ def _of_loss(
     if bool((logits >= 0).all() and (logits.sum(axis) - 1).abs().max() < _ROUNDED):
         seen = "The outputs are probabilities, of which the cross entropy takes the softmax again"
         advice = "Return logits: CrossEntropyLoss has a softmax of its own."
-        return [_alert("loss_given_probabilities", seen, advice, 1.0, 1.0)], []
+        return [_alert("wrong_loss_input", seen, advice, 1.0, 1.0)], []
     if getattr(loss_function, "reduction", "mean") == "sum":
         loss /= of.numel()
     guess = math.log(classes)

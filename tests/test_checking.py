@@ -97,7 +97,7 @@ def wide() -> nn.Module:
         (lambda: mlp(20, *[64] * 60, 5), "vanishing_gradient", "0"),
         (lambda: Between(lambda head, h: head(h).log()), "nonfinite", None),
         (lambda: Between(lambda head, h: 50 * head(h)), "loss_at_start", None),
-        (lambda: Between(lambda head, h: head(h).softmax(1)), "loss_given_probabilities", None),
+        (lambda: Between(lambda head, h: head(h).softmax(1)), "wrong_loss_input", None),
         (lambda: Between(lambda head, h: head(h * 0)), "input_ignored", None),
         (lambda: Between(lambda head, h: head(h - h.mean(0))), "batch_leak", None),
         (lambda: Between(lambda head, h: head(h.softmax(0))), "batch_leak", None),

@@ -15,7 +15,7 @@ from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.loop_mistakes import EvalMode, LearningRateZero, SameBatch
 from telemetry.alerts.loss_divergence import LossDivergence
-from telemetry.alerts.loss_mistakes import LossGivenProbabilities, TargetsBroadcast
+from telemetry.alerts.loss_mistakes import TargetsBroadcast, WrongLossInput
 from telemetry.alerts.loss_spike import LossBurst, LossSpike
 from telemetry.alerts.no_learning import LossStuck, NoLearning
 from telemetry.alerts.nonfinite import Nonfinite
@@ -39,7 +39,7 @@ _RULES: Mapping[str, type[Detector]] = {
     rule.kind: rule
     for rule in (
         UntrainedParameters,
-        LossGivenProbabilities,
+        WrongLossInput,
         TargetsBroadcast,
         LossSpike,
         LossDivergence,

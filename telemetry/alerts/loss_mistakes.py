@@ -13,14 +13,15 @@ from telemetry.records.sketch import Sketch
 from telemetry.shared.plain_text import called
 
 
-class LossGivenProbabilities(Detector):
-    """Alerts when a loss that expects logits, or logarithms, is given probabilities.
+class WrongLossInput(Detector):
+    """Alerts when a loss that expects logits, or logarithms, is given what an activation returned.
 
     - ``CrossEntropyLoss`` and ``BCEWithLogitsLoss`` expect logits. Their derivative with respect to
       each is ``s - y``: its probability, and 0 or 1 for the target. The softmax of C numbers
       between 0 and 1 that add up to 1 lies between ``1 / (e + C - 1)`` and ``e`` times that, the
       sigmoid of a number between 0 and 1 between ``1 / 2`` and ``e / (e + 1)``. So all derivatives
       lie in two narrow ranges, one on either side of zero; those of other losses leave them soon.
+    - The derivatives of a cross entropy add up to 0, so it is known behind a ReLU or tanh, too.
     - ``NLLLoss`` and ``KLDivLoss`` expect logarithms. Their derivatives are ``-y``, and add up to
       -1 in each row. Those of the logarithm of a probability, ``-y / p``, add up to less, until all
       is learned.
@@ -29,52 +30,51 @@ class LossGivenProbabilities(Detector):
         steps: Number of steps from the beginning.
     """
 
-    kind = "loss_given_probabilities"
+    kind = "wrong_loss_input"
     on = "full"
     confirm = 3
     steps = 20  # by eye; until then, a squared error of even probabilities may look alike
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         last = _last(record)
-        if last is None or base.age < self.steps:
+        found = None if last is None or base.age < self.steps else _mistake(last)
+        if last is None or found is None:
             return None
-        name, type_name, p, g, calls = last
-        if type_name == "Softmax" and p.sum > 0:
-            classes = p.finite_count / p.sum  # of each row, the sum is 1
-            least, most = 1 / (e + classes - 1), e / (e + classes - 1)
-        elif type_name == "Sigmoid":
-            classes, least, most = 1, 1 / 2, e / (e + 1)
-        else:
-            return None
-        # A loss is a sum or a mean over the rows, or over those of one of several micro-batches.
-        rows = max(1, g.finite_count - g.zero_count) / classes
-        if any(_are_errors(g, least, most, of) for of in (1, 1 / rows, calls / rows)):
-            function, lowest = type_name.lower(), -log(most)
-            return Finding(
-                seen=f"The loss takes the {function} of what {called(name)} returns, which is one "
-                f"already: it cannot fall below {lowest:.3g}",
-                advice=f"Give the loss the logits, without the {type_name}: CrossEntropyLoss and "
-                "BCEWithLogitsLoss have their own.",
-                value=lowest,
-                limit=0.0,
-                module_name=name,
-            )
-        totals = (1, calls, p.sum, 1 / classes)  # the last one is KLDivLoss's own mean
-        is_exact = any(abs(g.sum + total) < _EXACT * total for total in totals)
-        if type_name != "Softmax" or g.max > 0 or not is_exact:
-            return None
-        if p.sum_squares > _LEARNED * p.sum:
-            return None
+        taken, advice = found
         return Finding(
-            seen=f"The loss takes the probabilities that {called(name)} returns for logarithms",
-            advice="Return logarithms, by LogSoftmax, for NLLLoss and KLDivLoss.",
-            value=g.sum,
+            seen=f"The loss takes {taken}",
+            advice=advice,
+            value=last.grads.sum,
             limit=0.0,
-            module_name=name,
+            module_name=last.name,
         )
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
         return True  # as long as model and loss are what they are
+
+
+def _mistake(last: _Last) -> tuple[str, str] | None:
+    """What the loss takes, in words, and what to do; None if nothing is wrong."""
+    name, type_name, p, g = called(last.name), last.type_name, last.outputs, last.grads
+    logits = f"Give the loss the logits, without the {type_name}: CrossEntropyLoss has a softmax "
+    logits += "of its own, BCEWithLogitsLoss a sigmoid."
+    if type_name == "Softmax" and p.sum > 0:
+        classes = p.finite_count / p.sum  # of each row, the sum is 1
+        most = e / (e + classes - 1)
+        if _are_errors(last, most / e, most, classes):
+            again = f"the softmax of what {name} returns, which is one already"
+            return f"{again}: it cannot fall below {-log(most):.3g}", logits
+        totals = (1, last.calls, p.sum, 1 / classes)  # the last one is KLDivLoss's own mean
+        is_of_targets = g.max <= 0 and any(abs(g.sum + all_) < _EXACT * all_ for all_ in totals)
+        if is_of_targets and p.sum_squares < _LEARNED * p.sum:
+            logarithms = "Return logarithms, by LogSoftmax, for NLLLoss and KLDivLoss."
+            return f"the probabilities that {name} returns for logarithms", logarithms
+    if type_name == "Sigmoid" and _are_errors(last, 1 / 2, e / (e + 1), 1):
+        again = f"the sigmoid of what {name} returns, which is one already"
+        return f"{again}: it cannot fall below {log(1 + 1 / e):.3g}", logits
+    if type_name in _BOUNDS and last.units > 1 and abs(g.mean) < _EXACT * _EXACT * g.rms:
+        return f"the softmax of what {name} returns, and {_BOUNDS[type_name]}", logits
+    return None
 
 
 class TargetsBroadcast(Detector):
@@ -108,9 +108,8 @@ class TargetsBroadcast(Detector):
         last = _last(record)
         if last is None or not record.loss:
             return None
-        name, _, p, g, calls = last
-        units, rows = record.activations[name].unit_max, p.count
-        if units is None or len(units) > 1 or calls > 1 or rows < _FEWEST or not p.std:
+        name, p, g, rows = last.name, last.outputs, last.grads, last.outputs.count
+        if last.units != 1 or last.calls > 1 or rows < _FEWEST or not p.std > 0:
             return None
         scale = g.std / p.std
         # Of a mean or a sum of squares, or half of it.
@@ -139,6 +138,7 @@ class _Last(NamedTuple):
 
     name: str
     type_name: str
+    units: int
     outputs: Sketch
     grads: Sketch
     calls: int
@@ -149,23 +149,42 @@ def _last(record: StepRecord) -> _Last | None:
     if name not in record.activation_grads:
         return None
     outputs, grads = record.activations[name], record.activation_grads[name]
-    type_name = record.layout.modules[record.layout.position[name]].type_name
-    if outputs.sketch.nonfinite_count or grads.sketch.nonfinite_count:
+    if outputs.sketch.nonfinite_count or grads.sketch.nonfinite_count or not grads.sketch.rms > 0:
         return None
-    return _Last(name, type_name, outputs.sketch, grads.sketch, grads.calls)
+    return _Last(
+        name=name,
+        type_name=record.layout.modules[record.layout.position[name]].type_name,
+        units=0 if outputs.unit_max is None else len(outputs.unit_max),
+        outputs=outputs.sketch,
+        grads=grads.sketch,
+        calls=grads.calls,
+    )
 
 
-def _are_errors(grads: Sketch, least: float, most: float, scale: float) -> bool:
-    """Whether some are within ``scale`` times these, some within these less 1, and no others."""
+def _are_errors(last: _Last, least: float, most: float, classes: float) -> bool:
+    """Whether some gradients are within these, some within these less 1, and no others.
+
+    The loss may be a sum or a mean over all rows, or over those of one of several micro-batches.
+    """
+    grads = last.grads
     left, right = limits(grads.buckets)
     negative, positive = left[grads.buckets < 0], right[grads.buckets > 0]
     if not negative.size or not positive.size:
         return False
-    above = positive[0] > scale * least and grads.max < _ROUNDED * scale * most
-    below = negative[-1] < scale * (most - 1) and grads.min > _ROUNDED * scale * (least - 1)
-    return bool(above and below)
+    rows = (grads.finite_count - grads.zero_count) / classes
+    for of in (1, 1 / rows, last.calls / rows):
+        above = positive[0] > of * least and grads.max < _ROUNDED * of * most
+        below = negative[-1] < of * (most - 1) and grads.min > _ROUNDED * of * (least - 1)
+        if above and below:
+            return True
+    return False
 
 
+_BOUNDS = {
+    "ReLU": "no logit can be below 0",
+    "Sigmoid": "all logits are between 0 and 1",
+    "Tanh": "all logits are between -1 and 1",
+}
 _ROUNDED = 1.01  # numbers in bfloat16 are off by 0.4 %
 _EXACT = 1e-3  # of sums over a batch
 _LEARNED = 0.9  # of the probabilities, the mean weighted by themselves: 1 if one of each row is

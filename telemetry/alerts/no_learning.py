@@ -132,7 +132,7 @@ class LossStuck(Detector):
     over_after = 2
     explained_by = frozenset(
         ["learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"]
-    ).union(["loss_given_probabilities", "targets_broadcast", "rounded_updates"])
+    ).union(["wrong_loss_input", "targets_broadcast", "rounded_updates"])
     reduction = 0.03
     steps = 100
     _losses: deque[float]
