@@ -55,7 +55,8 @@ class WrongLossInput(Detector):
 
 def _mistake(last: _Last) -> tuple[str, str] | None:
     """What the loss takes, in words, and what to do; None if nothing is wrong."""
-    name, type_name, p, g = called(last.name), last.type_name, last.outputs, last.grads
+    type_name, p, g = last.type_name, last.outputs, last.grads
+    name = f"{called(last.name)} ({type_name})"
     logits = f"Give the loss the logits, without the {type_name}: CrossEntropyLoss has a softmax "
     logits += "of its own, BCEWithLogitsLoss a sigmoid."
     if type_name == "Softmax" and p.sum > 0:
@@ -64,7 +65,7 @@ def _mistake(last: _Last) -> tuple[str, str] | None:
         if _are_errors(last, most / e, most, classes):
             again = f"the softmax of what {name} returns, which is one already"
             return f"{again}: it cannot fall below {-log(most):.3g}", logits
-        totals = (1, last.calls, p.sum, 1 / classes)  # the last one is KLDivLoss's own mean
+        totals = [p.sum, *last.means, last.means[0] / classes]  # the last is KLDivLoss's own mean
         is_of_targets = g.max <= 0 and any(abs(g.sum + all_) < _EXACT * all_ for all_ in totals)
         if is_of_targets and p.sum_squares < _LEARNED * p.sum:
             logarithms = "Return logarithms, by LogSoftmax, for NLLLoss and KLDivLoss."
@@ -109,7 +110,7 @@ class TargetsBroadcast(Detector):
         if last is None or not record.loss:
             return None
         name, p, g, rows = last.name, last.outputs, last.grads, last.outputs.count
-        if last.units != 1 or last.calls > 1 or rows < _FEWEST or not p.std > 0:
+        if last.units != 1 or last.means[1] > 1 or rows < _FEWEST or not p.std > 0:
             return None
         scale = g.std / p.std
         # Of a mean or a sum of squares, or half of it.
@@ -134,14 +135,18 @@ class TargetsBroadcast(Detector):
 
 
 class _Last(NamedTuple):
-    """The last module that ran, what it returned and the gradients with respect to that."""
+    """The last module that ran, what it returned and the gradients with respect to that.
+
+    Attributes:
+        means: Of how many means over rows these are: of each rank one, or of each micro-batch.
+    """
 
     name: str
     type_name: str
     units: int
     outputs: Sketch
     grads: Sketch
-    calls: int
+    means: tuple[int, int]
 
 
 def _last(record: StepRecord) -> _Last | None:
@@ -151,20 +156,21 @@ def _last(record: StepRecord) -> _Last | None:
     outputs, grads = record.activations[name], record.activation_grads[name]
     if outputs.sketch.nonfinite_count or grads.sketch.nonfinite_count or not grads.sketch.rms > 0:
         return None
+    ranks = 1 if record.ranks is None else len(record.ranks.measured)
     return _Last(
         name=name,
         type_name=record.layout.modules[record.layout.position[name]].type_name,
         units=0 if outputs.unit_max is None else len(outputs.unit_max),
         outputs=outputs.sketch,
         grads=grads.sketch,
-        calls=grads.calls,
+        means=(ranks, ranks * grads.calls),
     )
 
 
 def _are_errors(last: _Last, least: float, most: float, classes: float) -> bool:
     """Whether some gradients are within these, some within these less 1, and no others.
 
-    The loss may be a sum or a mean over all rows, or over those of one of several micro-batches.
+    Of a loss that is a mean over rows, all are divided by how many.
     """
     grads = last.grads
     left, right = limits(grads.buckets)
@@ -172,7 +178,7 @@ def _are_errors(last: _Last, least: float, most: float, classes: float) -> bool:
     if not negative.size or not positive.size:
         return False
     rows = (grads.finite_count - grads.zero_count) / classes
-    for of in (1, 1 / rows, last.calls / rows):
+    for of in (1, *(means / rows for means in last.means)):
         above = positive[0] > of * least and grads.max < _ROUNDED * of * most
         below = negative[-1] < of * (most - 1) and grads.min > _ROUNDED * of * (least - 1)
         if above and below:
