@@ -21,6 +21,8 @@ class WrongLossInput(Detector):
       between 0 and 1 that add up to 1 lies between ``1 / (e + C - 1)`` and ``e`` times that, the
       sigmoid of a number between 0 and 1 between ``1 / 2`` and ``e / (e + 1)``. So all derivatives
       lie in two narrow ranges, one on either side of zero; those of other losses leave them soon.
+    - Probabilities that add up to as many as there are units, and not to the number of rows, come
+      from a softmax over the batch.
     - The derivatives of a cross entropy add up to 0, so it is known behind a ReLU or tanh, too.
     - ``NLLLoss`` and ``KLDivLoss`` expect logarithms. Their derivatives are ``-y``, and add up to
       -1 in each row. Those of the logarithm of a probability, ``-y / p``, add up to less, until all
@@ -59,7 +61,12 @@ def _mistake(last: _Last) -> tuple[str, str] | None:
     name = f"{called(last.name)} ({type_name})"
     logits = f"Give the loss the logits, without the {type_name}: CrossEntropyLoss has a softmax "
     logits += "of its own, BCEWithLogitsLoss a sigmoid."
-    if type_name == "Softmax" and p.sum > 0:
+    columns = last.means[1] * last.units
+    if type_name == "Softmax" and abs(p.sum - columns) < _EXACT * columns:
+        if p.finite_count != columns * last.units:
+            over_batch = f"what {name} returns, a softmax over the batch: the probabilities of a"
+            return f"{over_batch} unit add up to 1, not those of a row", _DIMENSION
+    elif type_name == "Softmax" and p.sum > 0:
         classes = p.finite_count / p.sum  # of each row, the sum is 1
         most = e / (e + classes - 1)
         if _are_errors(last, most / e, most, classes):
@@ -186,6 +193,7 @@ def _are_errors(last: _Last, least: float, most: float, classes: float) -> bool:
     return False
 
 
+_DIMENSION = "Use dim=1, or dim=-1; CrossEntropyLoss needs no softmax before it."
 _BOUNDS = {
     "ReLU": "no logit can be below 0",
     "Sigmoid": "all logits are between 0 and 1",

@@ -90,6 +90,14 @@ def test_other_activations_before_a_cross_entropy_are_named(last: nn.Module, bou
     assert bound in alert.message
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("loss_function", [F.cross_entropy, lambda p, y: F.nll_loss(p.log(), y)])
+def test_a_softmax_over_the_batch_is_named(loss_function: Loss, micro_batches: int) -> None:
+    (alert,) = run(nn.Softmax(0), loss_function, micro_batches=micro_batches)
+    assert (alert.kind, alert.module_name) == ("wrong_loss_input", "3")
+    assert "a softmax over the batch" in alert.message
+
+
 def divergence(p: Tensor, classes: Tensor) -> Tensor:
     return F.kl_div(p, 0.9 * F.one_hot(classes, 10) + 0.01, reduction="batchmean")
 
