@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import e, log
 from typing import NamedTuple
 
+from telemetry.alert import Severity
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.records import StepRecord
@@ -21,12 +22,13 @@ class WrongLossInput(Detector):
       between 0 and 1 that add up to 1 lies between ``1 / (e + C - 1)`` and ``e`` times that, the
       sigmoid of a number between 0 and 1 between ``1 / 2`` and ``e / (e + 1)``. So all derivatives
       lie in two narrow ranges, one on either side of zero; those of other losses leave them soon.
-    - Probabilities that add up to as many as there are units, and not to the number of rows, come
-      from a softmax over the batch.
-    - The derivatives of a cross entropy add up to 0, so it is known behind a ReLU or tanh, too.
+    - The derivatives of a cross entropy add up to 0, and one of each row is negative. So it is
+      known behind a ReLU or tanh, too.
     - ``NLLLoss`` and ``KLDivLoss`` expect logarithms. Their derivatives are ``-y``, and add up to
       -1 in each row. Those of the logarithm of a probability, ``-y / p``, add up to less, until all
-      is learned.
+      is learned. This is a note, since an expected reward has such derivatives, too.
+    - Probabilities that add up to as many as there are units, and not to the number of rows, come
+      from a softmax over the batch: a note, since that is also how rows are weighted.
 
     Args:
         steps: Number of steps from the beginning.
@@ -42,10 +44,11 @@ class WrongLossInput(Detector):
         found = None if last is None or base.age < self.steps else _mistake(last)
         if last is None or found is None:
             return None
-        taken, advice = found
+        taken, advice, severity = found
         return Finding(
             seen=f"The loss takes {taken}",
             advice=advice,
+            severity=severity,
             value=last.grads.sum,
             limit=0.0,
             module_name=last.name,
@@ -55,33 +58,33 @@ class WrongLossInput(Detector):
         return True  # as long as model and loss are what they are
 
 
-def _mistake(last: _Last) -> tuple[str, str] | None:
-    """What the loss takes, in words, and what to do; None if nothing is wrong."""
+def _mistake(last: _Last) -> tuple[str, str, Severity] | None:
+    """What the loss takes, in words, what to do, and how bad it is; None if nothing is wrong."""
     type_name, p, g = last.type_name, last.outputs, last.grads
     name = f"{called(last.name)} ({type_name})"
     logits = f"Give the loss the logits, without the {type_name}: CrossEntropyLoss has a softmax "
     logits += "of its own, BCEWithLogitsLoss a sigmoid."
     columns = last.means[1] * last.units
-    if type_name == "Softmax" and abs(p.sum - columns) < _EXACT * columns:
-        if p.finite_count != columns * last.units:
-            over_batch = f"what {name} returns, a softmax over the batch: the probabilities of a"
-            return f"{over_batch} unit add up to 1, not those of a row", _DIMENSION
-    elif type_name == "Softmax" and p.sum > 0:
+    if type_name == "Softmax" and p.sum > 0:
         classes = p.finite_count / p.sum  # of each row, the sum is 1
         most = e / (e + classes - 1)
         if _are_errors(last, most / e, most, classes):
             again = f"the softmax of what {name} returns, which is one already"
-            return f"{again}: it cannot fall below {-log(most):.3g}", logits
+            return f"{again}: it cannot fall below {-log(most):.3g}", logits, "warning"
         totals = [p.sum, *last.means, last.means[0] / classes]  # the last is KLDivLoss's own mean
-        is_of_targets = g.max <= 0 and any(abs(g.sum + all_) < _EXACT * all_ for all_ in totals)
-        if is_of_targets and p.sum_squares < _LEARNED * p.sum:
+        are_targets = g.max <= 0 and any(abs(g.sum + all_) < _EXACT * all_ for all_ in totals)
+        if are_targets and p.sum_squares < _LEARNED * p.sum:
             logarithms = "Return logarithms, by LogSoftmax, for NLLLoss and KLDivLoss."
-            return f"the probabilities that {name} returns for logarithms", logarithms
+            return f"the probabilities that {name} returns for logarithms", logarithms, "note"
+        is_over_units = abs(classes - last.units) < _EXACT * last.units
+        if not is_over_units and last.units > 1 and abs(p.sum - columns) < _EXACT * columns:
+            over_batch = f"what {name} returns, a softmax over the batch: the probabilities of a"
+            return f"{over_batch} unit add up to 1, not those of a row", _DIMENSION, "note"
     if type_name == "Sigmoid" and _are_errors(last, 1 / 2, e / (e + 1), 1):
         again = f"the sigmoid of what {name} returns, which is one already"
-        return f"{again}: it cannot fall below {log(1 + 1 / e):.3g}", logits
-    if type_name in _BOUNDS and last.units > 1 and abs(g.mean) < _EXACT * _EXACT * g.rms:
-        return f"the softmax of what {name} returns, and {_BOUNDS[type_name]}", logits
+        return f"{again}: it cannot fall below {log(1 + 1 / e):.3g}", logits, "warning"
+    if type_name in _BOUNDS and _is_of_cross_entropy(g, last.units):
+        return f"the softmax of what {name} returns, and {_BOUNDS[type_name]}", logits, "warning"
     return None
 
 
@@ -193,6 +196,14 @@ def _are_errors(last: _Last, least: float, most: float, classes: float) -> bool:
     return False
 
 
+def _is_of_cross_entropy(grads: Sketch, units: int) -> bool:
+    """Whether gradients add up to 0, and one of each row is negative; of two units, both are so."""
+    negative = grads.counts[grads.buckets < 0].sum()
+    of_each = negative / max(1, grads.counts[grads.buckets != 0].sum()) * units
+    is_balanced = abs(grads.mean) < _EXACT * _EXACT * grads.rms
+    return bool(units > 2 and is_balanced and abs(of_each - 1) < _ABOUT)
+
+
 _DIMENSION = "Use dim=1, or dim=-1; CrossEntropyLoss needs no softmax before it."
 _BOUNDS = {
     "ReLU": "no logit can be below 0",
@@ -200,6 +211,7 @@ _BOUNDS = {
     "Tanh": "all logits are between -1 and 1",
 }
 _ROUNDED = 1.01  # numbers in bfloat16 are off by 0.4 %
+_ABOUT = 0.02  # where counts are those of a sample
 _EXACT = 1e-3  # of sums over a batch
 _LEARNED = 0.9  # of the probabilities, the mean weighted by themselves: 1 if one of each row is
 _FEWEST = 8  # rows; of fewer, the variance of a batch may happen to fit

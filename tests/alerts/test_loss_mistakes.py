@@ -23,6 +23,7 @@ def run(
     every: int = 10,
     micro_batches: int = 1,
     rate: float = 0.1,
+    rows: int = 32,
 ) -> list[Alert]:
     """A hundred steps; with one class, a target of each row is 0 or 1."""
     torch.manual_seed(0)
@@ -33,7 +34,7 @@ def run(
         for _ in range(100):
             optimizer.zero_grad()
             for _ in range(micro_batches):
-                x = torch.randn(32, 16)
+                x = torch.randn(rows, 16)
                 y = x[:, :classes].argmax(1) if classes > 1 else (x[:, :1] > 0.3).float()
                 loss = loss_function(model(x), y)
                 (loss / micro_batches).backward()
@@ -94,7 +95,7 @@ def test_other_activations_before_a_cross_entropy_are_named(last: nn.Module, bou
 @pytest.mark.parametrize("loss_function", [F.cross_entropy, lambda p, y: F.nll_loss(p.log(), y)])
 def test_a_softmax_over_the_batch_is_named(loss_function: Loss, micro_batches: int) -> None:
     (alert,) = run(nn.Softmax(0), loss_function, micro_batches=micro_batches)
-    assert (alert.kind, alert.module_name) == ("wrong_loss_input", "3")
+    assert (alert.kind, alert.severity, alert.module_name) == ("wrong_loss_input", "note", "3")
     assert "a softmax over the batch" in alert.message
 
 
@@ -108,8 +109,12 @@ def test_probabilities_in_the_place_of_their_logarithms_are_named(
     loss_function: Loss, micro_batches: int
 ) -> None:
     (alert,) = run(nn.Softmax(1), loss_function, micro_batches=micro_batches)
-    assert (alert.kind, alert.module_name) == ("wrong_loss_input", "3")
+    assert (alert.kind, alert.severity, alert.module_name) == ("wrong_loss_input", "note", "3")
     assert "for logarithms" in alert.message
+
+
+def test_as_many_rows_as_classes_are_no_softmax_over_the_batch() -> None:
+    assert run(nn.Softmax(1), lambda p, y: F.nll_loss(p.log(), y), rows=10) == []
 
 
 def squared(p: Tensor, classes: Tensor) -> Tensor:
@@ -132,6 +137,7 @@ def squared(p: Tensor, classes: Tensor) -> Tensor:
         (nn.ReLU(), lambda p, y: F.mse_loss(p, F.one_hot(y, 10).float()), 10),
         (nn.Tanh(), lambda p, y: F.mse_loss(p, F.one_hot(y, 10).float()), 10),
         (nn.Sigmoid(), lambda p, y: F.binary_cross_entropy(p, F.one_hot(y, 10).float()), 10),
+        (nn.Sigmoid(), lambda p, y: -(p - p.mean(1, keepdim=True)).square().mean(), 10),
         (nn.Sigmoid(), lambda p, y: F.mse_loss(p, y) / 2, 1),
         (nn.Identity(), F.mse_loss, 1),
         (nn.Identity(), lambda p, y: F.mse_loss(p[:, 0], y[:, 0]), 1),
