@@ -13,7 +13,7 @@ from torch import nn
 from telemetry.capture.code import places_in_code
 from telemetry.capture.hooks import CONVOLUTIONS, ForwardHook, InputHook, ModuleHook, is_inert_copy
 from telemetry.capture.step import Step
-from telemetry.capture.unseen import NEVER_RAN, modules_unseen
+from telemetry.capture.unseen import NEVER_RAN, modules_hidden, modules_unseen
 from telemetry.records import Layout, Module, Parameter
 from telemetry.selection import Selection, cleaned, evenly
 from telemetry.torch_private.compiler import before_scripting, graphs_compiled
@@ -136,7 +136,7 @@ class WatchedModules:
         return NEVER_RAN
 
     def tell_unseen(self, step: Step) -> None:
-        """Name, once, the watched modules that did not run in the first full step."""
+        """Name, once, modules that did not run in the first full step or that nobody watches."""
         model = self._model()
         if self._unseen_told or model is None or not self._content.activations:
             return
@@ -146,6 +146,8 @@ class WatchedModules:
         level, message = modules_unseen(model, watched, step.order, step.number, trained)
         if message:
             self._failures.log_once(message, level=level)
+        if message := modules_hidden(model):
+            self._failures.log_once(message)
 
     # --- what is shown ---------------------------------------------------------------------------
 

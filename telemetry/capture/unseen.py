@@ -124,6 +124,27 @@ def modules_unseen(
     return logging.INFO, _did_not_run(with_parameters, len(watched), step)
 
 
+def modules_hidden(model: nn.Module) -> str:
+    """What to log about modules in plain lists and dictionaries, if gradients reached them."""
+    known, found = set(map(id, model.parameters())), []
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            parts = list(value.values()) if type(value) is dict else value
+            if type(parts) not in (list, tuple):
+                continue
+            modules = [part for part in parts if isinstance(part, nn.Module)]
+            inside = (parameter for part in modules for parameter in part.parameters())
+            if any(p.grad is not None and id(p) not in known for p in inside):
+                found.append(clean_name(f"{name}.{attribute}" if name else attribute))
+    if not found:
+        return ""
+    return (
+        f"modules in {called_all(found, _NAMED_AT_MOST)} get gradients and are not the model's: no "
+        "optimizer that is given model.parameters() moves them, and nothing is logged for them. "
+        "Keep them in a torch.nn.ModuleList or ModuleDict"
+    )
+
+
 def _join(outer: str, inner: str) -> str:
     return f"{outer}.{inner}" if outer else inner
 

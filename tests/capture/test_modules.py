@@ -516,6 +516,34 @@ def test_modules_without_parameters_may_be_silent_and_nobody_guesses_at_the_comp
     )
 
 
+class Hiding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        self.heads = {"first": nn.Linear(4, 4), "unused": nn.Linear(4, 4)}
+        self.teacher = [nn.Linear(4, 4)]
+        self.known = nn.Linear(4, 4)
+        self.again = [self.known, 3, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner.layers:
+            x = layer(x)
+        with torch.no_grad():
+            wanted = self.teacher[0](x)
+        return self.heads["first"](self.known(x)) - wanted
+
+
+def test_layers_in_plain_lists_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert_left_alone(Hiding, plain, tmp_path)
+    [record] = [r for r in caplog.records if "ModuleList" in r.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert (
+        "modules in heads, inner.layers get gradients and are not the model's"
+        in record.getMessage()
+    )
+
+
 # --- interrupted and parallel passes --------------------------------------------------------------
 
 
