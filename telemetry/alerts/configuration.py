@@ -19,7 +19,7 @@ from telemetry.alerts.loss_mistakes import TargetsBroadcast, WrongLossInput
 from telemetry.alerts.loss_spike import LossBurst, LossSpike
 from telemetry.alerts.no_learning import LossStuck, NoLearning
 from telemetry.alerts.nonfinite import Nonfinite
-from telemetry.alerts.ranks_diverge import RanksDiverge
+from telemetry.alerts.ranks_diverge import RanksDiverge, RanksSameBatch
 from telemetry.alerts.rounded_updates import RoundedUpdates
 from telemetry.alerts.slow_parts import LayersNotLearning, OutputCollapse
 from telemetry.alerts.trends import ExponentialTrend, UnboundedLoss
@@ -49,6 +49,7 @@ _RULES: Mapping[str, type[Detector]] = {
         ExplodingActivation,
         VanishingGradient,
         RanksDiverge,
+        RanksSameBatch,
         Nonfinite,
         WeightJump,
         NoLearning,

@@ -1,4 +1,4 @@
-"""Ranks that should agree and do not."""
+"""Ranks that should agree and do not, or that do and should not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.records import Divergence, RankFacts, StepRecord
-from telemetry.shared.plain_text import printable
+from telemetry.shared.plain_text import printable, ranks_in_words
 
 
 class RanksDiverge(Detector):
@@ -45,6 +45,30 @@ class RanksDiverge(Detector):
         if self._apart is None and len(facts.measured) > 1:
             self._apart = {found.parameter for found in facts.diverged if not found.declared}
         return [found for found in facts.diverged if found.parameter not in (self._apart or ())]
+
+
+class RanksSameBatch(Detector):
+    """Alerts when several ranks of data parallelism are given the same batch, again and again.
+
+    Each should be given a part of the data; the same on all of them is computed in vain.
+    """
+
+    kind = "ranks_same_batch"
+    on = "full"
+    confirm = 3
+    over_after = 3
+
+    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+        facts = record.ranks
+        if facts is None or len(facts.same_batch) < 2:
+            return None
+        return Finding(
+            seen=f"{ranks_in_words(facts.same_batch)} of {facts.size} are given the same batch",
+            advice="Give the DataLoader a torch.utils.data.DistributedSampler; where data are made "
+            "at random, seed each rank by its number.",
+            value=len(facts.same_batch),
+            limit=1.0,
+        )
 
 
 def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]) -> Finding:

@@ -504,7 +504,8 @@ class Capture:
     @guarded("to end a step", reads=False)
     def _end(self, step: Step) -> None:
         if step.full:
-            self.modules.tell_unseen(step)
+            with undisturbed():
+                self.modules.tell_unseen(step)
         self.modules.uninstall()
         model = self.model()
         if self._budget is not None and model is not None:

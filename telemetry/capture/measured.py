@@ -60,6 +60,7 @@ class MeasuredMaker:
             scalars=Table.of_figures(rank, record.scalars),
             own=self._own(record),
             hosts={self._host: frozenset((rank,))} if full else {},
+            given=self._given(record),
             nonfinite=self._nonfinite(record),
             not_known=frozenset(notes.not_known).union(
                 f"the gradient of {record.layout.parameters[index].name}"
@@ -131,6 +132,14 @@ class MeasuredMaker:
         if last is None or last[0] != record.step - 1:
             return NO_ROWS
         return Table.of_figures(self._standing.rank, {"step_s": record.wall_time - last[1]})
+
+    def _given(self, record: StepRecord) -> dict[str, frozenset[int]]:
+        """The same key for ranks of one group that were given the same."""
+        group = self._standing.data_group
+        if group is None or not record.fingerprints:
+            return {}
+        values = hashlib.blake2b(repr(record.fingerprints).encode(), digest_size=8).hexdigest()
+        return {f"{group}/{values}": frozenset((self._standing.rank,))}
 
     def _nonfinite(self, record: StepRecord) -> dict[int, str]:
         """Where this rank has NaN or infinity of its own, in words.

@@ -19,12 +19,13 @@ from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, Item, LoggedScalars, Processor, ReadyValues
 from telemetry.pipeline.queue import MAX_BYTES
 from telemetry.ranks.channel import CLOSE_S, Channel
-from telemetry.ranks.gathering import News, named
+from telemetry.ranks.gathering import News
 from telemetry.ranks.measured import Measured
 from telemetry.ranks.observer import RankObserver
 from telemetry.ranks.whole import WholeRecords
 from telemetry.records import StepRecord
 from telemetry.records.loss import LossChoice
+from telemetry.shared.plain_text import ranks_in_words
 from telemetry.torch_private.host_copy import HostCopy
 
 # Full measurements of the first rank that are kept until they come back merged.
@@ -227,8 +228,9 @@ class RankProcessor:
         others = part.ranks - part.measured
         if part.measured and others and part.step not in self._announced:
             self._failures.log_once(
-                f"step {part.step} was measured in full by {named(part.measured)} and not by "
-                f"{named(others)}; use the same every_n_steps on all ranks, without max_overhead",
+                f"step {part.step} was measured in full by {ranks_in_words(part.measured)} and not "
+                f"by {ranks_in_words(others)}; use the same every_n_steps on all ranks, without "
+                "max_overhead",
                 kind="intervals",
             )
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.measured import Measured, merge
+from telemetry.shared.plain_text import ranks_in_words
 
 log = logging.getLogger("telemetry")
 
@@ -104,15 +104,6 @@ class News:
         return News(**json.loads(data))
 
 
-def named(ranks: Collection[int]) -> str:
-    """Ranks in a message: ``rank 7``, ``ranks 0-3,7``."""
-    runs = []
-    for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
-        members = [rank for _, rank in run]
-        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    return f"rank{'s' if len(ranks) > 1 else ''} {','.join(runs)}"
-
-
 class _Arrived(NamedTuple):
     """What some ranks measured at a step that waits for others; it is decoded when it is needed."""
 
@@ -198,14 +189,14 @@ class Gathering:
         self._tell(
             "elsewhere",
             self.members - here,
-            f"step {whole.step} was measured by {named(here)}, and not by %s, which skipped it or "
-            "had too much to send",
+            f"step {whole.step} was measured by {ranks_in_words(here)}, and not by %s, which "
+            "skipped it or had too much to send",
         )
 
     def _tell(self, kind: str, ranks: frozenset[int], message: str) -> None:
         if new := ranks - self._told[kind]:
             self._told[kind] |= new
-            log.warning(f"telemetry: {message}", named(new))
+            log.warning(f"telemetry: {message}", ranks_in_words(new))
 
     # --- what has arrived ------------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ class Standing:
         same_data: This rank's place among those that are given the same data, and their number.
         flat_shards_of: If ``FullyShardedDataParallel`` flattens and shards the parameters, the
             lowest of the ranks that have one copy together; None without it.
+        shards_of: If ``fully_shard`` shards the parameters, the lowest of those ranks; or None.
     """
 
     rank: int
@@ -152,6 +153,7 @@ class Standing:
     replicas: tuple[Share, int] | None = None
     same_data: Share = WHOLE
     flat_shards_of: int | None = None
+    shards_of: int | None = None
     _shares: dict[Hashable, Share] = field(default_factory=dict)
     _plain: dict[int, Share] = field(default_factory=dict)  # of plain ones that nobody copies
     _ignored: set[int] = field(default_factory=set)
@@ -168,6 +170,7 @@ class Standing:
         if self.flat_shards_of is None and (group := flat_shard_group(model)) is not None:
             self.flat_shards_of = min(distributed.get_process_group_ranks(group))
         of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
+        self.shards_of = min((int(mesh.mesh.min()) for mesh in of_fsdp), default=None)
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
         found: dict[str, tuple[int, int]] = {}
         for mesh, *_ in filter(None, map(_on_mesh, model.parameters())):
@@ -229,6 +232,15 @@ class Standing:
             copies = np.array([self.of_plain(index).copy for index in range(count)], np.int64)
             self._copies = state, copies
         return self._copies[1]
+
+    @property
+    def data_group(self) -> int | None:
+        """The lowest of the ranks that are each given other data; None if nothing says so."""
+        if self.same_data.copies > 1 or self.is_in_pipeline:
+            return None
+        if self.replicas is not None:
+            return self.replicas[1]
+        return self.flat_shards_of if self.shards_of is None else self.shards_of
 
     def _take_replicas(self, wrapper: DistributedDataParallel) -> None:
         self._ignored = ignored_by(wrapper)

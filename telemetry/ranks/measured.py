@@ -135,6 +135,7 @@ class Measured:
         scalars: What the user logged: see :meth:`Table.of_figures`.
         own: What each rank has of its own: ``step_s``, the seconds from step to step.
         hosts: Ranks by the name of their host; empty where it was sent before.
+        given: Ranks by what they were given, as far as each should be given something else.
         nonfinite: Ranks that hold NaN or infinity that was not there before they ran, and where.
         not_known: Tensors of which every rank holds an addend, and nothing is known of the sum.
     """
@@ -153,6 +154,7 @@ class Measured:
     scalars: Merged = NO_ROWS
     own: Merged = NO_ROWS
     hosts: Annotated[Mapping[str, frozenset[int]], by_key(union)] = field(default_factory=dict)
+    given: Annotated[Mapping[str, frozenset[int]], by_key(union)] = field(default_factory=dict)
     nonfinite: Annotated[Mapping[int, str], by_key(same)] = field(default_factory=dict)
     not_known: Annotated[frozenset[str], union] = frozenset()
 

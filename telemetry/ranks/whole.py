@@ -293,6 +293,7 @@ def _facts(part: Measured, of: MeasuredParameters, joined: JoinedLayouts) -> Ran
             )
             for index, rank, other, shard in differing(of.checks)
         ),
+        same_batch=max(part.given.values(), key=len, default=frozenset()),
         nonfinite=len(part.nonfinite),
         first_nonfinite=min(part.nonfinite.items(), default=None),
         not_known=tuple(sorted(part.not_known)),

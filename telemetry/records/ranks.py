@@ -48,6 +48,8 @@ class RankFacts:
         activation_rms: Of the root mean square of what each module returned on each rank.
         activation_grad_rms: Of that of its gradient.
         diverged: Parameters that differ; at full steps.
+        same_batch: Most ranks that were given the same, though each should be given something else;
+            one alone is no fault. Empty if that is not known.
         nonfinite: How many ranks hold NaN or infinity of their own: in their loss, their outputs or
             their parameters. What a collective has spread is not their own.
         first_nonfinite: The lowest of them, and where, in words.
@@ -63,6 +65,7 @@ class RankFacts:
     activation_rms: Mapping[Output, Spread] = field(default_factory=dict)
     activation_grad_rms: Mapping[Output, Spread] = field(default_factory=dict)
     diverged: tuple[Divergence, ...] = ()
+    same_batch: frozenset[int] = frozenset()
     nonfinite: int = 0
     first_nonfinite: tuple[int, str] | None = None
     not_known: tuple[str, ...] = ()

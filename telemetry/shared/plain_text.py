@@ -6,7 +6,8 @@ A module may be called ``"fc\\nERROR all is lost"``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 
@@ -43,6 +44,15 @@ def type_of(value: object) -> str:
 def steps_in_words(count: int) -> str:
     """``one step``, or ``12 steps``."""
     return "one step" if count == 1 else f"{count} steps"
+
+
+def ranks_in_words(ranks: Collection[int]) -> str:
+    """Ranks in a message: ``rank 7``, ``ranks 0-3,7``."""
+    runs = []
+    for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return f"rank{'s' if len(ranks) > 1 else ''} {','.join(runs)}"
 
 
 def json_plain(value: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from telemetry.alerts.ranks_diverge import RanksDiverge
+from telemetry.alerts.ranks_diverge import RanksDiverge, RanksSameBatch
 from telemetry.records import (
     Divergence,
     Layout,
@@ -60,3 +61,18 @@ def test_what_was_never_equal_is_no_copy_unless_somebody_says_so(
 ) -> None:
     records = [record(n, differs=some, declared=declared) for n, some in enumerate(differs)]
     assert [alert.step for alert in alerts_of(records, [RanksDiverge()])] == alerts
+
+
+@pytest.mark.parametrize(("same", "alerts"), [([1, 1, 1, 1], [2]), ([1, 1, 0, 1, 1], [])])
+def test_ranks_get_the_same_batch_again_and_again(
+    same: Sequence[int], alerts: Sequence[int]
+) -> None:
+    def given(step: int, alike: frozenset[int]) -> StepRecord:
+        made = record(step)
+        assert made.ranks is not None
+        return replace(made, ranks=replace(made.ranks, same_batch=alike))
+
+    records = [given(n, frozenset({0, 1} if some else {0})) for n, some in enumerate(same)]
+    found = alerts_of(records, [RanksSameBatch()])
+    assert [alert.step for alert in found] == alerts
+    assert all(a.message.startswith("ranks 0-1 of 2 are given the same batch") for a in found)

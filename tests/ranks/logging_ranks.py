@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import training
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 from twins import Recorder, draw, seed
@@ -103,6 +104,23 @@ def tampered(rank: int, size: int, log_dir: Path) -> list[tuple[int, str]]:
             model(torch.randn(4, 6)).square().mean().backward()
             optimizer.step()
         return [(a.step, a.message) for a in logger.alerts if a.kind == "ranks_diverge"]
+
+
+def fed(rank: int, size: int, way: str, seed_of_all: bool, log_dir: Path) -> list[tuple[str, str]]:
+    """Train; the data of each rank come from its own generator, or all begin alike."""
+    model: nn.Module = mlp()
+    if way == "ddp":
+        model = DistributedDataParallel(model)
+    elif way == "fully_shard":
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(0 if seed_of_all else rank)
+    with HookLogger(model, log_dir, every_n_steps=5) as logger:
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+            optimizer.step()
+    return [(a.severity, a.message) for a in logger.alerts if a.kind == "ranks_same_batch"]
 
 
 def mlp() -> nn.Sequential:

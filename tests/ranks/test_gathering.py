@@ -11,15 +11,9 @@ from hypothesis import strategies as st
 
 from telemetry.ranks import gathering as gathering_module
 from telemetry.ranks.columns import Table
-from telemetry.ranks.gathering import (
-    END,
-    Gathering,
-    Message,
-    News,
-    blocks,
-    named,
-)
+from telemetry.ranks.gathering import END, Gathering, Message, News, blocks
 from telemetry.ranks.measured import Measured, MeasuredParameters
+from telemetry.shared.plain_text import ranks_in_words
 
 WORLD = 6
 
@@ -76,7 +70,7 @@ def test_a_strange_part_is_refused_and_news_travel() -> None:
         Message.from_bytes(b"?")
     news = News(full_step=5, raise_at=7, message="nonfinite")
     assert News.from_bytes(news.to_bytes()) == news
-    assert named({0, 1, 2, 3, 7, 9, 10}) == "ranks 0-3,7,9-10"
+    assert ranks_in_words({0, 1, 2, 3, 7, 9, 10}) == "ranks 0-3,7,9-10"
 
 
 @given(st.data())
@@ -164,11 +158,12 @@ def test_what_comes_late_is_handed_on_below() -> None:
 
 
 def test_steps_end_when_too_much_waits() -> None:
-    gathered = gathering(max_bytes=3 * len(part(1, 0).payload))
+    waiting = [part(step, 0) for step in (1, 2, 3)]
+    gathered = gathering(max_bytes=sum(len(sent.payload) for sent in waiting))
     gathered.add(part(0, 0, 1), 0.0)
     assert len(taken(gathered, 0.0)) == 1
-    for step in (1, 2, 3):
-        gathered.add(part(step, 0), 0.0)
+    for sent in waiting:
+        gathered.add(sent, 0.0)
     assert taken(gathered, 0.0) == []
     gathered.add(part(4, 0), 0.0)
     assert taken(gathered, 0.0)[:1] == [(1, [0])]

@@ -176,6 +176,20 @@ def test_a_weight_that_changes_on_one_rank_is_named(
     assert others == []
 
 
+@pytest.mark.parametrize("way", ["ddp", "fully_shard", "by hand"])
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_that_are_given_the_same_batch_are_named(
+    two_ranks: list[Process], tmp_path: Path, way: str, same: bool
+) -> None:
+    told, others = every(two_ranks, "call", logging_ranks.fed, way, same, tmp_path)
+    if same and way != "by hand":  # of which nothing says that ranks should be given other data
+        assert told == [("warning", told[0][1])]
+        assert told[0][1].startswith("ranks 0-1 of 2 are given the same batch")
+    else:
+        assert told == []
+    assert others == []
+
+
 def test_loggers_may_be_made_before_the_process_group(tmp_path: Path) -> None:
     multiprocessing.start_processes(  # which mp.spawn is, with another start method
         logging_ranks.begun_late, args=(str(tmp_path),), nprocs=2, start_method="forkserver"

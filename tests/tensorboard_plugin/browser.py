@@ -197,7 +197,8 @@ class TelemetryPage:
         self.page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
-PIXEL = """([row, column, panel]) => {
+PIXEL = """async ([row, column, panel]) => {
+  await new Promise(requestAnimationFrame);  // what was to be drawn is drawn in this frame
   const map = document.querySelectorAll(".heatmap")[panel];
   const [x, y, width, height] = map.dataset.plot.split(",").map(Number);
   const canvas = map.querySelector("canvas.cells");

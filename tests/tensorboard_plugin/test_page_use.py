@@ -209,7 +209,6 @@ def test_the_page_follows_dark_mode(page: TelemetryPage) -> None:
     dark = page.pixel(5.5 / 6, 0.5)
     page.screenshot("page-dark")
     page.set_dark(False)
-    page.page.wait_for_timeout(100)  # one frame
     assert page.pixel(5.5 / 6, 0.5) != dark
 
 
