@@ -17,9 +17,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.layers.module_types import LOOKUPS
 from telemetry.layers.movers import LOOK_BACK, NORMAL_CONSISTENT, Mover, movers
 from telemetry.records import StepRecord
-from telemetry.shared.plain_text import called_all
+from telemetry.records.moments import rms_of
+from telemetry.records.tensor import figures_of
+from telemetry.shared.plain_text import called, called_all
 
 LATEST = 20  # steps, or losses, that are no past yet; tried 10 and 40
 LENGTH = 100  # of a past; tried 50 and 200
@@ -309,6 +312,8 @@ class Baseline:
         jumped: The modules whose rate rose then, in forward order, if not that of all.
         since_large_step: Steps since one moved the median weight matrix by a fifth of its norm.
         step_ratio: The median update ratio of the weight matrices at the last full measurement.
+        too_large: The module of one matrix that began far too large, if one did; and how many times
+            as large as He initialization makes it. None before the first full measurement.
     """
 
     loss: Loss
@@ -321,6 +326,7 @@ class Baseline:
     jumped: tuple[str, ...] = ()
     since_large_step: int = NEVER
     step_ratio: float = 0.0
+    too_large: tuple[str, float] | None = None
     _ratio_rate: float = 0.0
     _survived_rate: float = 0.0
     _rates: deque[float]
@@ -347,6 +353,8 @@ class Baseline:
             self._wanted = _FULL_STEPS if self.layers.are_unusual else self._wanted
         if record.update_ratios:
             self._add_ratio(_median_ratio(record))
+        if record.weights and self.too_large is None:
+            self.too_large = _too_large(record)
 
     @property
     def wants_full(self) -> bool:
@@ -357,6 +365,15 @@ class Baseline:
     def is_young(self) -> bool:
         """Whether training can hardly have changed the model so far."""
         return self.age < RECENT
+
+    @property
+    def large_start(self) -> tuple[str, str]:
+        """In the first steps the module of :attr:`too_large`, and words for it; else two empty."""
+        if self.age >= LATEST or not self.too_large or not self.too_large[0]:
+            return "", ""
+        name, times = self.too_large
+        began = f"whose weights began {times:.2g} times as large as He initialization makes them"
+        return name, f", most likely because of {called(name)}, {began}"
 
     @property
     def follows_rate_jump(self) -> bool:
@@ -440,6 +457,28 @@ def _median_ratio(record: StepRecord) -> float:
     matrices = record.layout.matrices
     ratios = [r for n, r in record.update_ratios.items() if n in matrices and math.isfinite(r)]
     return median(ratios) if ratios else 0.0
+
+
+def _too_large(record: StepRecord) -> tuple[str, float]:
+    """The module of the one matrix that stands out, and how large it is.
+
+    He initialization makes the root mean square of a matrix ``sqrt(2 / fan_in)`` (He et al.,
+    "Delving Deep into Rectifiers", 2015).
+    """
+    sizes, modules = figures_of(record.weights, rms_of), record.layout.modules
+    sized: list[tuple[float, str]] = []
+    for parameter, owner in zip(record.layout.parameters, record.layout.owners, strict=True):
+        size = sizes.get(parameter.name, math.nan)
+        if len(parameter.shape) > 1 and modules[owner].type_name not in LOOKUPS and size > 0:
+            usual = math.sqrt(2 / math.prod(parameter.shape[1:]))
+            sized.append((size / usual, parameter.module_name))
+    largest = max(sized, default=(0.0, ""))
+    others = [size for size, name in sized if name != largest[1]]
+    stands_out = others and largest[0] >= _FAR_TOO_LARGE * max(1.0, max(others))
+    return (largest[1], largest[0]) if stands_out else ("", 0.0)
+
+
+_FAR_TOO_LARGE = 10.0  # as He initialization, and as any other matrix; PyTorch's defaults are 0.4
 
 
 @dataclass(frozen=True, kw_only=True)

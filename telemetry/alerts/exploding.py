@@ -62,7 +62,7 @@ class ExplodingActivation(Detector):
         deep = self._is_deep(record)
         self._began_deep = deep if self._began_deep is None else self._began_deep
         if found is None and base.is_young and deep and self._began_deep:
-            found = self._deep(forward_growth(record))
+            found = self._deep(forward_growth(record), base)
         # Where gradients are not finite there will be no second look.
         certain = not record.all_grads_finite
         return replace(found, certain=certain) if found is not None else None
@@ -83,8 +83,8 @@ class ExplodingActivation(Detector):
             module_name=name,
         )
 
-    def _deep(self, growth: Growth) -> Finding:
-        where, times = growth.stretch, 10**growth.decades
+    def _deep(self, growth: Growth, base: Baseline) -> Finding:
+        where, times = _began_large(base) or growth.stretch, 10**growth.decades
         assert where is not None
         return Finding(
             seen=f"Activations grow {times:.2g}-fold through the network, most of all in "
@@ -141,6 +141,7 @@ class ExplodingGradient(Detector):
     _depths: deque[float]
     _gains: deque[float]
     _from_loss: float | None = None
+    _may_be_from_loss: bool = False
     _blame: Blame
     _steps_far_above: int = 0
     _steps_lasting: int = 0
@@ -158,7 +159,8 @@ class ExplodingGradient(Detector):
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         found = self._find(record, base)
         just_jumped = base.norm.since_jump < _LASTING or self._looks_amplified == 1
-        self.undecided = self.alert is None and (just_jumped or self._deep_looks > 0)
+        asks = just_jumped or self._deep_looks > 0 or self._may_be_from_loss
+        self.undecided = self.alert is None and asks
         blamed, alert = self._blame.stretch, self.alert
         if found is None or alert is None or not self._blame.is_corrected:
             return found
@@ -184,6 +186,7 @@ class ExplodingGradient(Detector):
         lasting = FAR_ABOVE if is_unbounded else math.log10(self.lasting_factor)
         lasts = norm.far_above >= lasting
         self._see_gain(record, base, large=lasts)
+        self._may_be_from_loss = lasts and self._from_loss is None and len(self._gains) > 0
         from_loss, decades = self._from_loss or 0.0, math.log10(self.factor)
         far_above = norm.above - from_loss >= decades
         lasts &= norm.far_above - from_loss >= lasting
@@ -192,7 +195,9 @@ class ExplodingGradient(Detector):
         self._steps_lasting = max(0, self._steps_lasting + (1 if lasts else -1))
         lost = loss.is_worse or is_unbounded
         explodes = norm.above >= decades + TENFOLD
-        explodes |= self._steps_far_above >= _STEPS or (self._steps_lasting >= _LASTING and lost)
+        explodes |= self._steps_far_above >= _STEPS
+        # Where it grew without a jump, no measurement has told yet how much came from the loss.
+        explodes |= self._steps_lasting >= _LASTING and lost and not self._may_be_from_loss
         led = base.gradients_led and base.since_large_step <= norm.since_jump
         explodes |= led and len(loss.high) >= _LOSSES
         if not explodes or base.since_rate_jump < RECENT:  # loss_divergence needs some losses
@@ -270,7 +275,7 @@ class ExplodingGradient(Detector):
                 f"Activations grow {10**forward.decades:.2g}-fold through the network and their "
                 f"gradients {10**backward.decades:.2g}-fold on the way back"
             ),
-            where=forward.stretch,
+            where=_began_large(base) or forward.stretch,
             advice=_WEIGHTS if base.is_young else _STEPS_TOO_LARGE,
         )
 
@@ -319,6 +324,11 @@ class ExplodingGradient(Detector):
             limit=threshold,
             module_name=where.first if where is not None else None,
         )
+
+
+def _began_large(base: Baseline) -> Stretch | None:
+    name, _ = base.large_start
+    return Stretch(name, name) if name else None
 
 
 _LASTING = FEWEST  # steps; tried 2 and 50

@@ -102,12 +102,14 @@ class LossDivergence(Detector):
         if 0 < lowest * JUMP <= rate:
             at = f" since the learning rate rose from {lowest:.3g} to {rate:.3g}"
         ratio = f"{self._ratio:.0%} of" if self._ratio < 10 else f"{self._ratio:.2g} times"
+        name, because = base.large_start
         return Finding(
             seen=f"The loss has risen to {record.loss:.4g}, far above earlier ones, and one "
-            f"optimizer step moves the weights by {ratio} their norm{at}",
-            advice="People usually divide the learning rate by 3 to 10, and warm it up.",
+            f"optimizer step moves the weights by {ratio} their norm{at}{because}",
+            advice=_INITIALIZE if name else _LOWER,
             value=self._ratio,
             limit=self.update_ratio,
+            module_name=name or None,
         )
 
     def _summed(self, record: StepRecord) -> Finding:
@@ -122,6 +124,11 @@ class LossDivergence(Detector):
         )
 
 
+_LOWER = "People usually divide the learning rate by 3 to 10, and warm it up."
+_INITIALIZE = (
+    "Make these weights smaller (PyTorch's own begin at 0.4 times He's); if they are meant to be "
+    "so, divide the learning rate by 3 to 10, and warm it up."
+)
 _JUST = 2  # steps after a jump of the learning rate that are measured in full; tried 1 and 4
 _FAR = 3.0  # times the loss itself; meta_learning, which learns, has 2.4 in its first steps
 

@@ -182,6 +182,7 @@ def _steady(steps: Figures, levels: Figures, least: float) -> float:
 _LOOKS = 5  # fewer points say nothing of a rate
 _PARTS = 4
 _SLOWER, _FASTER = 0.6, 3.0  # what learns slows down, what jumps does so at once
+_COMPOUND = 0.5  # 1 if it grows by a factor, 0 if by the same amount, as Adam moves weights
 _CHANGES = 4  # of the learning rate: two warm restarts or drops are fewer
 _LEARNED = 0.1  # of the first loss: text_decay_x1000 comes down by 6 % before its weights are gone
 

@@ -277,7 +277,7 @@ class SaturatedUnits(Detector):
             self._shares[output.module_name] = share
             is_faulty = self._is_faulty(output, share, record.step, base)
             if is_faulty and found is None:
-                found = self._found(record, output, share)
+                found = self._found(record, output, share, base)
         self.undecided &= self.alert is None
         return found
 
@@ -285,7 +285,9 @@ class SaturatedUnits(Detector):
         name = self.alert.module_name if self.alert is not None else None
         return not record.all_grads_finite or self._shares.get(name or "", 0.0) >= _FINE
 
-    def _found(self, record: StepRecord, output: Output, share: float) -> Finding:
+    def _found(
+        self, record: StepRecord, output: Output, share: float, base: Baseline
+    ) -> Finding:
         name, layout = output.module_name, record.layout
         seen = f"{share:.0%} of the outputs of {called(str(output))} "
         if any(parameter.module_name == name for parameter in layout.parameters):
@@ -299,6 +301,9 @@ class SaturatedUnits(Detector):
             seen += f"lie on the flat part of {printable(kind)}; hardly any gradient gets through"
             seen += f" (units {which})" if which else ""
             advice = _CENTERED
+        cause, because = base.large_start
+        if cause and layout.position[cause] <= layout.position[name]:
+            seen, advice = seen + because, _SMALLER
         return Finding(seen=seen, advice=advice, value=share, limit=self.fraction, module_name=name)
 
     def _is_faulty(self, output: Output, share: float, step: int, base: Baseline) -> bool:

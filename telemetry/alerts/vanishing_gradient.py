@@ -234,8 +234,15 @@ def _unless_rising(fading: Marks, share: Figures, before: Figures) -> Marks:
 
 
 def _update_share(record: StepRecord) -> Figures:
-    ratios = table(record).column("update_ratio")[record.layout.owning]
-    moved = ratios[np.isfinite(ratios)]
+    """log10 of the modules' update ratios over the largest of those that own matrices, if any do.
+
+    A scale of a branch that begins near zero moves by many times its size.
+    """
+    ratios, layout = table(record).column("update_ratio")[record.layout.owning], record.layout
+    known = np.isfinite(ratios)
+    own = [parameter.name in layout.matrices for parameter in layout.parameters]
+    with_matrix = known & np.isin(layout.owning, layout.owners[own])
+    moved = ratios[with_matrix if with_matrix.any() else known]
     if not moved.size or moved.max() <= 0:
         return np.full(len(ratios), np.nan)
     with np.errstate(divide="ignore"):
