@@ -201,11 +201,14 @@ class Norm:
         above: Compared with the highest of all, the latest included; 0 in the first steps.
         far_above: Compared with the highest of the past.
         since_jump: Steps since it first rose to five times the highest.
+        first: Median of the first five norms.
     """
 
     above: float = 0.0
     far_above: float = 0.0
     since_jump: int = NEVER
+    first: float = math.nan
+    _firsts: tuple[float, ...] = ()
     _past: Past
 
     def __init__(self) -> None:
@@ -222,6 +225,9 @@ class Norm:
         self.above = self.far_above = 0.0
         if total == 0:
             return
+        if len(self._firsts) < RECENT:
+            self._firsts = (*self._firsts, total)
+            self.first = median_high(self._firsts)
         level = math.log10(total)
         if len(self._past) >= RECENT:
             self.above = level - self._past.highest_of_all

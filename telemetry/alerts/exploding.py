@@ -108,7 +108,8 @@ class ExplodingGradient(Detector):
     - it exceeds it fivefold, the optimizer then moves the weights by a fifth of their norm, and the
       loss is far above all before; or
     - it is for ten steps ``lasting_factor`` times what it was more than 20 steps ago (ten more
-      than it is not), while the loss has risen; or five times, while it falls without bound.
+      than it is not), while the loss has risen, and it is at least that of the first steps or half
+      of what was learned is lost; or five times, while the loss falls without bound.
 
     Growth that comes from the loss does not count: if the loss gets another weight or unit, the
     gradient of the network's output grows as much as those of the parameters. The first full
@@ -193,7 +194,9 @@ class ExplodingGradient(Detector):
         self._steps_far_above = self._steps_far_above + 1 if far_above else 0
         # One batch without a gradient in between is no end: all may be right for once.
         self._steps_lasting = max(0, self._steps_lasting + (1 if lasts else -1))
-        lost = loss.is_worse or is_unbounded
+        # Where next to nothing is left to learn, what is large now was usual once.
+        is_large = record.total_grad_norm >= norm.first or loss.losses_lost > 0
+        lost = (loss.is_worse and is_large) or is_unbounded
         explodes = norm.above >= decades + TENFOLD
         explodes |= self._steps_far_above >= _STEPS
         # Where it grew without a jump, no measurement has told yet how much came from the loss.
@@ -391,20 +394,23 @@ class Blame:
         """Add a step whose gradients are finite."""
         outputs = self._grown_outputs(record) if record.inputs or record.outputs else None
         growth, first = _growth(base), self._first_grown(record) if record.full else None
-        if growth is None and outputs is None:
+        entered = _entered(base)
+        if growth is None and outputs is None and entered is None:
             self.stretch, self.batch, self.is_alike = None, 0.0, False
         elif self.by_norms and record.full and outputs is None and first is not None:
             # No weight has grown, or its output would have: it came from behind, and the layer
             # that did not grow is on another branch.
             self.stretch, self.by_norms, self.is_corrected = Stretch(first, first), False, True
         elif self.stretch is None and not self.batch and not self.is_alike:
-            self.stretch = None if growth is None else _all_but_one(base.layers.names, growth)
+            self.stretch = entered
+            if growth is not None:
+                self.stretch = _all_but_one(base.layers.names, growth)
             if self.stretch is None and outputs is not None:
                 self.stretch = outputs.stretch
             if outputs is not None and outputs.levels[0] > max(outputs.levels) / 2:
                 self.stretch, self.batch = None, 10 ** outputs.levels[0]
             several = len(base.layers.names) > _FEWEST
-            self.by_norms = self.stretch is not None and not record.full
+            self.by_norms = self.stretch is not None and entered is None and not record.full
             self.is_alike = self.stretch is None and not record.full and several
 
     def _grown_outputs(self, record: StepRecord) -> Growth | None:
@@ -445,6 +451,22 @@ def _growth(base: Baseline) -> NDArray[np.float64] | None:
     known = growth[np.isfinite(growth)]
     is_grown = 2 * np.count_nonzero(known > TENFOLD) > len(known) >= _FEWEST
     return growth if is_grown else None
+
+
+def _entered(base: Baseline) -> Stretch | None:
+    """Where a few gradients alone have grown a hundredfold: the layer where that came in.
+
+    That is the last of them, of which those before it are given theirs.
+    """
+    layers = base.layers
+    with np.errstate(invalid="ignore"):
+        growth = layers.levels[-1] - layers.usual
+    known, grown = np.isfinite(growth), np.flatnonzero(growth > 2 * TENFOLD)
+    are_apart = not (known & (growth > TENFOLD / 2) & (growth <= 2 * TENFOLD)).any()
+    if not 0 < 2 * len(grown) <= np.count_nonzero(known) or not are_apart:
+        return None
+    name = layers.names[grown[-1]]
+    return Stretch(name, name)
 
 
 def _all_but_one(names: Sequence[str], growth: NDArray[np.float64]) -> Stretch | None:
