@@ -92,7 +92,7 @@ class SameBatch(Detector):
 
     Where the values were other ones before, the loader is stuck. Where they are the same from the
     first step on, the data set may be a single batch, as a graph is; then it is silent until the
-    loss says that this batch is being learned by heart.
+    loss says that this batch is being learned by heart, or if all values are zero.
 
     Args:
         steps: Distance of the first and the last of these steps, at least.
@@ -126,7 +126,9 @@ class SameBatch(Detector):
             self._refuted, self._varied = self._refuted or self._divisor > 0, bool(self._given)
             self._given, self._begun, self._divisor = given, record.step, 0
         is_one = self._divisor == 1 and distance >= self.steps
-        is_one &= self.alert is not None or self._varied or self._is_known_by_heart(base)
+        is_zero = is_known and not any(given)
+        is_told = self.alert is not None or self._varied or is_zero
+        is_one &= is_told or self._is_known_by_heart(base)
         # One more step would tell a loader's period from a single batch, or is the one to tell it.
         self.undecided = self._divisor > 1 and not self._refuted
         if not is_known and self.alert is None:
@@ -134,11 +136,11 @@ class SameBatch(Detector):
             return None
         if not is_one:
             return None
+        what, advice = ("nothing but zeros", _EMPTY) if is_zero else ("the same values", _SAME_ONE)
         return Finding(
-            seen="The model was given the same values at each step that was measured since step "
+            seen=f"The model was given {what} at each step that was measured since step "
             f"{self._begun}",
-            advice="Check that the loop takes a new batch at each step (next(iter(loader)) begins "
-            "anew), unless the data are a single batch.",
+            advice=advice,
             value=distance,
             limit=self.steps,
         )
@@ -146,6 +148,13 @@ class SameBatch(Detector):
     def _is_known_by_heart(self, base: Baseline) -> bool:
         """Whether the loss has come down to next to nothing; True if none is logged."""
         return not self._losses or median_high(self._losses) <= self.share * base.loss.first
+
+
+_SAME_ONE = (
+    "Check that the loop takes a new batch at each step (next(iter(loader)) begins anew), unless "
+    "the data are a single batch."
+)
+_EMPTY = "Look at how inputs are made: a division of integers, a mask, a buffer that nobody fills."
 
 
 class LearningRateZero(Detector):
