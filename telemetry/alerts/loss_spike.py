@@ -28,7 +28,8 @@ class LossSpike(Detector):
 
     How far a loss lies above its past is counted in ranges: highest minus lowest of a hundred
     losses, the latest ones left out. A jump alone is no fault: a harder task, other data or another
-    weight of a term do the same, so it gives a note. A warning takes one of three reasons:
+    weight of a term do the same, so it gives a note, one in a hundred steps. A warning takes one of
+    three reasons:
 
     - The learning rate has just jumped to three times all that the run has survived, and two losses
       are far above the past, or the last five are worse than that (a range is wide where the loss
@@ -61,6 +62,7 @@ class LossSpike(Detector):
     _before: tuple[Logged, ...] = ()
     _highest_batch: float = -math.inf
     _jumped_at: int = -NEVER
+    _noted_at: int = -NEVER
     _rise: Rise | None = None
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
@@ -102,7 +104,8 @@ class LossSpike(Detector):
                 advice="People usually clip gradients, lower the learning rate or Adam's beta2, "
                 "and go on from a checkpoint before the spike without the batches around it.",
             )
-        if base.since_rate_jump <= FEWEST:
+        is_known, self._noted_at = record.step - self._noted_at <= LENGTH, record.step
+        if base.since_rate_jump <= FEWEST or is_known:
             return None
         return _found(
             high,

@@ -25,7 +25,8 @@ class ExponentialTrend(Detector):
     What feeds on itself does that: a weight decay that is far too strong or has the wrong sign, a
     discount above 1, a schedule that multiplies where it should divide. Learning does not: its
     figures change fast at first, and ever more slowly. A trend is steady if its rate in each
-    quarter of its steps is 0.6 to 3 times that in the one before.
+    quarter of its steps is 0.6 to 3 times that in the one before, and what it adds grows, too:
+    Adam moves weights by nearly the same amount at each step, which is no factor.
 
     - *Weights*: the median weight matrix has shrunk to one part in ``shrinkage``, and the loss is
       that of the first steps; or it has grown ``weight_growth``-fold, and the loss does not fall.

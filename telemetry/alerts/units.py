@@ -285,9 +285,7 @@ class SaturatedUnits(Detector):
         name = self.alert.module_name if self.alert is not None else None
         return not record.all_grads_finite or self._shares.get(name or "", 0.0) >= _FINE
 
-    def _found(
-        self, record: StepRecord, output: Output, share: float, base: Baseline
-    ) -> Finding:
+    def _found(self, record: StepRecord, output: Output, share: float, base: Baseline) -> Finding:
         name, layout = output.module_name, record.layout
         seen = f"{share:.0%} of the outputs of {called(str(output))} "
         if any(parameter.module_name == name for parameter in layout.parameters):
