@@ -384,3 +384,38 @@ def autocast_bfloat16(log: Log) -> None:
 def rezero(log: Log) -> None:
     model = Rows(6, rezero=True)
     _digits_run(log, model, Adam(model.parameters(), 2e-3), 250)
+
+
+@run
+def skip_init(log: Log) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.scale = mlp(32, 32, 32), nn.Parameter(torch.full((1,), 1e-3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            added: Tensor = self.scale * self.layers(x)
+            return x + added
+
+    blocks = [Scaled() for _ in range(30)]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), *blocks, nn.Linear(32, 10))
+    _digits_run(log, model, AdamW(model.parameters(), 1e-3), 200)
+
+
+@run
+def targets_of_large_unit(log: Log) -> None:
+    g, model = generator(log), mlp(8, 64, 1)
+    slopes = 1e5 * torch.randn(8, generator=g)
+
+    def loss() -> Tensor:
+        x = torch.randn(64, 8, generator=g)
+        return F.mse_loss(model(x)[:, 0], x @ slopes + 2e5)
+
+    fit(log, model, Adam(model.parameters(), 1e-2), loss, 300)
+
+
+@run
+def curve_by_heart(log: Log) -> None:
+    model, x = mlp(1, 32, 32, 1, activation=nn.Tanh), torch.linspace(-3, 3, 64)[:, None]
+    adam = Adam(model.parameters(), 1e-2)
+    fit(log, model, adam, lambda: F.mse_loss(model(x), x.sin()), 800)

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from runs.further_models import Exp, HalfConv, Rows, Standardize, Tokens, TwoTasks, UnitNorm
 from runs.models import recall
-from runs.training import Log, batches, digits, fit, generator, run
+from runs.training import Log, batches, digits, fit, generator, mlp, run
 
 
 def _classes(log: Log, model: nn.Module) -> Callable[[], Tensor]:
@@ -204,3 +204,41 @@ def loss_weight_of_one_task(log: Log) -> None:
     model = TwoTasks()
     loss = _two_tasks(log, model, 133, 1e6, 1.0)
     fit(log, model, Adam(model.parameters(), 2e-3), loss, 300)
+
+
+@run
+def layer_begins_large(log: Log) -> None:
+    model = nn.Sequential(nn.Flatten(), *mlp(64, 64, 64, 64, 10))
+    with torch.no_grad():
+        model.get_parameter("3.weight").mul_(1000)
+    fit(log, model, SGD(model.parameters(), 0.05), _classes(log, model), 200)
+
+
+@run
+def loss_weight_of_one_head(log: Log) -> None:
+    trunk = nn.ModuleList(mlp(width, 32).append(nn.ReLU()) for width in (64, 32, 32, 32, 32, 32))
+    heads = nn.ModuleList(nn.Linear(32, 10) for _ in trunk)
+    model, data = nn.ModuleDict({"trunk": trunk, "heads": heads}), batches(log, 32, *digits())
+    weights = [1.0] * len(trunk)
+
+    def loss() -> Tensor:
+        images, classes = next(data)
+        x, losses = images.flatten(1), []
+        for layer, head in zip(trunk, heads, strict=True):
+            x = layer(x)
+            losses.append(F.cross_entropy(head(x), classes))
+        return sum((w * part for w, part in zip(weights, losses, strict=True)), torch.zeros(()))
+
+    raise_weight = _at(151, lambda: weights.__setitem__(3, 1e4))
+    fit(log, model, SGD(model.parameters(), 0.05), loss, 300, before=raise_weight)
+
+
+@run
+def inputs_all_zero(log: Log) -> None:
+    model, data = nn.Sequential(nn.Flatten(), *mlp(64, 32, 10)), batches(log, 32, *digits())
+
+    def loss() -> Tensor:
+        images, classes = next(data)
+        return F.cross_entropy(model(0.0 * images), classes)
+
+    fit(log, model, Adam(model.parameters(), 1e-3), loss, 200)

@@ -214,6 +214,9 @@ LABELS = {
     "trunk_frozen_late": Label(why="all but the head frozen from step 153, on purpose"),
     "autocast_bfloat16": Label(why="transformer in bfloat16"),
     "rezero": Label(why="scales begin at 0: blocks get no gradient at first"),
+    "skip_init": Label(why="30 blocks whose scales begin at 0.001, and move by Adam's full steps"),
+    "targets_of_large_unit": Label(why="targets of 1e5: weights grow by equal steps for long"),
+    "curve_by_heart": Label(why="64 points, all in each step: late, Adam's steps spike and settle"),
     # --- further, faulty
     "block_weight_scaled": Label(
         kinds=EXPLOSION | LOSS | {"weight_jump"}, layers=("blocks.1",), onset=143, by=243,
@@ -262,5 +265,17 @@ LABELS = {
     "loss_weight_of_one_task": Label(
         kinds=EXPLOSION | LOSS, layers=("amount",), onset=133, by=233,
         why="the weight of one task's loss x 1e6",
+    ),
+    "layer_begins_large": Label(
+        kinds=EXPLOSION | LOSS | frozenset({"nonfinite"}), layers=("3",), onset=0, by=10,
+        why="one layer's weights begin 1000 times too large; SGD",
+    ),
+    "loss_weight_of_one_head": Label(
+        kinds=EXPLOSION | LOSS, layers=("heads.3",), onset=151, by=251,
+        why="the weight of one of six losses x 1e4",
+    ),
+    "inputs_all_zero": Label(
+        kinds=frozenset({"same_batch", "loss_stuck"}), onset=0,
+        why="pixels divided by 255 as integers: all are 0",
     ),
 }  # fmt: skip
