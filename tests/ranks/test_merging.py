@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -165,7 +168,9 @@ def test_bytes_hold_all_of_a_part(shards: list[NDArray[np.float32]]) -> None:
         [part(rank, 1.0, table=table(rank, values)) for rank, values in enumerate(shards)]
     )
     _, again = decode(encode([whole, whole]))
-    assert encode([again]) == encode([whole])
+    assert encode(decode(encode([again]))) == encode([again])
+    assert again.stages.keys() == whole.stages.keys()
+    assert again.tensors.rows == whole.tensors.rows
     got, expected = (whole_tensors(one.tensors)[ROW].sketch for one in (again, whole))
     np.testing.assert_array_equal(got.counts, expected.counts)
     np.testing.assert_array_equal(got.buckets, expected.buckets)
@@ -187,6 +192,8 @@ def test_counts_of_samples_keep_seven_digits() -> None:
         (lambda data: b"", "the same version"),
         (lambda data: data[:-20], "damaged"),
         (lambda data: FORMAT + b"x" * 50, "damaged"),
+        (lambda data: FORMAT + zlib.compress(pickle.dumps(os.getcwd)), "damaged.*getcwd"),
+        (lambda data: FORMAT + zlib.compress(pickle.dumps((1, 2))), "not parts of steps"),
     ],
 )
 def test_bytes_of_another_version_are_refused(damage: Any, fault: str) -> None:
