@@ -20,7 +20,7 @@ from telemetry.records import Parameter
 from telemetry.selection import clean_name, cleaned
 from telemetry.torch_private import norms_of, undisturbed
 from telemetry.torch_private.host_copy import HostCopy
-from telemetry.torch_private.ranks import localized_spec
+from telemetry.torch_private.ranks import spec_of
 
 Indexed: TypeAlias = Sequence[tuple[int, Tensor]]
 """Parameters or what belongs to them, each with its index among the model's parameters."""
@@ -138,7 +138,7 @@ def _described(model: nn.Module, named: dict[str, nn.Parameter]) -> Iterator[Par
     chosen = cleaned((name, name) for name, _ in model.named_modules())
     shown = {full: short for short, full in chosen.items()}
     for name, parameter in named.items():
-        whole = localized_spec(parameter) or parameter
+        whole = spec_of(parameter) or parameter
         owner, _, own = name.rpartition(".")
         module_name = shown.get(owner, clean_name(owner))  # a wrapper goes by what it wraps
         yield Parameter(

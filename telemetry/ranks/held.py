@@ -18,7 +18,8 @@ from telemetry.torch_private.ranks import (
     flat_shard_group,
     fsdp_mesh,
     ignored_by,
-    localized_spec,
+    is_dtensor,
+    spec_of,
 )
 
 Reduction = Literal["", "sum", "mean", "unknown"]
@@ -78,23 +79,11 @@ _OF_DATA = (
 )
 
 
-def _on_mesh(tensor: Any) -> tuple[Any, tuple[Any, ...], int] | None:
-    """Mesh, placements and number of axes of a ``DTensor``, or of a parameter that was one."""
-    if is_dtensor(tensor):
-        return tensor.device_mesh, tensor.placements, tensor.dim()
-    spec = localized_spec(tensor)
-    return None if spec is None else (spec.mesh, spec.placements, len(spec.shape))
-
-
-def placed(tensor: Any) -> Share:
-    """How the local tensor of a ``DTensor`` lies in it."""
-    return placed_by(tensor.device_mesh, tensor.placements, tensor.dim())
-
-
-def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Share:
-    """How a local tensor lies in a whole one of so many axes."""
+def placed(spec: Any) -> Share:
+    """How a local tensor lies in the whole one, by a ``DTensorSpec``."""
+    mesh = spec.mesh
     coordinates = mesh.get_coordinate() or [0] * mesh.ndim
-    axes = list(zip(coordinates, mesh.shape, placements, strict=True))
+    axes = list(zip(coordinates, mesh.shape, spec.placements, strict=True))
     copy, copies = _flat((at, size) for at, size, o in axes if o.is_replicate())
     partial = [(o.reduce_op, size) for _, size, o in axes if o.is_partial()]
     known: dict[str, Reduction] = {"sum": "sum", "avg": "mean"}
@@ -103,7 +92,7 @@ def placed_by(mesh: Any, placements: Iterable[Any], dims: int) -> Share:
         copy=copy,
         copies=copies,
         shards=tuple(
-            (o.dim - dims, at, size)
+            (o.dim - len(spec.shape), at, size)
             for at, size, o in axes
             if size > 1 and not (o.is_replicate() or o.is_partial())
         ),
@@ -118,11 +107,6 @@ def _flat(axes: Iterable[tuple[int, int]]) -> tuple[int, int]:
     for place, size in axes:
         index, count = index * size + place, count * size
     return index, count
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Whether it is a ``DTensor``; does not load the module where nobody has."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def local_values(tensor: Any) -> Tensor:
@@ -173,8 +157,8 @@ class Standing:
         self.shards_of = min((int(mesh.mesh.min()) for mesh in of_fsdp), default=None)
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
         found: dict[str, tuple[int, int]] = {}
-        for mesh, *_ in filter(None, map(_on_mesh, model.parameters())):
-            self._meshes[id(mesh)] = mesh
+        for spec in filter(None, map(spec_of, model.parameters())):
+            self._meshes[id(spec.mesh)] = spec.mesh
         for mesh in self._meshes.values():
             names = mesh.mesh_dim_names
             if names is None:
@@ -197,18 +181,19 @@ class Standing:
 
     def of_parameter(self, tensor: Any, index: int) -> Share:
         """Which part of a parameter, its gradient or its state this rank holds."""
-        found = _on_mesh(tensor)
-        if found is None:
+        spec = spec_of(tensor)
+        if spec is None:
             if id(tensor) in self._ignored and self.replicas is not None:
                 self._plain[index] = Share(copy=self.replicas[1] * self.size)
             return self.of_plain(index)
-        share = self._shares.get((index, found))
+        key = index, spec.mesh, spec.placements
+        share = self._shares.get(key)
         if share is None:
-            first = int(min(found[0].mesh.flatten().tolist()))
-            share = placed_by(*found).numbered(first=first * self.size, turn=index)
-            if found[0].size() < self.size:  # ranks outside of it may have copies of their own
+            first = int(spec.mesh.mesh.min())
+            share = placed(spec).numbered(first=first * self.size, turn=index)
+            if spec.mesh.size() < self.size:  # ranks outside of it may have copies of their own
                 share = replace(share, copies=0)
-            self._shares[index, found] = share
+            self._shares[key] = share
         if not is_dtensor(tensor):
             self._plain[index] = share  # its gradient is plain, too, and does not know
         return share

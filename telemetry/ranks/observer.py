@@ -10,17 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from telemetry.ranks.held import (
-    Share,
-    Standing,
-    is_dtensor,
-    local_values,
-    placed,
-    placed_by,
-)
+from telemetry.ranks.held import Share, Standing, local_values, placed
 from telemetry.records import Output
 from telemetry.torch_private.host_copy import HostCopy
-from telemetry.torch_private.ranks import made_local
+from telemetry.torch_private.ranks import is_dtensor, made_local, spec_of
 
 # Elements of a gradient whose addends travel, to be added where they meet; of larger ones the norm
 # is not known.
@@ -102,7 +95,7 @@ class RankObserver:
         the same on all ranks that are given the same data if all of them are.
         """
         if is_dtensor(tensor):
-            found = placed(tensor)
+            found = placed(spec_of(tensor))
         elif tensor.grad_fn is None:
             return self._known.get(output, self.standing.same_data)
         else:
@@ -115,7 +108,7 @@ class RankObserver:
         """Note the share of the gradient of an output; whether to measure it here."""
         share = notes.outputs.get(output, Share())
         if is_dtensor(grad):
-            share = placed(grad).numbered(turn=_turn(output))
+            share = placed(spec_of(grad)).numbered(turn=_turn(output))
         notes.output_grads[output] = share
         return share.counts and _is_known(notes, share, f"the gradient of the output of {output}")
 
@@ -183,7 +176,7 @@ def _origins(node: Any) -> Iterator[Share]:
         node = waiting.popleft()
         known = node.metadata.get(_NOTE)
         if known is None and (spec := made_local(node)) is not None:
-            known = placed_by(spec.mesh, spec.placements, len(spec.shape))
+            known = placed(spec)
         if known is not None:
             yield known
             continue

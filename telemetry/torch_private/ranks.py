@@ -85,9 +85,14 @@ def flat_shard_group(model: nn.Module) -> Any | None:
     return distributed.group.WORLD if is_flat else None
 
 
-def localized_spec(tensor: object) -> Any | None:
-    """The ``DTensorSpec`` of the ``DTensor`` that DDP over a slice of a mesh has made plain."""
-    return getattr(tensor, "_st_info", None)
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a ``DTensor``; does not load the module where nobody has."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def spec_of(tensor: Any) -> Any | None:
+    """The spec of a ``DTensor``, or of one that DDP over a slice of a mesh has made plain."""
+    return tensor._spec if is_dtensor(tensor) else getattr(tensor, "_st_info", None)
 
 
 def ignored_by(wrapper: DistributedDataParallel) -> set[int]:
