@@ -241,7 +241,7 @@ def several(part: Measured, steps: Sequence[int]) -> list[Measured]:
         grads = replace(stage.grads, columns={**stage.grads.columns, "norm": norms})
         return replace(stage, grads=grads)
 
-    return [replace(part, step=step, stages={key: other_norms()}) for step in steps]
+    return [replace(part, step=step, place=step, stages={key: other_norms()}) for step in steps]
 
 
 def layers_of(part: Measured) -> int:
@@ -348,17 +348,17 @@ def gather(ranks: int, payloads: Sequence[bytes]) -> tuple[list[Measured], float
     whole = []
     began = time.thread_time()
     for part in own:
-        gathering.add_own(part.step, part, 0.0)
+        gathering.add_own(part, 0.0)
     for message in messages:
         gathering.add(Message.from_bytes(message.to_bytes()), 0.0)
         while (found := gathering.take(0.0, hurry=message is messages[-1])) is not None:
-            whole.append(found[1])
+            whole.append(found)
     return whole, time.thread_time() - began
 
 
 def message_of(payload: bytes) -> Message:
     parts = decode(payload)
-    places = tuple(part.step for part in parts)
+    places = tuple(part.place for part in parts)
     return Message(ranks=parts[0].ranks, places=places, payload=payload)
 
 

@@ -325,7 +325,8 @@ class Replay:
         took_s = self._took(lambda: self._judge.judge(record))
         self.times_s[record.full].append(self._loss_s + took_s)
         self._loss_s = 0.0
-        self._full_steps.answer(record.step, wanted=self._judge.wants_full)
+        if self._judge.wants_full:
+            self._full_steps.want()
 
     def _took(self, judge: Callable[[], Iterator[Alert]]) -> float:
         began = time.perf_counter()

@@ -65,7 +65,8 @@ class CapturedRun:
     def _add(self, record: StepRecord) -> None:
         self.records.append(record)
         self.alerts += self._judge.judge(record)
-        self._full_steps.answer(record.step, wanted=self._judge.wants_full)
+        if self._judge.wants_full:
+            self._full_steps.want()
 
 
 def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = None) -> list[Alert]:

@@ -15,8 +15,10 @@ from telemetry.capture import CapturedStep, LightStep
 from telemetry.events import summaries
 from telemetry.events.sink import Sink
 from telemetry.failures import Failures
+from telemetry.pipeline.rank_exchange import RankExchange
 from telemetry.pipeline.schedule import FullSteps
 from telemetry.ranks.first_rank import is_first_rank
+from telemetry.ranks.measured import Measured
 from telemetry.records import Layout, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
@@ -54,8 +56,8 @@ class ReadyValues:
     of_loss: Callable[[str], bytes] | None = None
 
 
-Item: TypeAlias = CapturedStep | LightStep | LoggedScalars | ReadyValues
-"""What the training thread hands over."""
+Item: TypeAlias = CapturedStep | LightStep | LoggedScalars | ReadyValues | Measured
+"""What the training thread hands over, and on the first rank what all ranks measured."""
 
 
 class Observer(Protocol):
@@ -79,8 +81,8 @@ class Processor:
         loss: Which of what the user logs is the loss.
 
     Attributes:
-        loss: As above.
-        abandoned: Set when nobody waits for the rest any more, and nothing may be written.
+        ranks: Where several ranks write one run: a step is sent there, and recorded when it comes
+            back merged.
     """
 
     def __init__(
@@ -95,7 +97,8 @@ class Processor:
         failures: Failures,
         loss: LossChoice,
     ) -> None:
-        self.loss = loss
+        self.ranks: RankExchange | None = None
+        self._loss = loss
         self._loss_is_written = False
         self._await_loss: list[Callable[[str], bytes]] = []
         self._board = board
@@ -104,7 +107,6 @@ class Processor:
         self._observers = tuple(observers)
         self._on_alert = on_alert
         self._failures = failures
-        self.abandoned = False
         self._full_steps = full_steps
         self._scalars: dict[int, dict[str, float]] = {}
         self._layout: Layout | None = None
@@ -118,13 +120,17 @@ class Processor:
                 self._await_loss.append(item.of_loss)
                 self._tell_loss(item.step - 1)
         elif isinstance(item, LoggedScalars):
-            self.log(item)
+            self._log(item)
+        elif isinstance(item, Measured):
+            self._record_merged(item)
         else:
-            self.record(item.record(self._scalars.get(item.step, {}), self.loss.tag))
-
-    def _forget_scalars(self, step: int) -> None:
-        """Keep what was logged for later steps than this."""
-        self._scalars = {s: v for s, v in self._scalars.items() if s > step}
+            record = item.record(self._scalars.get(item.step, {}), self._loss.tag)
+            if not record.phase:
+                self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
+            if self.ranks is None:
+                self._record(record)
+            else:
+                self.ranks.send(record, item)
 
     def pending_s(self) -> float | None:
         """Seconds until :meth:`write_pending` is due; None if nothing is held back."""
@@ -149,14 +155,14 @@ class Processor:
             "rules": self._judge.state_dict(),
             "full_steps": self._full_steps.state_dict(),
             "logged": dict(self._scalars.get(step, {})),
-            "loss": self.loss.state_dict(),
+            "loss": self._loss.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Continue from there, with ``step`` in progress; returns in words what did not fit."""
         logged = state.get("logged")
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
-        self.loss.load_state_dict(state.get("loss"))
+        self._loss.load_state_dict(state.get("loss"))
         self._loss_is_written = False  # the file may have lost it
         self._full_steps.load_state_dict(state, step)
         return self._judge.load_state_dict(state.get("rules"))
@@ -175,28 +181,53 @@ class Processor:
             values, step, wall_time, droppable=droppable, flush=flush, repeat=repeat
         )
 
-    def log(self, item: LoggedScalars) -> None:
-        """Write what the user logged, and judge the loss, if it is among that."""
+    def _log(self, item: LoggedScalars) -> None:
         values = {
             name: float(value.wait()) if isinstance(value, HostCopy) else value
             for name, value in item.values.items()
         }
         self._scalars.setdefault(item.step, {}).update(values)
+        if self.ranks is None:
+            self._record_logged(item.step, item.wall_time, values)
+        else:
+            self._loss.see(item.step, values)
+
+    def _record_logged(self, step: int, wall_time: float, values: dict[str, float]) -> None:
+        """Write what the user logged, and judge the loss, if it is among that."""
         points = [summaries.scalar(name, value) for name, value in values.items()]
         with self._failures.contained("to write what was logged"):
-            self._write(points, item.step, item.wall_time)
-        self.loss.see(item.step, values)
-        if (tag := self.loss.tag) in values:
-            self._report(self._judge.judge_loss(item.step, values[tag]), item.wall_time)
+            self._write(points, step, wall_time)
+        self._loss.see(step, values)
+        if (tag := self._loss.tag) in values:
+            self._report(self._judge.judge_loss(step, values[tag]), wall_time)
+
+    def send_rest(self) -> None:
+        """To the other ranks: what was logged for a step that did not end, for it will not."""
+        for step, values in sorted(self._scalars.items()):
+            if self.ranks is not None:
+                self.ranks.send_logged(step, values)
+        self._scalars = {}
+
+    def _record_merged(self, merged: Measured) -> None:
+        """Judge and write what the ranks measured at a step, and what they logged."""
+        assert self.ranks is not None
+        try:
+            means = merged.scalars.means()
+            if means and not merged.phase:
+                self._record_logged(merged.step, merged.wall_time, means)
+            if (record := self.ranks.record(merged)) is not None:
+                self._record(replace(record, loss_tag=self._loss.tag))
+        finally:
+            self.ranks.note_recorded(merged)
 
     def _tell_loss(self, step: int | None) -> None:
         """After a step, or the last one: write which scalar is the loss, or log that none is."""
         if self._loss_is_written and not self._await_loss:
             return
-        if (lack := self.loss.lack(step)) is not None and is_first_rank():
+        if (lack := self._loss.lack(step)) is not None and is_first_rank():
             self._failures.log_once(lack)
-        tag = self.loss.tag
-        if tag is None or not self.loss.is_final(step):
+        tag = self._loss.tag
+        if tag is None or not self._loss.is_final(step):
             return
         values = [of_loss(tag) for of_loss in self._await_loss]
         self._await_loss = []
@@ -207,17 +238,19 @@ class Processor:
             repeat = needed_in_every_file(values)
             self._write(values, self._board.page.last_step, time.time(), repeat=repeat)
 
-    def record(self, record: StepRecord) -> None:
+    def _record(self, record: StepRecord) -> None:
         """Judge and write a step."""
         if not record.phase:
             self._layout = record.layout
-            self._forget_scalars(record.step)
             for observer in self._observers:
                 observer.on_step(record)
             try:
                 self._report(self._judge.judge(record), record.wall_time)
             finally:
-                self._full_steps.answer(record.step, wanted=self._judge.wants_full)
+                if self._judge.wants_full and self.ranks is not None:
+                    self.ranks.announce(record.step)
+                elif self._judge.wants_full:
+                    self._full_steps.want()
         is_needed = self._board.page.begins_layout(record)
         step, wall_time, late = self._board.rates.late_values(record)
         if late:

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from telemetry.capture import CapturedStep, LightStep
 from telemetry.failures import Failures
-from telemetry.pipeline.processing import Item, LoggedScalars, ReadyValues
+from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyValues
 
 log = logging.getLogger("telemetry")
 
@@ -32,19 +32,6 @@ Result = TypeVar("Result")
 Act: TypeAlias = Callable[[], None]
 
 
-class StepProcessor(Protocol):
-    """What is done with each step: by one process alone (see :class:`Processor`), or by a rank."""
-
-    abandoned: bool
-
-    def process(self, item: Item) -> None: ...
-    def pending_s(self) -> float | None: ...
-    def write_pending(self) -> None: ...
-    def end(self) -> None: ...
-    def state_dict(self, step: int) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]: ...
-
-
 class _StepThread(threading.Thread):
     """The thread of a pipeline."""
 
@@ -62,13 +49,10 @@ class Pipeline:
     Args:
         processor: Judges and writes each step.
         failures: Where failures are reported.
-
-    Attributes:
-        processor: As above; another one may take its place before the first step.
     """
 
-    def __init__(self, processor: StepProcessor, failures: Failures) -> None:
-        self.processor = processor
+    def __init__(self, processor: Processor, failures: Failures) -> None:
+        self._processor = processor
         self._failures = failures
         # None ends the thread. Unlike with a Queue, put() may run while the same thread is inside
         # of put(): the garbage collector may close a logger anywhere.
@@ -81,6 +65,7 @@ class Pipeline:
         self.dropped = 0
         self._pid = os.getpid()
         self._closed = False
+        self._abandoned = False  # nobody waits for the rest any more, and nothing may be written
         self._late: threading.Event | None = None
         self._thread = _StepThread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
@@ -131,7 +116,7 @@ class Pipeline:
 
         def finish() -> None:
             try:
-                self.processor.write_pending()
+                self._processor.write_pending()
             finally:
                 done.set()
 
@@ -146,11 +131,11 @@ class Pipeline:
         Args:
             step: In progress; what was logged for it is part of the state.
         """
-        return self.in_turn(lambda: self.processor.state_dict(step)) or {}
+        return self.in_turn(lambda: self._processor.state_dict(step)) or {}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Let the rules continue from there, with ``step`` in progress; what did not fit."""
-        misfits = self.in_turn(lambda: self.processor.load_state_dict(state, step))
+        misfits = self.in_turn(lambda: self._processor.load_state_dict(state, step))
         return ["the rules"] if misfits is None else misfits
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -163,7 +148,7 @@ class Pipeline:
         was_closed, self._closed = self._closed, True
         self.put_now(None)
         self._thread.join(timeout_s)
-        self.processor.abandoned = True
+        self._abandoned = True
         if not was_closed:
             self._report_losses(timeout_s)
 
@@ -183,8 +168,8 @@ class Pipeline:
         """Whether the caller is the background thread: a rule or a callback."""
         return threading.current_thread() is self._thread
 
-    def put_now(self, item: Act | None) -> None:
-        """Have something done in its turn, and all before it at once; None: it was the last."""
+    def put_now(self, item: Item | Act | None) -> None:
+        """Queue something, and have all before it done at once; None: it was the last."""
         self._items.put(item)
         self._bell.put(None)
 
@@ -192,18 +177,18 @@ class Pipeline:
 
     def _run(self) -> None:
         """Process all, until the end of the run is put there."""
-        while not self.processor.abandoned:
+        while not self._abandoned:
             try:
-                item = self._items.get(timeout=self.processor.pending_s())
+                item = self._items.get(timeout=self._processor.pending_s())
             except Empty:
-                self.processor.write_pending()
+                self._processor.write_pending()
                 continue
             with suppress(Empty):
                 self._bell.get(timeout=GATHER_S)
             with suppress(Empty):
-                while not self.processor.abandoned:
+                while not self._abandoned:
                     if item is None:
-                        self.processor.end()
+                        self._processor.end()
                         return
                     with self._failures.contained("to record a step"):
                         self._process(item)
@@ -215,14 +200,14 @@ class Pipeline:
     def _process(self, item: Item | Act) -> None:
         if isinstance(item, CapturedStep | LightStep):
             try:
-                self.processor.process(item)
+                self._processor.process(item)
             finally:
                 self._steps_done += 1
                 self._bytes_done += item.nbytes
-        elif isinstance(item, LoggedScalars | ReadyValues):
-            self.processor.process(item)
-        else:
+        elif callable(item):
             item()
+        else:
+            self._processor.process(item)
 
     def _report_short(self, step: int, what: str, count: int) -> None:
         if count == 1:

@@ -35,14 +35,9 @@ class FullSteps:
 
     Args:
         due: The steps that are due in any case.
-
-    Attributes:
-        announce: Set where several ranks train together: called with a step after which rules want
-            a full measurement, to name one to all ranks.
     """
 
     def __init__(self, due: Schedule) -> None:
-        self.announce: Callable[[int], None] | None = None
         self._due = due
         self._named: set[int] = set()
         # Each has one thread that counts.
@@ -61,17 +56,9 @@ class FullSteps:
         """Have this step measured in full, or the next one if it is decided already."""
         self._named.add(step)
 
-    def answer(self, step: int, *, wanted: bool) -> None:
-        """The rules have judged this step; called on their thread.
-
-        Args:
-            step: The step.
-            wanted: Whether they want a full measurement after it.
-        """
-        if wanted and self.announce is not None:
-            self.announce(step)
-        elif wanted:
-            self._wanted += 1
+    def want(self) -> None:
+        """The rules want a full measurement after the step that they judged, on their thread."""
+        self._wanted += 1
 
     def state_dict(self) -> dict[str, Any]:
         """What is known of later steps, in numbers and lists."""

@@ -24,10 +24,15 @@ from torch import distributed
 
 from telemetry.failures import Failures
 from telemetry.ranks.connections import Inbox, Uplink, is_set_within
-from telemetry.ranks.gathering import END, LAP, PLACES, Gathering, Message, News, Placed, blocks
+from telemetry.ranks.gathering import END, Gathering, Message, News, blocks
 from telemetry.ranks.measured import Measured
 from telemetry.ranks.meeting import Meeting, in_thread
 from telemetry.ranks.raising import ANSWER_S, Agreement
+
+# Places in the order of all: each step has so many, the last is its own and the others of phases
+# before it. A run that goes back to an earlier step begins another lap.
+PLACES = 2**10
+LAP = PLACES * 2**34
 
 # How long it takes until a rank is late; a leader waits twice as long for those below it, and the
 # first rank three times, so that it has heard from the leaders, which waited.
@@ -77,9 +82,10 @@ class Channel:
         self._patience_s = patience_s
         self._now, self._turned_at = 0.0, time.monotonic()
         self._lap, self._last = 0, -1
-        self._own: list[Placed] = []  # measured here, and yet to be sent or merged
+        self._own: list[Measured] = []  # measured here, and yet to be sent or merged
         self._news = News() if rank else News(first_step=first_step)
-        self._asked_at = math.inf
+        self._asked_at = math.inf  # to raise
+        self._answers: dict[int, int] = {}
         self._pid = os.getpid()
         self._closing = False
         self._close_at = math.inf
@@ -201,13 +207,15 @@ class Channel:
             self._lap += LAP
             end += LAP
         self._last = max(end - PLACES + 1, self._last + 1) if part.phase else end
-        self._own.append((self._last, part))
+        self._own.append(replace(part, place=self._last))
 
     def _hear_below(self, data: bytes) -> None:
         self._do(lambda: self._take(Message.from_bytes(data)))
 
     def _take(self, message: Message) -> None:
         """Something from below, or an answer of this rank."""
+        if message.held is not None:
+            self._answers.update(dict.fromkeys(message.ranks, message.held))
         if self._gathering is not None:
             self._gathering.add(message, self._now)
         if self._uplink is not None and not message.payload:
@@ -217,21 +225,21 @@ class Channel:
         """Send or deliver the steps that are complete."""
         own, self._own = self._own, []
         steps = iter(own) if self._gathering is None else self._merged(self._gathering, own, hurry)
-        if self._uplink is None:
-            for _, whole in steps:
-                with self._failures.contained("to record what the ranks measured"):
-                    self._deliver(whole)
+        if self._uplink is not None:
+            for block in blocks(steps):
+                self._uplink.put(Message.of(block).to_bytes(), droppable=True)
             return
-        for block in blocks(steps):
-            self._uplink.put(Message.of(block).to_bytes(), droppable=True)
+        for whole in steps:
+            with self._failures.contained("to record what the ranks measured"):
+                self._deliver(whole)
 
-    def _merged(self, gathering: Gathering, own: list[Placed], hurry: bool) -> Iterator[Placed]:
-        for place, part in own:
-            gathering.add_own(place, part, self._now)
-        while (found := gathering.take(self._now, hurry=hurry)) is not None:
-            if self._uplink is None and not found[1].phase:
-                gathering.tell_missing(found[1])
-            yield found
+    def _merged(self, gathering: Gathering, own: list[Measured], hurry: bool) -> Iterator[Measured]:
+        for part in own:
+            gathering.add_own(part, self._now)
+        while (whole := gathering.take(self._now, hurry=hurry)) is not None:
+            if self._uplink is None and not whole.phase:
+                gathering.tell_missing(whole)
+            yield whole
 
     def _hear(self, data: bytes) -> None:
         if (news := News.from_bytes(data)) != self._news:
@@ -258,8 +266,8 @@ class Channel:
         asked = self._asked_at < math.inf and self._news.raise_at is None
         if asked and self._gathering is not None:
             late = self._now - self._asked_at > ANSWER_S
-            if (step := self._gathering.held(at_once=late)) is not None:
-                self._post(replace(self._news, raise_at=step))
+            if late or self._gathering.members <= self._answers.keys():
+                self._post(replace(self._news, raise_at=max(self._answers.values())))
 
     async def _end(self, meeting: asyncio.Task[None]) -> None:
         if self._uplink is not None:

@@ -104,7 +104,7 @@ class Uplink:
         self._hear = hear
         self._waiting: deque[tuple[bytes, bool]] = deque()
         self._bytes = 0
-        self._sending: bytes | None = None  # not acknowledged so far
+        self._is_sent = False  # the first that waits, for its acknowledgement
         self._sent_at = math.inf
         self._finishing = Event()
         self._address: Address | None = None
@@ -116,7 +116,7 @@ class Uplink:
         """Send a message, or keep it until it can be sent; of too many records the oldest go."""
         self._waiting.append((data, droppable))
         self._bytes += len(data)
-        index = 0
+        index = int(self._is_sent)
         while self._bytes > MAX_BYTES and index < len(self._waiting) - 1:
             if self._waiting[index][1]:
                 self._bytes -= len(self._waiting[index][0])
@@ -127,9 +127,7 @@ class Uplink:
 
     def look(self, now: float) -> None:
         """Now and then: give up a rank that is silent for too long and is not the first."""
-        if self._sending is None or self._above is None:
-            self._sent_at = math.inf
-        self._sent_at = min(self._sent_at, now)
+        self._sent_at = min(self._sent_at, now) if self._is_sent else math.inf
         hangs = now - self._sent_at > self._patience_s
         if hangs and self._above is not None and self._address != self._meeting.first:
             self._above.transport.abort()
@@ -161,20 +159,17 @@ class Uplink:
         A run may end before its ranks have met, so at the end it goes on for some seconds.
         """
         pause_s, give_up = _FIRST_PAUSE_S, math.inf
-        while not self._is_done:
+        while not self._is_done and time.monotonic() < give_up:
             with suppress(RuntimeError, OSError, ValueError):
-                address = self._meeting.first
-                if address is None and distributed.is_initialized():
-                    address = await in_thread(self._meeting.find)
-                if address is not None:
+                if (address := await in_thread(self._meeting.find)) is not None:
                     return address
             if not await is_set_within(pause_s, self._finishing):
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-                continue
-            give_up = min(give_up, time.monotonic() + _SEARCH_S)
-            if time.monotonic() > give_up or not distributed.is_initialized():
-                return None
-            await asyncio.sleep(_FIRST_PAUSE_S)
+            elif distributed.is_initialized():
+                give_up = min(give_up, time.monotonic() + _SEARCH_S)
+                await asyncio.sleep(_FIRST_PAUSE_S)
+            else:
+                break
         return None
 
     async def _talk(self, address: Address) -> None:
@@ -182,8 +177,6 @@ class Uplink:
         stream, self._above = await _connected(address)
         try:
             self._above.write(_framed(self._meeting.password.encode()))
-            if self._sending is not None:
-                self._above.write(_framed(self._sending))
             self._send_next()
             while not self._is_done:
                 data = await _read(stream)
@@ -191,22 +184,22 @@ class Uplink:
                 self._sent_at, self._pause_s = math.inf, 0.0
                 if data:
                     self._hear(data)
-                else:
-                    self._sending = None
+                elif self._is_sent:
+                    self._bytes -= len(self._waiting.popleft()[0])
+                    self._is_sent = False
                     self._send_next()
         finally:
             self._above.close()
-            self._above = None
+            self._above, self._is_sent = None, False
 
     def _send_next(self) -> None:
-        if self._above is not None and self._sending is None and self._waiting:
-            self._sending, _ = self._waiting.popleft()
-            self._bytes -= len(self._sending)
-            self._above.write(_framed(self._sending))
+        if self._above is not None and self._waiting and not self._is_sent:
+            self._is_sent = True
+            self._above.write(_framed(self._waiting[0][0]))
 
     @property
     def _is_done(self) -> bool:
-        return self._finishing.is_set() and self._sending is None and not self._waiting
+        return self._finishing.is_set() and not self._waiting
 
 
 async def _connected(address: Address) -> tuple[StreamReader, StreamWriter]:

@@ -7,8 +7,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
-from typing import NamedTuple, TypeAlias
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,17 +19,11 @@ from telemetry.shared.plain_text import ranks_in_words
 
 log = logging.getLogger("telemetry")
 
-# Places in the order of all: each step has so many, the last is its own and the others of phases
-# before it. A run that goes back to an earlier step begins another lap; its end is past all.
-PLACES = 2**10
-LAP = PLACES * 2**34
-END = 2**62
+END = 2**62  # past the place of all that is ever measured
 
 MAX_BYTES = 256 * 2**20
 BLOCK_BYTES = 2**20
 DECODED_AT_ONCE = 8
-
-Placed: TypeAlias = tuple[int, Measured]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +32,21 @@ class Message:
 
     Attributes:
         ranks: From whom it is.
-        places: Of the steps that it holds; :data:`END`: there will be no other.
-        held: The step whose end they will not pass; -1 if they were not asked.
-        payload: What they measured at these steps; nothing in a notice.
+        places: Of what it holds; :data:`END`: there will be nothing else.
+        held: The step whose end they will not pass; None if they were not asked.
+        payload: What they measured; nothing in a notice.
     """
 
     ranks: frozenset[int]
     places: tuple[int, ...] = ()
-    held: int = -1
+    held: int | None = None
     payload: bytes = b""
 
     @staticmethod
-    def of(block: Sequence[Placed]) -> Message:
+    def of(block: Sequence[Measured]) -> Message:
         """What the same ranks measured at several steps."""
-        places, parts = zip(*block, strict=True)
-        return Message(ranks=parts[0].ranks, places=places, payload=encode(parts))
+        places = tuple(part.place for part in block)
+        return Message(ranks=block[0].ranks, places=places, payload=encode(block))
 
     def to_bytes(self) -> bytes:
         head = [sorted(self.ranks), self.places, self.held]
@@ -65,17 +59,25 @@ class Message:
         ranks, places, held = json.loads(head)
         return Message(ranks=frozenset(ranks), places=tuple(places), held=held, payload=payload)
 
+    def part(self, n: int) -> Measured:
+        """What was measured at one of the places; they are decoded when they are needed."""
+        return self._parts[n]
 
-def blocks(steps: Iterable[Placed]) -> Iterator[list[Placed]]:
-    """Steps that travel together: small ones of the same ranks that follow each other."""
-    block: list[Placed] = []
+    @cached_property
+    def _parts(self) -> tuple[Measured, ...]:
+        return decode(self.payload)
+
+
+def blocks(parts: Iterable[Measured]) -> Iterator[list[Measured]]:
+    """What travels together: small parts of the same ranks that follow each other."""
+    block: list[Measured] = []
     nbytes = 0
-    for place, part in steps:
+    for part in parts:
         nbytes += part.nbytes
-        if block and (part.ranks != block[0][1].ranks or nbytes > BLOCK_BYTES):
+        if block and (part.ranks != block[0].ranks or nbytes > BLOCK_BYTES):
             yield block
             block, nbytes = [], part.nbytes
-        block.append((place, part))
+        block.append(part)
     if block:
         yield block
 
@@ -105,7 +107,7 @@ class News:
 
 
 class _Arrived(NamedTuple):
-    """What some ranks measured at a step that waits for others; it is decoded when it is needed."""
+    """What some ranks measured at a step that waits for others."""
 
     ranks: frozenset[int]
     nbytes: int
@@ -152,7 +154,6 @@ class Gathering:
         self._ended = -1
         self._last = np.full(world_size, -1, np.int64)
         self._heard = np.full(world_size, -np.inf)
-        self._held = np.full(world_size, -1, np.int64)
         self._silent = np.zeros(world_size, np.bool_)
         self._told: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
 
@@ -167,14 +168,6 @@ class Gathering:
     def silent(self) -> frozenset[int]:
         """Ranks that have not left, and which a step had to do without."""
         return _ranks((self._last < END) & self._silent)
-
-    def held(self, *, at_once: bool) -> int | None:
-        """The last step that some rank is in; None while members have not answered.
-
-        ``at_once``: as far as they have.
-        """
-        answered = (self._held[[*self.members]] >= 0).all()
-        return int(self._held.max()) if at_once or answered else None
 
     def tell_missing(self, whole: Measured) -> None:
         """Log once which ranks a step lacks and why, and once which return."""
@@ -206,26 +199,24 @@ class Gathering:
         return len(self._open)
 
     def add(self, message: Message, now: float) -> None:
-        self._note(message.ranks, max(message.places, default=-1), message.held, now)
-        parts = cache(partial(decode, message.payload))
+        self._note(message.ranks, max(message.places, default=-1), now)
         for n, place in enumerate(message.places if message.payload else ()):
             nbytes = len(message.payload) // len(message.places)
-            self._put(place, _Arrived(message.ranks, nbytes, partial(_nth, parts, n)), now)
+            self._put(place, _Arrived(message.ranks, nbytes, partial(message.part, n)), now)
 
-    def add_own(self, place: int, part: Measured, now: float) -> None:
+    def add_own(self, part: Measured, now: float) -> None:
         """What this rank measured."""
-        self._note(part.ranks, place, -1, now)
-        self._put(place, _Arrived(part.ranks, part.nbytes, lambda: part), now)
+        self._note(part.ranks, part.place, now)
+        self._put(part.place, _Arrived(part.ranks, part.nbytes, lambda: part), now)
 
-    def _note(self, ranks: frozenset[int], place: int, held: int, now: float) -> None:
-        index = np.fromiter(ranks, np.int64, len(ranks))
+    def _note(self, ranks: frozenset[int], place: int, now: float) -> None:
+        index = [*ranks]
         self._heard[index] = now
         self._silent[index] = False
         self._last[index] = np.maximum(self._last[index], place)
-        self._held[index] = np.maximum(self._held[index], held)
         self._start_ends = min(self._start_ends, now + self._start_s)
 
-    def take(self, now: float, *, hurry: bool = False) -> Placed | None:
+    def take(self, now: float, *, hurry: bool = False) -> Measured | None:
         """The next step that is complete by now or has waited long enough, merged.
 
         Args:
@@ -250,7 +241,7 @@ class Gathering:
         self._silent |= awaited & (self._heard >= 0)
         self._ended = max(self._ended, place)
         del self._open[place], self._since[place]
-        return place, self._whole(arrived).load()
+        return self._whole(arrived).load()
 
     def _put(self, place: int, new: _Arrived, now: float) -> None:
         if place <= self._ended and self._is_first:
@@ -275,10 +266,6 @@ class Gathering:
             if len(parts) == DECODED_AT_ONCE or not arrived:
                 parts = [merge(parts)]
         return _Arrived(ranks, parts[0].nbytes, lambda: parts[0])
-
-
-def _nth(parts: Callable[[], Sequence[Measured]], n: int) -> Measured:
-    return parts()[n]
 
 
 def _ranks(which: NDArray[np.bool_]) -> frozenset[int]:

@@ -19,7 +19,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Merged: TypeAlias = Annotated[Table, Table.merge_all]
 
 # What all ranks have alike, as in a StepRecord; that of the lowest rank counts.
-ALIKE = ("learning_rates", "loss_scale", "skipped_steps", "skipped")
+ALIKE = ("learning_rates", "loss_scale", "skipped_steps", "skipped", "eval_mode")
 
 
 class Row(NamedTuple):
@@ -126,6 +126,7 @@ class Measured:
 
     Attributes:
         step, wall_time, phase: As in :class:`telemetry.records.StepRecord`.
+        place: In the order of all that is measured: see :class:`telemetry.ranks.channel.Channel`.
         size: How many ranks train together.
         ranks: Which of them this holds.
         alike: The lowest of them, and its values of :data:`ALIKE` if its step ended.
@@ -150,6 +151,7 @@ class Measured:
     )
     tensors: Merged = NO_ROWS
     phase: Annotated[str, same] = ""
+    place: Annotated[int, same] = 0
     measured: Annotated[frozenset[int], union] = frozenset()
     scalars: Merged = NO_ROWS
     own: Merged = NO_ROWS

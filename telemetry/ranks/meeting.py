@@ -71,7 +71,9 @@ class Meeting:
         default_store().set(key_of(self._name), json.dumps([self.password, here]))
 
     def find(self) -> Address | None:
-        """Where to send at first, to who leads; None if the first rank has not come."""
+        """Where to send: to who leads, later to the first rank; None if that has not come."""
+        if self.first is not None:
+            return self.first
         key = key_of(self._name)
         if not default_store().check([key]):
             return None

@@ -29,7 +29,7 @@ from telemetry.pipeline import (
     ReadyValues,
     every,
 )
-from telemetry.pipeline.rank_processing import RankProcessor
+from telemetry.pipeline.rank_exchange import RankExchange
 from telemetry.ranks.first_rank import Ranks, rank_and_world_size, role_of
 from telemetry.ranks.observer import RankObserver
 from telemetry.records.loss import LossChoice
@@ -193,7 +193,7 @@ class HookLogger:
         self._full_steps = FullSteps(every(every_n_steps))
         role_is_final = rank_and_world_size() is not None
         self._role = role_of(ranks)
-        self._ranks: RankProcessor | None = None  # None: nothing is exchanged with other ranks
+        self._ranks: RankExchange | None = None  # None: nothing is exchanged with other ranks
         self._on_alert = on_alert
         self._alerts: list[Alert] = []
         self._pending: Alert | None = None  # the first that is to stop training
@@ -524,15 +524,13 @@ class HookLogger:
         """Do what the role says, which is final."""
         self._files.open_for(self._role)
         if self._role.merges:
-            self._ranks = self._pipeline.processor = RankProcessor(
+            self._ranks = self._processor.ranks = RankExchange(
                 rank=self._role.rank,
                 size=self._role.size,
-                recorder=self._processor if self._role.writes else None,
-                in_turn=self._pipeline.put_now,
+                put=self._pipeline.put_now,
                 full_steps=self._full_steps,
                 current_step=lambda: self._capture.step,
                 failures=self._failures,
-                loss=self._processor.loss,
             )
         elif not self._role.measures:
             self._pipeline.ignore_all()
@@ -620,7 +618,7 @@ class HookLogger:
     def _end_exchange(self, timeout_s: float) -> None:
         """Send what other ranks lack, and have what they sent."""
         if self._ranks is not None and self._role.measures:
-            self._pipeline.in_turn(self._ranks.send_rest)
+            self._pipeline.in_turn(self._processor.send_rest)
             self._ranks.close(timeout_s / 2)
 
     def _write_end(self) -> None:

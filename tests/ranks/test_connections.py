@@ -104,7 +104,7 @@ def test_one_above_that_goes_is_replaced_by_the_first(way: str) -> None:
             while uplink._address != first.address:
                 await asyncio.sleep(0.01)
         uplink.put(b"a", droppable=True)
-        while not (uplink._sending or first.taken):
+        while not (uplink._is_sent or first.taken):
             await asyncio.sleep(0.01)
         uplink.look(1.0)
         uplink.look(5.9)
@@ -129,7 +129,7 @@ def test_a_first_rank_that_is_silent_is_waited_for() -> None:
         uplink = uplink_to(first.address, patience_s=5)
         running = asyncio.create_task(uplink.run())
         uplink.put(b"a", droppable=True)
-        while not uplink._sending:
+        while not uplink._is_sent:
             await asyncio.sleep(0.01)
         uplink.look(1.0)
         uplink.look(1e6)

@@ -10,7 +10,7 @@ import pytest
 from telemetry.failures import Failures
 from telemetry.ranks import channel, raising
 from telemetry.ranks.channel import Channel
-from telemetry.ranks.gathering import Message, News
+from telemetry.ranks.gathering import END, Message, News
 from telemetry.ranks.raising import Agreement
 
 
@@ -61,6 +61,27 @@ def test_the_dead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heard.get(timeout=30).raise_at is None
     assert heard.get(timeout=30).raise_at == 7
     assert first.agreement.step_ended(7)
+    first.close(0.1)
+
+
+def test_all_who_are_there_are_asked_where_to_raise() -> None:
+    heard: SimpleQueue[News] = SimpleQueue()
+    first = Channel(
+        name="run", rank=0, world_size=4, deliver=print, heard=heard.put, failures=Failures(),
+    )  # fmt: skip
+
+    def arrives(rank: int, held: int | None = None, places: tuple[int, ...] = ()) -> None:
+        message = Message(ranks=frozenset({rank}), held=held, places=places)
+        first._give(lambda: first._take(message))
+
+    for rank in range(1, 4):
+        arrives(rank)
+    arrives(3, places=(END,))
+    first.raise_together("alert")
+    assert heard.get(timeout=30).raise_at is None
+    arrives(1, held=7)
+    arrives(2, held=6)
+    assert heard.get(timeout=30).raise_at == 7
     first.close(0.1)
 
 

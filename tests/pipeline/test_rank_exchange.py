@@ -12,8 +12,8 @@ from serialized import summary_of
 
 from telemetry.alert import Alert
 from telemetry.failures import Failures
-from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every, rank_processing
-from telemetry.pipeline.rank_processing import RankProcessor
+from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every, rank_exchange
+from telemetry.pipeline.rank_exchange import RankExchange
 from telemetry.ranks.columns import Table
 from telemetry.ranks.measured import Measured, MeasuredParameters
 from telemetry.records import Layout, Module, Parameter, StepRecord
@@ -80,17 +80,15 @@ class FirstRank:
             loss=LossChoice(),
         )
         self.pipeline = Pipeline(processor, failures)
-        self.ranks = RankProcessor(
+        self.ranks = processor.ranks = RankExchange(
             rank=0,
             size=2,
-            recorder=processor,
-            in_turn=self.pipeline.put_now,
+            put=self.pipeline.put_now,
             full_steps=full_steps,
             current_step=lambda: 0,
             failures=failures,
-            loss=processor.loss,
         )
-        self.pipeline.processor = self.ranks
+        self.processor = processor
 
     def write_values(
         self, values: Sequence[bytes], step: int, wall_time: float, **_: object
@@ -135,7 +133,7 @@ def test_merged_steps_are_judged_and_written(first: FirstRank) -> None:
 def test_merged_steps_that_wait_are_bounded_and_told(
     first: FirstRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_processing, "MAX_BYTES", 3 * merged(0).nbytes)
+    monkeypatch.setattr(rank_exchange, "MAX_BYTES", 3 * merged(0).nbytes)
     for step in range(10):
         first.ranks.take(merged(step))
     first.gate.set()
@@ -147,8 +145,8 @@ def test_merged_steps_that_wait_are_bounded_and_told(
 
 
 def test_a_forked_child_waits_for_nobody(first: FirstRank) -> None:
-    first.ranks.process(LoggedScalars(step=0, wall_time=0.0, values={"loss": 1.0}))
-    first.ranks.send_rest()  # and the other rank never comes
+    first.processor.process(LoggedScalars(step=0, wall_time=0.0, values={"loss": 1.0}))
+    first.processor.send_rest()  # and the other rank never comes
     child = os.fork()
     if child == 0:
         first.ranks.close(1e6)

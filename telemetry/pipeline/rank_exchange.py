@@ -1,4 +1,4 @@
-"""What happens to a step where several ranks write one run: it is sent, merged, recorded once."""
+"""Where several ranks write one run: a step is sent, comes back merged, and is recorded once."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
 
 from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.capture import CapturedStep, LightStep
 from telemetry.capture.measured import MeasuredMaker
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
-from telemetry.pipeline import FullSteps, Item, LoggedScalars, Processor, ReadyValues
-from telemetry.pipeline.queue import MAX_BYTES
+from telemetry.pipeline.schedule import FullSteps
 from telemetry.ranks.channel import CLOSE_S, Channel
 from telemetry.ranks.gathering import News
 from telemetry.ranks.measured import Measured
 from telemetry.ranks.observer import RankObserver
 from telemetry.ranks.whole import WholeRecords
 from telemetry.records import StepRecord
-from telemetry.records.loss import LossChoice
 from telemetry.shared.plain_text import ranks_in_words
-from telemetry.torch_private.host_copy import HostCopy
+
+# While more wait to be judged, steps are dropped.
+MAX_BYTES = 128 * 2**20
 
 # Full measurements of the first rank that are kept until they come back merged.
 _OWN_KEPT = 8
@@ -38,18 +36,16 @@ _LEAD_S = 2.0
 _numbers = itertools.count()
 
 
-class RankProcessor:
-    """Sends what this rank measured to the first rank; on that, records what comes back merged.
+class RankExchange:
+    """Sends what this rank measured to the first rank; there, makes records of what comes back.
 
-    Channels of several loggers are told apart by the order in which each process makes its loggers.
+    Those of several loggers are told apart by the order in which each process makes its loggers.
 
     Args:
-        recorder: Judges and writes merged steps; None on all ranks but the first.
-        in_turn: Has something done on the background thread.
+        put: Queues what comes back, on the first rank.
 
     Attributes:
         observer: Tells the capture what this rank is to measure.
-        abandoned: Set when nobody waits for the rest any more, and nothing may be written.
     """
 
     def __init__(
@@ -57,18 +53,15 @@ class RankProcessor:
         *,
         rank: int,
         size: int,
-        recorder: Processor | None,
-        in_turn: Callable[[Callable[[], None]], None],
+        put: Callable[[Measured], None],
         full_steps: FullSteps,
         current_step: Callable[[], int],
         failures: Failures,
-        loss: LossChoice,
     ) -> None:
         self.observer = RankObserver(rank=rank, size=size)
-        self.abandoned = False
+        self._is_first = rank == 0
         self._maker = MeasuredMaker(self.observer.standing)
-        self._recorder = recorder
-        self._in_turn = in_turn
+        self._put = put
         # Of those that came back. Each has one thread that writes it.
         self._bytes_taken = self._bytes_done = 0
         self._full_steps = full_steps
@@ -78,15 +71,11 @@ class RankProcessor:
         self._last: tuple[int, float] = (-1, 0.0)  # step and time of the latest record
         self._step_s = 0.0
         self._failures = failures
-        self._loss = loss
-        self._scalars: dict[int, dict[str, float]] = {}
         self._whole = WholeRecords()
         self._own: dict[tuple[int, str], StepRecord] = {}
-        self._eval_mode = False
         self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
         self._changed = threading.Condition()
         self._alert: Alert | None = None
-        full_steps.announce = self._announce
         self._channel = Channel(
             name=str(next(_numbers)),
             rank=rank,
@@ -97,106 +86,52 @@ class RankProcessor:
             first_step=self._first_step,
         )
 
-    # --- on the background thread: see Processor ------------------------------------------------
+    # --- on the background thread ----------------------------------------------------------------
 
-    def process(self, item: Item) -> None:
-        if isinstance(item, LoggedScalars):
-            self._loss.see(item.step, item.values)
-            self._scalars.setdefault(item.step, {}).update(
-                (name, float(value.wait()) if isinstance(value, HostCopy) else value)
-                for name, value in item.values.items()
-            )
-        elif not isinstance(item, ReadyValues):
-            self._send(item)
-        elif self._recorder is not None:
-            self._recorder.process(item)
-
-    def _record_merged(self, merged: Measured) -> None:
-        with self._failures.contained("to record a step of several ranks"):
-            self._record(merged)
-        self._bytes_done += merged.nbytes
-        self._note_recorded(merged)
-
-    def _record(self, part: Measured) -> None:
-        recorder = self._recorder
-        if recorder is None:
-            return
-        recorder.abandoned = self.abandoned
-        means = part.scalars.means()
-        if means and not part.phase:
-            self._loss.see(part.step, means)
-            recorder.log(LoggedScalars(step=part.step, wall_time=part.wall_time, values=means))
-        own = self._own.pop((part.step, part.phase), None)
-        record = self._whole.record(part, own) if part.stages else None
-        if record is not None:
-            self._see(part, record)
-            recorder.record(replace(record, eval_mode=self._eval_mode, loss_tag=self._loss.tag))
-
-    def pending_s(self) -> float | None:
-        return None if self._recorder is None else self._recorder.pending_s()
-
-    def write_pending(self) -> None:
-        if self._recorder is not None and not self.abandoned:
-            self._recorder.write_pending()
-
-    def end(self) -> None:
-        if self._recorder is not None and not self.abandoned:
-            self._recorder.end()
-
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """What the rules remember, on the first rank; and what this rank logged for the step."""
-        state = {} if self._recorder is None else self._recorder.state_dict(step)
-        own = {"full_steps": self._full_steps.state_dict(), "logged": self._scalars.get(step, {})}
-        return {"rules": {}, "loss": self._loss.state_dict(), **state, **own}
-
-    def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Continue from there; the rules, on the first rank."""
-        logged = state.get("logged")
-        self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
-        self._full_steps.load_state_dict(state, step)
-        if self._recorder is None:
-            self._loss.load_state_dict(state.get("loss"))
-            return []
-        return self._recorder.load_state_dict({**state, "logged": None}, step)
-
-    def send_rest(self) -> None:
-        """Send what was logged for a step that did not end, for it will not."""
-        for step, values in sorted(self._scalars.items()):
-            self._send_part(self._maker.logged(step, values))
-        self._scalars = {}
-
-    def _send(self, step: CapturedStep | LightStep) -> None:
-        captured = step if isinstance(step, CapturedStep) else None
-        in_phase = captured is not None and bool(captured.phase)
-        scalars = {} if in_phase else self._scalars.get(step.step, {})
-        record = step.record(scalars, self._loss.tag)
-        if not record.phase:
-            self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
-            self._eval_mode = record.eval_mode
-        if self._recorder is not None and (record.full or record.phase):
+    def send(self, record: StepRecord, step: CapturedStep | LightStep) -> None:
+        """What this rank measured, and the record of it."""
+        if self._is_first and (record.full or record.phase):
             self._own[record.step, record.phase] = record
             while len(self._own) > _OWN_KEPT:
                 del self._own[next(iter(self._own))]
-        self._send_part(self._maker.part(record, captured))
+        captured = step if isinstance(step, CapturedStep) else None
+        self._send(self._maker.part(record, captured))
 
-    def _send_part(self, part: Measured) -> None:
+    def send_logged(self, step: int, values: Mapping[str, float]) -> None:
+        """What was logged for a step that did not end."""
+        self._send(self._maker.logged(step, values))
+
+    def _send(self, part: Measured) -> None:
         self._awaited = part.step, not part.phase  # phases of a step come before it
         self._channel.send(part)
+
+    def record(self, merged: Measured) -> StepRecord | None:
+        """Of what came back; None if the step did not end, or nothing says what its layers are."""
+        own = self._own.pop((merged.step, merged.phase), None)
+        record = self._whole.record(merged, own) if merged.stages else None
+        if record is not None:
+            self._see(merged, record)
+        return record
+
+    def note_recorded(self, merged: Measured) -> None:
+        """It is judged and written."""
+        self._bytes_done += merged.nbytes
+        self._note_done(merged)
 
     def take(self, merged: Measured) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""
         if self._bytes_taken - self._bytes_done <= MAX_BYTES:
             self._bytes_taken += merged.nbytes
-            self._in_turn(lambda: self._record_merged(merged))
+            self._put(merged)
             return
         self._failures.log_once(
             f"step {merged.step} is not recorded, earlier ones are still being judged; use a "
             "larger every_n_steps to keep up",
             kind="merged steps",
         )
-        self._note_recorded(merged)
+        self._note_done(merged)
 
-    def _note_recorded(self, merged: Measured) -> None:
+    def _note_done(self, merged: Measured) -> None:
         with self._changed:
             if self._awaited is not None and (merged.step, not merged.phase) >= self._awaited:
                 self._awaited = None
@@ -204,7 +139,7 @@ class RankProcessor:
 
     # --- news for all ranks ----------------------------------------------------------------------
 
-    def _announce(self, step: int) -> None:
+    def announce(self, step: int) -> None:
         """Rules that have judged a step want a full one; the next is the same on all ranks.
 
         Nothing is done if one that comes later has been announced, or while nobody knows how long a
@@ -260,7 +195,7 @@ class RankProcessor:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all that was sent has come back merged; only on the first rank."""
-        if self._recorder is not None and self._channel.is_in_own_process:
+        if self._is_first and self._channel.is_in_own_process:
             with self._changed:
                 self._changed.wait_for(lambda: self._awaited is None, timeout_s)
 
