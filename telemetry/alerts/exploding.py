@@ -313,13 +313,13 @@ class ExplodingGradient(Detector):
                 seen += ", in all layers alike: because of the batch, or of several layers"
         if batch:
             seen += f", because of the batch: its values are {batch:.2g} times as large as before"
+        elif confined is not None and where in (None, confined):
+            where, advice = confined, advice or _ONE_LAYER
+            seen += f", and without {confined} it would be nearly the same"
         elif where is not None:
             seen += f", most likely because of {where.shared}"
             if self._blame.by_norms and where is self._blame.stretch:
                 seen += ", whose gradient alone did not grow"
-        elif confined is not None:
-            where, advice = confined, advice or _ONE_LAYER
-            seen += f", and without {confined} it would be nearly the same"
         return Finding(
             seen=seen,
             advice=advice or (_BATCH if batch else _STEPS_TOO_LARGE),
