@@ -23,6 +23,7 @@ from telemetry.ranks.observer import RankNotes
 from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.moments import nonfinite_of, norm_of
 from telemetry.records.rows import Rows
+from telemetry.records.step import ClippedFraction
 from telemetry.records.tensor import Tensors
 from telemetry.torch_private import initial_scale, scaler_state
 from telemetry.torch_private.host_copy import HostCopy
@@ -38,9 +39,6 @@ _NORM_BYTES = 16
 
 _NO_LAYOUT = Layout(modules=(), parameters=())
 _NO_TENSORS: Tensors[Any] = Tensors.of({})
-
-# Clipping scales by at most 1, so a ratio of norms below this is no rounding.
-_CLIPPED = 1 - 1e-3
 
 Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights", "second_moments"]
 """Named like the field of the :class:`StepRecord` that it becomes."""
@@ -155,16 +153,7 @@ class RunTotals:
 
     def __init__(self) -> None:
         self.count_skipped = SkippedSteps()
-        self._full = 0
-        self._clipped = 0
-
-    def clipped_fraction(self, before: float | None, after: float) -> float | None:
-        """Share of the full steps so far that were clipped; None if ``before`` is unknown."""
-        if before is None:
-            return None
-        self._full += 1
-        self._clipped += after < before * _CLIPPED
-        return self._clipped / self._full
+        self.clipped_fraction = ClippedFraction()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -299,7 +288,9 @@ class CapturedStep:
             fingerprints=tuple(float(copy.wait()) for copy in detail.fingerprints),
             examples=detail.examples,
             total_grad_norm_before_clipping=before,
-            clipped_fraction=self.totals.clipped_fraction(before, float(np.linalg.norm(norms))),
+            clipped_fraction=self.totals.clipped_fraction.after(
+                before, float(np.linalg.norm(norms))
+            ),
             nan_buffers=tuple(
                 self.buffer_names[index]
                 for group in self.buffer_norms

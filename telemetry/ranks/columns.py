@@ -170,6 +170,12 @@ class Table:
         """A column; empty if there are no rows."""
         return self.columns[name] if len(self.rows) else np.empty(0)
 
+    def filled(self, name: str, count: int, missing: Any) -> Array:
+        """A column of so many rows, by their numbers."""
+        whole = np.full(count, missing)
+        whole[[*self.rows]] = self[name]
+        return whole
+
 
 NO_ROWS = Table.of(())
 

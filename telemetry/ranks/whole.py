@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import nan
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +23,7 @@ from telemetry.records import (
 )
 from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.sketch import sketch_array
+from telemetry.records.step import ClippedFraction
 from telemetry.records.tensor import Tensors, figures_of
 
 _OF_OUTPUTS = ("outputs", "output_grads")
@@ -29,9 +31,6 @@ _OF_OUTPUTS = ("outputs", "output_grads")
 _OF_FIRST = ("feature_maps", "filters", "input", "random_states", "fingerprints")
 _OF_PARAMETERS = ("trainable", "reached", "held", "groups")
 _PLACEHOLDER = "Identity"
-
-# Clipping scales by at most 1, so a ratio of norms below this is no rounding.
-_CLIPPED = 1 - 1e-3
 
 
 class WholeRecords:
@@ -44,7 +43,7 @@ class WholeRecords:
         self._layouts: dict[tuple[int, str], Layout] = {}
         self._host_of: dict[int, str] = {}
         self._joined: dict[tuple[tuple[int, str], ...], JoinedLayouts] = {}
-        self._full = self._clipped = 0
+        self._clipped_fraction = ClippedFraction()
 
     def record(self, part: Measured, own: StepRecord | None = None) -> StepRecord | None:
         """The record of one step.
@@ -56,14 +55,11 @@ class WholeRecords:
         Returns:
             None if a layout is not known: the part of that rank that held it was lost.
         """
-        for key, stage in part.stages.items():
-            if stage.layout is not None:
-                self._layouts[key] = stage.layout
-        if part.hosts:
-            new = {rank: host for host, ranks in part.hosts.items() for rank in ranks}
-            self._host_of = self._host_of | new
+        self._layouts |= {k: s.layout for k, s in part.stages.items() if s.layout is not None}
+        hosts = {rank: host for host, ranks in part.hosts.items() for rank in ranks}
+        self._host_of = self._host_of | hosts
         keys = tuple(sorted(part.stages))
-        if any(key not in self._layouts for key in keys):
+        if not self._layouts.keys() >= part.stages.keys():
             return None
         if keys not in self._joined:  # changes rarely, so only the last one is kept
             self._joined = {keys: JoinedLayouts({key: self._layouts[key] for key in keys})}
@@ -78,18 +74,12 @@ class WholeRecords:
         return replace(
             record,
             layout=joined.layout,
-            clipped_fraction=self._clipped_fraction(record),
+            clipped_fraction=self._clipped_fraction.after(
+                record.total_grad_norm_before_clipping, record.total_grad_norm
+            ),
             ranks=replace(_facts(part, parameters, joined), hosts=self._host_of),
             **{name: getattr(own, name) for name in names},
         )
-
-    def _clipped_fraction(self, record: StepRecord) -> float | None:
-        before = record.total_grad_norm_before_clipping
-        if before is None:
-            return None
-        self._full += 1
-        self._clipped += record.total_grad_norm < before * _CLIPPED
-        return self._clipped / self._full
 
 
 class JoinedLayouts:
@@ -164,20 +154,20 @@ class JoinedLayouts:
 
 
 def _record_of(part: Measured, of: MeasuredParameters, joined: JoinedLayouts) -> StepRecord:
-    layout, grads, rows = joined.layout, of.grads, np.array(of.grads.rows, np.intp)
-    norms, before = _whole_norms(of, len(rows))
-    present, finite = np.zeros(len(rows), bool), np.ones(len(rows), bool)
-    present[rows] = grads["present"]
-    finite[rows] = grads["finite"] | ~grads["present"]
-    ratios = _update_ratios(of.updates)
-    names = [parameter.name for parameter in layout.parameters]
+    names = [parameter.name for parameter in joined.layout.parameters]
+    norms, before = _whole_norms(of, len(names))
+    present = of.grads.filled("present", len(names), False)
+    finite = of.grads.filled("finite", len(names), True)
+    moved, size = (of.updates.filled(name, len(names), nan) for name in ("moved", "size"))
+    with np.errstate(divide="ignore", invalid="ignore"):  # inf if zeros moved, NaN if they stayed
+        ratios = (moved / size).tolist()
     return StepRecord(
         step=part.step,
         wall_time=part.wall_time,
-        layout=layout,
+        layout=joined.layout,
         grad_norms=np.where(present, norms, 0.0),
         grad_present=present,
-        grad_finite=finite,
+        grad_finite=finite | ~present,
         phase=part.phase,
         scalars=part.scalars.means(),
         full=bool(part.measured),
@@ -186,7 +176,7 @@ def _record_of(part: Measured, of: MeasuredParameters, joined: JoinedLayouts) ->
         ),
         nan_buffers=tuple(sorted(of.nan_buffers)),
         nonfinite_parameters=tuple(name for name in names if name in of.nonfinite_parameters),
-        update_ratios={names[index]: ratios[index] for index in sorted(ratios)},
+        update_ratios={names[index]: ratios[index] for index in np.flatnonzero(~np.isnan(size))},
         **dict(zip(ALIKE, part.alike[1:], strict=False)),
         **_tensors(part, of, joined),
     )
@@ -206,14 +196,6 @@ def _resized(record: StepRecord) -> Layout:
     return Layout(modules=record.layout.modules, parameters=tuple(resized))
 
 
-def _update_ratios(updates: Table) -> dict[int, float]:
-    """``||after - before|| / ||before||``: inf if zeros moved, NaN if they stayed."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = (updates["moved"] / updates["size"]).tolist()
-    known = (~np.isnan(updates["size"])).tolist()
-    return {row: ratios[n] for n, row in enumerate(updates.rows) if known[n]}
-
-
 def _added(of: MeasuredParameters) -> dict[int, Floats]:
     """Sums of addends, by the index of the parameter; of several copies the lowest counts."""
     lowest = {addend.parameter: addend for addend in sorted(of.addends, reverse=True)}
@@ -225,9 +207,8 @@ def _whole_norms(of: MeasuredParameters, count: int) -> tuple[Floats, Floats]:
 
     Of the sum of addends only the norm after it is known; clipping scales all of them alike.
     """
-    norms, before = np.full(count, np.nan), np.full(count, np.nan)
-    norms[[*of.grads.rows]] = of.grads["norm"]
-    before[[*of.before.rows]] = of.before["before"]
+    norms = of.grads.filled("norm", count, nan)
+    before = of.before.filled("before", count, nan)
     for index, values in _added(of).items():
         whole = np.linalg.norm(values)
         before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)

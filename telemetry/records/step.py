@@ -286,6 +286,22 @@ class StepRecord:
         return loss_of(self.scalars, self.loss_tag)
 
 
+class ClippedFraction:
+    """At which share of a run's full steps clipping has reduced the gradients' norm."""
+
+    def __init__(self) -> None:
+        self._full = self._clipped = 0
+
+    def after(self, before: float | None, norm: float) -> float | None:
+        """With one more step, of which the norm was ``before`` and then ``norm``; None: unknown."""
+        if before is None:
+            return None
+        self._full += 1
+        # Clipping scales by at most 1, so less than a thousandth is rounding.
+        self._clipped += norm < before * (1 - 1e-3)
+        return self._clipped / self._full
+
+
 def loss_of(scalars: Mapping[str, float], tag: str | None) -> float | None:
     """The loss among scalars: that of this tag, or without one, what looks like it."""
     tag = loss_among(scalars) if tag is None else tag
