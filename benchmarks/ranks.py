@@ -29,8 +29,7 @@ from telemetry.failures import Failures
 from telemetry.ranks.channel import TURN_S, Channel
 from telemetry.ranks.columns import NO_ROWS, Table
 from telemetry.ranks.connections import Inbox, Uplink
-from telemetry.ranks.encoding import decode, encode
-from telemetry.ranks.gathering import Gathering, Message
+from telemetry.ranks.gathering import Gathering
 from telemetry.ranks.held import WHOLE
 from telemetry.ranks.measured import (
     Measured,
@@ -40,6 +39,7 @@ from telemetry.ranks.measured import (
     tensors_of,
 )
 from telemetry.ranks.meeting import Address, Meeting, this_machine
+from telemetry.ranks.messages import Message, decode, encode
 from telemetry.records import Layout, Module, Parameter, TensorRecord
 from telemetry.records.sketch import sketch_array
 from telemetry.records.tensor import Tensors
@@ -189,12 +189,12 @@ def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = Fa
 def measure_size(layers: int) -> Size:
     part = make_part(layers, 0, 1024)
     began = time.thread_time()
-    payload = encode([part])
+    payload = encode(Message.of([part]))
     encode_s = time.thread_time() - began
     return Size(
         layers=layers,
         tensors=len(part.tensors.rows),
-        first_bytes=len(encode([make_part(layers, 0, 1024, with_layout=True)])),
+        first_bytes=len(encode(Message.of([make_part(layers, 0, 1024, with_layout=True)]))),
         bytes=len(payload),
         encode_s=encode_s,
     )
@@ -218,16 +218,16 @@ def light_parts(machine: Sequence[Measured]) -> list[Measured]:
 
 def measure_light(machine: Sequence[Measured]) -> Light:
     parts = [several(part, LIGHT) for part in light_parts(machine)]
-    payloads = [encode(block) for block in parts]
+    payloads = [encode(Message.of(block)) for block in parts]
 
     def merge_all() -> None:
-        for together in zip(*map(decode, payloads), strict=True):
+        for together in zip(*(decode(Message, data).parts for data in payloads), strict=True):
             merge(together)
 
     return Light(
         parameters=2 * layers_of(parts[0][0]),
         bytes=len(payloads[0]) / len(LIGHT),
-        encode_s=least_s(lambda: encode(parts[0])) / len(LIGHT),
+        encode_s=least_s(lambda: encode(Message.of(parts[0]))) / len(LIGHT),
         merge_s=least_s(merge_all) / len(LIGHT),
     )
 
@@ -267,15 +267,17 @@ def simulate(ranks: int, machine: Sequence[Measured], steps: Sequence[int] = (0,
         steps: Which travel together.
     """
     parts = [several(replace(part, size=ranks), steps) for part in machine[:ranks]]
-    own = [encode(part) for part in parts]
+    own = [encode(Message.of(part)) for part in parts]
     led, led_s = gather(ranks, own)
     begins = range(0, ranks, PER_MACHINE)
     leaders = [
-        encode([replace(part, ranks=frozenset(range(b, b + PER_MACHINE))) for part in led])
+        encode(
+            Message.of([replace(part, ranks=frozenset(range(b, b + PER_MACHINE))) for part in led])
+        )
         for b in begins[1:]
     ]
     began = time.thread_time()
-    encode(led)
+    encode(Message.of(led))
     led_s += time.thread_time() - began
     arriving = [*own, *leaders]
     _, cpu_s = gather(ranks, arriving)
@@ -344,22 +346,15 @@ def carry(payloads: Sequence[bytes]) -> float:
 def gather(ranks: int, payloads: Sequence[bytes]) -> tuple[list[Measured], float]:
     """What a rank makes of its own part, the first one, and of others', and its CPU time."""
     gathering = Gathering(world_size=ranks, patience_s=1.0, start_s=1.0, is_first=True)
-    own, messages = decode(payloads[0]), [message_of(payload) for payload in payloads[1:]]
-    whole = []
+    own, others, whole = decode(Message, payloads[0]).parts, payloads[1:], []
     began = time.thread_time()
     for part in own:
         gathering.add_own(part, 0.0)
-    for message in messages:
-        gathering.add(Message.from_bytes(message.to_bytes()), 0.0)
-        while (found := gathering.take(0.0, hurry=message is messages[-1])) is not None:
+    for data in others:
+        gathering.add(decode(Message, data), 0.0)
+        while (found := gathering.take(0.0, hurry=data is others[-1])) is not None:
             whole.append(found)
     return whole, time.thread_time() - began
-
-
-def message_of(payload: bytes) -> Message:
-    parts = decode(payload)
-    places = tuple(part.place for part in parts)
-    return Message(ranks=parts[0].ranks, places=places, payload=payload)
 
 
 def training_thread_us(steps: int) -> float:

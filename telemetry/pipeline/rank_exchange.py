@@ -16,8 +16,8 @@ from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.pipeline.schedule import FullSteps
 from telemetry.ranks.channel import CLOSE_S, Channel
-from telemetry.ranks.gathering import News
 from telemetry.ranks.measured import Measured
+from telemetry.ranks.messages import News
 from telemetry.ranks.observer import RankObserver
 from telemetry.ranks.whole import WholeRecords
 from telemetry.records import StepRecord
@@ -62,8 +62,6 @@ class RankExchange:
         self._is_first = rank == 0
         self._maker = MeasuredMaker(self.observer.standing)
         self._put = put
-        # Of those that came back. Each has one thread that writes it.
-        self._bytes_taken = self._bytes_done = 0
         self._full_steps = full_steps
         self._current_step = current_step
         self._first_step = current_step()
@@ -73,8 +71,9 @@ class RankExchange:
         self._failures = failures
         self._whole = WholeRecords()
         self._own: dict[tuple[int, str], StepRecord] = {}
-        self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
         self._changed = threading.Condition()
+        self._bytes = 0  # of those that came back and are yet to be recorded
+        self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
         self._alert: Alert | None = None
         self._channel = Channel(
             name=str(next(_numbers)),
@@ -113,15 +112,12 @@ class RankExchange:
             self._see(merged, record)
         return record
 
-    def note_recorded(self, merged: Measured) -> None:
-        """It is judged and written."""
-        self._bytes_done += merged.nbytes
-        self._note_done(merged)
-
     def take(self, merged: Measured) -> None:
         """On the thread of the channel; what there is no room for is not recorded."""
-        if self._bytes_taken - self._bytes_done <= MAX_BYTES:
-            self._bytes_taken += merged.nbytes
+        with self._changed:
+            fits = self._bytes <= MAX_BYTES
+            self._bytes += merged.nbytes
+        if fits:
             self._put(merged)
             return
         self._failures.log_once(
@@ -129,10 +125,12 @@ class RankExchange:
             "larger every_n_steps to keep up",
             kind="merged steps",
         )
-        self._note_done(merged)
+        self.note_recorded(merged)
 
-    def _note_done(self, merged: Measured) -> None:
+    def note_recorded(self, merged: Measured) -> None:
+        """It is judged and written, or left out."""
         with self._changed:
+            self._bytes -= merged.nbytes
             if self._awaited is not None and (merged.step, not merged.phase) >= self._awaited:
                 self._awaited = None
                 self._changed.notify_all()

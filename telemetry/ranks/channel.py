@@ -13,7 +13,6 @@ import asyncio
 import hashlib
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,9 +23,10 @@ from torch import distributed
 
 from telemetry.failures import Failures
 from telemetry.ranks.connections import Inbox, Uplink, is_set_within
-from telemetry.ranks.gathering import END, Gathering, Message, News, blocks
+from telemetry.ranks.gathering import Gathering
 from telemetry.ranks.measured import Measured
 from telemetry.ranks.meeting import Meeting, in_thread
+from telemetry.ranks.messages import END, Message, News, blocks, decode, encode
 from telemetry.ranks.raising import ANSWER_S, Agreement
 
 # Places in the order of all: each step has so many, the last is its own and the others of phases
@@ -75,11 +75,9 @@ class Channel:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._me = frozenset({rank})
-        self._world_size = world_size
         self._deliver = deliver
         self._heard = heard
         self._failures = failures
-        self._patience_s = patience_s
         self._now, self._turned_at = 0.0, time.monotonic()
         self._lap, self._last = 0, -1
         self._own: list[Measured] = []  # measured here, and yet to be sent or merged
@@ -93,7 +91,12 @@ class Channel:
         self._meeting = Meeting(hashlib.sha256(name.encode()).hexdigest()[:16])
         self._inbox: Inbox | None = None
         self._uplink = Uplink(self._meeting, patience_s, self._hear) if rank else None
-        self._gathering = None if rank else self._gather(3 * patience_s, 3 * patience_s)
+        self._gathering = Gathering(
+            world_size=world_size,
+            patience_s=(2 if rank else 3) * patience_s,
+            start_s=patience_s / 4 if rank else 3 * patience_s,
+            is_first=not rank,
+        )
         self._loop = asyncio.SelectorEventLoop()
         self._woken = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry-ranks", daemon=True)
@@ -180,26 +183,12 @@ class Channel:
             turned_at, self._turned_at = self._turned_at, time.monotonic()
             self._now += min(self._turned_at - turned_at, _LONGEST_TURN_S)
             if self._inbox is None and self._meeting.listening is not None:
-                await self._serve(self._meeting.listening)
+                self._inbox = Inbox(self._meeting.password, self._hear_below, encode(self._news))
+                await self._inbox.open(self._meeting.listening)
             self._hand_on(hurry=hurry)
             if self._uplink is not None:
                 self._uplink.look(self._now)
             self._choose()
-
-    async def _serve(self, listening: socket.socket) -> None:
-        """Others send to this rank, from now on."""
-        self._inbox = Inbox(self._meeting.password, self._hear_below, self._news.to_bytes())
-        if self._gathering is None:
-            self._gathering = self._gather(2 * self._patience_s, self._patience_s / 4)
-        await self._inbox.open(listening)
-
-    def _gather(self, patience_s: float, start_s: float) -> Gathering:
-        return Gathering(
-            world_size=self._world_size,
-            patience_s=patience_s,
-            start_s=start_s,
-            is_first=self._uplink is None,
-        )
 
     def _send(self, part: Measured) -> None:
         end = self._lap + (part.step + 1) * PLACES - 1
@@ -210,46 +199,46 @@ class Channel:
         self._own.append(replace(part, place=self._last))
 
     def _hear_below(self, data: bytes) -> None:
-        self._do(lambda: self._take(Message.from_bytes(data)))
+        self._do(lambda: self._take(decode(Message, data)))
 
     def _take(self, message: Message) -> None:
         """Something from below, or an answer of this rank."""
         if message.held is not None:
             self._answers.update(dict.fromkeys(message.ranks, message.held))
-        if self._gathering is not None:
-            self._gathering.add(message, self._now)
+        self._gathering.add(message, self._now)
         if self._uplink is not None and not message.payload:
-            self._uplink.put(message.to_bytes(), droppable=False)
+            self._uplink.put(encode(message), droppable=False)
 
     def _hand_on(self, *, hurry: bool) -> None:
         """Send or deliver the steps that are complete."""
         own, self._own = self._own, []
-        steps = iter(own) if self._gathering is None else self._merged(self._gathering, own, hurry)
+        others_send = self._uplink is None or self._inbox is not None
+        steps = self._merged(own, hurry=hurry) if others_send else iter(own)
         if self._uplink is not None:
             for block in blocks(steps):
-                self._uplink.put(Message.of(block).to_bytes(), droppable=True)
+                self._uplink.put(encode(Message.of(block)), droppable=True)
             return
         for whole in steps:
             with self._failures.contained("to record what the ranks measured"):
                 self._deliver(whole)
 
-    def _merged(self, gathering: Gathering, own: list[Measured], hurry: bool) -> Iterator[Measured]:
+    def _merged(self, own: list[Measured], *, hurry: bool) -> Iterator[Measured]:
         for part in own:
-            gathering.add_own(part, self._now)
-        while (whole := gathering.take(self._now, hurry=hurry)) is not None:
+            self._gathering.add_own(part, self._now)
+        while (whole := self._gathering.take(self._now, hurry=hurry)) is not None:
             if self._uplink is None and not whole.phase:
-                gathering.tell_missing(whole)
+                self._gathering.tell_missing(whole)
             yield whole
 
     def _hear(self, data: bytes) -> None:
-        if (news := News.from_bytes(data)) != self._news:
+        if (news := decode(News, data)) != self._news:
             self._post(news)
 
     def _post(self, news: News) -> None:
         """To the ranks below, and to this one."""
         self._news = news
         if self._inbox is not None:
-            self._inbox.post(news.to_bytes())
+            self._inbox.post(encode(news))
         self._heard(news)  # first: the training thread may need it as soon as it goes on
         if news.message and (held := self.agreement.hold()) is not None:
             self._take(Message(held=held, ranks=self._me))
@@ -263,8 +252,7 @@ class Channel:
 
     def _choose(self) -> None:
         """Where all raise, once all have answered or had their time; on the first rank."""
-        asked = self._asked_at < math.inf and self._news.raise_at is None
-        if asked and self._gathering is not None:
+        if self._asked_at < math.inf and self._news.raise_at is None:
             late = self._now - self._asked_at > ANSWER_S
             if late or self._gathering.members <= self._answers.keys():
                 self._post(replace(self._news, raise_at=max(self._answers.values())))
@@ -275,18 +263,14 @@ class Channel:
                 self._inbox.close()
             await self._turn(hurry=True)
             left = Message(places=(END,), ranks=self._me)
-            self._uplink.put(left.to_bytes(), droppable=False)
+            self._uplink.put(encode(left), droppable=False)
             self._uplink.finish()
             await asyncio.wait({meeting}, timeout=max(0, self._close_at - time.monotonic()))
         else:
-            while self._is_busy and time.monotonic() < self._close_at:
+            while self._gathering.waiting and time.monotonic() < self._close_at:
                 await self._turn()
             await self._turn(hurry=True)
         if self._inbox is not None:
             self._inbox.close()
             with suppress(asyncio.TimeoutError):  # the store may be silent
                 await asyncio.wait_for(in_thread(self._meeting.delete), _LAST_S / 2)
-
-    @property
-    def _is_busy(self) -> bool:
-        return self._gathering is not None and self._gathering.waiting > 0

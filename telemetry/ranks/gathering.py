@@ -1,109 +1,24 @@
-"""Messages between ranks, and how what they measured at one step is put together, however late."""
+"""How what several ranks measured at one step is put together, however late it comes."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.measured import Measured, merge
+from telemetry.ranks.messages import END, Message
 from telemetry.shared.plain_text import ranks_in_words
 
 log = logging.getLogger("telemetry")
 
-END = 2**62  # past the place of all that is ever measured
-
 MAX_BYTES = 256 * 2**20
-BLOCK_BYTES = 2**20
 DECODED_AT_ONCE = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """Something from some of the ranks, on its way to the first.
-
-    Attributes:
-        ranks: From whom it is.
-        places: Of what it holds; :data:`END`: there will be nothing else.
-        held: The step whose end they will not pass; None if they were not asked.
-        payload: What they measured; nothing in a notice.
-    """
-
-    ranks: frozenset[int]
-    places: tuple[int, ...] = ()
-    held: int | None = None
-    payload: bytes = b""
-
-    @staticmethod
-    def of(block: Sequence[Measured]) -> Message:
-        """What the same ranks measured at several steps."""
-        places = tuple(part.place for part in block)
-        return Message(ranks=block[0].ranks, places=places, payload=encode(block))
-
-    def to_bytes(self) -> bytes:
-        head = [sorted(self.ranks), self.places, self.held]
-        return json.dumps(head).encode() + b"\n" + self.payload
-
-    @staticmethod
-    def from_bytes(data: bytes) -> Message:
-        """The inverse of :meth:`to_bytes`; ValueError: it is something else."""
-        head, _, payload = data.partition(b"\n")
-        ranks, places, held = json.loads(head)
-        return Message(ranks=frozenset(ranks), places=tuple(places), held=held, payload=payload)
-
-    def part(self, n: int) -> Measured:
-        """What was measured at one of the places; they are decoded when they are needed."""
-        return self._parts[n]
-
-    @cached_property
-    def _parts(self) -> tuple[Measured, ...]:
-        return decode(self.payload)
-
-
-def blocks(parts: Iterable[Measured]) -> Iterator[list[Measured]]:
-    """What travels together: small parts of the same ranks that follow each other."""
-    block: list[Measured] = []
-    nbytes = 0
-    for part in parts:
-        nbytes += part.nbytes
-        if block and (part.ranks != block[0].ranks or nbytes > BLOCK_BYTES):
-            yield block
-            block, nbytes = [], part.nbytes
-        block.append(part)
-    if block:
-        yield block
-
-
-@dataclass(frozen=True, kw_only=True)
-class News:
-    """What the first rank tells all others; each version replaces the former.
-
-    Attributes:
-        first_step: At which the first rank began; None before it has told.
-        full_step: The latest that is measured in full although the schedule does not name it.
-        message: What all are about to raise: none passes the end of its step before it knows where.
-        raise_at: The step at whose end they do; None if it is not chosen.
-    """
-
-    first_step: int | None = None
-    full_step: int = -1
-    message: str = ""
-    raise_at: int | None = None
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def from_bytes(data: bytes) -> News:
-        return News(**json.loads(data))
 
 
 class _Arrived(NamedTuple):
@@ -202,7 +117,8 @@ class Gathering:
         self._note(message.ranks, max(message.places, default=-1), now)
         for n, place in enumerate(message.places if message.payload else ()):
             nbytes = len(message.payload) // len(message.places)
-            self._put(place, _Arrived(message.ranks, nbytes, partial(message.part, n)), now)
+            load = partial(lambda n: message.parts[n], n)
+            self._put(place, _Arrived(message.ranks, nbytes, load), now)
 
     def add_own(self, part: Measured, now: float) -> None:
         """What this rank measured."""

@@ -96,12 +96,9 @@ class JoinedLayouts:
         self._prefixed = len(set().union(*of_stage.values())) < sum(map(len, of_stage.values()))
         modules: dict[str, Module] = {}
         parameters: dict[str, Parameter] = {}
-        stand_ins = set()
         for (stage, _), layout in layouts.items():
             for module in layout.modules:
                 name = self._name(stage, module.name)
-                if module.type_name == _PLACEHOLDER:
-                    stand_ins.add((stage, module.name))
                 if name not in modules or modules[name].type_name == _PLACEHOLDER:
                     modules[name] = replace(module, name=name)
             for parameter in layout.parameters:
@@ -110,9 +107,11 @@ class JoinedLayouts:
                 parameters.setdefault(name, replace(parameter, name=name, module_name=owner))
         self.layout = Layout(modules=tuple(modules.values()), parameters=tuple(parameters.values()))
         self._stand_ins = {
-            (stage, name)
-            for stage, name in stand_ins
-            if modules[self._name(stage, name)].type_name != _PLACEHOLDER
+            (stage, module.name)
+            for (stage, _), layout in layouts.items()
+            for module in layout.modules
+            if module.type_name == _PLACEHOLDER
+            and modules[self._name(stage, module.name)].type_name != _PLACEHOLDER
         }
         place = self.layout.parameter_position
         self._places = {

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from telemetry.failures import Failures
 from telemetry.ranks.channel import Channel
 from telemetry.ranks.columns import Table
-from telemetry.ranks.gathering import News
 from telemetry.ranks.measured import Measured
 from telemetry.ranks.meeting import key_of
+from telemetry.ranks.messages import News
 
 ANSWER_S = 300.0
 """A test fails when something takes longer."""
@@ -190,11 +190,15 @@ class Member:
     def expects(self, rank: int) -> None:
         """Wait until this rank waits for another one's measurements."""
         gathering = self.channels["run"]._gathering
-        while gathering is None or rank not in gathering.members:
+        while rank not in gathering.members:
             time.sleep(0.01)
 
     def threads(self) -> list[str]:
-        return sorted(t.name for t in threading.enumerate() if t.name.startswith("telemetry"))
+        """Names of our threads that do not end."""
+        own = [t for t in threading.enumerate() if t.name.startswith("telemetry")]
+        for thread in own:
+            thread.join(10)
+        return sorted(thread.name for thread in own if thread.is_alive())
 
     def exit(self) -> None:
         sys.exit()

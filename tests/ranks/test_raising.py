@@ -10,7 +10,7 @@ import pytest
 from telemetry.failures import Failures
 from telemetry.ranks import channel, raising
 from telemetry.ranks.channel import Channel
-from telemetry.ranks.gathering import END, Message, News
+from telemetry.ranks.messages import END, Message, News
 from telemetry.ranks.raising import Agreement
 
 

@@ -18,8 +18,8 @@ from members import Process, every
 from numpy.typing import NDArray
 
 from telemetry.alerts.ranks_diverge import RanksDiverge
-from telemetry.ranks.encoding import decode, encode
 from telemetry.ranks.measured import Measured, merge
+from telemetry.ranks.messages import Message, decode, encode
 from telemetry.ranks.whole import WholeRecords
 from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.records.buckets import LAST_BUCKET
@@ -94,7 +94,7 @@ def alone() -> dict[str, tuple[dict[str, Any], list[StepRecord]]]:
 
 def parts_of(trained: Trained, size: int, name: str, step: int) -> list[Measured]:
     paths = [trained.folder / f"{size}-{name}-{step}-{rank}" for rank in range(size)]
-    return [decode(path.read_bytes())[0] for path in paths]
+    return [decode(Message, path.read_bytes()).parts[0] for path in paths]
 
 
 def merged(trained: Trained, size: int, name: str) -> list[StepRecord]:
@@ -105,7 +105,8 @@ def merged(trained: Trained, size: int, name: str) -> list[StepRecord]:
         parts = parts_of(trained, size, name, step)
         while len(parts) > 1:
             dice.shuffle(parts)
-            parts = [*decode(encode([merge(parts[:2])])), *parts[2:]]
+            sent = encode(Message.of([merge(parts[:2])]))
+            parts = [*decode(Message, sent).parts, *parts[2:]]
         record = whole.record(parts[0])
         assert record is not None
         records.append(record)

@@ -33,7 +33,7 @@ from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.capture.measured import MeasuredMaker
 from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, every
-from telemetry.ranks.encoding import encode
+from telemetry.ranks.messages import Message, encode
 from telemetry.ranks.observer import RankObserver
 from telemetry.records import StepRecord
 from telemetry.selection import Selection
@@ -348,7 +348,7 @@ def train(
             made_of = captured if isinstance(captured, CapturedStep) else None
             records.append(record)
             if maker is not None:
-                parts.append(encode([maker.part(record, made_of)]))
+                parts.append(encode(Message.of([maker.part(record, made_of)])))
     else:
         loop()
     parameters = [own(p).detach().flatten().tolist() for p in made.watched.parameters()]
