@@ -117,8 +117,7 @@ class Gathering:
         self._note(message.ranks, max(message.places, default=-1), now)
         for n, place in enumerate(message.places if message.payload else ()):
             nbytes = len(message.payload) // len(message.places)
-            load = partial(lambda n: message.parts[n], n)
-            self._put(place, _Arrived(message.ranks, nbytes, load), now)
+            self._put(place, _Arrived(message.ranks, nbytes, partial(message.part, n)), now)
 
     def add_own(self, part: Measured, now: float) -> None:
         """What this rank measured."""

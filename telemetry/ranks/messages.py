@@ -59,6 +59,10 @@ class Message:
             payload=zlib.compress(encode(tuple(block)), _LEVEL),
         )
 
+    def part(self, n: int) -> Measured:
+        """What was measured at one of the places."""
+        return self.parts[n]
+
     @cached_property
     def parts(self) -> tuple[Measured, ...]:
         """What was measured at each of the places; decoded only when it is needed."""
