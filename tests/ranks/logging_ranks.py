@@ -154,6 +154,7 @@ def begun_late(rank: int, folder: str) -> None:
     )
     for model in (merged, first):
         train_until(model, lambda: rule.seen is not None)
+    logger.log(own=float(rank))
     with logger.phase("validation"), torch.no_grad():
         merged(torch.full((3, 6), float(rank)))
     logger.close()

@@ -199,6 +199,8 @@ def test_loggers_may_be_made_before_the_process_group(tmp_path: Path) -> None:
     steps = [step for step, _ in got["grad_norm/total"]]
     assert steps == list(range(len(steps)))
     assert [value for _, value in got["validation/activation_mean/0000.0"]] != []
+    assert [value for _, value in got["own"]] == [0.5], "of the step that did not end"
+    assert [tag for tag in got if tag.startswith("validation/rank_spread/own")] == []
 
 
 @pytest.fixture
