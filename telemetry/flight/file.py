@@ -245,7 +245,9 @@ def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     name = os.fspath(path)
     try:
-        contents = untrusted.read_json_file(path)
+        with untrusted.open_file(path) as file:
+            # One byte more than it may have shows whether it is too large.
+            contents = untrusted.parse_json(file.read(untrusted.MAX_JSON_BYTES + 1))
         found = untrusted.fields(format=untrusted.name)(contents)["format"]
     except ValueError as error:
         raise ValueError(

@@ -42,15 +42,9 @@ class NumberCache:
         self.nbytes = 0
 
     def read(
-        self, source: RunSource, wanted: Sequence[NumberTag]
-    ) -> tuple[bool, Iterator[tuple[NumberTag, Numbers]]]:
-        """Whether steps are left out, and the content of the tags."""
-        sampled, wanted = within_room(wanted)
-        return sampled, self._numbers(source, wanted, sampled)
-
-    def _numbers(
         self, source: RunSource, wanted: Sequence[NumberTag], sampled: bool
     ) -> Iterator[tuple[NumberTag, Numbers]]:
+        """The tags that can be read, and what they hold."""
         for start in range(0, len(wanted), CALL_TAGS):
             batch = wanted[start : start + CALL_TAGS]
             found: dict[str, Numbers] = {}
