@@ -39,7 +39,6 @@ class BackgroundWriter(Generic[Item]):
     again every ``flush_s``. A forked child has no such thread, and its calls do nothing.
 
     Args:
-        files: Where the items go.
         name: Of this writer in log messages.
         what: The items there.
         flush_s: The longest time in seconds that an item waits before it is written.

@@ -106,9 +106,6 @@ class PlainFiles(BackgroundWriter[_Change]):
 
     The caller never waits for the disk and gets no errors from it, but an OSError after
     :meth:`close`: what cannot be written is tried again every second until then.
-
-    Args:
-        name: The directory's name in log messages.
     """
 
     def __init__(self, name: str) -> None:

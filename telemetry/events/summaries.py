@@ -92,9 +92,7 @@ def classic_histograms(
 ) -> Iterator[bytes]:
     """As :func:`histograms`, in the form that torch writes, for readers that know no other.
 
-    Args:
-        tags, rows, ends: As there.
-        sums: Of the values of each, and of their squares.
+    ``sums`` are of the values of each, and of their squares.
     """
     begin = 0
     for tag, end, (total, squares) in zip(tags, ends, sums, strict=True):

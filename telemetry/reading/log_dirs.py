@@ -33,10 +33,7 @@ def find_log_dirs(
 ) -> Iterator[Path]:
     """The directories of runs at and below ``path``, in natural order; links are followed.
 
-    Args:
-        path: A directory.
-        is_log_dir: Whether a directory is one of them.
-        skipped: Called with the reason for each directory that cannot be read.
+    ``skipped`` is called with the reason for each directory that cannot be read.
 
     Raises:
         OSError: ``path`` is not a directory, or cannot be read.

@@ -124,12 +124,8 @@ def of_modules(
 ) -> NDArray[np.float32] | None:
     """One statistic of some of a segment's modules, ``[k, modules]``; None if it lacks it.
 
-    Args:
-        segment: The segment.
-        values: The numbers of one of its ``n`` tags for a statistic of :data:`EVERY_STEP`, of one
-            of its ``m`` tags for another.
-        name: The statistic's name.
-        modules: Places in the segment's layout, ascending.
+    ``values`` are of one of its ``n`` tags for a statistic of :data:`EVERY_STEP`, of one of its
+    ``m`` tags for another; ``modules`` are places in its layout, ascending.
     """
     if name not in EVERY_STEP:
         names = segment.statistic_names

@@ -71,11 +71,7 @@ class Overview:
 
 
 class RunData:
-    """One run. Each call looks for new data; calls may come from any thread.
-
-    Args:
-        source: Where to read from.
-    """
+    """One run. Each call looks for new data; calls may come from any thread."""
 
     def __init__(self, source: RunSource) -> None:
         self.source = source
@@ -306,10 +302,7 @@ def windows(
 ) -> Iterator[list[list[Matrix]]]:
     """A matrix for each run and each statistic, window by window of steps; no step is left out.
 
-    Args:
-        runs: The runs; a window is the same range of steps in all of them, and fits into memory.
-        statistics: Names of statistics that the page shows.
-        region: All steps by default.
+    A window is the same range of steps in all of the runs, and fits into memory.
     """
     if region is None:
         overviews = [run.overview() for run in runs]

@@ -50,12 +50,9 @@ class Board:
 
     Args:
         pictures: Whether to draw the layers × steps picture from time to time.
-        session_id: As in :class:`~telemetry.writing.page.PageWriter`.
-        bulk: Writes histograms and pictures.
         loss: The loss's tag, if the user has named it.
 
     Attributes:
-        page: What the Telemetry page reads.
         rates: Curves of learning rates, which may need a point before a record's own.
     """
 
