@@ -15,6 +15,9 @@ from telemetry.reading.run_data import RunData
 class NoTelemetryError(ValueError):
     """There are event files, but telemetry did not write them."""
 
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        super().__init__(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
+
 
 def natural_key(text: str) -> list[str | int]:
     """Sorts ``run10`` behind ``run9``."""
@@ -67,7 +70,7 @@ def open_run(log_dir: str | os.PathLike[str]) -> RunData:
     """
     run = RunData(FileSource(log_dir))
     if not run.overview().layers:
-        raise NoTelemetryError(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
+        raise NoTelemetryError(log_dir)
     return run
 
 

@@ -146,7 +146,7 @@ def of_modules(
     total = sums(np.where(present, np.square(norms, dtype=np.float64), 0.0))
     if name == "grad_rms":
         with np.errstate(invalid="ignore", divide="ignore"):
-            total = total / sums(present * segment.sizes[own])
+            total = total / sums(np.where(present, segment.layout.sizes[own], 0.0))
     known = sums(present.astype(np.float64)) > 0
     with np.errstate(over="ignore", invalid="ignore"):
         return np.where(known, np.sqrt(total), MISSING).astype(np.float32)

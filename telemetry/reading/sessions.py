@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -68,11 +67,6 @@ class Segment:
     end: int
     rows: NDArray[np.intp]
     layer_count: int
-
-    @cached_property
-    def sizes(self) -> NDArray[np.float64]:
-        """Number of elements of each parameter, shape ``[parameters]``."""
-        return np.array([p.size for p in self.layout.parameters], dtype=np.float64)
 
     def shape(self, kind: ChunkKind) -> tuple[int, ...]:
         """Shape of one step's numbers."""
