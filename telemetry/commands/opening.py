@@ -13,10 +13,6 @@ from telemetry.reading.run_data import RunData
 class LogDirs:
     """The directories of runs at and below the given ones; what cannot be read is told on stderr.
 
-    Args:
-        paths: The given directories.
-        is_log_dir: Whether a directory is one of a run.
-
     Attributes:
         found: The directories, each once.
         status: For the shell: 2 if a path or a run could not be read, else 0.

@@ -71,12 +71,9 @@ def _width(columns: Sequence[Column]) -> int:
 
 
 def print_records(form: str, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
-    """Prints a table for programs, one record after another.
+    """Prints a table for programs, one record after another; ``form`` is ``json`` or ``csv``.
 
-    Args:
-        form: ``json``, a list of objects, or ``csv``.
-        columns: What to print of each record.
-        records: JSON has ``"nan"``, ``"inf"`` and ``"-inf"`` for numbers that it lacks.
+    JSON has ``"nan"``, ``"inf"`` and ``"-inf"`` for numbers that it lacks.
     """
     if form == "csv":
         rows = ([_cell(record[column]) for column in columns] for record in records)

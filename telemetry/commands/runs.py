@@ -59,7 +59,7 @@ def _rows(found: LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any]]:
             found.fail(error)
             continue
         if row is None:
-            tell_skipped(NoTelemetryError(f"{log_dir}: has event files, but no telemetry data"))
+            tell_skipped(NoTelemetryError(log_dir))
         else:
             tell_problems(row["problems"])
             yield row

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Sized
 from typing import Generic, Protocol, TypeVar
 
 _logger = logging.getLogger(__name__)
@@ -35,11 +35,10 @@ class Files(Protocol[Item]):
 class BackgroundWriter(Generic[Item]):
     """A bounded queue of items, and the thread that empties it.
 
-    Items that cannot be written stay in the queue and are tried again every ``flush_s``. A forked
-    child has no such thread, and its calls do nothing.
+    The thread starts with the first item. What cannot be written stays in the queue and is tried
+    again every ``flush_s``. A forked child has no such thread, and its calls do nothing.
 
     Args:
-        files: Where the items go.
         name: Of this writer in log messages.
         what: The items there.
         flush_s: The longest time in seconds that an item waits before it is written.
@@ -82,10 +81,15 @@ class BackgroundWriter(Generic[Item]):
         self._rounds_begun = 0
         self._round_began_s = time.monotonic()
         self._rounds_done = 0
-        self._finished = False
+        self._runs = False  # the thread
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"telemetry: {what}", daemon=True)
-        self._thread.start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if not self._runs:
+                self._runs = True  # first: a signal handler may add an item while the thread starts
+                self._thread.start()
 
     @property
     def is_here(self) -> bool:
@@ -106,12 +110,13 @@ class BackgroundWriter(Generic[Item]):
 
     def put(self, item: Item, *, droppable: bool, flush: bool) -> None:
         """Adds an item, or drops it if the queue is full; an OSError if the writer is closed."""
-        if os.getpid() != self._process_id:
+        if not self.is_here:
             self._put_elsewhere()
             return
         with self._lock:
             if self._closing:
                 raise OSError(f"{self._name}: the writer is closed")
+            self._start()
             limit = self._droppable_limit if droppable else self._hard_limit
             size = len(item) + _ITEM_OVERHEAD_BYTES
             if self._pending_bytes and self._pending_bytes + size > limit:
@@ -134,7 +139,7 @@ class BackgroundWriter(Generic[Item]):
             self._changed.notify_all()
             next_round = self._rounds_begun + 1
             return self._changed.wait_for(
-                lambda: self._finished or self._rounds_done >= next_round, timeout_s
+                lambda: not self._runs or self._rounds_done >= next_round, timeout_s
             )
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
@@ -146,7 +151,7 @@ class BackgroundWriter(Generic[Item]):
             self._changed.notify_all()
             # Not Thread.join(): a signal handler that closes the writer may have interrupted
             # this very thread in put(), and only this wait releases its lock.
-            self._changed.wait_for(lambda: self._finished, timeout_s)
+            self._changed.wait_for(lambda: not self._runs, timeout_s)
             self._closed = True
         self._report_losses()
 
@@ -169,7 +174,7 @@ class BackgroundWriter(Generic[Item]):
     def _report_losses(self) -> None:
         losses = []
         ago_s = time.monotonic() - self._round_began_s
-        hang = "" if self._finished else f"a write that began {ago_s:.1f} s ago has not ended"
+        hang = f"a write that began {ago_s:.1f} s ago has not ended" if self._runs else ""
         if self.dropped_count:
             losses.append(f"{self.dropped_count} measurements were dropped, the queue was full")
         if self.lost_count:
@@ -187,7 +192,7 @@ class BackgroundWriter(Generic[Item]):
             self._files.close()
         finally:
             with self._changed:
-                self._finished = True
+                self._runs = False
                 self._changed.notify_all()
 
     def _write_round(self) -> bool:
@@ -215,14 +220,11 @@ class BackgroundWriter(Generic[Item]):
             self.failure = failure
             self._writing = deque()
             self._pending.extendleft(reversed(items))
-            self._pending_bytes -= taken_bytes - _total_bytes(items)
+            left_bytes = sum(len(item) + _ITEM_OVERHEAD_BYTES for item in items)
+            self._pending_bytes += left_bytes - taken_bytes
             self._rounds_done += 1
             self._changed.notify_all()
         return last
-
-
-def _total_bytes(items: Iterable[Sized]) -> int:
-    return sum(len(item) + _ITEM_OVERHEAD_BYTES for item in items)
 
 
 def each_within(timeout_s: float, *waits: Callable[[float], object]) -> list[object]:

@@ -63,6 +63,7 @@ class FileWriter(BackgroundWriter[bytes]):
             flush_s=flush_s,
             max_pending_bytes=max_pending_bytes,
         )
+        self._start()  # which creates the file
         # Unlike atexit, this also runs at the end of a process that multiprocessing forked.
         self._at_exit = Finalize(None, super().close, exitpriority=0)
 

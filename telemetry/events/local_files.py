@@ -175,10 +175,10 @@ class LocalFiles:
     def _new_name(self) -> str:
         # Readers go by the order of names, and the clock may have gone back since the last file.
         names = [*os.listdir(self._directory), *self._names_elsewhere()]
-        stamp = max(int(time.time()), _newest_stamp(names) + 1, self._stamp + 1)
-        self._stamp = stamp
+        stamps = [int(found[1]) for name in names if (found := _NAME.search(name))]
+        self._stamp = max(int(time.time()), max(stamps, default=0) + 1, self._stamp + 1)
         writer = f"{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
-        return f"events.out.tfevents.{stamp:010d}.{writer}{self._filename_suffix}"
+        return f"events.out.tfevents.{self._stamp:010d}.{writer}{self._filename_suffix}"
 
     def _is_finished(self, file: FileIO) -> bool:
         if self._size >= self._full_size:
@@ -223,10 +223,6 @@ class LocalFiles:
             with suppress(OSError):
                 os.unlink(self._file.name)
         self._file = None
-
-
-def _newest_stamp(names: Iterable[str]) -> int:
-    return max((int(found[1]) for name in names if (found := _NAME.search(name))), default=0)
 
 
 def _has_room(directory: str, size: int) -> bool:

@@ -6,13 +6,12 @@ import contextlib
 import errno
 import io
 import os
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from telemetry.events.background import PATIENCE_S, BackgroundWriter
+from telemetry.events.background import BackgroundWriter
 
 # While a line is written, the file may be seen without its end.
 _LOOKS = 10
@@ -64,48 +63,6 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-class PlainFiles:
-    """Calls these functions on a background thread, which starts with the first call.
-
-    The caller never waits for the disk and gets no errors from it, but an OSError after
-    :meth:`close`: what cannot be written is tried again every second until then. Missing
-    directories are created. A forked child ignores all calls.
-
-    Args:
-        name: The directory's name in log messages.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._process_id = os.getpid()
-        self._lock = threading.RLock()  # a signal handler may interrupt
-        self._background: BackgroundWriter[_Change] | None = None
-
-    def append_line(self, path: Path, line: bytes) -> None:
-        self._put(_Change(path, line, is_line=True))
-
-    def write_whole(self, path: Path, content: bytes) -> None:
-        self._put(_Change(path, content, is_line=False))
-
-    def flush(self, timeout_s: float = PATIENCE_S) -> bool:
-        """Wait until everything was tried; False if that took longer."""
-        return self._background is None or self._background.flush(timeout_s)
-
-    def close(self, timeout_s: float = PATIENCE_S) -> None:
-        """Write what waits, in at most this time, and log how much was lost, if anything."""
-        if self._background is not None:
-            self._background.close(timeout_s)
-
-    def _put(self, change: _Change) -> None:
-        if os.getpid() != self._process_id:
-            return
-        with self._lock:
-            if self._background is None:
-                what = "alerts and flight files"
-                self._background = BackgroundWriter(_Changes(), name=self._name, what=what)
-        self._background.put(change, droppable=False, flush=True)
-
-
 @dataclass(frozen=True)
 class _Change:
     """A change of a file that is still to be made."""
@@ -142,3 +99,20 @@ class _Changes:
             raise failure
 
     def close(self) -> None: ...
+
+
+class PlainFiles(BackgroundWriter[_Change]):
+    """Calls these functions on a background thread; missing directories are created.
+
+    The caller never waits for the disk and gets no errors from it, but an OSError after
+    :meth:`close`: what cannot be written is tried again every second until then.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(_Changes(), name=name, what="alerts and flight files")
+
+    def append_line(self, path: Path, line: bytes) -> None:
+        self.put(_Change(path, line, is_line=True), droppable=False, flush=True)
+
+    def write_whole(self, path: Path, content: bytes) -> None:
+        self.put(_Change(path, content, is_line=False), droppable=False, flush=True)

@@ -102,14 +102,10 @@ class EventReader(Iterator[Event]):
 
 
 def read_events(path: str | os.PathLike[str]) -> EventReader:
-    """Reads one event file, whoever wrote it.
+    """Reads one event file, whoever wrote it; ``list_event_files`` finds those of a run.
 
-    Args:
-        path: The file; ``list_event_files`` finds those of a run.
-
-    Returns:
-        An iterator over the events. Where a crash cut the file off, it stops without an error and
-        sets ``torn_at``. To see new events of a file that is still being written, read it again.
+    Where a crash cut the file off, the iterator stops without an error and sets ``torn_at``. To see
+    new events of a file that is still being written, read it again.
 
     Raises:
         OSError: The file cannot be read, or is not a regular file (at the first ``next``).

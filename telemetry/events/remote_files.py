@@ -27,10 +27,7 @@ class RemoteFiles:
     stay small. While the store is unreachable the local files grow. If it is still unreachable
     when the writer is closed, they stay, and a warning names their directory.
 
-    Args:
-        url: The directory; created if it is missing.
-        filename_suffix: Appended to every file's name.
-        repeated: Events that readers need in every file after the first.
+    The arguments are those of :class:`LocalFiles`.
 
     Raises:
         ValueError: fsspec does not know the protocol.

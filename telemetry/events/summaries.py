@@ -7,7 +7,6 @@ its metadata names a data class, so every tensor here does.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -35,22 +34,14 @@ _DTYPES = {
 }
 
 
-def event_of(
-    values: Iterable[bytes], step: int | None = None, walltime: float | None = None
-) -> bytes:
-    """A serialized ``Event``.
-
-    Args:
-        values: As the functions below give them.
-        step: 0 if omitted.
-        walltime: Seconds since the epoch; now if omitted.
+def event_of(values: Iterable[bytes], step: int | None, walltime: float) -> bytes:
+    """A serialized ``Event`` of what the functions below give.
 
     Raises:
         TypeError: The step or the time is no number.
         ValueError: The step is beyond 64 bits.
     """
-    seconds = time.time() if walltime is None else walltime
-    event = Event(wall_time=seconds, step=0 if step is None else int(step))
+    event = Event(wall_time=walltime, step=0 if step is None else int(step))
     event.summary.MergeFromString(b"".join(values))
     return bytes(event.SerializeToString())
 
@@ -101,9 +92,7 @@ def classic_histograms(
 ) -> Iterator[bytes]:
     """As :func:`histograms`, in the form that torch writes, for readers that know no other.
 
-    Args:
-        tags, rows, ends: As there.
-        sums: Of the values of each, and of their squares.
+    ``sums`` are of the values of each, and of their squares.
     """
     begin = 0
     for tag, end, (total, squares) in zip(tags, ends, sums, strict=True):

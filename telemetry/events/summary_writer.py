@@ -213,8 +213,7 @@ def _scalar(tag: str, value: Any) -> bytes:
 def _histogram(tag: str, values: Any, edges: NDArray[np.float64]) -> bytes | None:
     """What ``add_histogram`` writes of these values; None if that is left to torch.
 
-    Args:
-        edges: Where a bin ends and the next begins, ascending.
+    ``edges`` are where a bin ends and the next begins, ascending.
     """
     found = make_np(values)
     if type(tag) is not str or not found.size or found.dtype.kind not in "fiu":

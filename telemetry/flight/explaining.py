@@ -25,12 +25,9 @@ _SHOWN = {"activation_rms": "output rms", "grad_norm": "gradient norm", "update_
 
 
 def explain(path_or_run: str | os.PathLike[str]) -> str:
-    """What went wrong in a run: its flight files in plain text, the earliest fault first.
+    """What went wrong in a run: a flight file, or those in its directory, the earliest fault first.
 
     In a directory, each file that cannot be read gives one line.
-
-    Args:
-        path_or_run: A flight file, or a log directory.
 
     Raises:
         OSError: There is no such file or directory.

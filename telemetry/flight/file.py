@@ -140,14 +140,9 @@ def encode_flight(
     seed: int | None,
     complete: bool,
 ) -> bytes:
-    """The bytes of a flight file.
+    """The bytes of a flight file; ``latest`` is the last of the steps, with its table.
 
-    Args:
-        fault: What happened.
-        steps: The latest steps, oldest first.
-        latest: The last of them with its table.
-        seed: Of torch's generator.
-        complete: Whether this is the last version of the file.
+    Steps are oldest first. ``complete`` says that this is the last version of the file.
     """
     modules = steps[-1].layout.modules if steps else ()
     names, culprit = [module.name for module in modules], fault.first_bad_module
@@ -245,7 +240,9 @@ def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     name = os.fspath(path)
     try:
-        contents = untrusted.read_json_file(path)
+        with untrusted.open_file(path) as file:
+            # One byte more than it may have shows whether it is too large.
+            contents = untrusted.parse_json(file.read(untrusted.MAX_JSON_BYTES + 1))
         found = untrusted.fields(format=untrusted.name)(contents)["format"]
     except ValueError as error:
         raise ValueError(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 
+from telemetry.events import list_event_files
 from telemetry.events.reading import events_from_end
 from telemetry.shared.page_format import parse_chunk
 from telemetry.shared.tag_names import TOTAL_GRAD_NORM, plain
@@ -25,7 +26,7 @@ _MARKS = (_TOTAL.encode(), b"telemetry/n/", b"telemetry/m/")
 class EventFile(NamedTuple):
     """An event file, and its size in bytes when it was found."""
 
-    path: str
+    path: Path
     size: int
 
 
@@ -35,11 +36,10 @@ def event_files(log_dir: str) -> Iterator[EventFile]:
     Raises:
         OSError: The directory cannot be read.
     """
-    with suppress(FileNotFoundError), os.scandir(log_dir) as entries:
-        found = [entry for entry in entries if "tfevents" in entry.name]
-        for entry in sorted(found, key=lambda entry: entry.name, reverse=True):
-            if entry.is_file():
-                yield EventFile(entry.path, entry.stat().st_size)
+    with suppress(FileNotFoundError):
+        for path in reversed(list_event_files(log_dir)):
+            if path.is_file():
+                yield EventFile(path, path.stat().st_size)
 
 
 def last_step(files: Iterable[EventFile], *, max_bytes: float = math.inf) -> int | None:

@@ -15,6 +15,9 @@ from telemetry.reading.run_data import RunData
 class NoTelemetryError(ValueError):
     """There are event files, but telemetry did not write them."""
 
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        super().__init__(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
+
 
 def natural_key(text: str) -> list[str | int]:
     """Sorts ``run10`` behind ``run9``."""
@@ -33,10 +36,7 @@ def find_log_dirs(
 ) -> Iterator[Path]:
     """The directories of runs at and below ``path``, in natural order; links are followed.
 
-    Args:
-        path: A directory.
-        is_log_dir: Whether a directory is one of them.
-        skipped: Called with the reason for each directory that cannot be read.
+    ``skipped`` is called with the reason for each directory that cannot be read.
 
     Raises:
         OSError: ``path`` is not a directory, or cannot be read.
@@ -70,7 +70,7 @@ def open_run(log_dir: str | os.PathLike[str]) -> RunData:
     """
     run = RunData(FileSource(log_dir))
     if not run.overview().layers:
-        raise NoTelemetryError(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
+        raise NoTelemetryError(log_dir)
     return run
 
 

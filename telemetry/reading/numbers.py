@@ -42,15 +42,9 @@ class NumberCache:
         self.nbytes = 0
 
     def read(
-        self, source: RunSource, wanted: Sequence[NumberTag]
-    ) -> tuple[bool, Iterator[tuple[NumberTag, Numbers]]]:
-        """Whether steps are left out, and the content of the tags."""
-        sampled, wanted = within_room(wanted)
-        return sampled, self._numbers(source, wanted, sampled)
-
-    def _numbers(
         self, source: RunSource, wanted: Sequence[NumberTag], sampled: bool
     ) -> Iterator[tuple[NumberTag, Numbers]]:
+        """The tags that can be read, and what they hold."""
         for start in range(0, len(wanted), CALL_TAGS):
             batch = wanted[start : start + CALL_TAGS]
             found: dict[str, Numbers] = {}
@@ -130,12 +124,8 @@ def of_modules(
 ) -> NDArray[np.float32] | None:
     """One statistic of some of a segment's modules, ``[k, modules]``; None if it lacks it.
 
-    Args:
-        segment: The segment.
-        values: The numbers of one of its ``n`` tags for a statistic of :data:`EVERY_STEP`, of one
-            of its ``m`` tags for another.
-        name: The statistic's name.
-        modules: Places in the segment's layout, ascending.
+    ``values`` are of one of its ``n`` tags for a statistic of :data:`EVERY_STEP`, of one of its
+    ``m`` tags for another; ``modules`` are places in its layout, ascending.
     """
     if name not in EVERY_STEP:
         names = segment.statistic_names
@@ -156,7 +146,7 @@ def of_modules(
     total = sums(np.where(present, np.square(norms, dtype=np.float64), 0.0))
     if name == "grad_rms":
         with np.errstate(invalid="ignore", divide="ignore"):
-            total = total / sums(present * segment.sizes[own])
+            total = total / sums(np.where(present, segment.layout.sizes[own], 0.0))
     known = sums(present.astype(np.float64)) > 0
     with np.errstate(over="ignore", invalid="ignore"):
         return np.where(known, np.sqrt(total), MISSING).astype(np.float32)

@@ -26,15 +26,7 @@ Table: TypeAlias = Any
 
 
 class Run:
-    """What a run has written so far; it is read once.
-
-    Args:
-        log_dir: Its directory.
-
-    Attributes:
-        log_dir: Likewise.
-        alerts: In the order of their steps.
-    """
+    """What a run has written so far, read once; its alerts are in the order of their steps."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
@@ -122,10 +114,13 @@ class Run:
         same where that is your own code, else those of the nearest module around it, and its name.
         """
         layers = self._data.overview().layers
-        names = ("name", "type_name", "forward", "user_code")
         rows = np.arange(len(layers))
-        name, *others = ((rows, [getattr(layer, key) for layer in layers]) for key in names)
-        return _table(module_name=name, **dict(zip(names[1:], others, strict=True)))
+        return _table(
+            module_name=(rows, [layer.name for layer in layers]),
+            type_name=(rows, [layer.type_name for layer in layers]),
+            forward=(rows, [layer.forward for layer in layers]),
+            user_code=(rows, [layer.user_code for layer in layers]),
+        )
 
     @property
     def histogram_tags(self) -> tuple[str, ...]:

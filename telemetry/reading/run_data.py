@@ -71,11 +71,7 @@ class Overview:
 
 
 class RunData:
-    """One run. Each call looks for new data; calls may come from any thread.
-
-    Args:
-        source: Where to read from.
-    """
+    """One run. Each call looks for new data; calls may come from any thread."""
 
     def __init__(self, source: RunSource) -> None:
         self.source = source
@@ -177,16 +173,17 @@ class RunData:
         with self._lock:
             self._refresh()
             type_name = {one.name: one.type_name for one in self._structure.layers}[name]
-            reached = (tag for tag in self._structure.tags if _reaches(tag, region))
-            sampled, tags = within_room([tag for tag in reached if tag.kind == "u"])
+            sampled, tags = self._wanted("u", region)
+            segments = {tag.tag: tag.segment for tag in tags}
             found: dict[int, NDArray[np.float32]] = {}
-            for tag, step, data in self._events(tags, sampled):
-                if not region.first_step <= step <= min(region.last_step, tag.segment.end - 1):
+            for tag, step, data in self._events(list(segments), sampled):
+                segment = segments[tag]
+                if not region.first_step <= step <= min(region.last_step, segment.end - 1):
                     continue
                 try:
-                    units = decode_units(data, tag.segment.layout.position.get(name, -1))
+                    units = decode_units(data, segment.layout.position.get(name, -1))
                 except ValueError as error:
-                    self.source.problems.add(tag.tag, error)
+                    self.source.problems.add(tag, error)
                     continue
                 if units is not None:
                     found[step] = units
@@ -244,16 +241,13 @@ class RunData:
 
     def _parse(self, tags: Sequence[str]) -> None:
         """Takes in layouts and alerts."""
-        for start in range(0, len(tags), CALL_TAGS):
-            read = self.source.read(PLUGIN_NAME, tags[start : start + CALL_TAGS])
-            for tag, points in read.items():
-                for step, text in points[-1:]:
-                    try:
-                        self._parse_text(tag, step, text)
-                    except ValueError as error:
-                        self.source.problems.add(tag, error)
-                        if isinstance(error, NewerFormatError):
-                            self._newer = str(error)
+        for tag, step, text in self._events(tags, sampled=True):
+            try:
+                self._parse_text(tag, step, text)
+            except ValueError as error:
+                self.source.problems.add(tag, error)
+                if isinstance(error, NewerFormatError):
+                    self._newer = str(error)
 
     def _parse_text(self, tag: str, step: int, text: object) -> None:
         is_layout = tag.startswith(LAYOUT_PREFIX)
@@ -274,22 +268,32 @@ class RunData:
             self._decoded[text] = decode_layout(text)
         self._layouts[tag] = WrittenLayout(session, number, step, *self._decoded[text])
 
-    def _events(
-        self, tags: Sequence[NumberTag], sampled: bool
-    ) -> Iterator[tuple[NumberTag, int, object]]:
+    def _events(self, tags: Sequence[str], sampled: bool) -> Iterator[tuple[str, int, object]]:
         """Tag, step and content of each event."""
         for start in range(0, len(tags), CALL_TAGS):
             batch = tags[start : start + CALL_TAGS]
-            read = self.source.read(PLUGIN_NAME, [tag.tag for tag in batch], sampled=sampled)
-            yield from ((tag, step, data) for tag in batch for step, data in read.get(tag.tag, ()))
+            read = self.source.read(PLUGIN_NAME, batch, sampled=sampled)
+            yield from ((tag, step, data) for tag in batch for step, data in read.get(tag, ()))
+
+    def _wanted(self, kind: ChunkKind, region: Region) -> tuple[bool, Sequence[NumberTag]]:
+        """Whether steps are left out, and which tags to read for a region."""
+        return within_room(
+            [
+                tag
+                for tag in self._structure.tags
+                if tag.kind == kind
+                and tag.after + 1 < tag.segment.end
+                and tag.last >= region.first_step
+                and tag.after < region.last_step
+            ]
+        )
 
     def _read(
         self, kind: ChunkKind, region: Region
     ) -> tuple[bool, Iterator[tuple[Segment, Numbers]]]:
         """Whether steps are left out, and what the tags hold at steps inside of the region."""
-        tags = self._structure.tags
-        wanted = [tag for tag in tags if tag.kind == kind and _reaches(tag, region)]
-        sampled, found = self._numbers.read(self.source, wanted)
+        sampled, wanted = self._wanted(kind, region)
+        found = self._numbers.read(self.source, wanted, sampled)
         return sampled, ((tag.segment, _cut(tag.segment, *read, region)) for tag, read in found)
 
 
@@ -298,10 +302,7 @@ def windows(
 ) -> Iterator[list[list[Matrix]]]:
     """A matrix for each run and each statistic, window by window of steps; no step is left out.
 
-    Args:
-        runs: The runs; a window is the same range of steps in all of them, and fits into memory.
-        statistics: Names of statistics that the page shows.
-        region: All steps by default.
+    A window is the same range of steps in all of the runs, and fits into memory.
     """
     if region is None:
         overviews = [run.overview() for run in runs]
@@ -315,11 +316,6 @@ def windows(
         yield from windows(runs, statistics, Region(first_step=middle + 1, last_step=last))
     else:
         yield matrices
-
-
-def _reaches(tag: NumberTag, region: Region) -> bool:
-    counts = tag.after + 1 < tag.segment.end
-    return counts and tag.last >= region.first_step and tag.after < region.last_step
 
 
 def _cut(

@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -69,11 +68,6 @@ class Segment:
     rows: NDArray[np.intp]
     layer_count: int
 
-    @cached_property
-    def sizes(self) -> NDArray[np.float64]:
-        """Number of elements of each parameter, shape ``[parameters]``."""
-        return np.array([p.size for p in self.layout.parameters], dtype=np.float64)
-
     def shape(self, kind: ChunkKind) -> tuple[int, ...]:
         """Shape of one step's numbers."""
         if kind == "n":
@@ -106,11 +100,7 @@ class NumberTag:
 
 
 class Sessions:
-    """Where each session of a run begins, and where a later one replaces it.
-
-    Args:
-        starts: Id and first step of each layout of each session.
-    """
+    """Where each session begins, of the first steps of its layouts, and a later one replaces it."""
 
     def __init__(self, starts: Iterable[tuple[str, int]] = ()) -> None:
         self.begins: dict[str, int] = {}
@@ -144,12 +134,10 @@ class Structure:
 def assemble(
     layouts: Iterable[WrittenLayout], last_steps: Mapping[str, int], problems: Problems
 ) -> Structure:
-    """The layers, segments and tags of a run.
+    """The layers, segments and tags of a run, of its layouts in any order.
 
-    Args:
-        layouts: All of its layouts, in any order; equal ones should be one object.
-        last_steps: Last step of each of the plugin's tags.
-        problems: Receives the tags that are skipped.
+    Equal layouts should be one object. ``last_steps`` has the last step of each of the plugin's
+    tags; those that are skipped are told to ``problems``.
     """
     ordered = sorted(layouts, key=lambda written: (written.session, written.number))
     sessions = Sessions((written.session, written.step) for written in ordered)

@@ -15,8 +15,7 @@ _MAX_LINE = 200  # characters
 class Problems(Iterable[str]):
     """Lines that say which parts of a run were skipped and why; equal lines appear once.
 
-    Args:
-        report: Called with each new line.
+    ``report`` is called with each new line.
     """
 
     def __init__(self, report: Callable[[str], object] | None = None) -> None:

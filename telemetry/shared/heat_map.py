@@ -21,7 +21,6 @@ VIRIDIS = (
     "eae51afde725"
 )
 
-
 # The page draws stripes of two colors, a picture without room for stripes the first.
 NAN_COLORS = ("#d5006d", "#ff7ac0")
 INFINITE_COLORS = ("#ff5a00", "#7a1f00")

@@ -65,11 +65,7 @@ def json_plain(value: Any) -> Any:
 
 
 def check_text(what: str, text: object) -> None:
-    """Refuse what cannot be written as text.
-
-    Args:
-        what: Begins the message of the error.
-        text: Perhaps half of a surrogate pair, which UTF-8 has no bytes for.
+    """Refuse what cannot be written as text; ``what`` begins the message of the error.
 
     Raises:
         TypeError: It is no string.

@@ -13,12 +13,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 def sparkline(values: Sequence[float] | NDArray[np.float64], *, width: int, log: bool) -> str:
     """At most ``width`` characters, each for the largest of the values that it stands for.
 
-    ``!`` stands for a value that is not finite. With ``log``, a zero is blank.
-
-    Args:
-        values: At least one; with ``log``, none negative.
-        width: Largest number of characters.
-        log: Whether heights show magnitudes.
+    There must be one at least. ``!`` stands for a value that is not finite. With ``log``, heights
+    show magnitudes, no value may be negative, and a zero is blank.
     """
     array = np.asarray(values, dtype=np.float64)
     pieces = np.array_split(array, min(width, array.size))

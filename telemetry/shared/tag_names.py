@@ -28,9 +28,7 @@ def plain(tag: str) -> str:
 def numbered(place: int, name: str) -> str:
     """``NNNN.name``: TensorBoard sorts tags by name, and so layers in the forward order.
 
-    Args:
-        place: Of the module in the forward order, from 0.
-        name: Of the module, its output or its parameter; escaped where it does not print.
+    The name is of a module, its output or its parameter; it is escaped where it does not print.
     """
     return f"{place:04d}.{printable(name)}"
 

@@ -63,18 +63,6 @@ def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> No
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
 
 
-def read_json_file(path: str | os.PathLike[str]) -> Any:
-    """The value in a JSON file.
-
-    Raises:
-        OSError: It cannot be read, or is not a regular file.
-        ValueError: As for :func:`parse_json`.
-    """
-    with open_file(path) as file:
-        # Its size may have changed by now; one more byte shows whether it is too large.
-        return parse_json(file.read(MAX_JSON_BYTES + 1))
-
-
 def parse_json(text: bytes) -> Any:
     """The value of a JSON text.
 

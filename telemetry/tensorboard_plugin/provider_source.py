@@ -47,15 +47,10 @@ def read_tags(
     most: int = _ALL,
     problems: Problems | None = None,
 ) -> dict[str, dict[str, Sequence[Any]]]:
-    """At most so many values of some tags of several runs, without tags that cannot be decoded.
+    """At most so many values of each of some tags, without those that cannot be decoded.
 
-    Args:
-        provider: TensorBoard's.
-        experiment: The experiment's id.
-        plugin_name: Whose tags they are.
-        wanted: Tags by run; another run's tag of the same name may come along.
-        most: Values per tag.
-        problems: Receives what cannot be decoded; else it is logged.
+    ``wanted`` has tags by run; another run's tag of the same name may come along. What cannot be
+    decoded is told to ``problems``, else logged.
 
     Raises:
         grpc.RpcError: There is no server any more.
@@ -108,16 +103,7 @@ def _methods(
 
 
 class ProviderSource:
-    """One run of one experiment: a :class:`~telemetry.reading.sources.RunSource`.
-
-    Args:
-        provider: TensorBoard's data provider.
-        experiment: The experiment's id; empty for local files.
-        run: The run's name.
-
-    Attributes:
-        problems: Tags that could not be read; each is also logged by the server.
-    """
+    """One run of an experiment, a :class:`~telemetry.reading.sources.RunSource`; logs problems."""
 
     def __init__(self, provider: DataProvider, experiment: str, run: str) -> None:
         self.problems = Problems(lambda line: log.warning("telemetry: run %r: %s", run, line))

@@ -23,11 +23,7 @@ def list_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
 
 
 class RunTable:
-    """Makes the table; losses are read again only where they have grown.
-
-    Args:
-        provider: TensorBoard's data provider.
-    """
+    """Makes the table; losses are read again only where they have grown."""
 
     def __init__(self, provider: DataProvider) -> None:
         self._provider = provider
@@ -36,12 +32,7 @@ class RunTable:
         self._lock = threading.Lock()
 
     def rows(self, experiment: str, now_s: float) -> list[dict[str, Any]]:
-        """One object per run, newest first, for the page.
-
-        Args:
-            experiment: The experiment's id; empty for local files.
-            now_s: Seconds since the epoch.
-        """
+        """One object per run, newest first, for the page; ``now_s`` in seconds since the epoch."""
         entries = list_runs(self._provider, experiment)
         wanted = {entry.name: entry.texts for entry in entries if entry.texts}
         texts = read_tags(self._provider, experiment, PLUGIN_NAME, wanted, 1)

@@ -28,13 +28,9 @@ def read_static_files() -> dict[str, bytes]:
 
 
 def bundle(files: Mapping[str, bytes], entry: str) -> str:
-    """One module with ``entry`` and all that it imports: a request instead of fifty.
+    """One module with the exports of ``entry`` and all it imports: a request instead of fifty.
 
     Each module becomes a function's result, so that equal names in two modules stay apart.
-
-    Args:
-        files: From :func:`read_static_files`.
-        entry: The module whose exports the new one has.
     """
     made: dict[str, str] = {}
 

@@ -16,9 +16,15 @@ from telemetry.records import StepRecord
 from telemetry.shared.page_format import LAYOUT_PREFIX, LOSS_PREFIX
 from telemetry.shared.plain_text import printable
 from telemetry.shared.tag_names import RUN
-from telemetry.writing import custom_scalars, tags
+from telemetry.writing import tags
 from telemetry.writing.bulk import Bulk
-from telemetry.writing.curves import LearningRates, StepTimes, depth_values, rank_values
+from telemetry.writing.curves import (
+    LearningRates,
+    StepTimes,
+    custom_scalars_value,
+    depth_values,
+    rank_values,
+)
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.page import PageWriter
 
@@ -44,12 +50,9 @@ class Board:
 
     Args:
         pictures: Whether to draw the layers × steps picture from time to time.
-        session_id: As in :class:`~telemetry.writing.page.PageWriter`.
-        bulk: Writes histograms and pictures.
         loss: The loss's tag, if the user has named it.
 
     Attributes:
-        page: What the Telemetry page reads.
         rates: Curves of learning rates, which may need a point before a record's own.
     """
 
@@ -71,7 +74,7 @@ class Board:
 
     def first_values(self) -> Sequence[bytes]:
         """The values to write once, at the beginning of the run."""
-        return custom_scalars.custom_scalars_value(self._loss), self._alert_curve()
+        return custom_scalars_value(self._loss), self._alert_curve()
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """The values to write in an event with the record's step."""
@@ -89,9 +92,10 @@ class Board:
 
     def alert_values(self, alert: Alert) -> Sequence[bytes]:
         """The values to write in an event with the alert's step."""
-        text, before = tags.alert_value(alert, self._alert_count), self._alert_curve()
+        number, before = self._alert_count, self._alert_curve()
         self._alert_count += 1
-        return text, self.page.alert_value(alert), before, self._alert_curve()  # drawn as a jump
+        text, of_page = tags.alert_value(alert, number), self.page.alert_value(alert, number)
+        return text, of_page, before, self._alert_curve()  # drawn as a jump
 
     def pending_values(self) -> tuple[int, Sequence[bytes]]:
         """The values held back so far, and the step of the event that takes them."""

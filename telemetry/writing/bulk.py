@@ -67,13 +67,7 @@ class Bulk:
         tensors: Tagged,
         magnitudes: Tagged,
     ) -> Iterator[bytes]:
-        """What to write of one step.
-
-        Args:
-            pictures: All of them.
-            tensors: All of them, to be shown as histograms.
-            magnitudes: Those of which the magnitudes are to be shown, too.
-        """
+        """What to write of one step: pictures, histograms, and those of magnitudes."""
         used = 0
         for value in self._fitting(pictures, self._max_bytes * _PICTURES_SHARE):
             used += len(value)
@@ -149,13 +143,7 @@ class Bulk:
 def histogram_values(
     tags: Sequence[str], rows: Rows, *, merged: int = 1, classic: bool = False
 ) -> Iterator[bytes]:
-    """A histogram of each tensor.
-
-    Args:
-        tags, rows: Of each.
-        merged: How many neighbouring buckets become one.
-        classic: Write them as torch does.
-    """
+    """A histogram of each tensor, with ``merged`` neighbouring buckets in one."""
     return _values(tags, rows, partial(histograms, merged=merged), classic)
 
 
@@ -247,10 +235,8 @@ def histograms(rows: Rows, merged: int = 1) -> Charts:
 def log10_histograms(rows: Rows) -> Charts:
     """Buckets over log10 of the magnitudes, one for each octave, without gaps.
 
-    Both signs count together. Zeros and values in the smallest bucket are left out.
-
-    Args:
-        rows: Each with a value beyond the smallest bucket.
+    Both signs count together. Zeros and values in the smallest bucket are left out; each row must
+    have others.
     """
     lengths = rows.bucket_count
     starts = np.cumsum(lengths) - lengths

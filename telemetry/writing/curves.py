@@ -1,4 +1,4 @@
-"""The curves of the run as a whole, which are no statistics of layers.
+"""The curves of the run as a whole, which are no statistics of layers, and charts of them.
 
 Learning rates, times of steps, quantiles of statistics over all layers, and what only several
 ranks have: who is the slowest, and how far what they log is apart.
@@ -6,13 +6,16 @@ ranks have: who is the slowest, and how far what they log is apart.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from telemetry.events import summaries
 from telemetry.layers import STATISTICS, Statistic, table
 from telemetry.records import RankFacts, StepRecord
+from telemetry.records.loss import LOSS_TAGS
 from telemetry.shared.tag_names import RUN, plain
 
 
@@ -95,7 +98,11 @@ class StepTimes:
         if record.phase:
             self.pause()
             return
-        self._take(record.step, record.wall_time)
+        if record.step < self._last[0]:  # back to a checkpoint
+            self._begun, self._steps, self._taken_s = None, 0, 0.0
+        self._last = record.step, record.wall_time
+        if self._begun is None:
+            self._begun = self._last
         if not record.full:
             return
         self.pause()
@@ -106,13 +113,6 @@ class StepTimes:
                 yield summaries.scalar(f"{RUN}time/examples_per_s", record.examples / step_s)
         self._begun = self._last
         self._steps, self._taken_s = 0, 0.0
-
-    def _take(self, step: int, wall_time: float) -> None:
-        if step < self._last[0]:  # back to a checkpoint
-            self._begun, self._steps, self._taken_s = None, 0, 0.0
-        self._last = step, wall_time
-        if self._begun is None:
-            self._begun = self._last
 
 
 QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}
@@ -164,3 +164,44 @@ def rank_values(facts: RankFacts) -> Iterator[bytes]:
             yield summaries.scalar(f"{prefix}/min_rank", spread.low_rank)
             yield summaries.scalar(f"{prefix}/max", spread.high)
             yield summaries.scalar(f"{prefix}/max_rank", spread.high_rank)
+
+
+def custom_scalars_value(loss: str | None = None) -> bytes:
+    """The charts of the Custom Scalars dashboard, what to look at first; written once, at step 0.
+
+    TensorBoard merges the charts of all runs by their titles, so tags are patterns that fit every
+    run. ``loss`` is the loss's tag, if the user has named it.
+    """
+    losses = [LOSS_TAGS] if loss is None else [f"^{re.escape(loss)}$", LOSS_TAGS]
+    charts = layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(
+                title="Telemetry",
+                chart=[
+                    _curves("Loss", *losses),
+                    _curves("Alerts so far", f"^({RUN})?alerts/count$"),
+                    _curves("Seconds per step", f"^{RUN}time/step_s$"),
+                    *map(_margins, DEPTH_CURVES),
+                ],
+            ),
+        ]
+    )
+    return summaries.tensor(
+        metadata.CONFIG_SUMMARY_TAG, charts.SerializeToString(), metadata.PLUGIN_NAME
+    )
+
+
+def _curves(title: str, *patterns: str) -> layout_pb2.Chart:
+    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=patterns))
+
+
+def _margins(name: str) -> layout_pb2.Chart:
+    prefix, statistic = f"{RUN}depth/{name}", DEPTH_CURVES[name]
+    scale = " (log10)" if statistic.log else ""
+    series = layout_pb2.MarginChartContent.Series(
+        value=f"{prefix}/median", lower=f"{prefix}/p05", upper=f"{prefix}/p95"
+    )
+    return layout_pb2.Chart(
+        title=f"{statistic.title}{scale}: median over all layers, 5 to 95 %",
+        margin=layout_pb2.MarginChartContent(series=[series]),
+    )

@@ -24,9 +24,6 @@ class HeatmapPicture:
 
     It draws whenever the number of steps has grown by a quarter, so drawing costs little however
     long the run is. TensorBoard always keeps the last picture.
-
-    Args:
-        bulk: Writes them.
     """
 
     def __init__(self, bulk: Bulk | None = None) -> None:

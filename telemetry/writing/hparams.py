@@ -43,11 +43,7 @@ def session_value(hyperparameters: Mapping[str, Hyperparameter]) -> bytes:
 def experiment_value(
     hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str]
 ) -> bytes:
-    """What the dashboard's table shows, to write once.
-
-    Args:
-        hyperparameters: As in :func:`session_value`, which checks them.
-        metrics: Tags of scalars to show beside them.
+    """What the dashboard's table shows, to write once: checked hyperparameters, and scalars.
 
     Raises:
         TypeError: ``metrics`` is a single tag.

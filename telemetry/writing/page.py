@@ -45,6 +45,7 @@ class PageWriter:
 
     Attributes:
         layout: Of the latest record; None before the first.
+        last_step: Of the latest record, and of the event that takes :meth:`pending_values`.
     """
 
     def __init__(self, session_id: str | None = None) -> None:
@@ -54,20 +55,13 @@ class PageWriter:
         self._columns = MATRIX_STATISTICS
         self._layout_number = -1
         self._written: dict[ChunkKind, int] = {}
-        self._alert_count = 0
         self._block = _NormBlock()
-        self._last_step: int | None = None
-
-    @property
-    def last_step(self) -> int:
-        """Step of the latest record, and of the event that takes :meth:`pending_values`."""
-        return self._last_step or 0
+        self.last_step = 0
 
     def pending_s(self, now: float) -> float | None:
         """Seconds that :meth:`pending_values` may wait for more steps; None if nothing is pending.
 
-        Args:
-            now: Seconds since the epoch.
+        ``now`` is in seconds since the epoch.
         """
         return self._block.left_s(now) if self._block else None
 
@@ -82,14 +76,14 @@ class PageWriter:
         """
         if record.phase:
             return
-        restarted = self._last_step is not None and record.step <= self._last_step
+        restarted = self.layout is not None and record.step <= self.last_step
         if restarted or record.layout is not self.layout:
             yield from self._pending(record.step, in_new_tag=restarted)
             if restarted:
                 self._restart()
             self._columns = MATRIX_STATISTICS + (RANK_STATISTICS if record.ranks else ())
             yield self._begin_layout(record.layout)
-        self._last_step = record.step
+        self.last_step = record.step
         self._block.add(record)
         if record.full or self._block.is_due(record.wall_time):
             yield from self.pending_values()
@@ -102,10 +96,9 @@ class PageWriter:
         """The values held back so far, to write in an event with :attr:`last_step`."""
         return self._pending(self.last_step)
 
-    def alert_value(self, alert: Alert) -> bytes:
+    def alert_value(self, alert: Alert, number: int) -> bytes:
         """An alert, under its own tag."""
-        tag = alert_tag(self._session, self._alert_count)
-        self._alert_count += 1
+        tag = alert_tag(self._session, number)
         return summaries.tensor(tag, encode_alert(alert), PLUGIN_NAME)
 
     def loss_value(self, tag: str) -> bytes | None:
@@ -116,10 +109,7 @@ class PageWriter:
 
     def end_value(self, exception: BaseException | None) -> bytes | None:
         """That the logger is closed, to write in an event with :attr:`last_step`; None if nothing
-        was recorded.
-
-        Args:
-            exception: What the training ended in, if it did.
+        was recorded. ``exception`` is what the training ended in, if it did.
         """
         if self.layout is None:
             return None

@@ -40,10 +40,6 @@ def values_of(record: StepRecord, bulk: Bulk | None = None) -> Iterator[bytes]:
 
     Tags are ``statistic/NNNN.name`` (:func:`~telemetry.shared.tag_names.numbered`), in those of a
     phase behind the phase's name, and begin with the group in which TensorBoard shows them.
-
-    Args:
-        record: The step.
-        bulk: Writes its histograms and pictures.
     """
     prefix = f"{record.phase}/" if record.phase else ""
     if not prefix:

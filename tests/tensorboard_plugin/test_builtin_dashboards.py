@@ -13,8 +13,8 @@ from known_runs import alert_at
 from small_records import full_record
 
 from telemetry.events import FileWriter, summaries
-from telemetry.writing import custom_scalars, hparams, tags
-from telemetry.writing.curves import depth_values
+from telemetry.writing import hparams, tags
+from telemetry.writing.curves import custom_scalars_value, depth_values
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.page import PageWriter
 
@@ -23,7 +23,7 @@ def write_demo(log_dir: Path) -> None:
     """What the logger writes in twenty full steps, and the hyperparameters."""
     writer, page, picture = FileWriter(log_dir), PageWriter(), HeatmapPicture()
     first = [
-        custom_scalars.custom_scalars_value(),
+        custom_scalars_value(),
         *hparams.values_of({"lr": 0.25, "opt": "sgd"}, ["loss"]),
     ]
     writer.write_values(first, 0)
@@ -40,7 +40,7 @@ def write_demo(log_dir: Path) -> None:
         ]
         writer.write_values(values, step)
     alert = alert_at(7, "layer1", message="The gradient of layer1 grew.")
-    writer.write_values([tags.alert_value(alert, 0), page.alert_value(alert)], 7)
+    writer.write_values([tags.alert_value(alert, 0), page.alert_value(alert, 0)], 7)
     writer.close()
 
 

@@ -8,12 +8,12 @@ from serialized import parsed, tags_of
 from small_records import full_record
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from telemetry.writing import custom_scalars, tags
-from telemetry.writing.curves import depth_values
+from telemetry.writing import tags
+from telemetry.writing.curves import custom_scalars_value, depth_values
 
 
 def read_layout() -> layout_pb2.Layout:
-    value = parsed(custom_scalars.custom_scalars_value())
+    value = parsed(custom_scalars_value())
     assert value.tag == "custom_scalars__config__"
     return layout_pb2.Layout.FromString(value.tensor.string_val[0])
 
