@@ -369,21 +369,13 @@ class Blame:
     network of ReLUs all gradients grow except its own, which does not contain its weight. If none
     stands out among several, and it is not known what the outputs were, it is the batch or all of
     them. A step or two later everything has changed.
-
-    Attributes:
-        stretch: The culprits; None while nothing grows or they are not known.
-        batch: How many times as large as before the values are that the model was given, if it is
-            they; else 0.
-        is_alike: Whether all gradients grew alike, and nothing else is known.
-        by_norms: Whether the culprit was found by the norms alone.
-        is_corrected: Whether a full measurement has just shown that it is another one.
     """
 
-    stretch: Stretch | None = None
-    batch: float = 0.0
-    is_alike: bool = False
-    by_norms: bool = False
-    is_corrected: bool = False
+    stretch: Stretch | None = None  # the culprits; None while nothing grows or they are not known
+    batch: float = 0.0  # how many times as large as before its values are, if it is to blame
+    is_alike: bool = False  # all gradients grew alike, and nothing else is known
+    by_norms: bool = False  # the culprit was found by the norms alone
+    is_corrected: bool = False  # a full measurement has just shown that it is another one
     _outputs: dict[str, float]
     _gradients: dict[str, float]
 
@@ -445,9 +437,7 @@ class Blame:
 
 def _growth(base: Baseline) -> NDArray[np.float64] | None:
     """log10 of how far each norm is above its usual one, if most have grown tenfold."""
-    layers = base.layers
-    with np.errstate(invalid="ignore"):
-        growth: NDArray[np.float64] = layers.levels[-1] - layers.usual
+    growth = base.layers.growth
     known = growth[np.isfinite(growth)]
     is_grown = 2 * np.count_nonzero(known > TENFOLD) > len(known) >= _FEWEST
     return growth if is_grown else None
@@ -458,14 +448,12 @@ def _entered(base: Baseline) -> Stretch | None:
 
     That is the last of them, of which those before it are given theirs.
     """
-    layers = base.layers
-    with np.errstate(invalid="ignore"):
-        growth = layers.levels[-1] - layers.usual
+    growth = base.layers.growth
     known, grown = np.isfinite(growth), np.flatnonzero(growth > 2 * TENFOLD)
     are_apart = not (known & (growth > TENFOLD / 2) & (growth <= 2 * TENFOLD)).any()
     if not 0 < 2 * len(grown) <= np.count_nonzero(known) or not are_apart:
         return None
-    name = layers.names[grown[-1]]
+    name = base.layers.names[grown[-1]]
     return Stretch(name, name)
 
 

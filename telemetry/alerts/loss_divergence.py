@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from operator import attrgetter
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 
 from telemetry.alerts.baseline import (
     AFTER_JUMP,
@@ -18,7 +16,9 @@ from telemetry.alerts.baseline import (
     NEVER,
     RECENT,
     Baseline,
+    Figures,
     Rise,
+    finite_loss,
 )
 from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
@@ -76,7 +76,7 @@ class LossDivergence(Detector):
         self.undecided = bool(suspicious) and self.alert is None
         if self._sums.is_sure:
             return self._summed(record)
-        if self.alert is not None or record.loss is None or not math.isfinite(record.loss):
+        if self.alert is not None or finite_loss(record) is None:
             return None
         is_new = base.is_young and loss.excess > _FAR
         enough = self.losses - (is_new or base.follows_rate_jump)
@@ -89,12 +89,9 @@ class LossDivergence(Detector):
         return self._found(record, base)
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
-        if record.loss is None or not math.isfinite(record.loss):
+        if (loss := finite_loss(record)) is None:
             return True
-        if self._rise is None:
-            return False
-        self._rise = self._rise.followed_by(record.loss)
-        return not self._rise.is_undone(record.loss)
+        return self._rise is not None and not self._rise.is_undone(loss)
 
     def _found(self, record: StepRecord, base: Baseline) -> Finding:
         rate, lowest = base.rate, base.lowest_rate
@@ -146,14 +143,10 @@ class SummedGradients:
     Clipping and loss scaling multiply all gradients by the same factor, which is therefore left
     open where there are several layers. Where neither holds (gradients averaged over ranks, a
     second backward pass, noise), nothing is said.
-
-    Attributes:
-        is_sure: Whether two pairs of steps in a row have shown it, and none the contrary since.
-        undecided: Whether two full measurements in a row would tell.
     """
 
-    is_sure: bool = False
-    undecided: bool = False
+    is_sure: bool = False  # two pairs of steps in a row have shown it, and none the contrary since
+    undecided: bool = False  # two full measurements in a row would tell
     _step: int = -2
     _biases: dict[str, float]
     _pairs: int = 0
@@ -223,16 +216,13 @@ def _sums(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
     return given, biases
 
 
-def _sum_of(rows: Rows) -> NDArray[np.float64]:
+def _sum_of(rows: Rows) -> Figures:
     """As if all values were finite."""
-    sums: NDArray[np.float64] = mean_of(rows) * rows.count
+    sums: Figures = mean_of(rows) * rows.count
     return sums
 
 
-def _is_one_factor(
-    values: np.ndarray[tuple[int], np.dtype[np.float64]],
-    others: np.ndarray[tuple[int], np.dtype[np.float64]],
-) -> bool:
+def _is_one_factor(values: Figures, others: Figures) -> bool:
     """Whether values are others times one factor up to 1, which is 1 if there are few of them."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = values / others

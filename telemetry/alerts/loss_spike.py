@@ -123,10 +123,8 @@ class LossSpike(Detector):
         loss = record.loss
         if self._rise is None or loss is None:
             return False
-        self._rise = self._rise.followed_by(loss)
-        if base.rate >= base.rate_after_jump > 0:
-            return loss > self._rise.usual
-        return not self._rise.is_undone(loss)
+        is_undone = self._rise.is_undone(loss)
+        return loss > self._rise.usual if base.rate >= base.rate_after_jump > 0 else not is_undone
 
     def _of_batch(self, high: Sequence[Logged], base: Baseline) -> Finding | None:
         """The loss is usual again: high ones before it were those of single batches."""

@@ -117,16 +117,10 @@ _TOO_LARGE = (
 
 
 class Origin(NamedTuple):
-    """Where values that are not finite began.
+    """Where values that are not finite began."""
 
-    Attributes:
-        module_name: The culprit, if it is a module and known.
-        where: To follow "first seen in".
-        advice: What people usually try.
-    """
-
-    module_name: str | None
-    where: str
+    module_name: str | None  # the culprit, if it is a module and known
+    where: str  # to follow "first seen in"
     advice: str
 
 

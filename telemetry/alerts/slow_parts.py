@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import LATEST, RECENT, Baseline
+from telemetry.alerts.baseline import LATEST, RECENT, Baseline, Figures
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.layers.module_types import AFFINE
 from telemetry.records import Output, StepRecord
@@ -37,8 +36,8 @@ class LayersNotLearning(Detector):
     share = 1e-3
     steps = 100
     _names: tuple[str, ...] = ()
-    _since: NDArray[np.float64]
-    _looks: NDArray[np.float64]
+    _since: Figures
+    _looks: Figures
     _is_left: bool = False
 
     def set_up(self) -> None:

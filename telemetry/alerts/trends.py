@@ -9,14 +9,11 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import FEWEST, LARGE_STEP, LENGTH, NEVER, Baseline
+from telemetry.alerts.baseline import FEWEST, LARGE_STEP, LENGTH, NEVER, Baseline, matrix_sizes
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
-from telemetry.records.tensor import figures_of
 from telemetry.shared.plain_text import called, steps_in_words
-
-Figures = NDArray[np.float64]
 
 
 class ExponentialTrend(Detector):
@@ -69,13 +66,13 @@ class ExponentialTrend(Detector):
         return found
 
     def _of_weights(self, record: StepRecord, base: Baseline) -> Finding | None:
-        sizes = figures_of(record.weights, rms_of)
-        names = tuple(name for name in sizes if name in record.layout.matrices)
+        sizes = matrix_sizes(record)
+        names = tuple(sizes)
         if names != self._names:
-            self._names, self._first_weights = names, tuple(sizes[name] for name in names)
+            self._names, self._first_weights = names, tuple(sizes.values())
             self._weights.clear()
-        pairs = zip(names, self._first_weights, strict=True)
-        changes = [sizes[n] / first for n, first in pairs if first > 0 and 0 < sizes[n] < math.inf]
+        pairs = zip(sizes.values(), self._first_weights, strict=True)
+        changes = [now / first for now, first in pairs if first > 0 and 0 < now < math.inf]
         if not changes:
             return None
         self._weights.append((record.step, math.log10(median(changes))))
@@ -166,7 +163,7 @@ class ExponentialTrend(Detector):
         return Finding(seen=seen, advice=advice, value=value, limit=limit, told_once=True)
 
 
-def _steady(steps: Figures, levels: Figures, least: float) -> float:
+def _steady(steps: NDArray[np.float64], levels: NDArray[np.float64], least: float) -> float:
     """How fast levels rise per step: steadily up to the last, by ``least`` in all; 0 if not so."""
     for first in range(len(levels) - _LOOKS, -1, -1):
         if levels[-1] - levels[first] < least:

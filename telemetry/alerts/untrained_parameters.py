@@ -6,15 +6,12 @@ import re
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from telemetry.alert import Severity
-from telemetry.alerts.baseline import Baseline
+from telemetry.alerts.baseline import Baseline, Marks
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.records import Layout, Parameter, StepRecord
 from telemetry.shared.plain_text import called_all
-
-Marks = NDArray[np.bool_]
 
 
 class UntrainedParameters(Detector):

@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import FAR_ABOVE, FEWEST, Baseline
+from telemetry.alerts.baseline import FAR_ABOVE, FEWEST, Baseline, Figures, Marks
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import Stretch
 from telemetry.layers import table
 from telemetry.records import StepRecord
 from telemetry.shared.plain_text import called
-
-Figures = NDArray[np.float64]
-Marks = NDArray[np.bool_]
 
 
 class VanishingGradient(Detector):
