@@ -30,10 +30,6 @@ class ExplodingActivation(Detector):
     It alerts when an output is ``factor`` times larger than ever before, in two full measurements
     in a row, and the loss has risen as well; or when activations grow ``depth_factor``-fold through
     the network at the very first and at a second one of the first steps.
-
-    Args:
-        factor: Ratio to the largest RMS that the module's output has had.
-        depth_factor: Ratio of the largest variation in the network to the RMS of the first module.
     """
 
     kind = "exploding_activation"
@@ -123,12 +119,6 @@ class ExplodingGradient(Detector):
     first measurement, before training can have caused it. It takes two measurements, or one that is
     thirty times larger. Later, where clipping hides the norm, both must have grown tenfold and the
     loss must have risen.
-
-    Args:
-        factor: Ratio to the highest norm of the last 100 steps, at three steps in a row.
-        lasting_factor: Ratio to that of older steps, for ten steps with a loss that has risen.
-        depth_factor: Growth of activations from the first module to the largest, times that of
-            their gradients on the way back.
     """
 
     kind = "exploding_gradient"

@@ -36,9 +36,9 @@ class LossDivergence(Detector):
     ``update_ratio`` of its norm (healthy runs have 0.001 to 0.01; their first steps may be larger,
     but then the loss falls; between two measurements it grows with the learning rate), and
 
-    - the next ``losses`` losses are all far above those before. One less is enough if the learning
-      rate has just jumped above all former ones, or if it is that of the first steps and the loss
-      has become several times as high; or
+    - within 20 steps, ``losses`` in a row are all far above those before. One less is enough if the
+      learning rate has just jumped above all former ones, or if it is that of the first steps and
+      the loss has become several times as high; or
     - half of what was learned has been lost, after the first hundred steps.
 
     If gradients jumped and the learning rate did not, it is silent: ``exploding_gradient`` covers
@@ -46,10 +46,6 @@ class LossDivergence(Detector):
 
     It alerts, too, when gradients are never zeroed, so that those of all steps add up and steps
     become ever larger (see :class:`SummedGradients`); the loss is high soon after.
-
-    Args:
-        update_ratio: Least update ratio of the median weight matrix, at a full measurement.
-        losses: Number of high losses in a row, within 20 steps of that measurement.
     """
 
     kind = "loss_divergence"
@@ -156,14 +152,9 @@ class SummedGradients:
     def __init__(self) -> None:
         self._biases = {}
 
-    @property
-    def is_young(self) -> bool:
-        """Whether the norms of the first steps are still being looked at."""
-        return len(self._norms) <= _RISING
-
     def add(self, record: StepRecord) -> None:
         """Look at one step."""
-        if self.is_young:  # sums grow at each of the first steps
+        if len(self._norms) <= _RISING:  # sums grow at each of the first steps
             self._norms = (*self._norms, record.total_grad_norm)
             rises = len(self._norms) > _RISING and bool(np.all(np.diff(self._norms) > 0))
             self._ask(rises)

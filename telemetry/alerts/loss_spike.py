@@ -45,10 +45,6 @@ class LossSpike(Detector):
 
     A further jump of the rate makes it worse. It is over when :class:`Rise` is undone; while the
     learning rate is still what made the loss jump, when the loss is what it usually was.
-
-    Args:
-        distance: In ranges.
-        batch_distance: In ranges of a hundred losses.
     """
 
     kind = "loss_spike"

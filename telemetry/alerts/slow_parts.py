@@ -22,10 +22,6 @@ class LayersNotLearning(Detector):
     all of at least three full measurements over ``steps`` steps: a rate that falls from layer to
     layer far too fast, a parameter group with a rate of zero, weights in bfloat16 whose steps are
     lost in rounding. What has no gradient meanwhile, as an expert that is not chosen, is waiting.
-
-    Args:
-        share: Of the update ratio.
-        steps: From the first to the last of these measurements, at least.
     """
 
     kind = "layers_not_learning"
@@ -93,9 +89,6 @@ class OutputCollapse(Detector):
 
     Units of a linear layer or convolution that return the same as each other, though not the same
     for every input, began with equal weights: they get equal gradients and never part.
-
-    Args:
-        share: Of the root mean square.
     """
 
     kind = "output_collapse"

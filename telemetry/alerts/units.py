@@ -49,15 +49,10 @@ class DeadUnits(Detector):
     otherwise it is a branch that begins at zero. Activations with two flat ends saturate instead.
 
     It alerts when nearly all units of a layer are silent in ``batches`` full measurements in
-    a row, with enough samples to distinguish rarely active units from dead ones. If only a share
-    ``fraction`` is, it takes 50 steps: the layers before go on to change, and units near the limit
-    come back. It is an error when all are, and over when a third is active again.
-
-    Args:
-        fraction: Share of the units of one module's output.
-        batches: Number of full measurements in a row.
-        samples: Number of values of each unit, times the square root of the number of silent units,
-            because several silent units confirm each other.
+    a row. To distinguish rarely active units from dead ones, it takes ``samples`` values of each in
+    all, over the square root of the number of silent units, which confirm each other. If only a
+    share ``fraction`` is silent, it takes 50 steps: the layers before go on to change, and units
+    near the limit come back. It is an error when all are, and over when a third is active again.
     """
 
     kind = "dead_units"
@@ -282,7 +277,7 @@ class SaturatedUnits(Detector):
     def _found(self, record: StepRecord, output: Output, share: float, base: Baseline) -> Finding:
         name, layout = output.module_name, record.layout
         seen = f"{share:.0%} of the outputs of {called(str(output))} "
-        if any(parameter.module_name == name for parameter in layout.parameters):
+        if name in layout.owner_names:
             seen += "are so large that what follows is most likely flat there; hardly any gradient "
             seen += "comes back"
             advice = _SMALLER

@@ -10,7 +10,7 @@ import numpy as np
 from telemetry.alert import Severity
 from telemetry.alerts.baseline import Baseline, Marks
 from telemetry.alerts.detector import Detector, Finding
-from telemetry.records import Layout, Parameter, StepRecord
+from telemetry.records import Layout, StepRecord
 from telemetry.shared.plain_text import called_all
 
 
@@ -20,17 +20,13 @@ class UntrainedParameters(Detector):
     Told once, after ``steps`` steps. It is a warning where gradients come and no optimizer takes
     them: an optimizer made before a module was replaced, made for a part of the model or for
     another one, or not stepped. It is a warning, too, where parameters that are stepped have no
-    gradient and are at least ``share`` of the trainable ones (``detach()``, ``no_grad()``), else a
-    note: a head that nobody reads, a part whose turn comes later. Frozen parameters do not count,
-    nor do modules that did not run and are one of several alike, of which others learn: experts are
-    chosen, and some are chosen rarely.
+    gradient and are at least ``share`` of all trainable elements (``detach()``, ``no_grad()``),
+    else a note: a head that nobody reads, a part whose turn comes later. Frozen parameters do not
+    count, nor do modules that did not run and are one of several alike, of which others learn:
+    experts are chosen, and some are chosen rarely.
 
     What is unfrozen later is looked at likewise. That gradients come to what an optimizer stepped
     before, and none does so any more, is a note: a second stage may train a part.
-
-    Args:
-        share: Of the elements of all parameters that require a gradient.
-        steps: Number of steps that are looked at before anything is said.
     """
 
     kind = "untrained_parameters"
@@ -129,11 +125,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 def _one_of_many(layout: Layout, trained: Marks) -> Marks:
     """Parameters that but for numbers in their names are called like one that is trained."""
-
-    def kind(parameter: Parameter) -> tuple[str, tuple[int, ...]]:
-        return _NUMBER.sub(".*", f".{parameter.name}"), parameter.shape
-
-    kinds = [kind(parameter) for parameter in layout.parameters]
+    kinds = [(_NUMBER.sub(".*", f".{p.name}"), p.shape) for p in layout.parameters]
     known = {kind for kind, is_trained in zip(kinds, trained, strict=True) if is_trained}
     return np.array([kind in known for kind in kinds])
 

@@ -41,16 +41,6 @@ class VanishingGradient(Detector):
     Silent where all norms are small together, because the loss is small or has a large unit; where
     a small norm was exactly zero within the last ten steps (an expert that is not chosen); where
     the norm is still rising, as in branches whose scale begins at zero.
-
-    Args:
-        factor: Ratio of the gradient norms.
-        update_factor: Ratio of the update ratios.
-        branch_factor: Additional factor on both for a side branch.
-        steps: Number of steps in a row.
-        stuck_steps: The same where the optimizer moves the module.
-        branch_steps: The same for a side branch.
-        zero_steps: The same for a gradient of exactly zero.
-        zero_share: Share of the trainable elements of a side branch whose gradient is that.
     """
 
     kind = "vanishing_gradient"

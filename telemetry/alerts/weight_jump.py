@@ -19,9 +19,6 @@ class WeightJump(Detector):
     large: in logarithms thirty times more per step than ever before. The learning rate did not
     jump. So something else than the optimizer wrote to it, or one gradient was far too large. If it
     became smaller, it is a note: layers are pruned and begun anew on purpose.
-
-    Args:
-        factor: Of the root mean square of the matrix.
     """
 
     kind = "weight_jump"
