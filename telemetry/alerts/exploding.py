@@ -148,7 +148,15 @@ class ExplodingGradient(Detector):
         self._blame = Blame()
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        found = self._find(record, base)
+        if not record.all_grads_finite:
+            found = self._cut_short(base)
+        else:
+            self._blame.add(record, base)
+            found = (
+                self._in_time(record, base)
+                or self._before_clipping(record, base)
+                or self._over_depth(record, base)
+            )
         just_jumped = base.norm.since_jump < _LASTING or self._looks_amplified == 1
         asks = just_jumped or self._deep_looks > 0 or self._may_be_from_loss
         self.undecided = self.alert is None and asks
@@ -160,16 +168,6 @@ class ExplodingGradient(Detector):
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
         return self._is_deep or self._looks_amplified > 0 or not record.all_grads_finite
-
-    def _find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        if not record.all_grads_finite:
-            return self._cut_short(base)
-        self._blame.add(record, base)
-        return (
-            self._in_time(record, base)
-            or self._before_clipping(record, base)
-            or self._over_depth(record, base)
-        )
 
     def _in_time(self, record: StepRecord, base: Baseline) -> Finding | None:
         norm, loss = base.norm, base.loss

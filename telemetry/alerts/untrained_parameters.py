@@ -37,8 +37,8 @@ class UntrainedParameters(Detector):
     steps = 90  # as long as within 100 steps: rare parts should have had their turn
     _steps: int
     _looks: int
-    _is_new: bool
-    _marks: Marks
+    _is_new: bool  # something can learn that could not before
+    _marks: Marks  # which was trained, reached by a gradient, held by an optimizer, and ran
     _trainable: Marks
     _told: Marks
     _trained_before: Marks
@@ -48,13 +48,7 @@ class UntrainedParameters(Detector):
         self._trainable = self._told = self._trained_before = np.zeros(0, bool)
 
     def _begin(self, count: int, *, is_new: bool = True) -> None:
-        """Look at so many parameters from now on.
-
-        Marked is whether each was trained, reached by a gradient, held by an optimizer, and ran.
-
-        Args:
-            is_new: Whether something can learn that could not before.
-        """
+        """Look at so many parameters from now on."""
         self._steps = self._looks = 0
         self._marks, self._is_new = np.zeros((4, count), bool), is_new
 

@@ -62,23 +62,18 @@ class VanishingGradient(Detector):
     zero_share = 0.2  # as in UntrainedParameters; multitask_switch has a tenth
     _names: tuple[str, ...] = ()
     _zero_looks: int = 0
-    _faint_steps: Figures
-    _zero_steps: Figures
-    _first: Figures
+    # A module's share is log10 of its gradient norm over the largest.
+    _faint_steps: Figures  # for how many steps in a row it was small and not zero
+    _zero_steps: Figures  # and for how many zero
+    _first: Figures  # share that was not zero
     _largest: Figures
-    _update_share: Figures
+    _update_share: Figures  # log10 of the ratio over the largest at the last full step, while small
 
     def set_up(self) -> None:
         self._begin(())
 
     def _begin(self, names: tuple[str, ...]) -> None:
-        """Forget all: these are other modules.
-
-        A module's share is log10 of its gradient norm over the largest. Remembered are for how many
-        steps in a row it was small and not zero, and for how many zero; the first that was not
-        zero, and the largest; while it is small, log10 of the update ratio over the largest at the
-        last full step.
-        """
+        """Forget all: these are other modules."""
         self._names = names
         self._faint_steps, self._zero_steps = np.zeros((2, len(names)))
         self._first, self._update_share = np.full((2, len(names)), np.nan)
