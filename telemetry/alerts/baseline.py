@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median, median_high
 from typing import NamedTuple
 
@@ -23,6 +23,9 @@ from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
 from telemetry.shared.plain_text import called, called_all
+
+Figures = NDArray[np.float64]
+Marks = NDArray[np.bool_]
 
 LATEST = 20  # steps, or losses, that are no past yet; tried 10 and 40
 LENGTH = 100  # of a past; tried 50 and 200
@@ -113,26 +116,16 @@ class Loss:
     - The last five with the latest twenty of the past: a loss may fall far in a hundred steps.
     - The last five with the best five and the first five: has half of what was learned been lost?
       However slowly the loss rises, it comes to that.
-
-    Attributes:
-        past: Of all losses that are not far above it.
-        high: The losses in a row that are far above it.
-        first: Median of the first five losses that were not far above.
-        best: The lowest median of five.
-        is_worse: Whether the recent median is four standard deviations above these.
-        is_better: Whether that is half a standard deviation below them.
-        excess: By how many times its magnitude the last loss exceeds the highest of the past.
-        losses_lost: Number of losses in a row after which half of what was learned had been lost.
     """
 
-    past: Past
-    high: deque[Logged]
-    first: float = math.nan
-    best: float = math.inf
-    is_worse: bool = False
-    is_better: bool = False
-    excess: float = 0.0
-    losses_lost: int = 0
+    past: Past  # of all losses that are not far above it
+    high: deque[Logged]  # the losses in a row that are
+    first: float = math.nan  # median of the first five that were not far above
+    best: float = math.inf  # the lowest median of five
+    is_worse: bool = False  # the recent median is four standard deviations above the past
+    is_better: bool = False  # it is half a standard deviation below that
+    excess: float = 0.0  # of the last loss over the highest of the past, by the magnitude of that
+    losses_lost: int = 0  # in a row, after which half of what was learned had been lost
     _firsts: tuple[float, ...] = ()
     _recent: deque[float]
 
@@ -155,7 +148,10 @@ class Loss:
         self._recent.append(loss)
         recent = self.recent
         if len(self.past) >= RECENT:
-            self._compare(recent)
+            usual, deviation = self.past.of_latest(LATEST)
+            deviation = max(deviation, 1e-3 * abs(usual))  # so that a constant has one
+            self.is_worse = recent > usual + _WORSE * deviation
+            self.is_better = recent < usual - _BETTER * deviation
         if len(self._recent) == RECENT and self._firsts:
             self.best = min(self.best, recent)
             has_learned = self.first - self.best > NOISE * abs(self.first)
@@ -169,12 +165,6 @@ class Loss:
             self._firsts = (*self._firsts, loss)
             self.first = median_high(self._firsts)
         self.past.add(loss, unusual=bool(self.high))
-
-    def _compare(self, recent: float) -> None:
-        usual, deviation = self.past.of_latest(LATEST)
-        deviation = max(deviation, 1e-3 * abs(usual))  # so that a constant has one
-        self.is_worse = recent > usual + _WORSE * deviation
-        self.is_better = recent < usual - _BETTER * deviation
 
     def _is_far_above(self, loss: float) -> bool:
         if not len(self.past):
@@ -195,19 +185,12 @@ _FAR = 0.5  # of the range of the losses so far, by eye; tried 0.1 and 2.5
 
 
 class Norm:
-    """How far the total gradient norm is above its past, in decades (log10). Clipping hides it.
+    """How far the total gradient norm is above its past, in decades (log10). Clipping hides it."""
 
-    Attributes:
-        above: Compared with the highest of all, the latest included; 0 in the first steps.
-        far_above: Compared with the highest of the past.
-        since_jump: Steps since it first rose to five times the highest.
-        first: Median of the first five norms.
-    """
-
-    above: float = 0.0
-    far_above: float = 0.0
-    since_jump: int = NEVER
-    first: float = math.nan
+    above: float = 0.0  # the highest of all, the latest included; 0 in the first steps
+    far_above: float = 0.0  # the highest of the past
+    since_jump: int = NEVER  # steps since it first rose to five times the highest
+    first: float = math.nan  # median of the first five norms
     _firsts: tuple[float, ...] = ()
     _past: Past
 
@@ -241,23 +224,16 @@ _UNUSUAL = 1.5  # a factor of 30, that of ExplodingGradient's lasting_factor; tr
 
 
 class Layers:
-    """The gradient norms of all layers at the last steps.
+    """The gradient norms of all layers at the last steps."""
 
-    Attributes:
-        names: The modules that own parameters.
-        levels: log10 of their norms, float64 ``[k, layers]``, oldest first; ``-inf`` for zero.
-        steps: Of each row.
-        usual: Their medians, as they were at most 20 steps ago, ``[layers]``.
-        are_unusual: Whether one differs tenfold, and by four deviations, from its usual one, or is
-            suddenly zero. Layers that were zero before do not count: experts, embeddings.
-    """
-
-    names: tuple[str, ...] = ()
-    levels: NDArray[np.float64]
-    steps: list[int]
-    usual: NDArray[np.float64]
+    names: tuple[str, ...] = ()  # of the modules that own parameters
+    levels: Figures  # log10 of their norms, [k, layers], oldest first; -inf for zero
+    steps: list[int]  # of each row
+    usual: Figures  # their medians, as they were at most 20 steps ago, [layers]
+    # One differs tenfold, and by four deviations, from its usual one, or is suddenly zero. Layers
+    # that were zero before do not count: experts, embeddings.
     are_unusual: bool = False
-    _limit: NDArray[np.float64]
+    _limit: Figures
     _since: int = 0
 
     def __init__(self) -> None:
@@ -271,18 +247,21 @@ class Layers:
 
     def add(self, record: StepRecord) -> None:
         """Add a step whose gradients are finite."""
-        if record.layout.owner_names is not self.names:
-            if record.layout.owner_names != self.names:
-                self._begin(record.layout.owner_names)
-            self.names = record.layout.owner_names
-        levels = record.owner_grad_levels
-        with np.errstate(invalid="ignore"):
-            self.are_unusual = bool((np.abs(levels - self.usual) > self._limit).any())
-        self.levels = np.concatenate([self.levels[1 - _ROWS :], levels[None]])
+        if record.layout.owner_names != self.names:
+            self._begin(record.layout.owner_names)
+        self.levels = np.concatenate([self.levels[1 - _ROWS :], record.owner_grad_levels[None]])
+        self.are_unusual = bool((np.abs(self.growth) > self._limit).any())
         self.steps = [*self.steps[1 - _ROWS :], record.step]
         self._since += 1
         if self._since == (LATEST if len(self.steps) > LATEST else FEWEST):
             self._refresh()
+
+    @property
+    def growth(self) -> Figures:
+        """How far each is above its usual one now, in decades; NaN if that is not known."""
+        with np.errstate(invalid="ignore"):
+            growth: Figures = self.levels[-1] - self.usual
+        return growth
 
     def _refresh(self) -> None:
         self._since, past = 0, self.levels[-LENGTH:]
@@ -307,31 +286,22 @@ _ROWS = LOOK_BACK + LATEST
 
 
 class Baseline:
-    """What detectors need to know of the whole run.
-
-    Attributes:
-        loss, norm, layers: See there.
-        age: Steps seen before this one.
-        since_rate_jump: Steps since the learning rate rose threefold above all that were survived:
-            ten steps later, the loss was not worse than before.
-        rate_before_jump, rate_after_jump: The highest of these, and what it rose to.
-        jumped: The modules whose rate rose then, in forward order, if not that of all.
-        since_large_step: Steps since one moved the median weight matrix by a fifth of its norm.
-        step_ratio: The median update ratio of the weight matrices at the last full measurement.
-        too_large: The module of one matrix that began far too large, if one did; and how many times
-            as large as He initialization makes it. None before the first full measurement.
-    """
+    """What detectors need to know of the whole run."""
 
     loss: Loss
     norm: Norm
     layers: Layers
-    age: int = -1
+    age: int = -1  # steps seen before this one
+    # Steps since the learning rate rose threefold above all that were survived: ten steps later,
+    # the loss was not worse than before.
     since_rate_jump: int = NEVER
-    rate_before_jump: float = 0.0
-    rate_after_jump: float = 0.0
-    jumped: tuple[str, ...] = ()
-    since_large_step: int = NEVER
-    step_ratio: float = 0.0
+    rate_before_jump: float = 0.0  # the highest of these
+    rate_after_jump: float = 0.0  # what it rose to
+    jumped: tuple[str, ...] = ()  # modules whose rate rose then, in forward order, if not all
+    since_large_step: int = NEVER  # since one moved the median weight matrix by a fifth of its norm
+    step_ratio: float = 0.0  # median update ratio of the matrices at the last full measurement
+    # The module of one matrix that began far too large, if one did; and how many times as large as
+    # He initialization makes it. None before the first full measurement.
     too_large: tuple[str, float] | None = None
     _ratio_rate: float = 0.0
     _survived_rate: float = 0.0
@@ -351,14 +321,17 @@ class Baseline:
         self.since_large_step += 1
         self._wanted -= record.full and self._wanted > 0
         self._add_rates(record)
-        if record.loss is not None and math.isfinite(record.loss):
-            self.loss.add(record.step, record.loss)
+        if (loss := finite_loss(record)) is not None:
+            self.loss.add(record.step, loss)
         if record.all_grads_finite:
             self.norm.add(record.total_grad_norm)
             self.layers.add(record)
             self._wanted = _FULL_STEPS if self.layers.are_unusual else self._wanted
         if record.update_ratios:
-            self._add_ratio(_median_ratio(record))
+            ratios = matrix_ratios(record).values()
+            self.step_ratio, self._ratio_rate = median(ratios) if ratios else 0.0, self.rate
+            if self.step_ratio >= LARGE_STEP:
+                self.since_large_step = 0
         if record.weights and self.too_large is None:
             self.too_large = _too_large(record)
 
@@ -435,11 +408,6 @@ class Baseline:
             self._survived_rate = max(self._survived_rate, self._rates[-FEWEST])
         self._rates.append(rate)
 
-    def _add_ratio(self, ratio: float) -> None:
-        self.step_ratio, self._ratio_rate = ratio, self.rate
-        if ratio >= LARGE_STEP:
-            self.since_large_step = 0
-
 
 # As update_ratio of loss_divergence: at 0.1 the healthy rare_positive_weighted alarms; tried 0.4.
 LARGE_STEP = 0.2
@@ -459,10 +427,21 @@ def _groups_of_modules(record: StepRecord) -> dict[str, list[int]]:
     return groups
 
 
-def _median_ratio(record: StepRecord) -> float:
-    matrices = record.layout.matrices
-    ratios = [r for n, r in record.update_ratios.items() if n in matrices and math.isfinite(r)]
-    return median(ratios) if ratios else 0.0
+def finite_loss(record: StepRecord) -> float | None:
+    """The loss of a step; None if none was logged or it is not finite."""
+    return record.loss if record.loss is not None and math.isfinite(record.loss) else None
+
+
+def matrix_ratios(record: StepRecord) -> dict[str, float]:
+    """The finite update ratios of the weight matrices, by name."""
+    matrices, ratios = record.layout.matrices, record.update_ratios.items()
+    return {name: r for name, r in ratios if name in matrices and math.isfinite(r)}
+
+
+def matrix_sizes(record: StepRecord) -> dict[str, float]:
+    """The root mean square of each weight matrix, by name."""
+    sizes = figures_of(record.weights, rms_of)
+    return {name: size for name, size in sizes.items() if name in record.layout.matrices}
 
 
 def _too_large(record: StepRecord) -> tuple[str, float]:
@@ -471,13 +450,13 @@ def _too_large(record: StepRecord) -> tuple[str, float]:
     He initialization makes the root mean square of a matrix ``sqrt(2 / fan_in)`` (He et al.,
     "Delving Deep into Rectifiers", 2015).
     """
-    sizes, modules = figures_of(record.weights, rms_of), record.layout.modules
-    sized: list[tuple[float, str]] = []
-    for parameter, owner in zip(record.layout.parameters, record.layout.owners, strict=True):
-        size = sizes.get(parameter.name, math.nan)
-        if len(parameter.shape) > 1 and modules[owner].type_name not in LOOKUPS and size > 0:
+    layout, sized = record.layout, list[tuple[float, str]]()
+    for name, size in matrix_sizes(record).items():
+        parameter = layout.parameters[layout.parameter_position[name]]
+        module = layout.modules[layout.position[parameter.module_name]]
+        if module.type_name not in LOOKUPS and size > 0:
             usual = math.sqrt(2 / math.prod(parameter.shape[1:]))
-            sized.append((size / usual, parameter.module_name))
+            sized.append((size / usual, module.name))
     largest = max(sized, default=(0.0, ""))
     others = [size for size, name in sized if name != largest[1]]
     stands_out = others and largest[0] >= _FAR_TOO_LARGE * max(1.0, max(others))
@@ -487,30 +466,22 @@ def _too_large(record: StepRecord) -> tuple[str, float]:
 _FAR_TOO_LARGE = 10.0  # as He initialization, and as any other matrix; PyTorch's defaults are 0.4
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Rise:
-    """A loss that rose from its usual level.
+    """A loss that rose from its usual level."""
 
-    Attributes:
-        first: What it was in the first steps of the run.
-        usual: What it was before it rose.
-        peak: The highest since.
-    """
-
-    first: float
-    usual: float
-    peak: float
-
-    def followed_by(self, loss: float) -> Rise:
-        return self if loss <= self.peak else replace(self, peak=loss)
+    first: float  # what it was in the first steps of the run
+    usual: float  # what it was before it rose
+    peak: float  # the highest since
 
     def is_undone(self, loss: float) -> bool:
-        """Whether this loss is so low that the rise is as good as over.
+        """Whether the latest loss is so low that the rise is as good as over.
 
         That is when half of the rise is undone. Where the loss rose above that of the first steps,
         it is half of the way up to there: to be no worse than an untrained model is no recovery.
         Where it had hardly come down before it rose, it is when it has.
         """
+        self.peak = max(self.peak, loss)
         learned = self.first - self.usual
         if abs(learned) <= NOISE * abs(self.first):
             return loss < self.first - NOISE * abs(self.first)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from telemetry.alert import Alert, Severity
-from telemetry.alerts.baseline import Baseline
+from telemetry.alerts.baseline import Baseline, finite_loss
 from telemetry.alerts.memory import restore, to_plain
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
@@ -16,33 +15,19 @@ from telemetry.rule import Rule
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a detector sees in one step.
+    """What a detector sees in one step."""
 
-    Attributes:
-        seen: What was seen and where, with figures; a sentence without its period.
-        advice: What people usually try.
-        value: The figure that was judged.
-        limit: What it was compared with, in the same unit.
-        module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
-        severity: None: that of the detector.
-        certain: Whether it needs no confirmation.
-        told_once: Whether it is a fact of this step, which neither lasts nor ends.
-        is_worse: Whether it makes a fault worse that has begun, though its severity is the same.
-        begun_at: The step at which it began; None: this one.
-        is_over: Whether it is over already.
-    """
-
-    seen: str
-    advice: str
-    value: float
-    limit: float
-    module_name: str | None = None
-    severity: Severity | None = None
-    certain: bool = False
-    told_once: bool = False
-    is_worse: bool = False
-    begun_at: int | None = None
-    is_over: bool = False
+    seen: str  # what was seen and where, with figures; a sentence without its period
+    advice: str  # what people usually try
+    value: float  # the figure that was judged
+    limit: float  # what it was compared with, in the same unit
+    module_name: str | None = None  # the culprit; None if it is the loss or the model
+    severity: Severity | None = None  # None: that of the detector
+    certain: bool = False  # needs no confirmation
+    told_once: bool = False  # is a fact of this step, which neither lasts nor ends
+    is_worse: bool = False  # makes a fault worse that has begun, though its severity is the same
+    begun_at: int | None = None  # the step at which it began; None: this one
+    is_over: bool = False  # already
 
 
 EXPLOSIONS = frozenset({"exploding_gradient", "exploding_activation"})
@@ -59,33 +44,22 @@ class Detector(Rule):
 
     Args:
         limits: Other values for some of them.
-
-    Attributes:
-        kind: The kind of its alerts.
-        on: At which steps it looks: each ``"step"``, those measured in ``"full"``, or those of
-            which a finite ``"loss"`` is known.
-        severity: Of its alerts.
-        confirm: Findings in a row that make an alert, or the name of the limit that is that.
-        over_after: Looks without a finding after which a fault is over.
-        explained_by: Kinds of faults that it may follow from.
-        lasting: Whether it does not pass with what caused it.
-        by_large_steps: Whether a learning rate that has just jumped explains it.
-        undecided: Whether a full measurement would help; to be set by :meth:`find`. While a finding
-            of a full step waits to be confirmed, one is asked for anyway.
-        alert: That of the fault that is on; None if none is.
     """
 
     kind: ClassVar[str]
+    # It looks at each step, those measured in full, or those of which a finite loss is known.
     on: ClassVar[Literal["step", "full", "loss"]] = "step"
     severity: ClassVar[Severity] = "warning"
-    explained_by: ClassVar[frozenset[str]] = frozenset()
-    lasting: ClassVar[bool] = False
-    by_large_steps: ClassVar[bool] = False
-    confirm: ClassVar[int | str] = 1
-    over_after: ClassVar[int] = 1
+    explained_by: ClassVar[frozenset[str]] = frozenset()  # kinds of faults that it may follow from
+    lasting: ClassVar[bool] = False  # does not pass with what caused it
+    by_large_steps: ClassVar[bool] = False  # a learning rate that has just jumped explains it
+    confirm: ClassVar[int | str] = 1  # findings in a row that make an alert, or the limit that says
+    over_after: ClassVar[int] = 1  # looks without a finding after which a fault is over
 
+    # A full measurement would help; to be set by find(). While a finding of a full step waits to be
+    # confirmed, one is asked for anyway.
     undecided: bool = False
-    alert: Alert | None = None
+    alert: Alert | None = None  # of the fault that is on
     _findings: int = 0
     _looks_without: int = 0
 
@@ -138,20 +112,24 @@ class Detector(Rule):
         """Judge a step."""
         if not self._looks_at(record):
             return
-        found = self.find(record, base)
-        if found is None and self.alert is not None and self.lasts(record, base):
+        if (found := self.find(record, base)) is not None:
+            self._findings += 1
             self._looks_without = 0
-            return
-        self._findings = self._findings + 1 if found is not None else 0
-        if found is None or found.certain or self._findings >= self._enough:
-            yield from self._update(record.step, found)
+            if found.certain or self._findings >= self._enough:
+                yield from self._tell(record.step, found)
+        elif self.alert is not None and self.lasts(record, base):
+            self._looks_without = 0
         else:
-            self._looks_without = 0
+            self._findings = 0
+            self._looks_without += 1
+            if self.alert is not None and self._looks_without >= self.over_after:
+                ended, self.alert = _ended(self.alert, record.step), None
+                yield ended
 
-    def look_at_loss(self, step: int, loss: float) -> Iterator[Alert]:
-        """Judge a loss that was just logged."""
+    def on_loss(self, step: int, loss: float) -> Iterator[Alert]:
         if (found := self.find_in_loss(step, loss)) is not None:
-            yield from self._update(step, found)
+            self._looks_without = 0
+            yield from self._tell(step, found)
 
     @property
     def wants_full(self) -> bool:
@@ -173,9 +151,6 @@ class Detector(Rule):
         self._own_base.add(record)
         return self.look(record, self._own_base)
 
-    def on_loss(self, step: int, loss: float) -> Iterator[Alert]:
-        return self.look_at_loss(step, loss)
-
     def state_dict(self) -> dict[str, Any]:
         return {"detector": to_plain(self), "baseline": to_plain(self._own_base)}
 
@@ -188,29 +163,12 @@ class Detector(Rule):
     def _looks_at(self, record: StepRecord) -> bool:
         if self.on == "full":
             return record.full
-        return self.on == "step" or (record.loss is not None and math.isfinite(record.loss))
+        return self.on == "step" or finite_loss(record) is not None
 
-    def _update(self, step: int, found: Finding | None) -> Iterator[Alert]:
+    def _tell(self, step: int, found: Finding) -> Iterator[Alert]:
+        """The alerts of a finding that needs no more confirmation."""
         begun = self.alert
-        if found is not None:
-            self._looks_without = 0
-            alert = self._alert(step, found)
-            grown = begun is not None and (begun.severity, alert.severity) == ("warning", "error")
-            if found.told_once or found.is_over:
-                yield alert
-                if found.is_over:
-                    yield _ended(alert, step)
-            elif begun is None or grown or found.is_worse:
-                self.alert = alert
-                yield alert if begun is None else replace(alert, stage="worse")
-        elif begun is not None:
-            self._looks_without += 1
-            if self._looks_without >= self.over_after:
-                self.alert = None
-                yield _ended(begun, step)
-
-    def _alert(self, step: int, found: Finding) -> Alert:
-        return Alert(
+        alert = Alert(
             kind=self.kind,
             severity=found.severity or self.severity,
             step=step if found.begun_at is None else found.begun_at,
@@ -219,6 +177,14 @@ class Detector(Rule):
             threshold=float(found.limit),
             message=f"{found.seen}.\n{found.advice}",
         )
+        grown = begun is not None and (begun.severity, alert.severity) == ("warning", "error")
+        if found.told_once or found.is_over:
+            yield alert
+            if found.is_over:
+                yield _ended(alert, step)
+        elif begun is None or grown or found.is_worse:
+            self.alert = alert
+            yield alert if begun is None else replace(alert, stage="worse")
 
 
 def _ended(begun: Alert, step: int) -> Alert:

@@ -54,18 +54,14 @@ class Engine(Rule):
         self._allowance = _BURST
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        """Judge a loss that was logged before its step ended."""
-        errors: list[Exception] = []
-        found = [_contained(d.look_at_loss(step, loss), errors) for d in self._detectors.values()]
-        return self._told([alert for alerts in found for alert in alerts], errors)
+        found = _found_by(d.on_loss(step, loss) for d in self._detectors.values())
+        return self._told(*found)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._base.add(record)
-        errors: list[Exception] = []
-        found = [_contained(d.look(record, self._base), errors) for d in self._detectors.values()]
-        alerts = [alert for alerts in found for alert in alerts]
+        found = _found_by(d.look(record, self._base) for d in self._detectors.values())
         self._ask(record.step)
-        return self._told(alerts, errors)
+        return self._told(*found)
 
     def _ask(self, step: int) -> None:
         """Begin to ask for several measurements, or go on with that."""
@@ -155,13 +151,13 @@ class Engine(Rule):
             return self._reported.get(self._hidden[alert.kind].cause)
         if alert.stage != "begin":
             return None
+        explaining = self._detectors[alert.kind].explained_by
         known = [
-            self._reported[kind]
-            for kind in self._detectors[alert.kind].explained_by
-            if kind in self._reported and _may_explain(self._reported[kind], alert)
+            reported
+            for kind, reported in self._reported.items()
+            if kind in explaining and _may_explain(reported, alert)
         ]
-        near = [reported for reported in known if alert.step - reported.step <= _REACH]
-        return min(near, key=lambda reported: reported.alert.step, default=None)
+        return min(known, key=lambda reported: reported.alert.step, default=None)
 
     def _add_consequence(
         self, cause: _Reported, alert: Alert, reported: list[Alert]
@@ -187,30 +183,25 @@ class Engine(Rule):
         return [*reported, _grown_worse(after, alert)] if rises or (lasts and is_new) else reported
 
 
-def _contained(found: Iterator[Alert], errors: list[Exception]) -> Iterator[Alert]:
-    """What a detector finds; one that raises, perhaps the user's, does not stop the others."""
-    try:
-        yield from found
-    except Exception as error:  # of any detector
-        errors.append(error)
+def _found_by(looks: Iterable[Iterator[Alert]]) -> tuple[list[Alert], list[Exception]]:
+    """What detectors find; one that raises, perhaps the user's, does not stop the others."""
+    alerts: list[Alert] = []
+    errors: list[Exception] = []
+    for found in looks:
+        try:
+            alerts.extend(found)
+        except Exception as error:  # of any detector
+            errors.append(error)
+    return alerts, errors
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Reported:
-    """An alert that was reported.
-
-    Attributes:
-        last: The last step at which it had a consequence; -1 if it had none.
-        by_rate: Whether the learning rate had jumped when it began.
-    """
+    """An alert that was reported."""
 
     alert: Alert
-    last: int = -1
-    by_rate: bool
-
-    @property
-    def step(self) -> int:
-        return max(self.alert.step, self.last)
+    last: int = -1  # the last step at which it had a consequence
+    by_rate: bool  # the learning rate had jumped when it began
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,12 +213,14 @@ class _Hidden:
 
 
 def _may_explain(reported: _Reported, alert: Alert) -> bool:
-    """Whether it fits: a note explains nothing, nor a layer without a gradient another.
+    """Whether it is near and fits: a note explains nothing, nor one unreached layer another.
 
     A loss that jumps because of the learning rate may make things explode; otherwise they come
     first.
     """
     cause = reported.alert
+    if alert.step - max(cause.step, reported.last) > _REACH:
+        return False
     if cause.severity == "note" and alert.severity != "note":
         return False
     if cause.kind == "loss_spike" and alert.kind.startswith("exploding"):

@@ -30,10 +30,6 @@ class ExplodingActivation(Detector):
     It alerts when an output is ``factor`` times larger than ever before, in two full measurements
     in a row, and the loss has risen as well; or when activations grow ``depth_factor``-fold through
     the network at the very first and at a second one of the first steps.
-
-    Args:
-        factor: Ratio to the largest RMS that the module's output has had.
-        depth_factor: Ratio of the largest variation in the network to the RMS of the first module.
     """
 
     kind = "exploding_activation"
@@ -123,12 +119,6 @@ class ExplodingGradient(Detector):
     first measurement, before training can have caused it. It takes two measurements, or one that is
     thirty times larger. Later, where clipping hides the norm, both must have grown tenfold and the
     loss must have risen.
-
-    Args:
-        factor: Ratio to the highest norm of the last 100 steps, at three steps in a row.
-        lasting_factor: Ratio to that of older steps, for ten steps with a loss that has risen.
-        depth_factor: Growth of activations from the first module to the largest, times that of
-            their gradients on the way back.
     """
 
     kind = "exploding_gradient"
@@ -158,7 +148,15 @@ class ExplodingGradient(Detector):
         self._blame = Blame()
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        found = self._find(record, base)
+        if not record.all_grads_finite:
+            found = self._cut_short(base)
+        else:
+            self._blame.add(record, base)
+            found = (
+                self._in_time(record, base)
+                or self._before_clipping(record, base)
+                or self._over_depth(record, base)
+            )
         just_jumped = base.norm.since_jump < _LASTING or self._looks_amplified == 1
         asks = just_jumped or self._deep_looks > 0 or self._may_be_from_loss
         self.undecided = self.alert is None and asks
@@ -170,16 +168,6 @@ class ExplodingGradient(Detector):
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
         return self._is_deep or self._looks_amplified > 0 or not record.all_grads_finite
-
-    def _find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        if not record.all_grads_finite:
-            return self._cut_short(base)
-        self._blame.add(record, base)
-        return (
-            self._in_time(record, base)
-            or self._before_clipping(record, base)
-            or self._over_depth(record, base)
-        )
 
     def _in_time(self, record: StepRecord, base: Baseline) -> Finding | None:
         norm, loss = base.norm, base.loss
@@ -369,21 +357,13 @@ class Blame:
     network of ReLUs all gradients grow except its own, which does not contain its weight. If none
     stands out among several, and it is not known what the outputs were, it is the batch or all of
     them. A step or two later everything has changed.
-
-    Attributes:
-        stretch: The culprits; None while nothing grows or they are not known.
-        batch: How many times as large as before the values are that the model was given, if it is
-            they; else 0.
-        is_alike: Whether all gradients grew alike, and nothing else is known.
-        by_norms: Whether the culprit was found by the norms alone.
-        is_corrected: Whether a full measurement has just shown that it is another one.
     """
 
-    stretch: Stretch | None = None
-    batch: float = 0.0
-    is_alike: bool = False
-    by_norms: bool = False
-    is_corrected: bool = False
+    stretch: Stretch | None = None  # the culprits; None while nothing grows or they are not known
+    batch: float = 0.0  # how many times as large as before its values are, if it is to blame
+    is_alike: bool = False  # all gradients grew alike, and nothing else is known
+    by_norms: bool = False  # the culprit was found by the norms alone
+    is_corrected: bool = False  # a full measurement has just shown that it is another one
     _outputs: dict[str, float]
     _gradients: dict[str, float]
 
@@ -445,9 +425,7 @@ class Blame:
 
 def _growth(base: Baseline) -> NDArray[np.float64] | None:
     """log10 of how far each norm is above its usual one, if most have grown tenfold."""
-    layers = base.layers
-    with np.errstate(invalid="ignore"):
-        growth: NDArray[np.float64] = layers.levels[-1] - layers.usual
+    growth = base.layers.growth
     known = growth[np.isfinite(growth)]
     is_grown = 2 * np.count_nonzero(known > TENFOLD) > len(known) >= _FEWEST
     return growth if is_grown else None
@@ -458,14 +436,12 @@ def _entered(base: Baseline) -> Stretch | None:
 
     That is the last of them, of which those before it are given theirs.
     """
-    layers = base.layers
-    with np.errstate(invalid="ignore"):
-        growth = layers.levels[-1] - layers.usual
+    growth = base.layers.growth
     known, grown = np.isfinite(growth), np.flatnonzero(growth > 2 * TENFOLD)
     are_apart = not (known & (growth > TENFOLD / 2) & (growth <= 2 * TENFOLD)).any()
     if not 0 < 2 * len(grown) <= np.count_nonzero(known) or not are_apart:
         return None
-    name = layers.names[grown[-1]]
+    name = base.layers.names[grown[-1]]
     return Stretch(name, name)
 
 

@@ -37,15 +37,10 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """How much a pass grows from its beginning to its largest value.
+    """How much a pass grows from its beginning to its largest value."""
 
-    Attributes:
-        names: The modules, in the order of the pass.
-        levels: log10 of what each returned; the first is what the others are compared with.
-    """
-
-    names: Sequence[str]
-    levels: Sequence[float]
+    names: Sequence[str]  # of the modules, in the order of the pass
+    levels: Sequence[float]  # log10 of what each returned; the first is compared with the others
 
     @property
     def decades(self) -> float:
@@ -98,10 +93,9 @@ def backward_growth(record: StepRecord) -> Growth:
 
     A normalization divides the gradient by what it divides its input by: that is not counted.
     """
-    modules, values = (
-        zip(*_gradients(record)[::-1], strict=True) if _gradients(record) else ((), ())
-    )
-    return _growth(modules, values, [False, *map(_normalizes, modules)])
+    layers = _gradients(record)[::-1]
+    modules = [module for module, _ in layers]
+    return _growth(modules, [rms for _, rms in layers], [False, *map(_normalizes, modules)])
 
 
 def gain(record: StepRecord, norm: float | None = None) -> float:

@@ -40,18 +40,14 @@ class Judge:
     def judge(self, record: StepRecord) -> Iterator[Alert]:
         """What the rules find in a step."""
         for rule in self._rules:
-            try:
+            with self._failures.contained(f"to apply the rule {rule.name!r}"):
                 yield from _checked(rule(record))
-            except Exception:  # of any rule
-                self._report(rule)
 
     def judge_loss(self, step: int, loss: float) -> Iterator[Alert]:
         """What they find in a loss that was just logged."""
         for rule in self._rules:
-            try:
+            with self._failures.contained(f"to apply the rule {rule.name!r}"):
                 yield from _checked(rule.on_loss(step, loss))
-            except Exception:  # of any rule
-                self._report(rule)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What each rule that remembers something knows, in their order."""
@@ -80,9 +76,6 @@ class Judge:
             except Exception as error:  # of any rule
                 misfits.append(f"{name}: {error or repr(error)}")
         return misfits + [f"there is no rule {name}" for name in known]
-
-    def _report(self, rule: Rule) -> None:
-        self._failures.report(f"to apply the rule {rule.name!r}")
 
     def _named(self) -> Iterator[tuple[str, Rule]]:
         """Rules by name; of several of one name the later ones have a number."""

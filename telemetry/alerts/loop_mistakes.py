@@ -7,7 +7,7 @@ import re
 from collections import deque
 from statistics import median_high
 
-from telemetry.alerts.baseline import FEWEST, Baseline
+from telemetry.alerts.baseline import FEWEST, Baseline, finite_loss
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
@@ -116,8 +116,8 @@ class SameBatch(Detector):
         self._losses = deque(maxlen=FEWEST)
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        if record.loss is not None and math.isfinite(record.loss):
-            self._losses.append(record.loss)
+        if (loss := finite_loss(record)) is not None:
+            self._losses.append(loss)
         given, distance = record.fingerprints, record.step - self._begun
         is_known = len(given) > 0 and all(map(math.isfinite, given))
         if is_known and given == self._given:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from operator import attrgetter
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 
 from telemetry.alerts.baseline import (
     AFTER_JUMP,
@@ -18,7 +16,9 @@ from telemetry.alerts.baseline import (
     NEVER,
     RECENT,
     Baseline,
+    Figures,
     Rise,
+    finite_loss,
 )
 from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
@@ -36,9 +36,9 @@ class LossDivergence(Detector):
     ``update_ratio`` of its norm (healthy runs have 0.001 to 0.01; their first steps may be larger,
     but then the loss falls; between two measurements it grows with the learning rate), and
 
-    - the next ``losses`` losses are all far above those before. One less is enough if the learning
-      rate has just jumped above all former ones, or if it is that of the first steps and the loss
-      has become several times as high; or
+    - within 20 steps, ``losses`` in a row are all far above those before. One less is enough if the
+      learning rate has just jumped above all former ones, or if it is that of the first steps and
+      the loss has become several times as high; or
     - half of what was learned has been lost, after the first hundred steps.
 
     If gradients jumped and the learning rate did not, it is silent: ``exploding_gradient`` covers
@@ -46,10 +46,6 @@ class LossDivergence(Detector):
 
     It alerts, too, when gradients are never zeroed, so that those of all steps add up and steps
     become ever larger (see :class:`SummedGradients`); the loss is high soon after.
-
-    Args:
-        update_ratio: Least update ratio of the median weight matrix, at a full measurement.
-        losses: Number of high losses in a row, within 20 steps of that measurement.
     """
 
     kind = "loss_divergence"
@@ -76,7 +72,7 @@ class LossDivergence(Detector):
         self.undecided = bool(suspicious) and self.alert is None
         if self._sums.is_sure:
             return self._summed(record)
-        if self.alert is not None or record.loss is None or not math.isfinite(record.loss):
+        if self.alert is not None or finite_loss(record) is None:
             return None
         is_new = base.is_young and loss.excess > _FAR
         enough = self.losses - (is_new or base.follows_rate_jump)
@@ -89,12 +85,9 @@ class LossDivergence(Detector):
         return self._found(record, base)
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
-        if record.loss is None or not math.isfinite(record.loss):
+        if (loss := finite_loss(record)) is None:
             return True
-        if self._rise is None:
-            return False
-        self._rise = self._rise.followed_by(record.loss)
-        return not self._rise.is_undone(record.loss)
+        return self._rise is not None and not self._rise.is_undone(loss)
 
     def _found(self, record: StepRecord, base: Baseline) -> Finding:
         rate, lowest = base.rate, base.lowest_rate
@@ -146,14 +139,10 @@ class SummedGradients:
     Clipping and loss scaling multiply all gradients by the same factor, which is therefore left
     open where there are several layers. Where neither holds (gradients averaged over ranks, a
     second backward pass, noise), nothing is said.
-
-    Attributes:
-        is_sure: Whether two pairs of steps in a row have shown it, and none the contrary since.
-        undecided: Whether two full measurements in a row would tell.
     """
 
-    is_sure: bool = False
-    undecided: bool = False
+    is_sure: bool = False  # two pairs of steps in a row have shown it, and none the contrary since
+    undecided: bool = False  # two full measurements in a row would tell
     _step: int = -2
     _biases: dict[str, float]
     _pairs: int = 0
@@ -163,14 +152,9 @@ class SummedGradients:
     def __init__(self) -> None:
         self._biases = {}
 
-    @property
-    def is_young(self) -> bool:
-        """Whether the norms of the first steps are still being looked at."""
-        return len(self._norms) <= _RISING
-
     def add(self, record: StepRecord) -> None:
         """Look at one step."""
-        if self.is_young:  # sums grow at each of the first steps
+        if len(self._norms) <= _RISING:  # sums grow at each of the first steps
             self._norms = (*self._norms, record.total_grad_norm)
             rises = len(self._norms) > _RISING and bool(np.all(np.diff(self._norms) > 0))
             self._ask(rises)
@@ -223,16 +207,13 @@ def _sums(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
     return given, biases
 
 
-def _sum_of(rows: Rows) -> NDArray[np.float64]:
+def _sum_of(rows: Rows) -> Figures:
     """As if all values were finite."""
-    sums: NDArray[np.float64] = mean_of(rows) * rows.count
+    sums: Figures = mean_of(rows) * rows.count
     return sums
 
 
-def _is_one_factor(
-    values: np.ndarray[tuple[int], np.dtype[np.float64]],
-    others: np.ndarray[tuple[int], np.dtype[np.float64]],
-) -> bool:
+def _is_one_factor(values: Figures, others: Figures) -> bool:
     """Whether values are others times one factor up to 1, which is 1 if there are few of them."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = values / others

@@ -145,18 +145,14 @@ class TargetsBroadcast(Detector):
 
 
 class _Last(NamedTuple):
-    """The last module that ran, what it returned and the gradients with respect to that.
-
-    Attributes:
-        means: Of how many means over rows these are: of each rank one, or of each micro-batch.
-    """
+    """The last module that ran, what it returned and the gradients with respect to that."""
 
     name: str
     type_name: str
     units: int
     outputs: Sketch
     grads: Sketch
-    means: tuple[int, int]
+    means: tuple[int, int]  # over rows, that these are of: one of each rank, or each micro-batch
 
 
 def _last(record: StepRecord) -> _Last | None:
@@ -170,7 +166,7 @@ def _last(record: StepRecord) -> _Last | None:
     return _Last(
         name=name,
         type_name=record.layout.modules[record.layout.position[name]].type_name,
-        units=0 if outputs.unit_max is None else len(outputs.unit_max),
+        units=int(record.activations.rows.unit_count[-1]),
         outputs=outputs.sketch,
         grads=grads.sketch,
         means=(ranks, ranks * grads.calls),

@@ -45,10 +45,6 @@ class LossSpike(Detector):
 
     A further jump of the rate makes it worse. It is over when :class:`Rise` is undone; while the
     learning rate is still what made the loss jump, when the loss is what it usually was.
-
-    Args:
-        distance: In ranges.
-        batch_distance: In ranges of a hundred losses.
     """
 
     kind = "loss_spike"
@@ -123,10 +119,8 @@ class LossSpike(Detector):
         loss = record.loss
         if self._rise is None or loss is None:
             return False
-        self._rise = self._rise.followed_by(loss)
-        if base.rate >= base.rate_after_jump > 0:
-            return loss > self._rise.usual
-        return not self._rise.is_undone(loss)
+        is_undone = self._rise.is_undone(loss)
+        return loss > self._rise.usual if base.rate >= base.rate_after_jump > 0 else not is_undone
 
     def _of_batch(self, high: Sequence[Logged], base: Baseline) -> Finding | None:
         """The loss is usual again: high ones before it were those of single batches."""

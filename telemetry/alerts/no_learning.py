@@ -8,7 +8,7 @@ from statistics import median_high
 
 import numpy as np
 
-from telemetry.alerts.baseline import FEWEST, RECENT, Baseline
+from telemetry.alerts.baseline import FEWEST, RECENT, Baseline, Figures, finite_loss, matrix_ratios
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.records import StepRecord
 
@@ -62,9 +62,7 @@ class NoLearning(Detector):
         self._before = record.total_grad_norm_before_clipping or self._before
         if record.update_ratios:
             self._looks += 1
-            matrices, ratios = record.layout.matrices, record.update_ratios.items()
-            moved = (r for name, r in ratios if name in matrices and math.isfinite(r))
-            self._largest_ratio = max(self._largest_ratio, *moved, 0.0)
+            self._largest_ratio = max(self._largest_ratio, *matrix_ratios(record).values(), 0.0)
         ratio, steps, now = self._largest_ratio, base.age + 1, median_high(self._norms)
         few = self._looks < _LOOKS and ratio <= self.update_ratio
         self.undecided = few and steps >= self.steps - _LOOKS
@@ -150,13 +148,13 @@ class LossStuck(Detector):
         if record.fingerprints:
             self._varies = self._given != () and record.fingerprints != self._given
             self._given = record.fingerprints
-        if record.loss is not None and math.isfinite(record.loss):
-            self._losses.append(record.loss)
+        if (loss := finite_loss(record)) is not None:
+            self._losses.append(loss)
         return None if self.lasts(record, base) else self._judge(base)
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
         """Whether this is none of the steps at which it looks: that takes some time."""
-        known = record.loss is not None and math.isfinite(record.loss)
+        known = finite_loss(record) is not None
         return not known or len(self._losses) < 2 * self.steps or record.step % self.steps > 0
 
     def _judge(self, base: Baseline) -> Finding | None:
@@ -189,7 +187,7 @@ class LossStuck(Detector):
         )
 
 
-def _is_noise(losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
+def _is_noise(losses: Figures) -> bool:
     """Whether the losses have no trend and are independent of each other."""
     off = losses - losses.mean()
     first, second = np.array_split(off, 2)

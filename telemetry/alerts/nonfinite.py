@@ -117,16 +117,10 @@ _TOO_LARGE = (
 
 
 class Origin(NamedTuple):
-    """Where values that are not finite began.
+    """Where values that are not finite began."""
 
-    Attributes:
-        module_name: The culprit, if it is a module and known.
-        where: To follow "first seen in".
-        advice: What people usually try.
-    """
-
-    module_name: str | None
-    where: str
+    module_name: str | None  # the culprit, if it is a module and known
+    where: str  # to follow "first seen in"
     advice: str
 
 
@@ -143,18 +137,7 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
 
     At a step that was not measured in full, inputs and outputs are unknown. What is known are the
     loss, which gradients are bad, and, where gradients are on the CPU, the running statistics of
-    batch norms, which have been given what is NaN in the forward pass.
-
-    - If statistics are NaN, it was the forward pass, before the first batch norm that has them.
-    - It was the backward pass if the loss is finite, or not logged and the gradients of the last
-      layers are; the culprit lies behind the last layer whose gradient is bad.
-    - If the loss is bad and the gradients of some layers behind others are not, it is what follows
-      the last bad one: another term of the loss has finite gradients.
-    - Otherwise it may have been the inputs (unless the loss is infinite and not NaN), the forward
-      pass, the targets or the loss.
-
-    Then a module is suspect if it is not one of PyTorch's, because those do not turn usual numbers
-    into NaN. If several are, they are said to be, and none is named as the culprit.
+    batch norms. Of several modules that may have begun it, none is named as the culprit.
 
     Args:
         record: The step.
@@ -241,7 +224,8 @@ def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
     """It began behind the last layer whose gradient is bad; else that leaves open where.
 
     What is bad in the forward pass makes the gradients of all layers before it bad, and of those
-    behind it that share its term of the loss.
+    behind it that share its term of the loss. So if the loss is bad and gradients behind that layer
+    are not, these come from another term.
     """
     layout, grads = record.layout, record.activation_grads
     names = [module.name for module in layout.modules if module.name in grads]
@@ -279,14 +263,17 @@ def _by_elimination(record: StepRecord) -> Origin:
         other = "the targets or the loss, which is infinite but not NaN,"
     other += _NOT_MEASURED
     suspects = _own(record, record.layout.modules)
-    if not suspects:  # PyTorch's modules turn usual numbers into usual ones
+    if not suspects:
         return Origin(None, f"a function between the modules, {other}", _TARGETS)
     culprit = suspects[0] if len(suspects) == 1 else None
     return Origin(culprit, f"the forward pass{_perhaps(suspects)}, or in {other}", _FORWARD)
 
 
 def _own(record: StepRecord, modules: Sequence[Module]) -> list[str]:
-    """Those that are not PyTorch's and have no parameters; if none, those that have."""
+    """Those that are not PyTorch's and have no parameters; if none, those that have.
+
+    PyTorch's modules turn usual numbers into usual ones.
+    """
     others = [m.name for m in modules if m.type_name not in STANDARD]
     owners = {parameter.module_name for parameter in record.layout.parameters}
     functions = [name for name in others if name not in owners]

@@ -21,13 +21,9 @@ class RoundedUpdates(Detector):
 
     A number that changes at all does so by at least ``eps / 2`` of its size. So if a step moves a
     matrix by ``r`` of its norm, what it changes holds at most ``(2 r / eps)**2`` of the sum of
-    squares; the rest was rounded back. That is ``share`` or less, at each full measurement so far,
-    for at least half of the matrices in half precision that have gradients. While the learning rate
-    rises, nothing is said.
-
-    Args:
-        share: Of the sum of squares of a matrix.
-        steps: Number of steps from the beginning.
+    squares; the rest was rounded back. That is ``share`` or less, at each full measurement of the
+    first ``steps`` steps and later, for at least half of the matrices in half precision that have
+    gradients. While the learning rate rises, nothing is said.
     """
 
     kind = "rounded_updates"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import LATEST, RECENT, Baseline
+from telemetry.alerts.baseline import LATEST, RECENT, Baseline, Figures
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.layers.module_types import AFFINE
 from telemetry.records import Output, StepRecord
@@ -23,10 +22,6 @@ class LayersNotLearning(Detector):
     all of at least three full measurements over ``steps`` steps: a rate that falls from layer to
     layer far too fast, a parameter group with a rate of zero, weights in bfloat16 whose steps are
     lost in rounding. What has no gradient meanwhile, as an expert that is not chosen, is waiting.
-
-    Args:
-        share: Of the update ratio.
-        steps: From the first to the last of these measurements, at least.
     """
 
     kind = "layers_not_learning"
@@ -37,8 +32,8 @@ class LayersNotLearning(Detector):
     share = 1e-3
     steps = 100
     _names: tuple[str, ...] = ()
-    _since: NDArray[np.float64]
-    _looks: NDArray[np.float64]
+    _since: Figures
+    _looks: Figures
     _is_left: bool = False
 
     def set_up(self) -> None:
@@ -94,9 +89,6 @@ class OutputCollapse(Detector):
 
     Units of a linear layer or convolution that return the same as each other, though not the same
     for every input, began with equal weights: they get equal gradients and never part.
-
-    Args:
-        share: Of the root mean square.
     """
 
     kind = "output_collapse"

@@ -9,14 +9,11 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import FEWEST, LARGE_STEP, LENGTH, NEVER, Baseline
+from telemetry.alerts.baseline import FEWEST, LARGE_STEP, LENGTH, NEVER, Baseline, matrix_sizes
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
-from telemetry.records.tensor import figures_of
 from telemetry.shared.plain_text import called, steps_in_words
-
-Figures = NDArray[np.float64]
 
 
 class ExponentialTrend(Detector):
@@ -30,18 +27,13 @@ class ExponentialTrend(Detector):
 
     - *Weights*: the median weight matrix has shrunk to one part in ``shrinkage``, and the loss is
       that of the first steps; or it has grown ``weight_growth``-fold, and the loss does not fall.
-    - *Loss*: it has risen ``loss_growth``-fold, and so has the gradient norm, at least by a third.
+    - *Loss*: medians of ten have risen ``loss_growth``-fold, and those of the gradient norm by at
+      least a third of that.
     - *Learning rate*: it was multiplied by one number at least four times in a row and has grown
       ``rate_growth``-fold by that, and one step now moves the median weight matrix by 2 % of its
       norm: a warm-up ends below that.
 
     Each is told once.
-
-    Args:
-        shrinkage: Of the root mean square of the weights.
-        weight_growth: Likewise.
-        loss_growth: Of the loss, which is taken as the median of ten.
-        rate_growth: Of the learning rate.
     """
 
     kind = "exponential_trend"
@@ -69,13 +61,13 @@ class ExponentialTrend(Detector):
         return found
 
     def _of_weights(self, record: StepRecord, base: Baseline) -> Finding | None:
-        sizes = figures_of(record.weights, rms_of)
-        names = tuple(name for name in sizes if name in record.layout.matrices)
+        sizes = matrix_sizes(record)
+        names = tuple(sizes)
         if names != self._names:
-            self._names, self._first_weights = names, tuple(sizes[name] for name in names)
+            self._names, self._first_weights = names, tuple(sizes.values())
             self._weights.clear()
-        pairs = zip(names, self._first_weights, strict=True)
-        changes = [sizes[n] / first for n, first in pairs if first > 0 and 0 < sizes[n] < math.inf]
+        pairs = zip(sizes.values(), self._first_weights, strict=True)
+        changes = [now / first for now, first in pairs if first > 0 and 0 < now < math.inf]
         if not changes:
             return None
         self._weights.append((record.step, math.log10(median(changes))))
@@ -166,7 +158,7 @@ class ExponentialTrend(Detector):
         return Finding(seen=seen, advice=advice, value=value, limit=limit, told_once=True)
 
 
-def _steady(steps: Figures, levels: Figures, least: float) -> float:
+def _steady(steps: NDArray[np.float64], levels: NDArray[np.float64], least: float) -> float:
     """How fast levels rise per step: steadily up to the last, by ``least`` in all; 0 if not so."""
     for first in range(len(levels) - _LOOKS, -1, -1):
         if levels[-1] - levels[first] < least:
@@ -199,9 +191,6 @@ class UnboundedLoss(Detector):
       wrong sign, and it has fallen by a tenth since; or
     - the loss falls no slower in the second half of the run than in the first, while the last
       layer's output has become ``growth`` times as large and above 10, and goes on to grow.
-
-    Args:
-        growth: Of the root mean square of the last output, since the first full measurement.
     """
 
     kind = "unbounded_loss"
@@ -211,7 +200,6 @@ class UnboundedLoss(Detector):
     growth = 20.0  # wgan_gradient_penalty, whose outputs settle, has 8
     _looks: deque[tuple[int, float, float]]
     _classes: int = 0
-    _last: str = ""
 
     def set_up(self) -> None:
         self._looks = deque(maxlen=LENGTH)
@@ -236,11 +224,11 @@ class UnboundedLoss(Detector):
         falls = losses[0] > loss and loss - losses[-1] >= _UNDIMINISHED * (losses[0] - loss)
         if not grows or not falls or steps[-1] - steps[0] < _STEPS:
             return None
-        times = sizes[-1] / sizes[0]
+        times, last = sizes[-1] / sizes[0], next(reversed(record.activations))
         return self._found(
             recent,
             losses[0],
-            f"falls faster and faster below zero while the output of {called(self._last)} grows, "
+            f"falls faster and faster below zero while the output of {called(last)} grows, "
             f"{times:.3g}-fold in {steps_in_words(int(steps[-1] - steps[0]))}",
         )
 
@@ -249,7 +237,6 @@ class UnboundedLoss(Detector):
 
     def _look(self, record: StepRecord, loss: float) -> None:
         rows = record.activations.rows
-        self._last = [*record.activations][-1]
         outputs = max((p.shape[0] for p in record.layout.parameters if len(p.shape) > 1), default=0)
         self._classes = int(rows.unit_count[-1]) or outputs
         size = float(rms_of(rows)[-1])

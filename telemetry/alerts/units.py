@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import LATEST, Baseline
-from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.baseline import LATEST, Baseline, Marks
+from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.layers import table
 from telemetry.layers.module_types import (
     AFFINE,
@@ -35,8 +34,6 @@ from telemetry.records.sketch import Sketch
 from telemetry.records.tensor import Tensors
 from telemetry.shared.plain_text import called, printable
 
-_CAUSES = frozenset({"exploding_gradient", "exploding_activation", "loss_divergence", "loss_spike"})
-
 
 class DeadUnits(Detector):
     """Alerts when units of a layer are silent in each of several batches.
@@ -52,21 +49,16 @@ class DeadUnits(Detector):
     otherwise it is a branch that begins at zero. Activations with two flat ends saturate instead.
 
     It alerts when nearly all units of a layer are silent in ``batches`` full measurements in
-    a row, with enough samples to distinguish rarely active units from dead ones. If only a share
-    ``fraction`` is, it takes 50 steps: the layers before go on to change, and units near the limit
-    come back. It is an error when all are, and over when a third is active again.
-
-    Args:
-        fraction: Share of the units of one module's output.
-        batches: Number of full measurements in a row.
-        samples: Number of values of each unit, times the square root of the number of silent units,
-            because several silent units confirm each other.
+    a row. To distinguish rarely active units from dead ones, it takes ``samples`` values of each in
+    all, over the square root of the number of silent units, which confirm each other. If only a
+    share ``fraction`` is silent, it takes 50 steps: the layers before go on to change, and units
+    near the limit come back. It is an error when all are, and over when a third is active again.
     """
 
     kind = "dead_units"
     on = "full"
     over_after = 3  # by eye: one more than begin it
-    explained_by = _CAUSES | {"nonfinite", "vanishing_gradient"}
+    explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "vanishing_gradient"}
     lasting = True
     by_large_steps = True
     # Healthy layers have 47 % at most, dead ones 96 %. At 0.75 the vanishing mlp_overwrite_tiny is
@@ -118,7 +110,7 @@ class DeadUnits(Detector):
         of_layer = (s for output, s in _silent_units(record) if output.module_name == name)
         return any(_share(silent) > _REVIVED for silent in of_layer)
 
-    def _is_dead(self, output: Output, silent: NDArray[np.bool_], record: StepRecord) -> bool:
+    def _is_dead(self, output: Output, silent: Marks, record: StepRecord) -> bool:
         """Add this batch to those before; whether the units are dead now."""
         before = self._silence.pop(output, None)
         if _share(silent) < self.fraction:
@@ -161,26 +153,23 @@ _NEGLIGIBLE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class _Silence:
-    """Units of one output that were silent in all of some batches, bool ``[units]``.
+    """Units of one output that were silent in all of some batches."""
 
-    Attributes:
-        whole: For how many batches, up to the latest, every unit has been: those that were active
-            in the first ones may have died since.
-    """
-
-    silent: NDArray[np.bool_]
+    silent: Marks  # [units]
     batches: int = 1
     samples: float
     since: int
+    # For how many batches, up to the latest, every unit has been: those that were active in the
+    # first ones may have died since.
     whole: int
 
 
-def _share(units: NDArray[np.bool_]) -> float:
+def _share(units: Marks) -> float:
     return np.count_nonzero(units) / units.size  # faster than their mean
 
 
 @once
-def _silent_units(record: StepRecord) -> Sequence[tuple[Output, NDArray[np.bool_]]]:
+def _silent_units(record: StepRecord) -> Sequence[tuple[Output, Marks]]:
     """Outputs that get a gradient, and which of their units are silent, in forward order."""
     forward, idle = _Forward.of(record), _idle_modules(record)
     if not forward.outputs:
@@ -206,7 +195,7 @@ def _silent_units(record: StepRecord) -> Sequence[tuple[Output, NDArray[np.bool_
     return [(forward.outputs[i], silent[ends[i] - sizes[i] : ends[i]]) for i in counted]
 
 
-def _negligible(rows: Rows) -> NDArray[np.bool_]:
+def _negligible(rows: Rows) -> Marks:
     """Units whose inputs, the output before, were all negative, and whose outputs are negligible.
 
     The first output has itself before it.
@@ -216,7 +205,7 @@ def _negligible(rows: Rows) -> NDArray[np.bool_]:
     back = np.append(0, sizes[1:]).repeat(sizes)
     inputs = rows.units[np.arange(len(rows.units)) - back, 1]
     largest = np.maximum(*np.abs(rows.units.T))
-    negligible: NDArray[np.bool_] = (inputs < 0) & (largest <= -_NEGLIGIBLE * inputs)
+    negligible: Marks = (inputs < 0) & (largest <= -_NEGLIGIBLE * inputs)
     return as_many & negligible
 
 
@@ -255,7 +244,7 @@ class SaturatedUnits(Detector):
     kind = "saturated_units"
     on = "full"
     over_after = 3  # by eye: one more than begin it
-    explained_by = _CAUSES
+    explained_by = EXPLOSIONS | RISEN_LOSSES
     lasting = True
     by_large_steps = True
     # Healthy hidden layers have 21 % at most, faulty ones 90 % or more; the exception are the gates
@@ -288,7 +277,7 @@ class SaturatedUnits(Detector):
     def _found(self, record: StepRecord, output: Output, share: float, base: Baseline) -> Finding:
         name, layout = output.module_name, record.layout
         seen = f"{share:.0%} of the outputs of {called(str(output))} "
-        if any(parameter.module_name == name for parameter in layout.parameters):
+        if name in layout.owner_names:
             seen += "are so large that what follows is most likely flat there; hardly any gradient "
             seen += "comes back"
             advice = _SMALLER
@@ -348,17 +337,11 @@ class SaturatedUnits(Detector):
 
 @dataclass(kw_only=True)
 class _Layer:
-    """What the rule remembers of one layer.
+    """What the rule remembers of one layer."""
 
-    Attributes:
-        looks: Number of full measurements in a row at which it was flat.
-        fine_at: The last step at which it was not; None if it never was.
-        is_suspect: Whether it became flat in a way that training does not explain.
-    """
-
-    looks: int = 0
-    fine_at: int | None = None
-    is_suspect: bool = False
+    looks: int = 0  # full measurements in a row at which it was flat
+    fine_at: int | None = None  # the last step at which it was not; None if it never was
+    is_suspect: bool = False  # it became flat in a way that training does not explain
 
 
 _SMALLER = (
@@ -428,22 +411,13 @@ _KEEP_POSITIONS = CONVOLUTIONS | {"Linear"} | NORMALIZATIONS | UNBOUNDED | DROPO
 
 @dataclass(frozen=True, kw_only=True)
 class _Forward:
-    """The outputs in forward order, and the type of module that returned each.
-
-    Attributes:
-        outputs: The outputs.
-        types: Names of the classes of their modules, in the same order.
-        owned: Whether their modules own parameters, in the same order.
-        positions: How many elements each unit has, samples and pixels together, in the same order;
-            NaN where units are not told apart.
-        rows: What was measured of them, in the same order.
-    """
+    """The outputs in forward order."""
 
     outputs: Sequence[Output]
-    types: Sequence[str]
-    owned: Sequence[bool]
-    positions: Sequence[float]
-    rows: Rows
+    types: Sequence[str]  # of their modules
+    owned: Sequence[bool]  # by modules with parameters
+    positions: Sequence[float]  # elements of each unit, over samples and pixels; NaN without units
+    rows: Rows  # what was measured of them
 
     @staticmethod
     @once

@@ -6,15 +6,12 @@ import re
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from telemetry.alert import Severity
-from telemetry.alerts.baseline import Baseline
+from telemetry.alerts.baseline import Baseline, Marks
 from telemetry.alerts.detector import Detector, Finding
-from telemetry.records import Layout, Parameter, StepRecord
+from telemetry.records import Layout, StepRecord
 from telemetry.shared.plain_text import called_all
-
-Marks = NDArray[np.bool_]
 
 
 class UntrainedParameters(Detector):
@@ -23,17 +20,13 @@ class UntrainedParameters(Detector):
     Told once, after ``steps`` steps. It is a warning where gradients come and no optimizer takes
     them: an optimizer made before a module was replaced, made for a part of the model or for
     another one, or not stepped. It is a warning, too, where parameters that are stepped have no
-    gradient and are at least ``share`` of the trainable ones (``detach()``, ``no_grad()``), else a
-    note: a head that nobody reads, a part whose turn comes later. Frozen parameters do not count,
-    nor do modules that did not run and are one of several alike, of which others learn: experts are
-    chosen, and some are chosen rarely.
+    gradient and are at least ``share`` of all trainable elements (``detach()``, ``no_grad()``),
+    else a note: a head that nobody reads, a part whose turn comes later. Frozen parameters do not
+    count, nor do modules that did not run and are one of several alike, of which others learn:
+    experts are chosen, and some are chosen rarely.
 
     What is unfrozen later is looked at likewise. That gradients come to what an optimizer stepped
     before, and none does so any more, is a note: a second stage may train a part.
-
-    Args:
-        share: Of the elements of all parameters that require a gradient.
-        steps: Number of steps that are looked at before anything is said.
     """
 
     kind = "untrained_parameters"
@@ -44,8 +37,8 @@ class UntrainedParameters(Detector):
     steps = 90  # as long as within 100 steps: rare parts should have had their turn
     _steps: int
     _looks: int
-    _is_new: bool
-    _marks: Marks
+    _is_new: bool  # something can learn that could not before
+    _marks: Marks  # which was trained, reached by a gradient, held by an optimizer, and ran
     _trainable: Marks
     _told: Marks
     _trained_before: Marks
@@ -55,13 +48,7 @@ class UntrainedParameters(Detector):
         self._trainable = self._told = self._trained_before = np.zeros(0, bool)
 
     def _begin(self, count: int, *, is_new: bool = True) -> None:
-        """Look at so many parameters from now on.
-
-        Marked is whether each was trained, reached by a gradient, held by an optimizer, and ran.
-
-        Args:
-            is_new: Whether something can learn that could not before.
-        """
+        """Look at so many parameters from now on."""
         self._steps = self._looks = 0
         self._marks, self._is_new = np.zeros((4, count), bool), is_new
 
@@ -132,11 +119,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 def _one_of_many(layout: Layout, trained: Marks) -> Marks:
     """Parameters that but for numbers in their names are called like one that is trained."""
-
-    def kind(parameter: Parameter) -> tuple[str, tuple[int, ...]]:
-        return _NUMBER.sub(".*", f".{parameter.name}"), parameter.shape
-
-    kinds = [kind(parameter) for parameter in layout.parameters]
+    kinds = [(_NUMBER.sub(".*", f".{p.name}"), p.shape) for p in layout.parameters]
     known = {kind for kind, is_trained in zip(kinds, trained, strict=True) if is_trained}
     return np.array([kind in known for kind in kinds])
 

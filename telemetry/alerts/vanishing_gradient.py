@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import FAR_ABOVE, FEWEST, Baseline
+from telemetry.alerts.baseline import FAR_ABOVE, FEWEST, Baseline, Figures, Marks
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import Stretch
 from telemetry.layers import table
 from telemetry.records import StepRecord
 from telemetry.shared.plain_text import called
-
-Figures = NDArray[np.float64]
-Marks = NDArray[np.bool_]
 
 
 class VanishingGradient(Detector):
@@ -45,16 +41,6 @@ class VanishingGradient(Detector):
     Silent where all norms are small together, because the loss is small or has a large unit; where
     a small norm was exactly zero within the last ten steps (an expert that is not chosen); where
     the norm is still rising, as in branches whose scale begins at zero.
-
-    Args:
-        factor: Ratio of the gradient norms.
-        update_factor: Ratio of the update ratios.
-        branch_factor: Additional factor on both for a side branch.
-        steps: Number of steps in a row.
-        stuck_steps: The same where the optimizer moves the module.
-        branch_steps: The same for a side branch.
-        zero_steps: The same for a gradient of exactly zero.
-        zero_share: Share of the trainable elements of a side branch whose gradient is that.
     """
 
     kind = "vanishing_gradient"
@@ -76,23 +62,18 @@ class VanishingGradient(Detector):
     zero_share = 0.2  # as in UntrainedParameters; multitask_switch has a tenth
     _names: tuple[str, ...] = ()
     _zero_looks: int = 0
-    _faint_steps: Figures
-    _zero_steps: Figures
-    _first: Figures
+    # A module's share is log10 of its gradient norm over the largest.
+    _faint_steps: Figures  # for how many steps in a row it was small and not zero
+    _zero_steps: Figures  # and for how many zero
+    _first: Figures  # share that was not zero
     _largest: Figures
-    _update_share: Figures
+    _update_share: Figures  # log10 of the ratio over the largest at the last full step, while small
 
     def set_up(self) -> None:
         self._begin(())
 
     def _begin(self, names: tuple[str, ...]) -> None:
-        """Forget all: these are other modules.
-
-        A module's share is log10 of its gradient norm over the largest. Remembered are for how many
-        steps in a row it was small and not zero, and for how many zero; the first that was not
-        zero, and the largest; while it is small, log10 of the update ratio over the largest at the
-        last full step.
-        """
+        """Forget all: these are other modules."""
         self._names = names
         self._faint_steps, self._zero_steps = np.zeros((2, len(names)))
         self._first, self._update_share = np.full((2, len(names)), np.nan)

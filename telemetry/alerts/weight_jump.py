@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import Baseline
+from telemetry.alerts.baseline import Baseline, Figures, matrix_sizes
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.records import StepRecord
-from telemetry.records.moments import rms_of
-from telemetry.records.tensor import figures_of
 from telemetry.shared.plain_text import called
-
-Figures = NDArray[np.float64]
 
 
 class WeightJump(Detector):
@@ -24,9 +19,6 @@ class WeightJump(Detector):
     large: in logarithms thirty times more per step than ever before. The learning rate did not
     jump. So something else than the optimizer wrote to it, or one gradient was far too large. If it
     became smaller, it is a note: layers are pruned and begun anew on purpose.
-
-    Args:
-        factor: Of the root mean square of the matrix.
     """
 
     kind = "weight_jump"
@@ -42,10 +34,10 @@ class WeightJump(Detector):
         self._levels = self._fastest = np.zeros(0)
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        sizes = figures_of(record.weights, rms_of)
-        names = tuple(name for name in sizes if name in record.layout.matrices)
+        sizes = matrix_sizes(record)
+        names = tuple(sizes)
         with np.errstate(divide="ignore"):
-            levels = np.log([sizes[name] for name in names])
+            levels = np.log([*sizes.values()])
         known, before, fastest = self._steps, self._levels, self._fastest
         self._levels = levels
         if names != self._names or not known or record.step <= known[-1]:

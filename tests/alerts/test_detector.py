@@ -167,7 +167,7 @@ class NoLoss(Detector):
 
 def test_a_loss_is_judged_before_its_step_ends() -> None:
     detector = NoLoss()
-    alerts = [alert for _ in range(9) for alert in detector.look_at_loss(5, math.nan)]
+    alerts = [alert for _ in range(9) for alert in detector.on_loss(5, math.nan)]
     assert [(alert.step, alert.value) for alert in alerts] == [(5, 3.0)]
 
 
