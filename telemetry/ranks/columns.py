@@ -91,19 +91,12 @@ REDUCTIONS: Mapping[str, tuple[Callable[[Array, Array], Array], Any]] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """Columns of numbers; merging takes a handful of NumPy calls.
+    """Columns of numbers; merging takes a handful of NumPy calls."""
 
-    Attributes:
-        rows: What they are about, each once; a tuple or a range.
-        copies: Which copy of each was read, int64 ``[rows]``: of several only the lowest counts.
-        columns: Arrays ``[rows, ...]`` by their names in :data:`REDUCTIONS`.
-        content: If the rows are tensors, what is in them.
-    """
-
-    rows: Sequence[Any]
-    copies: NDArray[np.int64]
-    columns: Mapping[str, Array]
-    content: Rows | None = None
+    rows: Sequence[Any]  # what they are about, each once; a tuple or a range
+    copies: NDArray[np.int64]  # [rows], which copy was read: of several only the lowest counts
+    columns: Mapping[str, Array]  # [rows, ...], by their names in REDUCTIONS
+    content: Rows | None = None  # if the rows are tensors, what is in them
 
     def __post_init__(self) -> None:
         sizes, content = {len(self.rows), len(self.copies)}, self.content

@@ -40,7 +40,6 @@ class Gathering:
     way, the larger stays.
 
     Args:
-        patience_s: How long a step waits for a rank of which nothing comes.
         start_s: How long after the first message nothing is complete unless it holds all ranks of
             the world, because of others nothing may have come yet.
         is_first: Whether what comes after its step has ended is left out. Otherwise it is handed on

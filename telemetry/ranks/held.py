@@ -32,26 +32,22 @@ class Share:
     A tensor has one or more copies, each split over one or more ranks: shards of a parameter, parts
     of a batch. What the ranks of a copy measured adds up. Of several copies the lowest counts.
 
-    Attributes:
-        copy, copies: Number of the copy, and how many there are; 0 if that is not known.
-        shards: Axis, counted from the end (-1 is the last), this rank's place along it and the
-            number of places, for each axis that is split over ranks.
-        reduction, reduced: How what the ranks of one copy hold becomes the tensor, and over how
-            many ranks, if it is not part of it: a ``Partial`` of ``DTensor``.
-        counts: Whether no rank that this one knows of has a lower copy; else it need not measure.
-        shard: Which part of its copy this is, for telling whether two copies are equal; -1 if
-            nothing says that other ranks' are copies of it.
-        piece, pieces: If units are split over ranks, which of how many pieces this is.
     """
 
     copy: int = 0
-    copies: int = 1
+    copies: int = 1  # 0: not known
+    # For each axis that is split over ranks: which, from the end (-1 is the last), this rank's
+    # place along it and the number of places.
     shards: tuple[tuple[int, int, int], ...] = ()
+    # How what the ranks of one copy hold becomes the tensor, and over how many of them, if it is
+    # not part of it: a Partial of DTensor.
     reduction: Reduction = ""
     reduced: int = 1
-    counts: bool = True
+    counts: bool = True  # no rank that this one knows of has a lower copy; else it need not measure
+    # Which part of its copy this is, for telling whether two copies are equal; -1 if nothing says
+    # that other ranks' are copies of it.
     shard: int = 0
-    piece: int = 0
+    piece: int = 0  # if units are split over ranks, which of so many pieces this is
     pieces: int = 1
 
     def numbered(self, *, first: int = 0, turn: int = 0, axis: int | None = None) -> Share:
@@ -116,26 +112,18 @@ def local_values(tensor: Any) -> Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class Standing:
-    """Where this rank stands among those that train with it.
-
-    Attributes:
-        rank, size: This one, and how many there are.
-        stage: Which stage of a pipeline runs here; 0 without one.
-        replicas: This rank's place among those that hold equal parameters, apart from what a
-            ``DTensor`` says, and the lowest of them; None if they are not known. Then those of the
-            lowest rank that has a parameter count.
-        same_data: This rank's place among those that are given the same data, and their number.
-        flat_shards_of: If ``FullyShardedDataParallel`` flattens and shards the parameters, the
-            lowest of the ranks that have one copy together; None without it.
-        shards_of: If ``fully_shard`` shards the parameters, the lowest of those ranks; or None.
-    """
+    """Where this rank stands among those that train with it."""
 
     rank: int
-    size: int
-    stage: int = 0
+    size: int  # how many there are
+    stage: int = 0  # of a pipeline; 0 without one
     is_in_pipeline: bool = False
+    # This rank's place among those that hold equal parameters, apart from what a DTensor says, and
+    # the lowest of them; without it those of the lowest rank that has a parameter count.
     replicas: tuple[Share, int] | None = None
-    same_data: Share = WHOLE
+    same_data: Share = WHOLE  # its place among those that are given the same data
+    # The lowest of the ranks that have one copy together, flattened and sharded by
+    # FullyShardedDataParallel, or sharded by fully_shard.
     flat_shards_of: int | None = None
     shards_of: int | None = None
     _shares: dict[Hashable, Share] = field(default_factory=dict)

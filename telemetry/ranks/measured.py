@@ -85,31 +85,21 @@ def _larger(layouts: Sequence[Layout | None]) -> Layout | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeasuredParameters:
-    """What ranks with the same part of the model know of its parameters, the rows of the tables.
+    """What ranks with the same part of the model know of its parameters, the rows of the tables."""
 
-    Attributes:
-        stage: Of a pipeline; 0 without one.
-        layout_id: Equal where the parameters' names are.
-        layout: Names and order; None where they were sent before.
-        grads: Of each gradient the ``norm`` (L2), whether it is ``present`` and ``finite``.
-        before: Of each the norm at the end of the backward pass; without rows if not known.
-        updates: How far the step ``moved`` each parameter and its ``size`` before, L2 norms;
-            without rows if not measured. The size is NaN where it was not measured.
-        addends: Gradients that are the sum of what the ranks of a copy hold, float64. Of these,
-            ``grads`` and ``before`` are those of the addends.
-        checks: Sums of bits of parameters that should be equal: how many ranks are ``holders`` of
-            each, and the ``lowest`` of them.
-        nan_buffers, nonfinite_parameters: Names of what holds a NaN (or Inf) on some rank.
-    """
-
-    stage: Annotated[int, same]
-    layout_id: Annotated[str, same]
-    layout: Annotated[Layout | None, _larger]
-    grads: Merged
-    before: Merged = NO_ROWS
+    stage: Annotated[int, same]  # of a pipeline; 0 without one
+    layout_id: Annotated[str, same]  # equal where the parameters' names are
+    layout: Annotated[Layout | None, _larger]  # None where it was sent before
+    grads: Merged  # of each gradient the norm (L2), whether it is present and finite
+    before: Merged = NO_ROWS  # the norm at the end of the backward pass; no rows: not known
+    # How far the step moved each parameter, and its size before, L2 norms, NaN where not measured.
     updates: Merged = NO_ROWS
+    # Gradients that are the sum of what the ranks of a copy hold; of these, grads and before are
+    # those of the addends.
     addends: Annotated[Mapping[Addend, Floats], by_key(sums)] = field(default_factory=dict)
+    # Sums of bits that should be equal: how many ranks are holders of each, the lowest of them.
     checks: Merged = NO_ROWS
+    # Names of what holds a NaN, or infinity, on some rank.
     nan_buffers: Annotated[frozenset[str], union] = frozenset()
     nonfinite_parameters: Annotated[frozenset[str], union] = frozenset()
 
@@ -123,41 +113,30 @@ class Measured:
     """What some of the ranks measured at one step; :func:`merge` makes one of several.
 
     Counts and minima do not depend on the order at all, sums on that of addition.
-
-    Attributes:
-        step, wall_time, phase: As in :class:`telemetry.records.StepRecord`.
-        place: In the order of all that is measured: see :class:`telemetry.ranks.channel.Channel`.
-        size: How many ranks train together.
-        ranks: Which of them this holds.
-        alike: The lowest of them, and its values of :data:`ALIKE` if its step ended.
-        stages: Their parameters, of each stage of a pipeline and each different layout.
-        tensors: What was in their tensors: see :func:`tensors_of`.
-        measured: Which of the ranks measured the step in full.
-        scalars: What the user logged: see :meth:`Table.of_figures`.
-        own: What each rank has of its own: ``step_s``, the seconds from step to step.
-        hosts: Ranks by the name of their host; empty where it was sent before.
-        given: Ranks by what they were given, as far as each should be given something else.
-        nonfinite: Ranks that hold NaN or infinity that was not there before they ran, and where.
-        not_known: Tensors of which every rank holds an addend, and nothing is known of the sum.
     """
 
     step: Annotated[int, same]
     wall_time: Annotated[float, max]
-    size: Annotated[int, max]
-    ranks: Annotated[frozenset[int], union]
-    alike: Annotated[tuple[Any, ...], min]
+    size: Annotated[int, max]  # how many ranks train together
+    ranks: Annotated[frozenset[int], union]  # which of them this holds
+    alike: Annotated[tuple[Any, ...], min]  # the lowest of them, and if its step ended, its ALIKE
+    # Of each stage of a pipeline and each different layout.
     stages: Annotated[Mapping[tuple[int, str], MeasuredParameters], by_key(merge_all)] = field(
         default_factory=dict
     )
-    tensors: Merged = NO_ROWS
+    tensors: Merged = NO_ROWS  # see tensors_of
     phase: Annotated[str, same] = ""
-    place: Annotated[int, same] = 0
-    measured: Annotated[frozenset[int], union] = frozenset()
-    scalars: Merged = NO_ROWS
-    own: Merged = NO_ROWS
+    place: Annotated[int, same] = 0  # in the order of all that is measured: see Channel
+    measured: Annotated[frozenset[int], union] = frozenset()  # who measured the step in full
+    scalars: Merged = NO_ROWS  # what the user logged: see Table.of_figures
+    own: Merged = NO_ROWS  # of each rank step_s, the seconds from step to step
+    # Ranks by the name of their host, where it was not sent before; and by what they were given, as
+    # far as each should be given something else.
     hosts: Annotated[Mapping[str, frozenset[int]], by_key(union)] = field(default_factory=dict)
     given: Annotated[Mapping[str, frozenset[int]], by_key(union)] = field(default_factory=dict)
+    # Which hold NaN or infinity that was not there before they ran, and where.
     nonfinite: Annotated[Mapping[int, str], by_key(same)] = field(default_factory=dict)
+    # Tensors of which every rank holds an addend, and nothing is known of the sum.
     not_known: Annotated[frozenset[str], union] = frozenset()
 
     @property

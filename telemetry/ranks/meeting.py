@@ -49,19 +49,15 @@ class Meeting:
     """Publishes where this rank is, if others send to it, and finds out where it sends itself.
 
     Its methods ask the store, so call them :func:`in_thread`.
-
-    Attributes:
-        password: Of this run, for whom nobody else is taken.
-        first: Where the first rank is, as far as it is known.
-        listening: At which others reach this rank, if it leads its machine or is the first.
     """
 
     def __init__(self, name: str) -> None:
+        self.password = ""  # of this run, for whom nobody else is taken
+        self.first: Address | None = None  # where the first rank is, as far as that is known
+        # At which others reach this rank, if it leads its machine or is the first.
+        self.listening: socket.socket | None = None
         self._name = name
         self._keys: list[str] = []
-        self.password = ""
-        self.first: Address | None = None
-        self.listening: socket.socket | None = None
 
     def publish(self) -> None:
         """On the first rank: say where it is, once there is a process group."""

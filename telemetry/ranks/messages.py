@@ -36,19 +36,12 @@ _LEVEL = 1  # higher ones take several times as long for a tenth less
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Something from some of the ranks, on its way to the first.
+    """Something from some of the ranks, on its way to the first."""
 
-    Attributes:
-        ranks: From whom it is.
-        places: Of what it holds; :data:`END`: there will be nothing else.
-        held: The step whose end they will not pass; None if they were not asked.
-        payload: What they measured, compressed; nothing in a notice.
-    """
-
-    ranks: frozenset[int]
-    places: tuple[int, ...] = ()
-    held: int | None = None
-    payload: bytes = b""
+    ranks: frozenset[int]  # from whom it is
+    places: tuple[int, ...] = ()  # of what it holds; END: there will be nothing else
+    held: int | None = None  # the step whose end they will not pass, if they were asked
+    payload: bytes = b""  # what they measured, compressed; nothing in a notice
 
     @staticmethod
     def of(block: Sequence[Measured]) -> Message:
@@ -71,19 +64,12 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What the first rank tells all others; each version replaces the former.
+    """What the first rank tells all others; each version replaces the former."""
 
-    Attributes:
-        first_step: At which the first rank began; None before it has told.
-        full_step: The latest that is measured in full although the schedule does not name it.
-        message: What all are about to raise: none passes the end of its step before it knows where.
-        raise_at: The step at whose end they do; None if it is not chosen.
-    """
-
-    first_step: int | None = None
-    full_step: int = -1
-    message: str = ""
-    raise_at: int | None = None
+    first_step: int | None = None  # at which the first rank began; None before it has told
+    full_step: int = -1  # the latest that is measured in full though the schedule does not name it
+    message: str = ""  # what all are about to raise: none passes the end of its step before ...
+    raise_at: int | None = None  # ... it knows the step at whose end they do
 
 
 def blocks(parts: Iterable[Measured]) -> Iterator[list[Measured]]:

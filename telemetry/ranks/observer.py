@@ -28,27 +28,18 @@ Indexed = Sequence[tuple[int, Tensor]]
 
 @dataclass(kw_only=True, eq=False)
 class RankNotes:
-    """What was noted during one step.
+    """What was noted during one step; parameters go by their indices."""
 
-    Attributes:
-        outputs: Share of each input (by name) and output.
-        output_grads: Share of each output's gradient.
-        grads: Share of each gradient that is a ``DTensor``, by the index of the parameter.
-        parameters: Share of each parameter; empty if they were not measured.
-        addends: Gradients of which every rank holds an addend.
-        bit_sums: Of parameters that other ranks hold, too, for each device: their indices and the
-            sums of their elements' bits read as whole numbers, modulo 2**64, int64 ``[k]``. They do
-            not depend on the order of addition, so they are equal on different hardware, too.
-        not_known: Tensors of which every rank holds an addend, and which are too large to be added.
-    """
-
-    outputs: dict[str | Output, Share] = field(default_factory=dict)
+    outputs: dict[str | Output, Share] = field(default_factory=dict)  # and inputs, by name
     output_grads: dict[Output, Share] = field(default_factory=dict)
-    grads: dict[int, Share] = field(default_factory=dict)
-    parameters: dict[int, Share] = field(default_factory=dict)
-    addends: dict[int, HostCopy] = field(default_factory=dict)
+    grads: dict[int, Share] = field(default_factory=dict)  # of those that are a DTensor
+    parameters: dict[int, Share] = field(default_factory=dict)  # empty if they were not measured
+    addends: dict[int, HostCopy] = field(default_factory=dict)  # where every rank holds one
+    # Of parameters that other ranks hold, too, for each device: their indices and the sums of their
+    # elements' bits read as whole numbers, modulo 2**64, int64 [k]. They do not depend on the order
+    # of addition, so they are equal on different hardware, too.
     bit_sums: list[tuple[list[int], HostCopy]] = field(default_factory=list)
-    not_known: set[str] = field(default_factory=set)
+    not_known: set[str] = field(default_factory=set)  # addends that are too large to be added
 
 
 class RankObserver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 from operator import attrgetter
@@ -46,14 +47,9 @@ class WholeRecords:
         self._clipped_fraction = ClippedFraction()
 
     def record(self, part: Measured, own: StepRecord | None = None) -> StepRecord | None:
-        """The record of one step.
+        """The record of one step; what is not merged is of the writing rank's ``own``.
 
-        Args:
-            part: Of all ranks that are there.
-            own: What the writing rank measured; what is not merged is taken from it.
-
-        Returns:
-            None if a layout is not known: the part of that rank that held it was lost.
+        None if a layout is not known: the part of that rank that held it was lost.
         """
         self._layouts |= {k: s.layout for k, s in part.stages.items() if s.layout is not None}
         hosts = {rank: host for host, ranks in part.hosts.items() for rank in ranks}
@@ -264,15 +260,7 @@ def _facts(part: Measured, of: MeasuredParameters, joined: JoinedLayouts) -> Ran
         step_s=part.own.spreads().get("step_s"),
         activation_rms=rms["outputs"],
         activation_grad_rms=rms["output_grads"],
-        diverged=tuple(
-            Divergence(
-                parameter=joined.layout.parameters[index].name,
-                rank=rank,
-                other=other,
-                declared=shard >= 0,
-            )
-            for index, rank, other, shard in differing(of.checks)
-        ),
+        diverged=differing(of.checks, joined.layout.parameters),
         same_batch=max(part.given.values(), key=len, default=frozenset()),
         nonfinite=len(part.nonfinite),
         first_nonfinite=min(part.nonfinite.items(), default=None),
@@ -280,19 +268,17 @@ def _facts(part: Measured, of: MeasuredParameters, joined: JoinedLayouts) -> Ran
     )
 
 
-def differing(checks: Table) -> list[tuple[int, int, int, int]]:
-    """Parameters that are not equal: index, lowest rank that differs, one it differs from, shard.
-
-    The sum that most ranks have is taken for right, of several the lowest rank's.
-    """
+def differing(checks: Table, parameters: Sequence[Parameter]) -> tuple[Divergence, ...]:
+    """Those that are not equal; the sum that most ranks have is right, of several the lowest's."""
     sums_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
     holders, lowest = checks["holders"].tolist(), checks["lowest"].tolist()
     for check, count, rank in zip(checks.rows, holders, lowest, strict=True):
         sums_of.setdefault((check.parameter, check.shard), []).append((-count, rank))
-    found: dict[int, tuple[int, int, int, int]] = {}
+    found: dict[int, Divergence] = {}
     for (index, shard), sums_there in sorted(sums_of.items()):
         (_, right), *wrong = sorted(sums_there)
         if wrong:
-            row = index, min(rank for _, rank in wrong), right, shard
-            found[index] = min(found.get(index, row), row, key=lambda row: row[1])
-    return list(found.values())
+            rank, name = min(rank for _, rank in wrong), parameters[index].name
+            new = Divergence(parameter=name, rank=rank, other=right, declared=shard >= 0)
+            found[index] = min(found.get(index, new), new, key=attrgetter("rank"))
+    return tuple(found.values())
