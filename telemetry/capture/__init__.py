@@ -14,10 +14,4 @@ from telemetry.capture.budget import Budget
 from telemetry.capture.capture import Capture, Content
 from telemetry.capture.captured import CapturedStep, LightStep
 
-__all__ = [
-    "Budget",
-    "Capture",
-    "CapturedStep",
-    "Content",
-    "LightStep",
-]
+__all__ = ["Budget", "Capture", "CapturedStep", "Content", "LightStep"]

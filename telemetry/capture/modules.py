@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 from telemetry.capture.code import places_in_code
-from telemetry.capture.hooks import CONVOLUTIONS, ForwardHook, InputHook, ModuleHook, is_inert_copy
+from telemetry.capture.hooks import ForwardHook, InputHook, leave
 from telemetry.capture.step import Step
 from telemetry.capture.unseen import NEVER_RAN, modules_hidden, modules_unseen
 from telemetry.records import Layout, Module, Parameter
@@ -20,8 +18,6 @@ from telemetry.torch_private.compiler import before_scripting, graphs_compiled
 
 if TYPE_CHECKING:
     from telemetry.capture.capture import Capture
-
-log = logging.getLogger("telemetry")
 
 # Convolutions whose feature maps are drawn; more are thinned evenly over the depth.
 PICTURED_MODULES = 12
@@ -34,55 +30,51 @@ class WatchedModules:
         self.pictured: frozenset[str] = frozenset()  # names of those whose feature maps are drawn
         self.installed = False  # there are hooks that are to go after the step
         self.forward_order: dict[str, None] = {}  # names of those that have run, by first calls
-        self._capture = weakref.ref(capture)
-        self._failures = capture.guard.failures
-        self._model = weakref.ref(model)
-        self._table = capture.table
-        self._content = capture.content
+        self._capture = capture
         self._selection = selection
         self._input_hook = InputHook(capture, model)
         self._forward_hooks: dict[str, ForwardHook] = {}
-        self._seen: dict[str, int] = {}
+        self._identities: dict[str, int] = {}  # of all modules, when hooks were put on them
         self._graphs_before = graphs_compiled()
         self._unseen_told = False
         self._end_scripting: Callable[[], None] | None = None
-        self._layout = self._make_layout(model, self._table.parameters)
+        self._layout = self._make_layout(model, capture.table.parameters)
 
     def install(self) -> None:
         """Put hooks on the modules that are watched now, and take them off all others."""
-        capture, model = self._capture(), self._model()
-        if model is None or capture is None:
+        model = self._capture.model()
+        if model is None:
             return
-        self._end_scripting = self._end_scripting or before_scripting(_leave)
+        self._end_scripting = self._end_scripting or before_scripting(leave)
         self._input_hook.install()
         if self._forward_hooks and not self.changed():
             for hook in self._forward_hooks.values():
                 hook.install()
         else:
-            self._choose(capture, model)
+            self._choose(model)
         self.installed = True
 
-    def _choose(self, capture: Capture, model: nn.Module) -> None:
+    def _choose(self, model: nn.Module) -> None:
         """Look which modules are watched, and which of them are pictured."""
         watched = cleaned(self._selection.apply(model).items())
         before = {hook.module(): hook for hook in self._forward_hooks.values()}
         self._forward_hooks = {}
-        self._seen = _identities(model)
+        self._identities = _identities(model)
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
-                self._failures.log_once(
+                self._capture.guard.failures.log_once(
                     "modules that torch.jit has compiled take no hooks, nothing is "
                     "logged for their outputs"
                 )
                 continue
-            hook = before.pop(module, None) or ForwardHook(capture, name, module)
+            hook = before.pop(module, None) or ForwardHook(self._capture, name, module)
             hook.rename(name)
             hook.install()
             self._forward_hooks[name] = hook
         for hook in before.values():
             hook.remove()
-        convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
-        drawn = evenly(convolutions, PICTURED_MODULES) if self._content.images else []
+        convolutions = [name for name, hook in self._forward_hooks.items() if hook.convolves]
+        drawn = evenly(convolutions, PICTURED_MODULES) if self._capture.content.images else []
         self.pictured = frozenset(drawn)
 
     def pictured_modules(self) -> dict[str, nn.Module]:
@@ -92,12 +84,12 @@ class WatchedModules:
 
     def changed(self) -> bool:
         """Whether the model has other modules than when hooks were put on them."""
-        model = self._model()
+        model = self._capture.model()
         if model is None:
             return False
         # What has taken the place of a module that is gone may have its identity.
         gone = None in [hook.module() for hook in self._forward_hooks.values()]
-        return gone or self._seen != _identities(model)
+        return gone or self._identities != _identities(model)
 
     def uninstall(self) -> None:
         """Take hooks off again, but for modules in compiled graphs, which look at the capture.
@@ -127,7 +119,7 @@ class WatchedModules:
         """What is known of the forward passes in a step without a backward pass, for a message."""
         if step.order:
             return "the model ran, but no backward pass has reached its parameters"
-        if self._model() is None:
+        if self._capture.model() is None:
             return "the model is gone: HookLogger does not keep it alive"
         if not step.full:
             return "no backward pass followed"
@@ -137,17 +129,18 @@ class WatchedModules:
 
     def tell_unseen(self, step: Step) -> None:
         """Name, once, modules that did not run in the first full step or that nobody watches."""
-        model = self._model()
-        if self._unseen_told or model is None or not self._content.activations:
+        model, failures = self._capture.model(), self._capture.guard.failures
+        if self._unseen_told or model is None or not self._capture.content.activations:
             return
         self._unseen_told = True
-        trained = self._table.owners(step.captured.stepped())
+        parameters = self._capture.table.parameters
+        trained = {parameters[index].module_name for index in step.captured.stepped()}
         watched = {name: hook for name, hook in self._forward_hooks.items() if hook.installed}
         level, message = modules_unseen(model, watched, step.order, step.number, trained)
         if message:
-            self._failures.log_once(message, level=level)
+            failures.log_once(message, level=level)
         if message := modules_hidden(model):
-            self._failures.log_once(message)
+            failures.log_once(message)
 
     # --- what is shown ---------------------------------------------------------------------------
 
@@ -160,10 +153,10 @@ class WatchedModules:
             ran: Modules that have run, in that order.
             parameters: Of the step, if they may not be those of now.
         """
-        parameters = parameters or self._table.parameters
+        parameters = parameters or self._capture.table.parameters
         new = [name for name in ran if name not in self.forward_order] if ran else ()
         if new or self._any_gone or self._layout.parameters is not parameters:
-            model = self._model()
+            model = self._capture.model()
             if model is not None:
                 self.forward_order.update(dict.fromkeys(new))
                 self._layout = self._make_layout(model, parameters, ran)
@@ -171,11 +164,11 @@ class WatchedModules:
 
     def load_forward_order(self, order: Iterable[str]) -> None:
         """Take the order from an earlier part of the run."""
-        model = self._model()
+        model = self._capture.model()
         if model is not None:
             known = cleaned(model.named_modules())
             self.forward_order = dict.fromkeys(name for name in order if name in known)
-            self._layout = self._make_layout(model, self._table.parameters)
+            self._layout = self._make_layout(model, self._capture.table.parameters)
 
     def _make_layout(
         self, model: nn.Module, parameters: tuple[Parameter, ...], ran: Collection[str] = ()
@@ -189,39 +182,17 @@ class WatchedModules:
         self._any_gone = not modules.keys() >= set(used)
         modules.update((name, "") for name in used if name not in modules)
         shown.update(used)
-        rank = {name: index for index, name in enumerate(self.forward_order)}
-        ranked: list[tuple[int, str]] = []
+        depth = {name: index for index, name in enumerate(self.forward_order)}
         last = -1
         for name in modules:
-            last = rank.get(name, last)
-            if name in shown:
-                ranked.append((last, name))
-        ranked.sort(key=lambda pair: pair[0])
-        known = [(n, modules[n], *places.get(n, ("", ""))) for _, n in ranked]
-        shown_modules = [
-            Module(name=name, type_name=kind, forward=forward, user_code=user_code)
-            for name, kind, forward, user_code in known
-        ]
-        return Layout(modules=tuple(shown_modules), parameters=parameters)
-
-
-def _leave(module: nn.Module) -> None:
-    """Take our hooks off a module that is about to be scripted, which would compile them, too.
-
-    They are back at the next step that is measured.
-    """
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if isinstance(hook, ModuleHook):
-                hook.remove()
-            elif is_inert_copy(hook):
-                del hooks[key]
-            if isinstance(hook, ForwardHook):
-                log.info(
-                    "telemetry: %s is being scripted, which would compile hooks, too; it is "
-                    "watched again from the next step that is measured",
-                    hook.called,
-                )
+            last = depth.setdefault(name, last)
+        described = []
+        for name in sorted((n for n in modules if n in shown), key=depth.__getitem__):
+            kind, (forward, user_code) = modules[name], places.get(name, ("", ""))
+            described.append(
+                Module(name=name, type_name=kind, forward=forward, user_code=user_code)
+            )
+        return Layout(modules=tuple(described), parameters=parameters)
 
 
 def _identities(model: nn.Module) -> dict[str, int]:

@@ -133,7 +133,7 @@ class Optimizers:
         capture.after_step(optimizer)
         self._latest = weakref.ref(optimizer)
         ends = _alive(self._ends)
-        if ends is None and capture.all_stepped():
+        if ends is None and capture.table.all_among(capture.in_progress.captured.stepped()):
             self._ends, ends = self._latest, optimizer
         if ends is not optimizer:
             return
@@ -203,7 +203,8 @@ class _FirstCall:
         loss = self.closure()
         if self.capture is not None:
             self.capture.before_step(self.optimizer)
-            self.capture.evaluated()
+            # Until the step ends, the closure is only repeated.
+            self.capture.observe(training=False)
             self.capture = None
         return loss
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from telemetry.capture.captured import Detail
-from telemetry.capture.hooks import map_tensors, tensors_in
+from telemetry.capture.nested import map_tensors, tensors_in
 from telemetry.measure import images
 from telemetry.shared.plain_text import type_of
 from telemetry.torch_private.compiler import is_compiled
