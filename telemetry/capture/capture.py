@@ -212,7 +212,7 @@ class Capture:
     @property
     def attached(self) -> bool:
         """Whether hooks are in place."""
-        return self.optimizers.installed
+        return bool(self.optimizers.handles)
 
     # --- on and off -------------------------------------------------------------------------------
 

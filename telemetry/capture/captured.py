@@ -432,9 +432,6 @@ class LightStep(NamedTuple):
     """What one call has read of a step. A tuple, for between two steps of training each call costs.
 
     Attributes:
-        step: Its number.
-        wall_time: When it ended, seconds since the epoch.
-        layout: Of the model at that time.
         groups: How many parameter groups there are.
         row: Their learning rates, and behind them the norm of each parameter's gradient, negative
             where there is none; float64 ``[groups + parameters]``.

@@ -147,11 +147,9 @@ class WatchedModules:
     def layout(self, ran: Collection[str] = (), parameters: tuple[Parameter, ...] = ()) -> Layout:
         """The same one until parameters are replaced or a module runs for the first time.
 
-        A module that never ran follows the module before it in ``named_modules()``.
-
-        Args:
-            ran: Modules that have run, in that order.
-            parameters: Of the step, if they may not be those of now.
+        ``ran``: modules in the order in which they ran; one that never did follows the module
+        before it in ``named_modules()``. ``parameters``: of the step, if they may not be those of
+        now.
         """
         parameters = parameters or self._capture.table.parameters
         new = [name for name in ran if name not in self.forward_order] if ran else ()

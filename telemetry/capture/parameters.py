@@ -234,8 +234,7 @@ class Norms:
 def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
     """L2 norms, without waiting for an accelerator; those of one device together.
 
-    Args:
-        tensors: Each with an index; what has no norm (see :func:`plain`) is left out.
+    What has no norm (see :func:`plain`) is left out.
     """
     found = [(index, plain(tensor)) for index, tensor in tensors]
     return _norms_of_plain([(i, v) for i, v in found if v is not None and not v.is_meta])

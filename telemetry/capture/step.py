@@ -257,14 +257,11 @@ class Step:
 
     def _check(self, observation: Observation | None, tensor: Tensor) -> None:
         """Have PyTorch reduce what a compiled graph has shown, too; the record compares."""
-        if (
-            observation is None
-            or not tensor.numel()
-            or not self._capture.to_check[observation.kind]
-        ):
+        if observation is None or not tensor.numel():
             return
-        if tensor.dtype in (torch.float32, torch.bfloat16):
-            self._capture.to_check[observation.kind] -= 1
+        left = self._capture.to_check
+        if left[observation.kind] and tensor.dtype in (torch.float32, torch.bfloat16):
+            left[observation.kind] -= 1
             extremes = torch.stack(torch.aminmax(tensor.detach())).to(torch.float64)
             norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
             self._detail.checks.append((observation, HostCopy(torch.cat([extremes, norm[None]]))))
