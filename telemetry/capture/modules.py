@@ -1,8 +1,9 @@
-"""Which modules are watched and shown: puts hooks on them for the steps that need them."""
+"""Which modules are watched, with hooks for steps that need them; which are shown, or unseen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,16 +12,33 @@ from torch import nn
 from telemetry.capture.code import places_in_code
 from telemetry.capture.hooks import ForwardHook, InputHook, leave
 from telemetry.capture.step import Step
-from telemetry.capture.unseen import NEVER_RAN, modules_hidden, modules_unseen
+from telemetry.capture.unseen import NEVER_RAN
 from telemetry.records import Layout, Module, Parameter
-from telemetry.selection import Selection, cleaned, evenly
-from telemetry.torch_private.compiler import before_scripting, graphs_compiled
+from telemetry.selection import Selection, clean_name, cleaned, evenly, owners
+from telemetry.shared.plain_text import called_all
+from telemetry.torch_private.compiler import (
+    GRAPHS_CAN_BE_OBSERVED,
+    before_scripting,
+    graphs_compiled,
+    is_compiled,
+)
 
 if TYPE_CHECKING:
     from telemetry.capture.capture import Capture
 
 # Convolutions whose feature maps are drawn; more are thinned evenly over the depth.
 PICTURED_MODULES = 12
+
+_NAMED_AT_MOST = 8
+
+_COMPILED = (
+    "compiled before HookLogger was made: make HookLogger before the first compiled call, or call "
+    "torch._dynamo.reset_code_caches() once after making it, or train the logged steps under "
+    'torch.compiler.set_stance("force_eager")'
+    if GRAPHS_CAN_BE_OBSERVED
+    else f"compiled: PyTorch {torch.__version__} cannot show what happens inside, 2.13 can. Update "
+    "it, or train the logged steps without torch.compile"
+)
 
 
 class WatchedModules:
@@ -134,12 +152,13 @@ class WatchedModules:
             return
         self._unseen_told = True
         parameters = self._capture.table.parameters
-        trained = {parameters[index].module_name for index in step.captured.stepped()}
+        stepped = [parameters[index].name for index in step.captured.stepped()]
+        trained = {owner for parameter in stepped for owner in owners(parameter)}
         watched = {name: hook for name, hook in self._forward_hooks.items() if hook.installed}
-        level, message = modules_unseen(model, watched, step.order, step.number, trained)
+        level, message = _modules_unseen(model, watched, step.order, step.number, trained)
         if message:
             failures.log_once(message, level=level)
-        if message := modules_hidden(model):
+        if message := _modules_hidden(model):
             failures.log_once(message)
 
     # --- what is shown ---------------------------------------------------------------------------
@@ -195,3 +214,84 @@ class WatchedModules:
 
 def _identities(model: nn.Module) -> dict[str, int]:
     return {name: id(module) for name, module in model.named_modules()}
+
+
+# --- what was not seen ----------------------------------------------------------------------------
+
+
+def _modules_unseen(
+    model: nn.Module,
+    watched: Mapping[str, ForwardHook],
+    ran: Collection[str],
+    step: int,
+    trained: Collection[str],
+) -> tuple[int, str]:
+    """The level and the message, if any, about watched modules that did not run in a full step.
+
+    Modules without parameters are left out: many only run at random, or where they do something.
+    ``trained`` are the modules that contain a parameter that got a gradient.
+    """
+    silent = {name: hook for name, hook in watched.items() if name not in ran}
+    # Neither Python nor a compiled graph has called their hooks.
+    uncalled = [n for n, h in silent.items() if n in trained and not (h.ran_eagerly or h.traced)]
+    if len(silent) == len(watched):
+        message = f"no watched module was seen running at step {step}, so activations are missing"
+        return logging.WARNING, f"{message}. {_why_none(model, silent, uncalled)}"
+    compiled = [clean_name(n) for n, m in model.named_modules() if is_compiled(m)]
+    in_graphs = [n for n in silent if any(not p or f"{n}.".startswith(f"{p}.") for p in compiled)]
+    if not set(uncalled).isdisjoint(in_graphs):
+        message = _did_not_run(in_graphs, len(watched), step)
+        return logging.WARNING, f"{message}. They were {_COMPILED}"
+    found = {n: hook.module() for n, hook in silent.items()}
+    with_parameters = [n for n, m in found.items() if m is not None and [*m.parameters()]]
+    return logging.INFO, _did_not_run(with_parameters, len(watched), step)
+
+
+def _modules_hidden(model: nn.Module) -> str:
+    """What to log about modules in plain lists and dictionaries, if gradients reached them."""
+    known, found = set(map(id, model.parameters())), []
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            parts = list(value.values()) if type(value) is dict else value
+            if type(parts) not in (list, tuple):
+                continue
+            modules = [part for part in parts if isinstance(part, nn.Module)]
+            inside = (parameter for part in modules for parameter in part.parameters())
+            if any(p.grad is not None and id(p) not in known for p in inside):
+                found.append(clean_name(f"{name}.{attribute}" if name else attribute))
+    if not found:
+        return ""
+    return (
+        f"modules in {called_all(found, _NAMED_AT_MOST)} get gradients and are not the model's: no "
+        "optimizer that is given model.parameters() moves them, and nothing is logged for them. "
+        "Keep them in a torch.nn.ModuleList or ModuleDict"
+    )
+
+
+def _why_none(model: nn.Module, silent: Mapping[str, ForwardHook], uncalled: Sequence[str]) -> str:
+    if any(base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__):
+        return (
+            "Keras keeps the layers of such a model where PyTorch does not look for them: make "
+            "layers = torch.nn.ModuleList(model.layers) and give HookLogger that for the model"
+        )
+    if not silent:
+        return "No module of this model computes anything by itself"
+    if any(hook.ran_eagerly for hook in silent.values()):
+        return "The model was not in training mode, or ran without gradients or on another thread"
+    if uncalled and graphs_compiled() > 0:
+        return (
+            "Parameters got gradients, but Python called no module. If a function or a model was "
+            f"{_COMPILED}"
+        )
+    if uncalled:
+        return "Parameters got gradients, but no module was called, only forward() or a function"
+    return "No module was called, and no parameter got a gradient: was another model trained?"
+
+
+def _did_not_run(names: Sequence[str], watched: int, step: int) -> str:
+    if not names:
+        return ""
+    return (
+        f"{len(names)} of {watched} watched modules did not run at step {step}, nothing is "
+        f"logged for their outputs: {called_all(names, _NAMED_AT_MOST)}"
+    )
