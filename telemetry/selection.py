@@ -125,7 +125,7 @@ def select_parameters(
     chosen: set[str] = set()
     for says in wanted:
         inside = {name for name, module in modules.items() if says(name, module)}
-        named = {p for p in parameters if not inside.isdisjoint(_owners(p))}
+        named = {p for p in parameters if not inside.isdisjoint(owners(p))}
         if isinstance(says, _Glob):
             named.update(p for p in parameters if says.matches(p))
             if not named and not inside:
@@ -222,7 +222,7 @@ def _check_globs(argument: str, wanted: Iterable[Predicate], names: Collection[s
             raise ValueError(_explain_no_match(argument, glob.pattern, names))
 
 
-def _owners(parameter: str) -> Iterator[str]:
+def owners(parameter: str) -> Iterator[str]:
     """Names of the modules that contain a parameter, including the model's."""
     parts = parameter.split(".")[:-1]
     return (".".join(parts[:length]) for length in range(len(parts) + 1))

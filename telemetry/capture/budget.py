@@ -35,16 +35,8 @@ class Budget:
     do. A step is entered once the device has reached it, which nobody waits for.
 
     Args:
-        max_overhead: The share, such as 0.01.
+        max_overhead: The share, above 0 and at most 1.
         every_n_steps: The distance of full measurements if the budget allows it.
-
-    Raises:
-        TypeError: ``max_overhead`` is not a number.
-        ValueError: ``max_overhead`` is not above 0 and at most 1.
-
-    Attributes:
-        entered: Called with curves and the number of each step that was measured in full, when its
-            cost is known; does nothing until it is set.
     """
 
     def __init__(self, *, max_overhead: float, every_n_steps: int) -> None:
@@ -55,6 +47,8 @@ class Budget:
                 f"HookLogger(max_overhead={max_overhead}): must be above 0 and at most 1; "
                 "0.01 is one percent"
             )
+        # Called with curves and the number of each step that was measured in full, when its cost is
+        # known.
         self.entered: Callable[[Mapping[str, float], int], None] = lambda scalars, step: None
         self._share, self._every_n_steps = max_overhead, every_n_steps
         self._own_s = self._bare_s = 0.0

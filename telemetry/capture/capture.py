@@ -45,11 +45,7 @@ if available:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a full measurement holds.
-
-    Raises:
-        TypeError: Something is neither True nor False.
-    """
+    """What a full measurement holds."""
 
     activations: bool = True
     activation_gradients: bool = True
@@ -71,7 +67,7 @@ _LOOK_STEPS = 8
 
 
 class LightReader:
-    """Reads what one optimizer is about to use, where that takes one call of the C extension.
+    """Reads what the only optimizer is about to use, where one call of the C extension can.
 
     It refuses whatever is out of the ordinary: gradients on an accelerator, sparse or of a class of
     their own, or not finite; learning rates that are tensors; a ``GradScaler``. Those go the long
@@ -80,7 +76,7 @@ class LightReader:
 
     def __init__(self, table: ParameterTable) -> None:
         self._table = table
-        self._row = np.zeros(0)  # for each step anew
+        self._row = np.zeros(0)
         self._address = self._groups = 0
         self._layout: Layout | None = None
         self._optimizer: weakref.ref[Optimizer] | None = None
@@ -92,9 +88,7 @@ class LightReader:
     def prepare(self, optimizer: Optimizer, *, again: bool) -> None:
         """Read this optimizer's steps from now on.
 
-        Args:
-            optimizer: The only one that steps the model.
-            again: Even where reading has failed before, or with its parameters read again.
+        ``again``: even where reading has failed before, or with its parameters read again.
         """
         self._refused &= not again
         if self.reads(optimizer) and not again:
@@ -136,7 +130,7 @@ class LightReader:
         return 0 <= square < math.inf
 
     def completed(self, step: int) -> LightStep:
-        """The step that was read is over."""
+        """What was read of this step, which is over."""
         assert self._layout is not None
         return LightStep(step, time.time(), self._layout, self._groups, self._row.copy())
 
@@ -149,15 +143,10 @@ class Capture:
     possible, one call reads them: :class:`LightStep`.
 
     Args:
-        model: The model in training.
-        selection: Which of its modules are watched.
         is_full: Whether a step is measured in full; asked in their order.
-        content: What that holds.
         deliver: Called on the training thread with each finished step; must not wait.
         safe_point: Called between steps; may raise into the training loop.
         primary: Whose steps count; None: see :class:`Optimizers`.
-        failures: Where to report what failed.
-        first_step: Number of the first step.
         budget: What this may cost, and takes note of it; None: whatever is due is done.
         sample: Whose feature maps are drawn; None: those of the batches.
         find_ranks: Called before anything is measured; tells who says what this rank is to measure
@@ -170,7 +159,7 @@ class Capture:
         thread: That steps; None until a step has ended outside of a backward pass.
         eval_mode: Whether the model was in evaluation mode at the last step, or at the beginning.
         by_hand: Whether the loop has no optimizer.
-        ranks: Tells what this rank is to measure for all; None: everything.
+        ranks: What ``find_ranks`` returned; None before.
         to_check: How many of the tensors that compiled graphs show PyTorch is still to reduce, too.
     """
 
@@ -221,14 +210,9 @@ class Capture:
         return self.in_progress.number
 
     @property
-    def model_is_gone(self) -> bool:
-        """Whether the model no longer exists."""
-        return self.model() is None
-
-    @property
     def attached(self) -> bool:
         """Whether hooks are in place."""
-        return self.optimizers.installed
+        return bool(self.optimizers.handles)
 
     # --- on and off -------------------------------------------------------------------------------
 
@@ -403,10 +387,6 @@ class Capture:
         if self.in_progress.norms:
             self.in_progress.before_step(optimizer)
 
-    def evaluated(self) -> None:
-        """A closure has run for the first time: until the step ends, it is only repeated."""
-        self.observe(training=False)
-
     def after_light_step(self, optimizer: Optimizer) -> bool:
         """The parameters have changed; whether that was such a step, which is over now."""
         step = self.in_progress
@@ -425,10 +405,6 @@ class Capture:
             self.observe(training=not step.over)
         if self.optimizers.is_only(optimizer):
             self._light.prepare(optimizer, again=step.full)
-
-    def all_stepped(self) -> bool:
-        """Whether every parameter that has a gradient was stepped since the last step ended."""
-        return self.table.all_among(self.in_progress.captured.stepped())
 
     def manual_step(self) -> None:
         """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
@@ -457,8 +433,7 @@ class Capture:
     def step_completed(self, *, between: bool = True) -> None:
         """A step is over, and its last backward pass, too.
 
-        Args:
-            between: Whether the model does not run now, and may.
+        ``between``: whether the model does not run now, and may.
         """
         self.optimizers.step_ended()
         if backward_task() == NO_TASK:  # in one, this may be a thread of autograd's

@@ -105,14 +105,15 @@ def read_scaler(scaler: GradScaler, optimizer: Optimizer, step: int) -> ScalerRe
     )
 
 
-class SkippedSteps:
-    """Counts skipped steps from one reading to the next; call it once a step, in order."""
+class RunTotals:
+    """What is counted over the whole run, in the order of the steps."""
 
     def __init__(self) -> None:
-        self._total = 0
-        self._expected: tuple[int, float] | None = None
+        self.clipped_fraction = ClippedFraction()
+        self._skipped = 0
+        self._expected: tuple[int, float] | None = None  # the next step, and its factor
 
-    def __call__(self, reading: ScalerReading, *, overflown_passes: int = 0) -> int:
+    def skipped_steps(self, reading: ScalerReading, *, overflown_passes: int) -> int:
         """Steps skipped so far; none are counted where a reading between is missing.
 
         Args:
@@ -122,9 +123,9 @@ class SkippedSteps:
         """
         scale, tracker = reading.factor, int(reading.growth_tracker.wait())
         if self._expected is None and reading.initial_scale is not None:
-            self._total += min(overflown_passes, _times_shrunk(reading, reading.initial_scale))
+            self._skipped += min(overflown_passes, _times_shrunk(reading, reading.initial_scale))
         elif self._expected is not None and self._expected[0] == reading.step:
-            self._total += _times_shrunk(reading, self._expected[1])
+            self._skipped += _times_shrunk(reading, self._expected[1])
         if reading.skipped:
             after = scale * reading.backoff_factor
         elif tracker + 1 == reading.growth_interval:
@@ -133,8 +134,8 @@ class SkippedSteps:
             after = scale
         # A step that a fused optimizer skipped was called, so it was counted as one.
         self._expected = reading.step + 1, after
-        self._total += reading.skipped
-        return self._total
+        self._skipped += reading.skipped
+        return self._skipped
 
 
 def _times_shrunk(reading: ScalerReading, expected: float) -> int:
@@ -146,14 +147,6 @@ def _times_shrunk(reading: ScalerReading, expected: float) -> int:
 
 
 # --- steps ----------------------------------------------------------------------------------------
-
-
-class RunTotals:
-    """What is counted over the whole run, in the order of the steps."""
-
-    def __init__(self) -> None:
-        self.count_skipped = SkippedSteps()
-        self.clipped_fraction = ClippedFraction()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -260,7 +253,7 @@ class CapturedStep:
         if self.scaler is not None:
             passes = self.passes - 1 if overflown else 0
             scaler["loss_scale"] = self.scaler.factor
-            scaler["skipped_steps"] = self.totals.count_skipped(
+            scaler["skipped_steps"] = self.totals.skipped_steps(
                 self.scaler, overflown_passes=passes
             )
             scaler["skipped"] = self.scaler.skipped
@@ -439,9 +432,6 @@ class LightStep(NamedTuple):
     """What one call has read of a step. A tuple, for between two steps of training each call costs.
 
     Attributes:
-        step: Its number.
-        wall_time: When it ended, seconds since the epoch.
-        layout: Of the model at that time.
         groups: How many parameter groups there are.
         row: Their learning rates, and behind them the norm of each parameter's gradient, negative
             where there is none; float64 ``[groups + parameters]``.

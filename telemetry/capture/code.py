@@ -23,11 +23,7 @@ _NEVER_WRITTEN = nn.Module.forward.__code__  # as of containers
 
 
 def places_in_code(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, str]]:
-    """``forward`` and ``user_code`` of each :class:`telemetry.records.Module`.
-
-    Args:
-        modules: By their names, outer ones before those inside of them.
-    """
+    """``forward`` and ``user_code`` of each :class:`telemetry.records.Module`, outer ones first."""
     found: dict[str, tuple[str, str]] = {}
     around: dict[str, str] = {}
     for name, module in modules.items():

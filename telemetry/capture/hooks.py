@@ -1,13 +1,12 @@
-"""The objects that PyTorch and compiled graphs call for modules and tensors; tensors in values."""
+"""The hooks of modules, as PyTorch and compiled graphs call them, kept apart from training."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import itertools
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from telemetry.capture.nested import tensors_in
 from telemetry.failures import Failures
 from telemetry.records import Output
 from telemetry.torch_private import undisturbed
@@ -22,16 +22,16 @@ from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED, keep_in_gra
 
 if TYPE_CHECKING:
     from telemetry.capture.capture import Capture
-    from telemetry.capture.step import Step
+
+log = logging.getLogger("telemetry")
 
 # Public names of what nn.modules.conv._ConvNd and nn.modules.batchnorm._NormBase stand for.
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_CHANNELS_FIRST = (*CONVOLUTIONS, *_BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
+_CHANNELS_FIRST = (*_CONVOLUTIONS, *_BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
 _UNITS_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.Bilinear)
-
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -84,11 +84,6 @@ class Inert:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
-
-
-def is_inert_copy(hook: object) -> bool:
-    """Whether this is what became of a hook that was copied along with its module."""
-    return isinstance(getattr(hook, "__self__", None), nullcontext)
 
 
 class ModuleHook(Inert):
@@ -149,11 +144,15 @@ class ForwardHook(ModuleHook):
         self.rename(name)
         self.ran_eagerly = False  # Python has called the hook, not only the compiler
         self.traced = False  # a compiled graph has shown something for it
-        self.convolves = isinstance(module, CONVOLUTIONS)
+        self.convolves = isinstance(module, _CONVOLUTIONS)
         # Which axis of its outputs counts units or channels.
         last = "last" if isinstance(module, _UNITS_LAST) else "unknown"
         self.units = "first" if isinstance(module, _CHANNELS_FIRST) else last
-        self._number = _register(self)
+        # A tensor of shape ``[]``: an int would be a constant of the graph, and each of several
+        # equal layers would be compiled anew.
+        number = next(_numbers)
+        self._number = torch.tensor(number, device="cpu")
+        _observers[number] = self
 
     def rename(self, name: str) -> None:
         """Go by this name of the module: layers before it may have been added or removed."""
@@ -202,26 +201,23 @@ class ForwardHook(ModuleHook):
             step.on_graph_output(self, tensor, place)
 
 
-class GradHook(Inert):
-    """The hook of a module's output, for its gradient.
+def leave(module: nn.Module) -> None:
+    """Take our hooks off a module that is about to be scripted, which would compile them, too.
 
-    The user may keep the output for long, so all that is kept with it are weak references.
+    They are back at the next step that is measured.
     """
-
-    __slots__ = ("_hook", "_place", "_step")
-
-    __torch_unserializable__ = True
-    """Keeps PyTorch from warning that it does not save the hook along with the output."""
-
-    def __init__(self, step: Step, hook: ForwardHook, place: int) -> None:
-        self._step = weakref.ref(step)
-        self._hook = weakref.ref(hook)
-        self._place = place
-
-    def __call__(self, grad: Tensor) -> None:
-        step, hook = self._step(), self._hook()
-        if step is not None and hook is not None:
-            step.on_output_grad(hook, self._place, grad)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, ModuleHook):
+                hook.remove()
+            elif isinstance(getattr(hook, "__self__", None), nullcontext):
+                del hooks[key]  # what became of one that was copied along with its module
+            if isinstance(hook, ForwardHook):
+                log.info(
+                    "telemetry: %s is being scripted, which would compile hooks, too; it is "
+                    "watched again from the next step that is measured",
+                    hook.called,
+                )
 
 
 # --- compiled graphs ------------------------------------------------------------------------------
@@ -230,20 +226,8 @@ class GradHook(Inert):
 # the graph at what our hooks do or trace it into the graph. So under the compiler a hook emits
 # ``telemetry::observe``, which the compiler takes as opaque and runs as it is.
 
-_SCHEMA = "observe(Tensor x, Tensor number, int index, bool backward) -> ()"
 _observers: weakref.WeakValueDictionary[int, ForwardHook] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-
-
-def _register(observer: ForwardHook) -> Tensor:
-    """A number for the hook, which is held weakly.
-
-    It is a tensor of shape ``[]``: an int would be a constant of the graph, and each of several
-    equal layers would be compiled anew.
-    """
-    number = next(_numbers)
-    _observers[number] = observer
-    return torch.tensor(number, device="cpu")
 
 
 def _observe_gradient(output: Tensor, number: Tensor, index: int) -> None:
@@ -260,70 +244,11 @@ def _show(x: Tensor, number: Tensor, index: int, backward: bool) -> None:
         observer.in_graph(x, index, backward)
 
 
-def _define() -> tuple[torch.library.Library, Callable[..., None]]:
-    library = torch.library.Library("telemetry", "DEF")
-    # A graph that is replayed runs no Python. Before PyTorch 2.8 there is no such tag.
-    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
-    library.define(_SCHEMA, tags=() if unsafe is None else (unsafe,))
-    library.impl("observe", _show, "CompositeExplicitAutograd")
-    library.impl("observe", lambda x, number, index, backward: None, "Meta")
-    operator = torch.ops.telemetry.observe.default
-    keep_in_graph(operator)
-    return library, operator
-
-
-_LIBRARY, _OPERATOR = _define()
-
-
-# --- tensors inside of values ---------------------------------------------------------------------
-
-# Containers inside of each other; one that holds itself would have no end.
-_DEEPEST = 8
-
-
-def tensors_in(value: object, depth: int = 0) -> list[Tensor]:
-    """Tensors in tuples, lists, mappings and dataclasses, nested in each other, in their order.
-
-    Anything else (None, numbers, foreign objects) is passed over.
-    """
-    if isinstance(value, Tensor):
-        return [value]
-    items: Iterable[object] = ()
-    if depth == _DEEPEST:
-        return []
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, tuple | list):
-        items = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    found: list[Tensor] = []
-    for item in items:
-        found += tensors_in(item, depth + 1)
-    return found
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with every tensor of :func:`tensors_in` replaced by what ``function`` makes of it.
-
-    Containers are rebuilt as what they were; a mapping that cannot be changed stays as it is.
-    """
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, MutableMapping):
-        rebuilt = copy.copy(value)
-        for key, item in value.items():
-            rebuilt[key] = map_tensors(item, function)
-        return rebuilt
-    if isinstance(value, tuple | list):
-        items = [map_tensors(item, function) for item in value]
-        # Named tuples take one argument for each field; torch's own take a sequence, as others do.
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        other = copy.copy(value)
-        for field in dataclasses.fields(value):
-            # Frozen ones are values, too.
-            item = map_tensors(getattr(value, field.name, None), function)
-            object.__setattr__(other, field.name, item)
-        return other
-    return value
+_LIBRARY = torch.library.Library("telemetry", "DEF")
+_SCHEMA = "observe(Tensor x, Tensor number, int index, bool backward) -> ()"
+# A graph that is replayed runs no Python. Before PyTorch 2.8 there is no such tag.
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+_LIBRARY.define(_SCHEMA, tags=() if _UNSAFE is None else (_UNSAFE,))
+_LIBRARY.impl("observe", _show, "CompositeExplicitAutograd")
+_LIBRARY.impl("observe", lambda x, number, index, backward: None, "Meta")
+keep_in_graph(torch.ops.telemetry.observe.default)

@@ -1,30 +1,44 @@
-"""Which modules are watched and shown: puts hooks on them for the steps that need them."""
+"""Which modules are watched, with hooks for steps that need them; which are shown, or unseen."""
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from telemetry.capture.code import places_in_code
-from telemetry.capture.hooks import CONVOLUTIONS, ForwardHook, InputHook, ModuleHook, is_inert_copy
+from telemetry.capture.hooks import ForwardHook, InputHook, leave
 from telemetry.capture.step import Step
-from telemetry.capture.unseen import NEVER_RAN, modules_hidden, modules_unseen
+from telemetry.capture.unseen import NEVER_RAN
 from telemetry.records import Layout, Module, Parameter
-from telemetry.selection import Selection, cleaned, evenly
-from telemetry.torch_private.compiler import before_scripting, graphs_compiled
+from telemetry.selection import Selection, clean_name, cleaned, evenly, owners
+from telemetry.shared.plain_text import called_all
+from telemetry.torch_private.compiler import (
+    GRAPHS_CAN_BE_OBSERVED,
+    before_scripting,
+    graphs_compiled,
+    is_compiled,
+)
 
 if TYPE_CHECKING:
     from telemetry.capture.capture import Capture
 
-log = logging.getLogger("telemetry")
-
 # Convolutions whose feature maps are drawn; more are thinned evenly over the depth.
 PICTURED_MODULES = 12
+
+_NAMED_AT_MOST = 8
+
+_COMPILED = (
+    "compiled before HookLogger was made: make HookLogger before the first compiled call, or call "
+    "torch._dynamo.reset_code_caches() once after making it, or train the logged steps under "
+    'torch.compiler.set_stance("force_eager")'
+    if GRAPHS_CAN_BE_OBSERVED
+    else f"compiled: PyTorch {torch.__version__} cannot show what happens inside, 2.13 can. Update "
+    "it, or train the logged steps without torch.compile"
+)
 
 
 class WatchedModules:
@@ -34,55 +48,51 @@ class WatchedModules:
         self.pictured: frozenset[str] = frozenset()  # names of those whose feature maps are drawn
         self.installed = False  # there are hooks that are to go after the step
         self.forward_order: dict[str, None] = {}  # names of those that have run, by first calls
-        self._capture = weakref.ref(capture)
-        self._failures = capture.guard.failures
-        self._model = weakref.ref(model)
-        self._table = capture.table
-        self._content = capture.content
+        self._capture = capture
         self._selection = selection
         self._input_hook = InputHook(capture, model)
         self._forward_hooks: dict[str, ForwardHook] = {}
-        self._seen: dict[str, int] = {}
+        self._identities: dict[str, int] = {}  # of all modules, when hooks were put on them
         self._graphs_before = graphs_compiled()
         self._unseen_told = False
         self._end_scripting: Callable[[], None] | None = None
-        self._layout = self._make_layout(model, self._table.parameters)
+        self._layout = self._make_layout(model, capture.table.parameters)
 
     def install(self) -> None:
         """Put hooks on the modules that are watched now, and take them off all others."""
-        capture, model = self._capture(), self._model()
-        if model is None or capture is None:
+        model = self._capture.model()
+        if model is None:
             return
-        self._end_scripting = self._end_scripting or before_scripting(_leave)
+        self._end_scripting = self._end_scripting or before_scripting(leave)
         self._input_hook.install()
         if self._forward_hooks and not self.changed():
             for hook in self._forward_hooks.values():
                 hook.install()
         else:
-            self._choose(capture, model)
+            self._choose(model)
         self.installed = True
 
-    def _choose(self, capture: Capture, model: nn.Module) -> None:
+    def _choose(self, model: nn.Module) -> None:
         """Look which modules are watched, and which of them are pictured."""
         watched = cleaned(self._selection.apply(model).items())
         before = {hook.module(): hook for hook in self._forward_hooks.values()}
         self._forward_hooks = {}
-        self._seen = _identities(model)
+        self._identities = _identities(model)
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
-                self._failures.log_once(
+                self._capture.guard.failures.log_once(
                     "modules that torch.jit has compiled take no hooks, nothing is "
                     "logged for their outputs"
                 )
                 continue
-            hook = before.pop(module, None) or ForwardHook(capture, name, module)
+            hook = before.pop(module, None) or ForwardHook(self._capture, name, module)
             hook.rename(name)
             hook.install()
             self._forward_hooks[name] = hook
         for hook in before.values():
             hook.remove()
-        convolutions = [n for n, m in watched.items() if isinstance(m, CONVOLUTIONS)]
-        drawn = evenly(convolutions, PICTURED_MODULES) if self._content.images else []
+        convolutions = [name for name, hook in self._forward_hooks.items() if hook.convolves]
+        drawn = evenly(convolutions, PICTURED_MODULES) if self._capture.content.images else []
         self.pictured = frozenset(drawn)
 
     def pictured_modules(self) -> dict[str, nn.Module]:
@@ -92,12 +102,12 @@ class WatchedModules:
 
     def changed(self) -> bool:
         """Whether the model has other modules than when hooks were put on them."""
-        model = self._model()
+        model = self._capture.model()
         if model is None:
             return False
         # What has taken the place of a module that is gone may have its identity.
         gone = None in [hook.module() for hook in self._forward_hooks.values()]
-        return gone or self._seen != _identities(model)
+        return gone or self._identities != _identities(model)
 
     def uninstall(self) -> None:
         """Take hooks off again, but for modules in compiled graphs, which look at the capture.
@@ -127,7 +137,7 @@ class WatchedModules:
         """What is known of the forward passes in a step without a backward pass, for a message."""
         if step.order:
             return "the model ran, but no backward pass has reached its parameters"
-        if self._model() is None:
+        if self._capture.model() is None:
             return "the model is gone: HookLogger does not keep it alive"
         if not step.full:
             return "no backward pass followed"
@@ -137,33 +147,33 @@ class WatchedModules:
 
     def tell_unseen(self, step: Step) -> None:
         """Name, once, modules that did not run in the first full step or that nobody watches."""
-        model = self._model()
-        if self._unseen_told or model is None or not self._content.activations:
+        model, failures = self._capture.model(), self._capture.guard.failures
+        if self._unseen_told or model is None or not self._capture.content.activations:
             return
         self._unseen_told = True
-        trained = self._table.owners(step.captured.stepped())
+        parameters = self._capture.table.parameters
+        stepped = [parameters[index].name for index in step.captured.stepped()]
+        trained = {owner for parameter in stepped for owner in owners(parameter)}
         watched = {name: hook for name, hook in self._forward_hooks.items() if hook.installed}
-        level, message = modules_unseen(model, watched, step.order, step.number, trained)
+        level, message = _modules_unseen(model, watched, step.order, step.number, trained)
         if message:
-            self._failures.log_once(message, level=level)
-        if message := modules_hidden(model):
-            self._failures.log_once(message)
+            failures.log_once(message, level=level)
+        if message := _modules_hidden(model):
+            failures.log_once(message)
 
     # --- what is shown ---------------------------------------------------------------------------
 
     def layout(self, ran: Collection[str] = (), parameters: tuple[Parameter, ...] = ()) -> Layout:
         """The same one until parameters are replaced or a module runs for the first time.
 
-        A module that never ran follows the module before it in ``named_modules()``.
-
-        Args:
-            ran: Modules that have run, in that order.
-            parameters: Of the step, if they may not be those of now.
+        ``ran``: modules in the order in which they ran; one that never did follows the module
+        before it in ``named_modules()``. ``parameters``: of the step, if they may not be those of
+        now.
         """
-        parameters = parameters or self._table.parameters
+        parameters = parameters or self._capture.table.parameters
         new = [name for name in ran if name not in self.forward_order] if ran else ()
         if new or self._any_gone or self._layout.parameters is not parameters:
-            model = self._model()
+            model = self._capture.model()
             if model is not None:
                 self.forward_order.update(dict.fromkeys(new))
                 self._layout = self._make_layout(model, parameters, ran)
@@ -171,11 +181,11 @@ class WatchedModules:
 
     def load_forward_order(self, order: Iterable[str]) -> None:
         """Take the order from an earlier part of the run."""
-        model = self._model()
+        model = self._capture.model()
         if model is not None:
             known = cleaned(model.named_modules())
             self.forward_order = dict.fromkeys(name for name in order if name in known)
-            self._layout = self._make_layout(model, self._table.parameters)
+            self._layout = self._make_layout(model, self._capture.table.parameters)
 
     def _make_layout(
         self, model: nn.Module, parameters: tuple[Parameter, ...], ran: Collection[str] = ()
@@ -189,40 +199,99 @@ class WatchedModules:
         self._any_gone = not modules.keys() >= set(used)
         modules.update((name, "") for name in used if name not in modules)
         shown.update(used)
-        rank = {name: index for index, name in enumerate(self.forward_order)}
-        ranked: list[tuple[int, str]] = []
+        depth = {name: index for index, name in enumerate(self.forward_order)}
         last = -1
         for name in modules:
-            last = rank.get(name, last)
-            if name in shown:
-                ranked.append((last, name))
-        ranked.sort(key=lambda pair: pair[0])
-        known = [(n, modules[n], *places.get(n, ("", ""))) for _, n in ranked]
-        shown_modules = [
-            Module(name=name, type_name=kind, forward=forward, user_code=user_code)
-            for name, kind, forward, user_code in known
-        ]
-        return Layout(modules=tuple(shown_modules), parameters=parameters)
-
-
-def _leave(module: nn.Module) -> None:
-    """Take our hooks off a module that is about to be scripted, which would compile them, too.
-
-    They are back at the next step that is measured.
-    """
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if isinstance(hook, ModuleHook):
-                hook.remove()
-            elif is_inert_copy(hook):
-                del hooks[key]
-            if isinstance(hook, ForwardHook):
-                log.info(
-                    "telemetry: %s is being scripted, which would compile hooks, too; it is "
-                    "watched again from the next step that is measured",
-                    hook.called,
-                )
+            last = depth.setdefault(name, last)
+        described = []
+        for name in sorted((n for n in modules if n in shown), key=depth.__getitem__):
+            kind, (forward, user_code) = modules[name], places.get(name, ("", ""))
+            described.append(
+                Module(name=name, type_name=kind, forward=forward, user_code=user_code)
+            )
+        return Layout(modules=tuple(described), parameters=parameters)
 
 
 def _identities(model: nn.Module) -> dict[str, int]:
     return {name: id(module) for name, module in model.named_modules()}
+
+
+# --- what was not seen ----------------------------------------------------------------------------
+
+
+def _modules_unseen(
+    model: nn.Module,
+    watched: Mapping[str, ForwardHook],
+    ran: Collection[str],
+    step: int,
+    trained: Collection[str],
+) -> tuple[int, str]:
+    """The level and the message, if any, about watched modules that did not run in a full step.
+
+    Modules without parameters are left out: many only run at random, or where they do something.
+    ``trained`` are the modules that contain a parameter that got a gradient.
+    """
+    silent = {name: hook for name, hook in watched.items() if name not in ran}
+    # Neither Python nor a compiled graph has called their hooks.
+    uncalled = [n for n, h in silent.items() if n in trained and not (h.ran_eagerly or h.traced)]
+    if len(silent) == len(watched):
+        message = f"no watched module was seen running at step {step}, so activations are missing"
+        return logging.WARNING, f"{message}. {_why_none(model, silent, uncalled)}"
+    compiled = [clean_name(n) for n, m in model.named_modules() if is_compiled(m)]
+    in_graphs = [n for n in silent if any(not p or f"{n}.".startswith(f"{p}.") for p in compiled)]
+    if not set(uncalled).isdisjoint(in_graphs):
+        message = _did_not_run(in_graphs, len(watched), step)
+        return logging.WARNING, f"{message}. They were {_COMPILED}"
+    found = {n: hook.module() for n, hook in silent.items()}
+    with_parameters = [n for n, m in found.items() if m is not None and [*m.parameters()]]
+    return logging.INFO, _did_not_run(with_parameters, len(watched), step)
+
+
+def _modules_hidden(model: nn.Module) -> str:
+    """What to log about modules in plain lists and dictionaries, if gradients reached them."""
+    known, found = set(map(id, model.parameters())), []
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            parts = list(value.values()) if type(value) is dict else value
+            if type(parts) not in (list, tuple):
+                continue
+            modules = [part for part in parts if isinstance(part, nn.Module)]
+            inside = (parameter for part in modules for parameter in part.parameters())
+            if any(p.grad is not None and id(p) not in known for p in inside):
+                found.append(clean_name(f"{name}.{attribute}" if name else attribute))
+    if not found:
+        return ""
+    return (
+        f"modules in {called_all(found, _NAMED_AT_MOST)} get gradients and are not the model's: no "
+        "optimizer that is given model.parameters() moves them, and nothing is logged for them. "
+        "Keep them in a torch.nn.ModuleList or ModuleDict"
+    )
+
+
+def _why_none(model: nn.Module, silent: Mapping[str, ForwardHook], uncalled: Sequence[str]) -> str:
+    if any(base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__):
+        return (
+            "Keras keeps the layers of such a model where PyTorch does not look for them: make "
+            "layers = torch.nn.ModuleList(model.layers) and give HookLogger that for the model"
+        )
+    if not silent:
+        return "No module of this model computes anything by itself"
+    if any(hook.ran_eagerly for hook in silent.values()):
+        return "The model was not in training mode, or ran without gradients or on another thread"
+    if uncalled and graphs_compiled() > 0:
+        return (
+            "Parameters got gradients, but Python called no module. If a function or a model was "
+            f"{_COMPILED}"
+        )
+    if uncalled:
+        return "Parameters got gradients, but no module was called, only forward() or a function"
+    return "No module was called, and no parameter got a gradient: was another model trained?"
+
+
+def _did_not_run(names: Sequence[str], watched: int, step: int) -> str:
+    if not names:
+        return ""
+    return (
+        f"{len(names)} of {watched} watched modules did not run at step {step}, nothing is "
+        f"logged for their outputs: {called_all(names, _NAMED_AT_MOST)}"
+    )

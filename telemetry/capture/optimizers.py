@@ -48,8 +48,8 @@ class Optimizers:
         self._given = None if given is None else weakref.ref(given)
         # Those that have stepped, in the order of their first steps.
         self._met: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
-        self._handles: list[Any] = []
-        weakref.finalize(capture, _remove, self._handles)
+        self.handles: list[Any] = []  # of PyTorch's hooks, while they are in place
+        weakref.finalize(capture, _remove, self.handles)
         self._forget()
 
     def _forget(self) -> None:
@@ -58,22 +58,17 @@ class Optimizers:
         self._latest: weakref.ref[Optimizer] | None = None  # that has stepped in it
         self._went_without: deque[bool] = deque(maxlen=_STEPS_LOOKED_AT)
 
-    @property
-    def installed(self) -> bool:
-        """Whether PyTorch calls the hooks."""
-        return bool(self._handles)
-
     def install(self) -> None:
         """Have PyTorch call the hooks."""
         self._forget()
-        self._handles += [
+        self.handles += [
             optimizers.register_optimizer_step_pre_hook(self._on_step),
             optimizers.register_optimizer_step_post_hook(self._on_stepped),
         ]
 
     def remove(self) -> None:
         """Take the hooks off; harmless when done twice."""
-        _remove(self._handles)
+        _remove(self.handles)
         self._forget()
 
     def met(self, optimizer: Optimizer) -> Iterable[Optimizer]:
@@ -133,7 +128,7 @@ class Optimizers:
         capture.after_step(optimizer)
         self._latest = weakref.ref(optimizer)
         ends = _alive(self._ends)
-        if ends is None and capture.all_stepped():
+        if ends is None and capture.table.all_among(capture.in_progress.captured.stepped()):
             self._ends, ends = self._latest, optimizer
         if ends is not optimizer:
             return
@@ -203,7 +198,8 @@ class _FirstCall:
         loss = self.closure()
         if self.capture is not None:
             self.capture.before_step(self.optimizer)
-            self.capture.evaluated()
+            # Until the step ends, the closure is only repeated.
+            self.capture.observe(training=False)
             self.capture = None
         return loss
 

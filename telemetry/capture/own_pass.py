@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from telemetry.capture.captured import Detail
-from telemetry.capture.hooks import map_tensors, tensors_in
+from telemetry.capture.nested import map_tensors, tensors_in
 from telemetry.measure import images
 from telemetry.shared.plain_text import type_of
 from telemetry.torch_private.compiler import is_compiled
@@ -26,14 +26,8 @@ from telemetry.torch_private.ranks import flat_shard_group, spec_of
 class Sample:
     """One fixed sample whose feature maps are drawn at every full step.
 
-    Args:
-        model: The model in training.
-        given: What it is given: a tensor, a tuple of arguments, or a mapping of keyword arguments;
-            of a batch the first sample is shown. It is copied.
-
-    Raises:
-        TypeError: There is no tensor in it.
-        ValueError: The model is sharded over ranks, or compiled.
+    ``given`` is what the model in training is given: a tensor, a tuple of arguments, or a mapping
+    of keyword arguments; of a batch the first sample is shown. It is copied.
     """
 
     def __init__(self, model: nn.Module, given: Any) -> None:
@@ -51,15 +45,11 @@ class Sample:
         """Run the sample, in evaluation mode, and take its own picture and its feature maps.
 
         While it runs, there are copies of all parameters and buffers, and no hooks but those of
-        PyTorch, such as of ``weight_norm``.
+        PyTorch, such as of ``weight_norm``. Gradients, autocast and other modes are off.
 
         Args:
-            model: The model; gradients, autocast and other modes are off.
             pictured: The modules whose outputs are to be drawn, by name.
             detail: Takes the pictures.
-
-        Raises:
-            RuntimeError: The model is sharded or compiled by now, or cannot be run so.
         """
         if reason := _refusal(model):
             raise RuntimeError(f"{reason}, so the sample is not shown")

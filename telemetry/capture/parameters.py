@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from telemetry.measure import block_sample, cuda, native
-from telemetry.measure.sampling import SAMPLE_ELEMENTS
 from telemetry.records import Parameter
 from telemetry.selection import clean_name, cleaned
 from telemetry.torch_private import norms_of, undisturbed
@@ -120,10 +119,6 @@ class ParameterTable:
         parameters = map(id, parameters_of(optimizer))
         pairs = [(address, self._index_of.get(address, -1)) for address in parameters]
         return np.array(pairs, np.int64).tobytes()
-
-    def owners(self, indices: Iterable[int]) -> set[str]:
-        """Names of the modules that own the parameters with these indices."""
-        return {self.parameters[index].module_name for index in indices}
 
     def grads_of(self, parameters: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
         """Gradients of those of the parameters that are the model's, each with its index."""
@@ -239,8 +234,7 @@ class Norms:
 def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
     """L2 norms, without waiting for an accelerator; those of one device together.
 
-    Args:
-        tensors: Each with an index; what has no norm (see :func:`plain`) is left out.
+    What has no norm (see :func:`plain`) is left out.
     """
     found = [(index, plain(tensor)) for index, tensor in tensors]
     return _norms_of_plain([(i, v) for i, v in found if v is not None and not v.is_meta])
@@ -289,8 +283,7 @@ class Updates:
         for index, parameter in parameters:
             values = plain(parameter)
             if values is not None and values.numel() and not values.is_meta:
-                few = values if values.numel() <= SAMPLE_ELEMENTS else block_sample(values)
-                self._before.append((index, parameter, few.clone()))
+                self._before.append((index, parameter, block_sample(values).clone()))
         self._moved: list[Norms] = []
         self._sizes: list[Norms] = []
 
@@ -302,7 +295,7 @@ class Updates:
             values = plain(parameter)
             if values is None:
                 continue
-            new = values if values.numel() <= SAMPLE_ELEMENTS else block_sample(values)
+            new = block_sample(values)
             if new.shape == old.shape:
                 moved.append((index, new - old))
                 sizes.append((index, old))

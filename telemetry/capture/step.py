@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -14,7 +15,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from telemetry.capture.captured import CapturedStep, Kind, Name, Observation, read_scaler
-from telemetry.capture.hooks import ForwardHook, GradHook, guarded, tensors_in
+from telemetry.capture.hooks import ForwardHook, Inert, guarded
+from telemetry.capture.nested import tensors_in
 from telemetry.capture.parameters import (
     PLAIN,
     Indexed,
@@ -69,12 +71,8 @@ class _Pass(NamedTuple):
 class Step:
     """One step of training, or a phase apart from it, from its begin to what it leaves behind.
 
-    Methods without a guard are called by guarded ones.
-
-    Args:
-        full: Whether tensors are measured, not only norms of gradients.
-        norms: Whether at least these are taken.
-        phase: Its name; empty for a step.
+    Methods without a guard are called by guarded ones. ``norms``: whether at least norms of
+    gradients are taken; the other arguments are those of :class:`CapturedStep`.
     """
 
     def __init__(
@@ -173,7 +171,7 @@ class Step:
                 and self._capture.output_grads
                 and not self.captured.phase
             ):
-                tensor.register_hook(GradHook(self, hook, place))
+                tensor.register_hook(_GradHook(self, hook, place))
         if given or hook.convolves:
             self._take_images(hook, given, output)
 
@@ -259,14 +257,11 @@ class Step:
 
     def _check(self, observation: Observation | None, tensor: Tensor) -> None:
         """Have PyTorch reduce what a compiled graph has shown, too; the record compares."""
-        if (
-            observation is None
-            or not tensor.numel()
-            or not self._capture.to_check[observation.kind]
-        ):
+        if observation is None or not tensor.numel():
             return
-        if tensor.dtype in (torch.float32, torch.bfloat16):
-            self._capture.to_check[observation.kind] -= 1
+        left = self._capture.to_check
+        if left[observation.kind] and tensor.dtype in (torch.float32, torch.bfloat16):
+            left[observation.kind] -= 1
             extremes = torch.stack(torch.aminmax(tensor.detach())).to(torch.float64)
             norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
             self._detail.checks.append((observation, HostCopy(torch.cat([extremes, norm[None]]))))
@@ -489,6 +484,28 @@ class Step:
         if self.full:
             self._detail.measurements = self._measurer.finish()
         return captured
+
+
+class _GradHook(Inert):
+    """The hook of a module's output, for its gradient.
+
+    The user may keep the output for long, so all that is kept with it are weak references.
+    """
+
+    __slots__ = ("_hook", "_place", "_step")
+
+    __torch_unserializable__ = True
+    """Keeps PyTorch from warning that it does not save the hook along with the output."""
+
+    def __init__(self, step: Step, hook: ForwardHook, place: int) -> None:
+        self._step = weakref.ref(step)
+        self._hook = weakref.ref(hook)
+        self._place = place
+
+    def __call__(self, grad: Tensor) -> None:
+        step, hook = self._step(), self._hook()
+        if step is not None and hook is not None:
+            step.on_output_grad(hook, self._place, grad)
 
 
 def _rate(value: object) -> float | HostCopy:

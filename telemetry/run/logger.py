@@ -461,7 +461,7 @@ class HookLogger:
             return
         if self._closed:
             gone = "the model is gone; keep it in a variable of yours"
-            why = gone if self._capture.model_is_gone else "the logger is closed; make a new one"
+            why = gone if self._capture.model() is None else "the logger is closed; make a new one"
             raise ValueError(f"HookLogger.attach(): {why}")
         if self._role.measures:  # else others do for this process
             self._capture.attach()
