@@ -157,8 +157,7 @@ class Gpu:
             raise OSError(f"its compute capability {major}.{minor} is below 7.5")
         with ThreadPoolExecutor() as pool:
             architecture = repeat(f"sm_{major}{minor}")
-            compiled = pool.map(nvrtc.compile_kernels, DTYPES, architecture)
-            images = tuple(kernels.cubin for kernels in compiled)
+            images = tuple(pool.map(nvrtc.compile_kernels, DTYPES, architecture))
         if not checked:
             _check(index, b"".join(images))
         _cuda.load(_DRIVER, host.TYPES, host.TENSORS)
