@@ -40,7 +40,7 @@ HEAD = np.dtype([(name.replace("calls", "sampled"), COLUMNS[name]) for name in C
 PAIR = np.dtype([("count", "u4"), ("bucket", "i2"), ("", "V2")])
 # Smallest and largest value of a unit; NaN if it has one.
 UNIT = np.dtype(("f4", 2))
-# Of one without values.
+# Of one without values, or that was left out: the smallest is above the largest.
 NO_VALUES = np.array([np.inf, -np.inf], np.float32)
 
 # More than there are buckets.
