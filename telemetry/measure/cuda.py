@@ -320,14 +320,10 @@ def _uploaded(data: bytearray, index: int) -> Tensor:
 
 
 class GpuRows:
-    """The rows of one step's tensors on one GPU. Nothing here may be called while a thread does.
-
-    Attributes:
-        numbers: Which tensor each row is of.
-    """
+    """The rows of one step's tensors on one GPU. Nothing here may be called while a thread does."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self.numbers: list[int] = []
+        self.numbers: list[int] = []  # which tensor each row is of
         self._gpu = gpu
         self._buffer: _Buffer | None = None
         self._packs: list[_Pack] = []

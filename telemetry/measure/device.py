@@ -34,14 +34,10 @@ _WIDTH = len(_FIGURES) + CODES
 
 
 class DeviceRows:
-    """The rows of one step's tensors on one device.
-
-    Attributes:
-        numbers: Which tensor each row is of.
-    """
+    """The rows of one step's tensors on one device."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []
+        self.numbers: list[int] = []  # which tensor each row is of
         self._counts: list[int] = []
         self._unit_counts: list[int] = []
         self._rows: list[Tensor] = []

@@ -67,7 +67,7 @@ class Measurer:
                 measured = step.host.add_plain(tensors, unit_axis, powers)
                 first, step.count = step.count, step.count + sum(measured)
                 numbers = range(first, step.count)
-                step.of_host += numbers
+                step.host.numbers += numbers
                 if all(measured):
                     return list(numbers)
                 rest = iter(numbers)
@@ -113,8 +113,8 @@ class Measurer:
                     step.host.add(values, powers)
                 number = step.next_number()
             finally:
-                owner = -1 if number is None else number
-                step.of_host += [owner] * (len(step.host) - len(step.of_host))
+                numbers, owner = step.host.numbers, -1 if number is None else number
+                numbers += [owner] * (len(step.host) - len(numbers))
         return number
 
     def finish(self) -> Measurements:
@@ -126,17 +126,12 @@ class Measurer:
 
 
 class Measurements:
-    """What a :class:`Measurer` measured at one step.
-
-    Attributes:
-        nbytes: Memory of the host that it takes from :meth:`send` until it is reduced.
-    """
+    """What a :class:`Measurer` measured at one step."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # memory of the host that it takes from send() until it is reduced
         self.count = 0
         self.host = HostRows()
-        self.of_host: list[int] = []  # which tensor each row is of
         self.devices: dict[torch.device, DeviceRows] = {}
         self.gpus: dict[int, cuda.GpuRows] = {}
         self._tensors: Tensors[int] | None = None
@@ -147,7 +142,7 @@ class Measurements:
 
     def send(self) -> None:
         """Start the copies to the host."""
-        self.nbytes = self.host.nbytes + sum([rows.send() for rows in self._of_accelerators()])
+        self.nbytes = sum([part.send() for part in self._parts()])
 
     def reduce(self) -> Tensors[int]:
         """Every tensor that was added, in that order; waits for accelerators.
@@ -155,14 +150,14 @@ class Measurements:
         Call it on one thread at a time. Later calls return the same.
         """
         if self._tensors is None:
-            devices = self._of_accelerators()
-            rows = Rows.concatenate([self.host.decode(), *(d.decode() for d in devices)])
-            places = np.array([*self.of_host, *(n for d in devices for n in d.numbers)], np.int64)
+            parts = self._parts()
+            rows = Rows.concatenate([part.decode() for part in parts])
+            places = np.array([number for part in parts for number in part.numbers], np.int64)
             rows = rows.merged(places, self.count).having(calls=1)  # also of several rows
             self._tensors = Tensors(range(self.count), rows)
             self.devices.clear()
             self.gpus.clear()
         return self._tensors
 
-    def _of_accelerators(self) -> list[DeviceRows | cuda.GpuRows]:
-        return [*self.devices.values(), *self.gpus.values()]
+    def _parts(self) -> list[HostRows | DeviceRows | cuda.GpuRows]:
+        return [self.host, *self.devices.values(), *self.gpus.values()]

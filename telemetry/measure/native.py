@@ -78,12 +78,13 @@ class HostRows:
 
     def __init__(self) -> None:
         self.heads, self.pairs, self.units = bytearray(), bytearray(), bytearray()
+        self.numbers: list[int] = []  # which tensor each row is of
 
     def __len__(self) -> int:
         return len(self.heads) // HEAD.itemsize
 
-    @property
-    def nbytes(self) -> int:
+    def send(self) -> int:
+        """How many bytes there are; they are on the host already."""
         return len(self.heads) + len(self.pairs) + len(self.units)
 
     def decode(self) -> Rows:

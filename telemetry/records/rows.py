@@ -106,12 +106,9 @@ class Rows:
 
     @staticmethod
     def of(histograms: Sequence[Any], calls: Sequence[int] = (), units: Any = ()) -> Rows:
-        """Of each a :class:`~telemetry.records.sketch.Sketch`; one call and no units if not given.
+        """One for each :class:`~telemetry.records.sketch.Sketch`, of one call if not given.
 
-        Args:
-            histograms: The sketches.
-            calls: Of each.
-            units: Of each the extremes of its units, float32 ``[units, 2]``; None: it has none.
+        ``units`` are of each the extremes of its units, float32 ``[units, 2]``; None: it has none.
         """
         none = np.empty((0, 2), np.float32)
         units = [none if one is None else one for one in units or [None] * len(histograms)]
