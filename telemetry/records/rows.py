@@ -128,9 +128,12 @@ class Rows:
     @staticmethod
     def concatenate(parts: Sequence[Rows]) -> Rows:
         """The rows of all, one after the other; at least one part."""
-        columns, buckets, counts, units = zip(*map(_arrays, parts), strict=True)
-        joined = np.concatenate
-        return Rows(joined(columns), joined(buckets), joined(counts), joined(units))
+        return Rows(
+            np.concatenate([part.columns for part in parts]),
+            np.concatenate([part.buckets for part in parts]),
+            np.concatenate([part.counts for part in parts]),
+            np.concatenate([part.units for part in parts]),
+        )
 
     def moments(self, row: int) -> dict[str, Any]:
         """The arguments of :class:`~telemetry.records.moments.Moments` for one row."""
@@ -254,10 +257,6 @@ class Rows:
                 columns[name] *= factors**power
             units = self.units * factors.repeat(self.unit_count).astype(np.float32)[:, None]
         return Rows(columns, buckets, counts, units)
-
-
-def _arrays(rows: Rows) -> tuple[Column, ...]:
-    return rows.columns, rows.buckets, rows.counts, rows.units
 
 
 def _places(ends: Column, sizes: Column, rows: Column) -> NDArray[np.int64]:
