@@ -99,11 +99,8 @@ class HostRows:
         """
         if TENSORS is None:
             return [False] * len(tensors)
-        plain: list[Tensor | None] = list(tensors)
-        for place, tensor in enumerate(tensors):
-            # What stands for the negative of its memory is not as that says.
-            if type(tensor) not in TYPES or tensor.is_neg():
-                plain[place] = None
+        # What stands for the negative of its memory is not as that says.
+        plain = [t if type(t) in TYPES and not t.is_neg() else None for t in tensors]
         asked = unit_axis, TYPES, TENSORS, sample_step, powers
         return _native.measure_tensors(plain, *asked, self.heads, self.pairs, self.units)
 
