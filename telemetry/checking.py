@@ -26,7 +26,7 @@ from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.capture.own_pass import call, unchanged
 from telemetry.commands.output import Column, new_console, number, print_table
 from telemetry.layers import table
-from telemetry.records import StepRecord, TensorRecord
+from telemetry.records import StepRecord
 from telemetry.records.moments import norm_of
 from telemetry.records.tensor import figures_of
 from telemetry.shared.plain_text import called, printable
@@ -135,17 +135,14 @@ def check(
             return _loss_of(output[0], loss_function, targets)
 
         record, loss = _measured(model, run)
-        findings, skipped = list(_of_training(record)), []
-        findings += _untrained(record)
-        found, reason = _of_loss(output[0], loss_function, targets, inputs, loss)
-        findings += found
-        skipped += reason
+        judged: list[Alert | str | None] = [*_of_training(record), *_untrained(record)]
+        judged.append(_of_loss(output[0], loss_function, targets, inputs, loss))
         for parameter in model.parameters():
             parameter.grad = None
-        found, reason = _of_samples(model, inputs, record)
-        findings += found
-        skipped += reason
-    result = Check(findings=tuple(findings), skipped=tuple(skipped), loss=loss, record=record)
+        judged.append(_of_samples(model, inputs, record))
+    findings = tuple(found for found in judged if isinstance(found, Alert))
+    skipped = tuple(why for why in judged if isinstance(why, str))
+    result = Check(findings=findings, skipped=skipped, loss=loss, record=record)
     if show:
         result.print()
     return result
@@ -223,8 +220,8 @@ def _untrained(record: StepRecord) -> Iterator[Alert]:
 
 def _of_loss(
     output: Any, loss_function: Any, targets: Any, inputs: Any, loss: float
-) -> tuple[list[Alert], list[str]]:
-    """Whether a cross entropy is given logits, and that of a guess."""
+) -> Alert | str | None:
+    """Whether a cross entropy is given logits, and that of a guess; or why that is not known."""
     axis = 1
     if loss_function is None and isinstance(output, Mapping | tuple) and hasattr(output, "logits"):
         logits, of = output.logits, inputs.get("labels") if isinstance(inputs, Mapping) else None
@@ -235,25 +232,25 @@ def _of_loss(
         logits, of = output, targets
         classes = logits.shape[1] if logits.dim() > 1 else 0
     else:
-        return [], ["the loss against ln C: it is not known to be a cross entropy"]
+        return "the loss against ln C: it is not known to be a cross entropy"
     if not isinstance(of, Tensor) or of.is_floating_point() or classes < 2:
-        return [], ["the loss against ln C: the targets are no classes"]
+        return "the loss against ln C: the targets are no classes"
     if bool((logits >= 0).all() and (logits.sum(axis) - 1).abs().max() < _ROUNDED):
         seen = "The outputs are probabilities, of which the cross entropy takes the softmax again"
         advice = "Return logits: CrossEntropyLoss has a softmax of its own."
-        return [_alert("wrong_loss_input", seen, advice, 1.0, 1.0)], []
+        return _alert("wrong_loss_input", seen, advice, 1.0, 1.0)
     if getattr(loss_function, "reduction", "mean") == "sum":
         loss /= of.numel()
     guess = math.log(classes)
     if not loss > _FAR * guess:
-        return [], []
+        return None
     seen = f"The loss is {loss:.4g}; a guess among {classes} classes has {guess:.3g}, ln {classes}"
     advice = (
         "The first outputs are too large: people usually make the weights of the last layer "
         "smaller, or scale what it is given; of a trained model, check that inputs and targets "
         "belong to it."
     )
-    return [_alert("loss_at_start", seen, advice, loss, _FAR * guess)], []
+    return _alert("loss_at_start", seen, advice, loss, _FAR * guess)
 
 
 _ROUNDED = 0.01  # of a sum of numbers in half precision
@@ -262,12 +259,12 @@ _ROUNDED = 0.01  # of a sum of numbers in half precision
 _FAR = 6.0
 
 
-def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> tuple[list[Alert], list[str]]:
-    """Whether each sample's output depends on its input, and on no other sample."""
+def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> Alert | str | None:
+    """Whether each sample's output depends on its input alone; or why that is not known."""
     sizes = [t.shape[0] for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.dim()]
     samples = sizes[0] if sizes else 0
     if samples < 2 or any(size != samples for size in sizes):
-        return [], ["samples: the inputs are no batch of two or more"]
+        return "samples: the inputs are no batch of two or more"
     given: list[Tensor] = []
 
     def take(tensor: Any) -> Any:
@@ -289,48 +286,46 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> tuple[list
             stack.callback(module.register_forward_hook(hook).remove)
         with torch.enable_grad():
             outputs = pytree.tree_leaves(call(model, inputs))
-    per_sample = [
-        t
-        for t in outputs
-        if isinstance(t, Tensor) and t.dim() and t.shape[0] == samples and t.is_floating_point()
-    ]
-    if not given or not per_sample:
-        return [], ["samples: no floating-point input and output with one row per sample was found"]
-    if not per_sample[0].requires_grad:
-        return [], ["samples: in evaluation mode the outputs have no gradient"]
-    output = per_sample[0].float().flatten(1) if per_sample[0].dim() > 1 else per_sample[0][:, None]
+    tensors = (t for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.dim())
+    output = next((t for t in tensors if t.shape[0] == samples), None)
+    if not given or output is None:
+        return "samples: no floating-point input and output with one row per sample was found"
+    if not output.requires_grad:
+        return "samples: in evaluation mode the outputs have no gradient"
+    flat = output.float().flatten(1) if output.dim() > 1 else output[:, None]
     # All different, so that what adds up to a constant, as softmax does, does not cancel out.
-    weights = torch.linspace(0.5, 1.5, output.shape[1], device=output.device)
+    weights = torch.linspace(0.5, 1.5, flat.shape[1], device=flat.device)
     rows = [0, samples - 1]
-    depends = torch.stack([_influence(output[row] @ weights, given[0]) for row in rows])
+    depends = torch.stack([_influence(flat[row] @ weights, given[0]) for row in rows])
     if not depends.isfinite().all():
-        return [], ["samples: gradients in evaluation mode are not finite"]
+        return "samples: gradients in evaluation mode are not finite"
     own = depends[range(2), rows]
     depends[range(2), rows] = 0
-    if not bool((own > 0).any() | (depends > 0).any()):
-        if any(weight.sketch.min == weight.sketch.max == 0 for weight in _matrices(record)):
-            return [], ["whether outputs depend on inputs: there is a weight that begins at zero"]
+    leaks = depends > 0
+    if not bool((own > 0).any() | leaks.any()):
+        matrices = (w for name, w in record.weights.items() if name in record.layout.matrices)
+        if any(weight.sketch.min == weight.sketch.max == 0 for weight in matrices):
+            return "whether outputs depend on inputs: there is a weight that begins at zero"
         seen = "The outputs do not depend on the inputs"
         advice = (
             "Look for detach(), a factor of zero, dead units, and an input that forward() does not "
             "use."
         )
-        return [_alert("input_ignored", seen, advice, 0.0, 0.0)], []
-    if bool((depends > 0).any()):
-        row, other = (depends > 0).nonzero()[0].tolist()
-        seen = f"The output of sample {rows[row]} depends on sample {other} of the batch"
-        advice = (
-            "Look for a mean, a softmax, a norm or a reshape over the first axis; attention may "
-            "expect the sequence there (batch_first). In-batch negatives belong into the loss."
-        )
-        largest = float(depends.max() / max(float(own.max()), 1e-30))
-        found = _alert("batch_leak", seen, advice, largest, 0.0)
-        square = [t for t in (*pytree.tree_leaves(inputs), per_sample[0]) if _is_square(t)]
-        if square or _is_sequence_first(per_sample[0], given[0]):
-            message = f"{found.message}\n{_MEANT}"
-            found = replace(found, severity="note", message=message)
-        return [found], []
-    return [], []
+        return _alert("input_ignored", seen, advice, 0.0, 0.0)
+    if not leaks.any():
+        return None
+    row, other = leaks.nonzero()[0].tolist()
+    seen = f"The output of sample {rows[row]} depends on sample {other} of the batch"
+    advice = (
+        "Look for a mean, a softmax, a norm or a reshape over the first axis; attention may "
+        "expect the sequence there (batch_first). In-batch negatives belong into the loss."
+    )
+    largest = float(depends.max() / max(float(own.max()), 1e-30))
+    found = _alert("batch_leak", seen, advice, largest, 0.0)
+    has_square = any(map(_is_square, (*pytree.tree_leaves(inputs), output)))
+    if has_square or _is_sequence_first(output, given[0]):
+        return replace(found, severity="note", message=f"{found.message}\n{_MEANT}")
+    return found
 
 
 _MEANT = "This is right if the first axis is time, or if the model relates samples to each other."
@@ -349,10 +344,6 @@ def _is_sequence_first(output: Tensor, given: Tensor) -> bool:
     weights = torch.linspace(0.5, 1.5, output.shape[2], device=output.device)
     first, last = (_influence((output[:, end] @ weights).sum(), given, axis=1) for end in ends)
     return bool(first[ends[1]] == 0 and last[ends[0]] == 0)
-
-
-def _matrices(record: StepRecord) -> Iterator[TensorRecord]:
-    return (weight for name, weight in record.weights.items() if name in record.layout.matrices)
 
 
 def _influence(output: Tensor, given: Tensor, axis: int = 0) -> Tensor:

@@ -60,11 +60,7 @@ class Rule(ABC):
 
 
 class FunctionRule(Rule):
-    """A plain callable as a rule.
-
-    Args:
-        function: Takes a record and returns alerts.
-    """
+    """A plain callable as a rule."""
 
     def __init__(self, function: Callable[[StepRecord], Iterable[Alert]]) -> None:
         self._function = function

@@ -19,7 +19,6 @@ from telemetry import HookLogger
 from telemetry.events import FileWriter, summaries
 from telemetry.layers.record import Group
 from telemetry.layers.units import (
-    LEFT_OUT,
     MOST_BYTES,
     MOST_LAYERS,
     decode_units,
@@ -30,7 +29,7 @@ from telemetry.layers.units import (
 from telemetry.reading import payloads
 from telemetry.reading.log_dirs import open_run
 from telemetry.reading.units import Units
-from telemetry.records.rows import Rows
+from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.sketch import Sketch
 from telemetry.shared.page_format import PLUGIN_NAME, parse_chunk
 
@@ -85,13 +84,13 @@ def test_where_there_is_no_room_every_layer_keeps_its_dead_and_its_largest_units
     assert (few[:, 0] <= few[:, 1]).any()
     assert len(data) > MOST_BYTES - 16  # all room is used
     for units, layer in ((dead, layers[1]), (other, layers[2])):
-        left_out = (units == LEFT_OUT).all(axis=1)
+        left_out = (units == NO_VALUES).all(axis=1)
         sizes = np.nan_to_num(np.abs(layer).max(axis=1), nan=np.inf)
         kept = sizes[~left_out & (sizes > 0)]
         assert 3500 < len(kept) < 4500
         assert kept.min() >= sizes[left_out].max() * (1 - 2**-7)
     assert np.isnan(other[17]).all()
-    assert not (few == LEFT_OUT).all(axis=1).any()
+    assert not (few == NO_VALUES).all(axis=1).any()
 
 
 def test_more_layers_and_dead_units_than_there_is_room_for_take_no_more() -> None:
@@ -134,7 +133,7 @@ def test_ranges_are_said_compactly() -> None:
 
 
 def test_units_at_one_flat_end_are_saturated() -> None:
-    units = np.array([[0.9, 1], [-1, -0.9], [-1, 1], [0, 0], [np.nan, np.nan], LEFT_OUT], "f4")
+    units = np.array([[0.9, 1], [-1, -0.9], [-1, 1], [0, 0], [np.nan, np.nan], NO_VALUES], "f4")
     assert saturated_units("Tanh", units).tolist() == [True, True, False, False, False, False]
     assert not saturated_units("Linear", units).any()
 
@@ -208,7 +207,7 @@ def test_damaged_units_are_told_and_the_others_are_read(log_dir: Path, tmp_path:
 
 
 def test_thinned_steps_are_as_if_they_had_been_one() -> None:
-    extremes = np.array([[[0, 0], [1, 2]], [[0, 3], LEFT_OUT], [[0, 0], LEFT_OUT]], np.float32)
+    extremes = np.array([[[0, 0], [1, 2]], [[0, 3], NO_VALUES], [[0, 0], NO_VALUES]], np.float32)
     units = Units(type_name="ReLU", steps=np.array([0, 5, 9]), extremes=extremes).thin(4)
     assert units.steps.tolist() == [0, 9]
     assert units.extremes[0].tolist() == [[0, 3], [1, 2]]

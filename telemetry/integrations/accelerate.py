@@ -19,11 +19,7 @@ class TelemetryTracker(TrainerLogger, GeneralTracker):
     ``accelerator.init_trackers()`` takes it in, :meth:`watch` begins, ``accelerator.log({"loss":
     loss})`` logs at the step in progress, ``accelerator.end_training()`` closes. Checkpoints of
     ``accelerator.save_state()`` hold its state. With ``on_alert="stop"``, leave the loop when
-    ``tracker.should_stop``.
-
-    Args:
-        writer: As for ``HookLogger``.
-        options: Likewise.
+    ``tracker.should_stop``. Arguments are as for :class:`TrainerLogger`.
     """
 
     name = "telemetry"

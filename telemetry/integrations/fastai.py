@@ -13,9 +13,7 @@ from telemetry.integrations.trainer_logger import TrainerLogger, Writer
 class TelemetryCallback(TrainerLogger, Callback):
     """Logs what a fastai learner trains. Several fits are one run: steps go on in the directory.
 
-    Args:
-        writer: As for ``HookLogger``.
-        options: Likewise; with ``on_alert="stop"`` the fit is cancelled.
+    Arguments are as for :class:`TrainerLogger`.
     """
 
     def __init__(self, writer: Writer, **options: Any) -> None:

@@ -17,10 +17,7 @@ class TelemetryHandler(TrainerLogger):
 
     The loss is the output of the engine's function if that is a number, or its item ``"loss"``;
     it is logged after the step, and so at the next one, which is the iteration as ignite counts.
-
-    Args:
-        writer: As for ``HookLogger``.
-        options: Likewise; with ``on_alert="stop"`` the engine terminates.
+    Arguments are as for :class:`TrainerLogger`.
     """
 
     def __init__(self, writer: Writer, **options: Any) -> None:
@@ -29,11 +26,9 @@ class TelemetryHandler(TrainerLogger):
     def attach(
         self, engine: Engine, model: nn.Module, evaluators: Mapping[str, Engine] | None = None
     ) -> None:
-        """Log the runs of an engine.
+        """Log the runs of an engine that trains the model.
 
         Args:
-            engine: Trains the model.
-            model: The model.
             evaluators: Other engines that run it, by name; the first batch of each of their runs
                 is measured as a phase of that name.
         """

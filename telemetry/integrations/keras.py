@@ -14,11 +14,7 @@ class TelemetryCallback(TrainerLogger, Callback):
     """Logs what ``fit`` trains, under the names of the model's layers.
 
     Steps are counted as the optimizer counts them, so they go on after ``load_model``. The loss is
-    Keras' own: the mean over the epoch so far.
-
-    Args:
-        writer: As for ``HookLogger``.
-        options: Likewise; with ``on_alert="stop"`` the training stops.
+    Keras' own: the mean over the epoch so far. Arguments are as for :class:`TrainerLogger`.
     """
 
     def __init__(self, writer: Writer, **options: Any) -> None:

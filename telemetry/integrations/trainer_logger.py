@@ -52,9 +52,8 @@ class TrainerLogger:
         """The training of ``model`` begins.
 
         Args:
-            model: The model.
             writer: Where the trainer writes.
-            first_step: Number of the first step, unless the user gave one, or a state was loaded.
+            first_step: Unless the user gave one, or a state was loaded.
         """
         self.end()
         options = {"first_step": first_step, **self._options}

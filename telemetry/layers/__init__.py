@@ -1,6 +1,5 @@
 """The statistics of layers; :mod:`telemetry.layers.table` has one entry for each."""
 
-from telemetry.layers.record import Column, Layers
 from telemetry.layers.table import (
     MATRIX_STATISTICS,
     MISSING,
@@ -20,9 +19,7 @@ __all__ = [
     "PARAMETER_STATISTICS",
     "RANK_STATISTICS",
     "STATISTICS",
-    "Column",
     "LayerTable",
-    "Layers",
     "Statistic",
     "table",
 ]

@@ -82,14 +82,10 @@ TWO_SIDED = frozenset(name for name, function in BOUNDED.items() if function.fla
 
 
 def saturated_shares(type_names: Sequence[str], outputs: Rows) -> NDArray[np.float64]:
-    """Share of modules' finite outputs that lie where their activation functions are flat.
+    """Share of each row's finite outputs that lie where the activation function is flat.
 
-    Args:
-        type_names: Names of the modules' classes.
-        outputs: All outputs of each at one step, a row for each.
-
-    Returns:
-        0 to 1, ``[rows]``; NaN if the class is not in :data:`BOUNDED`, or no output is finite.
+    ``type_names`` are those of the modules' classes, ``[rows]``. NaN if the class is not in
+    :data:`BOUNDED`, or no output is finite.
     """
     found = [(i, *BOUNDED[name].flat.ends) for i, name in enumerate(type_names) if name in BOUNDED]
     places, low, high = np.array(found, np.intp).reshape(-1, 3).T

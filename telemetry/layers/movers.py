@@ -25,7 +25,6 @@ class Mover:
     """A layer whose gradient norm left its past.
 
     Attributes:
-        name: The module's.
         step: The first step from which on its norm was unusual.
         factor: How many times the usual norm it reached; below 1 if it fell.
     """
@@ -49,11 +48,9 @@ def movers(
     ten steps before ``since``.
 
     Args:
-        names: The layers'.
         steps: Ascending, shape ``[k]``.
         norms: Of each layer at each step, ``[k, layers]``; NaN where unknown. A layer with unknown
             ones in the past is passed over.
-        since: A step.
         fewest: Steps that tell what is usual.
 
     Returns:

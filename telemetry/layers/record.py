@@ -33,17 +33,11 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """Tensors of one kind.
-
-    Attributes:
-        rows: What was measured of them.
-        modules: Of each the index of its module, ``[rows]``.
-        size: How many modules there are.
-    """
+    """What was measured of tensors of one kind."""
 
     rows: Rows
-    modules: NDArray[np.intp]
-    size: int
+    modules: NDArray[np.intp]  # of each row the index of its module
+    size: int  # how many modules there are
 
     def merged(self) -> Group:
         """With one row for each module that has any, as if its tensors had been one."""
@@ -80,17 +74,11 @@ class Group:
 class Layers:
     """What was measured of the layers at one step, in the order of ``record.layout.modules``.
 
-    Attributes:
-        record: The step's record.
-        outputs: Everything that a module returned, merged into one row.
-        output_grads: The gradients with respect to these; here and below each tensor has a row.
-        weights: The parameters before the step.
-        grads: Their gradients.
-        second_moments: Adam's running means of the squared gradients, after the step.
+    Each group has a row for each tensor in the record's mapping of that name.
     """
 
     record: StepRecord
-    outputs: Group
+    outputs: Group  # everything that a module returned is merged into one row
     output_grads: Group
     weights: Group
     grads: Group

@@ -9,9 +9,8 @@ Telemetry page, the commands, flight files and alerts. To add a statistic, add a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
@@ -305,6 +304,9 @@ STATISTICS = (
 )
 """In the order in which they are shown."""
 
+# The column of each, by its name.
+PLACES = {statistic.name: place for place, statistic in enumerate(STATISTICS)}
+
 # What the Telemetry page and the commands show.
 PAGE_STATISTICS = tuple(statistic for statistic in STATISTICS if statistic.on_page)
 
@@ -322,36 +324,28 @@ class LayerTable:
 
     Attributes:
         values: float64 ``[modules, statistics]`` in the order of ``record.layout.modules`` and of
-            ``statistics``. May be NaN or infinite; NaN if not measured.
+            :data:`STATISTICS`. May be NaN or infinite; NaN if not measured.
         known: Whether each value was measured, bool, same shape.
-        statistics: The columns.
         outputs: What the layers returned.
     """
 
     values: NDArray[np.float64]
     known: NDArray[np.bool_]
-    statistics: Sequence[Statistic]
     outputs: Group
 
     def column(self, name: str) -> NDArray[np.float64]:
         """One statistic of all layers, ``[modules]``; NaN if it was not measured."""
-        column: NDArray[np.float64] = self.values[:, self.place[name]]
+        column: NDArray[np.float64] = self.values[:, PLACES[name]]
         return column
 
     def value(self, row: int, name: str) -> float | None:
         """One statistic of one layer; None if it was not measured."""
-        place = self.place[name]
+        place = PLACES[name]
         return float(self.values[row, place]) if self.known[row, place] else None
 
     def known_values(self, name: str) -> NDArray[np.float64]:
         """One statistic of the layers of which it was measured."""
-        place = self.place[name]
-        return self.column(name)[self.known[:, place]]
-
-    @cached_property
-    def place(self) -> Mapping[str, int]:
-        """The column of each statistic, by its name."""
-        return {statistic.name: place for place, statistic in enumerate(self.statistics)}
+        return self.column(name)[self.known[:, PLACES[name]]]
 
 
 @once
@@ -362,8 +356,7 @@ def table(record: StepRecord) -> LayerTable:
         columns = [statistic.of(layers) for statistic in STATISTICS]
     values, known = (np.array(parts).T for parts in zip(*columns, strict=True))
     values = np.where(known, values, math.nan)
-    outputs = layers.outputs
-    return LayerTable(values=values, known=known, statistics=STATISTICS, outputs=outputs)
+    return LayerTable(values=values, known=known, outputs=layers.outputs)
 
 
 def _grad_norms(record: StepRecord) -> Mapping[str, float]:

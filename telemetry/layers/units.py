@@ -7,15 +7,13 @@ from numpy.typing import NDArray
 
 from telemetry.layers.module_types import BOUNDED
 from telemetry.layers.record import Group
+from telemetry.records.rows import NO_VALUES
 
 # Of one step. It takes 8 bytes for each of these: a layer, neighbors that are dead, another unit.
 MOST_BYTES = 64 << 10
 MOST_LAYERS = 4096
 # Of a layer, when it is read: four times the largest vocabularies.
 _MOST_UNITS = 1 << 20
-
-# The smallest value of a unit that was left out is above its largest.
-LEFT_OUT = np.array([np.inf, -np.inf], np.float32)
 
 _LARGEST = np.uint32(0x7F7F0000).view(np.float32)  # of those with 8 bits
 _NAN = np.uint32(0x7FC00000)
@@ -57,8 +55,8 @@ def encode_units(outputs: Group) -> bytes:
 def decode_units(data: object, module: int) -> NDArray[np.float32] | None:
     """Smallest and largest value of each unit of a module, ``[units, 2]``; None: it has none.
 
-    Both are 0 of a dead unit, and :data:`LEFT_OUT` if the unit was left out. They are up to 0.8 %
-    further from zero than they were.
+    Both are 0 of a dead unit, and :data:`~telemetry.records.rows.NO_VALUES` if the unit was left
+    out. They are up to 0.8 % further from zero than they were.
 
     Raises:
         ValueError: These are not such data.
@@ -73,7 +71,7 @@ def decode_units(data: object, module: int) -> NDArray[np.float32] | None:
     size, end = heads[found[0], 1], heads[: found[0] + 1, 1].sum()
     if size > _MOST_UNITS:
         raise ValueError(f"a layer has {size} units")
-    units = np.tile(LEFT_OUT, (size, 1))
+    units = np.tile(NO_VALUES, (size, 1))
     changes = np.zeros(size + 1, np.int64)
     first, behind = np.clip(runs - (end - size), 0, size).T
     np.add.at(changes, first, 1)

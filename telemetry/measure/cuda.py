@@ -157,8 +157,7 @@ class Gpu:
             raise OSError(f"its compute capability {major}.{minor} is below 7.5")
         with ThreadPoolExecutor() as pool:
             architecture = repeat(f"sm_{major}{minor}")
-            compiled = pool.map(nvrtc.compile_kernels, DTYPES, architecture)
-            images = tuple(kernels.cubin for kernels in compiled)
+            images = tuple(pool.map(nvrtc.compile_kernels, DTYPES, architecture))
         if not checked:
             _check(index, b"".join(images))
         _cuda.load(_DRIVER, host.TYPES, host.TENSORS)
@@ -321,14 +320,10 @@ def _uploaded(data: bytearray, index: int) -> Tensor:
 
 
 class GpuRows:
-    """The rows of one step's tensors on one GPU. Nothing here may be called while a thread does.
-
-    Attributes:
-        numbers: Which tensor each row is of.
-    """
+    """The rows of one step's tensors on one GPU. Nothing here may be called while a thread does."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self.numbers: list[int] = []
+        self.numbers: list[int] = []  # which tensor each row is of
         self._gpu = gpu
         self._buffer: _Buffer | None = None
         self._packs: list[_Pack] = []

@@ -37,11 +37,7 @@ _ROUNDING = 1e-5
 
 
 def compare(gpu: cuda.Gpu, put: Callable[[Tensor], Tensor]) -> None:
-    """Measure tensors of each dtype and layout in both ways.
-
-    Args:
-        gpu: With the kernels.
-        put: Brings a tensor to that GPU.
+    """Measure tensors of each dtype and layout, which ``put`` brings to the GPU, in both ways.
 
     Raises:
         ValueError: They differ; the message says where.

@@ -34,14 +34,10 @@ _WIDTH = len(_FIGURES) + CODES
 
 
 class DeviceRows:
-    """The rows of one step's tensors on one device.
-
-    Attributes:
-        numbers: Which tensor each row is of.
-    """
+    """The rows of one step's tensors on one device."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []
+        self.numbers: list[int] = []  # which tensor each row is of
         self._counts: list[int] = []
         self._unit_counts: list[int] = []
         self._rows: list[Tensor] = []
@@ -90,11 +86,8 @@ class DeviceRows:
         columns = np.zeros(len(dense), COLUMNS)
         for name, figures in zip(_FIGURES, dense.T, strict=False):
             columns[name] = figures
-        columns["count"], columns["calls"], columns["unit_count"] = (
-            self._counts,
-            1,
-            self._unit_counts,
-        )
+        columns["count"], columns["calls"] = self._counts, 1
+        columns["unit_count"] = self._unit_counts
         positive, negative = columns["positive_inf_count"], columns["negative_inf_count"]
         by_bucket = _by_bucket(dense[:, len(_FIGURES) :], positive, negative)
         row, place = by_bucket.nonzero()
@@ -140,7 +133,7 @@ def _statistics(tensor: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     lowest, highest = _extremes(size, tensor.device)
     for index in pieces(tensor.shape, PIECE_ELEMENTS):
         x = working(tensor[index])
-        sums += _sums(x, torch.float64)
+        sums += _sums(x)
         codes += _code_counts(x)
         _lower(low, x.nan_to_num(inf, inf, inf).amin())
         _raise(high, x.nan_to_num(-inf, -inf, -inf).amax())
@@ -156,9 +149,9 @@ def _extremes(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return low, -low
 
 
-def _sums(x: Tensor, exact: torch.dtype) -> Tensor:
+def _sums(x: Tensor) -> Tensor:
     """Counts of NaN, +inf, −inf and zero; power sums of the finite values."""
-    finite = x.nan_to_num(0, 0, 0)
+    exact, finite = torch.float64, x.nan_to_num(0, 0, 0)
     squares = finite.to(exact).square()
     return torch.stack(
         [

@@ -32,14 +32,7 @@ class Measurer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._count = 0
-        self._host = HostRows()
-        self._of_host: list[int] = []  # which tensor each row is of
-        self._devices: dict[torch.device, DeviceRows] = {}
-        self._gpus: dict[int, cuda.GpuRows] = {}
+        self._step = Measurements()
 
     def add(self, tensor: Tensor, *, unit_axis: int | None = None, powers: int = 4) -> int | None:
         """Measure ``tensor`` as it is now, without keeping it.
@@ -60,43 +53,34 @@ class Measurer:
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
         """
-        with self._lock:
-            if tensor.is_cuda:
-                (number,) = self._add_on_gpus([tensor], unit_axis, powers)
-                if number is not None:
-                    return number
-            elif self._host.add_plain([tensor], unit_axis, powers)[0]:
-                self._of_host.append(self._count)
-                self._count += 1
-                return self._count - 1
-        return self._add_other(tensor, unit_axis, powers)
+        return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
 
-    def add_all(self, tensors: Sequence[Tensor], *, powers: int = 4) -> list[int | None]:
-        """Measure many tensors without units, for less than one by one; see :meth:`add`."""
+    def add_all(
+        self, tensors: Sequence[Tensor], *, unit_axis: int | None = None, powers: int = 4
+    ) -> list[int | None]:
+        """Measure many tensors, for less than one by one; see :meth:`add`."""
         with self._lock:
+            step = self._step
             if tensors and tensors[0].is_cuda:
-                found = self._add_on_gpus(tensors, None, powers)
+                found = self._add_on_gpus(tensors, unit_axis, powers)
             else:
-                measured = self._host.add_plain(tensors, None, powers)
-                first, self._count = self._count, self._count + sum(measured)
-                numbers = range(first, self._count)
-                self._of_host += numbers
+                measured = step.host.add_plain(tensors, unit_axis, powers)
+                first, step.count = step.count, step.count + sum(measured)
+                numbers = range(first, step.count)
+                step.host.numbers += numbers
                 if all(measured):
                     return list(numbers)
                 rest = iter(numbers)
                 found = [next(rest) if known else None for known in measured]
         return [
-            self._add_other(tensor, None, powers) if number is None else number
+            self._add_other(tensor, unit_axis, powers) if number is None else number
             for tensor, number in zip(tensors, found, strict=True)
         ]
-
-    def _next(self) -> int:
-        self._count += 1
-        return self._count - 1
 
     def _add_on_gpus(
         self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
     ) -> list[int | None]:
+        step = self._step
         found: list[int | None] = [None] * len(tensors)
         places: dict[int, list[int]] = {}
         for place, tensor in enumerate(tensors):
@@ -106,10 +90,10 @@ class Measurer:
             gpu = cuda.gpu(index)
             if gpu is None:
                 continue
-            rows = self._gpus.setdefault(index, cuda.GpuRows(gpu))
-            taken = rows.add([tensors[place] for place in some], unit_axis, powers, self._count)
+            rows = step.gpus.setdefault(index, cuda.GpuRows(gpu))
+            taken = rows.add([tensors[place] for place in some], unit_axis, powers, step.count)
             for place in itertools.compress(some, taken):
-                found[place] = self._next()
+                found[place] = step.next_number()
         return found
 
     def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
@@ -119,52 +103,46 @@ class Measurer:
             return None
         stored, number = values.tensor, None
         with self._lock:
+            step = self._step
             try:
                 if values.implied_zeros or not stored.numel():
-                    self._host.add_zeros(values.implied_zeros)
+                    step.host.add_zeros(values.implied_zeros)
                 if stored.numel() and not stored.is_cpu:
-                    rows = self._devices.setdefault(stored.device, DeviceRows())
-                    rows.add(values, self._count)
+                    step.devices.setdefault(stored.device, DeviceRows()).add(values, step.count)
                 elif stored.numel():
-                    self._host.add(values, powers)
-                number = self._next()
+                    step.host.add(values, powers)
+                number = step.next_number()
             finally:
-                owner = -1 if number is None else number
-                self._of_host += [owner] * (len(self._host) - len(self._of_host))
+                numbers, owner = step.host.numbers, -1 if number is None else number
+                numbers += [owner] * (len(step.host) - len(numbers))
         return number
 
     def finish(self) -> Measurements:
         """Everything since the last call, for any thread to reduce. Begins the next step."""
         with self._lock:
-            devices: list[DeviceRows | cuda.GpuRows]
-            devices = [*self._devices.values(), *self._gpus.values()]
-            measured = Measurements(self._count, self._host, self._of_host, devices)
-            self._begin()
+            measured, self._step = self._step, Measurements()
         measured.send()
         return measured
 
 
 class Measurements:
-    """What a :class:`Measurer` measured at one step.
+    """What a :class:`Measurer` measured at one step."""
 
-    Attributes:
-        nbytes: Memory of the host that it takes until it is reduced.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        host: HostRows,
-        of_host: list[int],
-        devices: Sequence[DeviceRows | cuda.GpuRows],
-    ) -> None:
-        self._count, self._host, self._of_host, self._devices = count, host, of_host, devices
+    def __init__(self) -> None:
+        self.nbytes = 0  # memory of the host that it takes from send() until it is reduced
+        self.count = 0
+        self.host = HostRows()
+        self.devices: dict[torch.device, DeviceRows] = {}
+        self.gpus: dict[int, cuda.GpuRows] = {}
         self._tensors: Tensors[int] | None = None
-        self.nbytes = host.nbytes
+
+    def next_number(self) -> int:
+        self.count += 1
+        return self.count - 1
 
     def send(self) -> None:
         """Start the copies to the host."""
-        self.nbytes += sum([device.send() for device in self._devices])
+        self.nbytes = sum([part.send() for part in self._parts()])
 
     def reduce(self) -> Tensors[int]:
         """Every tensor that was added, in that order; waits for accelerators.
@@ -172,10 +150,14 @@ class Measurements:
         Call it on one thread at a time. Later calls return the same.
         """
         if self._tensors is None:
-            devices = self._devices
-            rows = Rows.concatenate([self._host.decode(), *(d.decode() for d in devices)])
-            places = np.array([*self._of_host, *(n for d in devices for n in d.numbers)], np.int64)
-            rows = rows.merged(places, self._count).having(calls=1)  # also of several rows
-            self._tensors = Tensors(range(self._count), rows)
-            self._devices = ()
+            parts = self._parts()
+            rows = Rows.concatenate([part.decode() for part in parts])
+            places = np.array([number for part in parts for number in part.numbers], np.int64)
+            rows = rows.merged(places, self.count).having(calls=1)  # also of several rows
+            self._tensors = Tensors(range(self.count), rows)
+            self.devices.clear()
+            self.gpus.clear()
         return self._tensors
+
+    def _parts(self) -> list[HostRows | DeviceRows | cuda.GpuRows]:
+        return [self.host, *self.devices.values(), *self.gpus.values()]

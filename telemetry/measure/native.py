@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf, nan
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from telemetry.measure.sampling import sample_step
 from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
 from telemetry.records.moments import POWER_SUMS
-from telemetry.records.rows import HEAD, PAIR, Rows
+from telemetry.records.rows import HEAD, NO_VALUES, PAIR, Rows
 from telemetry.records.sketch import sketch_array
 
 log = logging.getLogger("telemetry")
@@ -78,12 +78,13 @@ class HostRows:
 
     def __init__(self) -> None:
         self.heads, self.pairs, self.units = bytearray(), bytearray(), bytearray()
+        self.numbers: list[int] = []  # which tensor each row is of
 
     def __len__(self) -> int:
         return len(self.heads) // HEAD.itemsize
 
-    @property
-    def nbytes(self) -> int:
+    def send(self) -> int:
+        """How many bytes there are; they are on the host already."""
         return len(self.heads) + len(self.pairs) + len(self.units)
 
     def decode(self) -> Rows:
@@ -98,11 +99,8 @@ class HostRows:
         """
         if TENSORS is None:
             return [False] * len(tensors)
-        plain: list[Tensor | None] = list(tensors)
-        for place, tensor in enumerate(tensors):
-            # What stands for the negative of its memory is not as that says.
-            if type(tensor) not in TYPES or tensor.is_neg():
-                plain[place] = None
+        # What stands for the negative of its memory is not as that says.
+        plain = [t if type(t) in TYPES and not t.is_neg() else None for t in tensors]
         asked = unit_axis, TYPES, TENSORS, sample_step, powers
         return _native.measure_tensors(plain, *asked, self.heads, self.pairs, self.units)
 
@@ -116,10 +114,13 @@ class HostRows:
         for index in pieces(tensor.shape, SERIAL_ELEMENTS):
             piece = _rows_of_piece(working(tensor[index]).contiguous(), axis, powers)
             if axis is not None:  # those of the other pieces change nothing
-                units = np.tile(np.array([inf, -inf], np.float32), (tensor.shape[axis], 1))
+                units = np.tile(NO_VALUES, (tensor.shape[axis], 1))
                 units[index[axis]] = piece.units
                 piece = piece.having(units, unit_count=len(units))
-            self._append(piece)
+            heads, pairs, extremes = piece.encode()
+            self.heads += heads
+            self.pairs += pairs
+            self.units += extremes
 
     def add_zeros(self, count: int) -> None:
         """A row of so many zeros: a sample without others, for a pair may not count as many."""
@@ -137,10 +138,6 @@ class HostRows:
         dtype, step = DTYPES[tensor.dtype], sample_step(count)
         request = tensor.data_ptr(), count, dtype, units, inner, step, powers
         _native.measure(request, self.heads, self.pairs, self.units)
-
-    def _append(self, rows: Rows) -> None:
-        for buffer, more in zip((self.heads, self.pairs, self.units), rows.encode(), strict=True):
-            buffer += more
 
 
 def _rows_of_piece(piece: Tensor, axis: int | None, powers: int) -> Rows:

@@ -11,13 +11,12 @@ import hashlib
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,88 +37,66 @@ class NvrtcError(RuntimeError):
     """NVRTC was not found or does not compile the kernels; the message says why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """Machine code for one architecture.
-
-    Attributes:
-        cubin: What the driver's ``cuModuleLoadData`` takes.
-        log: What the compiler said; of what is compiled here, not in the cache, the registers and
-            memory that each kernel takes.
-        compile_s: Seconds that compiling took; 0 if it was in the cache.
-    """
-
-    cubin: bytes
-    log: str
-    compile_s: float
-
-
 def compile_kernels(
     dtype: torch.dtype | None, architecture: str, *, cache_folder: Path | None = None
-) -> Compiled:
-    """The kernels for a dtype, or those that pack results for None.
+) -> bytes:
+    """What the driver's ``cuModuleLoadData`` takes: the kernels for a dtype.
 
     Args:
-        dtype: One of ``DTYPES``, or None.
+        dtype: One of ``DTYPES``; None: the kernels that pack results.
         architecture: Such as ``"sm_90"``.
         cache_folder: Where compiled kernels are kept, by default in the user's cache.
 
     Raises:
         NvrtcError: There is no NVRTC, or it does not know the architecture.
     """
-    library = _library()
     options = [f"--gpu-architecture={architecture}", "--std=c++17", "--ptxas-options=-v"]
     if dtype is not None:
         options.append(f"-DDTYPE={DTYPES[dtype]}")
     source = SOURCE.read_bytes()
-    what = "\0".join([_version(library), *options]).encode() + b"\0" + source
+    what = "\0".join([_version(), *options]).encode() + b"\0" + source
     folder = user_cache() if cache_folder is None else cache_folder
     file = folder / f"{hashlib.sha256(what).hexdigest()}.cubin"
     with suppress(OSError):
-        return Compiled(cubin=file.read_bytes(), log="", compile_s=0)
-    start = time.perf_counter()
-    cubin, log = _compile(library, source, options)
-    compiled = Compiled(cubin=cubin, log=log, compile_s=time.perf_counter() - start)
+        return file.read_bytes()
+    cubin, _ = _compile(source, options)
     with suppress(OSError):  # compiled anew by the next process
         _write(file, cubin)
-    return compiled
+    return cubin
 
 
-def _compile(library: ctypes.CDLL, source: bytes, options: Sequence[str]) -> tuple[bytes, str]:
+def _compile(source: bytes, options: Sequence[str]) -> tuple[bytes, str]:
+    """Machine code, and what the compiler says: registers and memory that each kernel takes."""
     program = ctypes.c_void_p()
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    _check(
-        library,
-        library.nvrtcCreateProgram(
-            ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None
-        ),
-    )
+    _call("CreateProgram", ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None)
     try:
-        result = library.nvrtcCompileProgram(program, len(options), arguments)
-        log = _output(library, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+        result = _library().nvrtcCompileProgram(program, len(options), arguments)
+        log = _output(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
         if result:
             raise NvrtcError(f"the kernels for {' '.join(options)} do not compile: {log}")
-        return _output(library, program, "CUBIN"), log
+        return _output(program, "CUBIN"), log
     finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
+        _library().nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _output(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+def _output(program: ctypes.c_void_p, what: str) -> bytes:
     size = ctypes.c_size_t()
-    _check(library, getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    _call(f"Get{what}Size", program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
-    _check(library, getattr(library, f"nvrtcGet{what}")(program, buffer))
+    _call(f"Get{what}", program, buffer)
     return buffer.raw
 
 
-def _check(library: ctypes.CDLL, result: int) -> None:
-    if result:
+def _call(function: str, *arguments: Any) -> None:
+    library = _library()
+    if result := getattr(library, f"nvrtc{function}")(*arguments):
         raise NvrtcError(f"NVRTC says {library.nvrtcGetErrorString(result).decode()}")
 
 
-def _version(library: ctypes.CDLL) -> str:
+def _version() -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()
-    _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    _call("Version", ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
 
 

@@ -33,7 +33,9 @@ def block_sample(tensor: Tensor) -> Tensor:
     if tensor.numel() <= SAMPLE_ELEMENTS:
         return tensor
     flat = in_memory_order(tensor, None).tensor.contiguous().view(-1)
-    return _runs(flat, _distance(tensor.numel()))
+    step = _distance(tensor.numel())
+    count = (flat.numel() - _RUN) // step + 1
+    return flat.as_strided((count, _RUN), (step, 1), flat.storage_offset())
 
 
 @lru_cache(maxsize=4096)
@@ -48,11 +50,6 @@ def _distance(count: int) -> int:
     while any(step % divisor == 0 for divisor in range(2, int(step**0.5) + 1)):
         step += 1
     return step
-
-
-def _runs(flat: Tensor, step: int) -> Tensor:
-    count = (flat.numel() - _RUN) // step + 1
-    return flat.as_strided((count, _RUN), (step, 1), flat.storage_offset())
 
 
 def fingerprint(tensor: Tensor) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -121,23 +122,16 @@ def in_memory_order(tensor: Tensor, unit_axis: int | None) -> Values:
 
 
 def pieces(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
-    """Indices that cut a tensor of this shape into pieces of at most ``limit`` elements.
+    """Indices that cut a non-empty tensor into pieces of at most ``limit`` elements.
 
     They are in the order of the elements. Pieces of a contiguous tensor are contiguous.
     """
-    return _pieces(tuple(slice(0, size) for size in shape), 0, limit)
-
-
-def _pieces(whole: tuple[slice, ...], axis: int, limit: int) -> Iterator[tuple[slice, ...]]:
-    count = prod(part.stop - part.start for part in whole)
-    if count <= limit:
-        yield whole
-        return
-    start, stop = whole[axis].start, whole[axis].stop
-    step = max(1, (stop - start) * limit // count)
-    for first in range(start, stop, step):
-        part = slice(first, min(first + step, stop))
-        yield from _pieces((*whole[:axis], part, *whole[axis + 1 :]), axis + 1, limit)
+    cuts, count = [], prod(shape)
+    for size in shape:
+        step = size if count <= limit else max(1, size * limit // count)
+        cuts.append([slice(first, min(first + step, size)) for first in range(0, size, step)])
+        count = count // size * step
+    return product(*cuts)
 
 
 def working(tensor: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.layers.units import LEFT_OUT, saturated_units
+from telemetry.layers.units import saturated_units
+from telemetry.records.rows import NO_VALUES
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +62,7 @@ class Units:
         """Of each step ``[units, 2]``; where other steps have more, these are left out."""
         steps = sorted(found)
         most = max(map(len, found.values()), default=0)
-        extremes = np.tile(LEFT_OUT, (len(steps), most, 1))
+        extremes = np.tile(NO_VALUES, (len(steps), most, 1))
         for row, step in enumerate(steps):
             extremes[row, : len(found[step])] = found[step]
         return Units(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 
 from telemetry.shared.plain_text import printable
@@ -48,13 +48,10 @@ class LossChoice:
 
     Args:
         asked: Its tag, if the user has named it.
-
-    Attributes:
-        tag: So far; None: nothing that was logged is a loss.
     """
 
     def __init__(self, asked: str | None = None) -> None:
-        self.tag = asked
+        self.tag = asked  # None: nothing that was logged so far is a loss
         self._asked = self._settled = asked is not None
         self._chosen_at: int | None = None
         self._first = 0
@@ -74,11 +71,7 @@ class LossChoice:
             self._others = tuple(dict.fromkeys([*self._others, *own]))[: _MAX_NAMED + 1]
 
     def is_final(self, step: int | None) -> bool:
-        """Whether it was logged, and will not change.
-
-        Args:
-            step: It has ended; None: the last one has.
-        """
+        """Whether it was logged, and will not change; ``step`` has ended, None: the last one."""
         return self._chosen_at is not None and (step is None or step >= self._chosen_at)
 
     def lack(self, step: int | None) -> str | None:
@@ -90,7 +83,14 @@ class LossChoice:
         waits = step is not None and step < self._first + _PATIENCE
         if waits or self._chosen_at is not None or not self._others:
             return None
-        return _lack(self.tag, self._others)
+        shown = ", ".join(map(printable, self._others[:_MAX_NAMED]))
+        shown += ", ..." if len(self._others) > _MAX_NAMED else ""
+        if self.tag is not None:
+            return f"the loss {printable(self.tag)!r} is not among what is logged: {shown}"
+        return (
+            f"no scalar that is logged is taken for the loss ({shown}), so no rule looks at one "
+            'and no curve is shown; name it: HookLogger(loss="...")'
+        )
 
     def state_dict(self) -> str | None:
         """The tag, for a checkpoint."""
@@ -101,14 +101,3 @@ class LossChoice:
         self._chosen_at = None
         if isinstance(state, str) and not self._asked:
             self.tag, self._settled = state, True
-
-
-def _lack(asked: str | None, tags: Sequence[str]) -> str:
-    shown = ", ".join(map(printable, tags[:_MAX_NAMED]))
-    more = ", ..." if len(tags) > _MAX_NAMED else ""
-    if asked is not None:
-        return f"the loss {printable(asked)!r} is not among what is logged: {shown}{more}"
-    return (
-        f"no scalar that is logged is taken for the loss ({shown}{more}), so no rule looks at one "
-        'and no curve is shown; name it: HookLogger(loss="...")'
-    )

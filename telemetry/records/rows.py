@@ -40,7 +40,7 @@ HEAD = np.dtype([(name.replace("calls", "sampled"), COLUMNS[name]) for name in C
 PAIR = np.dtype([("count", "u4"), ("bucket", "i2"), ("", "V2")])
 # Smallest and largest value of a unit; NaN if it has one.
 UNIT = np.dtype(("f4", 2))
-# Of one without values.
+# Of one without values, or that was left out: the smallest is above the largest.
 NO_VALUES = np.array([np.inf, -np.inf], np.float32)
 
 # More than there are buckets.
@@ -106,12 +106,9 @@ class Rows:
 
     @staticmethod
     def of(histograms: Sequence[Any], calls: Sequence[int] = (), units: Any = ()) -> Rows:
-        """Of each a :class:`~telemetry.records.sketch.Sketch`; one call and no units if not given.
+        """One for each :class:`~telemetry.records.sketch.Sketch`, of one call if not given.
 
-        Args:
-            histograms: The sketches.
-            calls: Of each.
-            units: Of each the extremes of its units, float32 ``[units, 2]``; None: it has none.
+        ``units`` are of each the extremes of its units, float32 ``[units, 2]``; None: it has none.
         """
         none = np.empty((0, 2), np.float32)
         units = [none if one is None else one for one in units or [None] * len(histograms)]
@@ -131,9 +128,12 @@ class Rows:
     @staticmethod
     def concatenate(parts: Sequence[Rows]) -> Rows:
         """The rows of all, one after the other; at least one part."""
-        columns, buckets, counts, units = zip(*map(_arrays, parts), strict=True)
-        joined = np.concatenate
-        return Rows(joined(columns), joined(buckets), joined(counts), joined(units))
+        return Rows(
+            np.concatenate([part.columns for part in parts]),
+            np.concatenate([part.buckets for part in parts]),
+            np.concatenate([part.counts for part in parts]),
+            np.concatenate([part.units for part in parts]),
+        )
 
     def moments(self, row: int) -> dict[str, Any]:
         """The arguments of :class:`~telemetry.records.moments.Moments` for one row."""
@@ -257,10 +257,6 @@ class Rows:
                 columns[name] *= factors**power
             units = self.units * factors.repeat(self.unit_count).astype(np.float32)[:, None]
         return Rows(columns, buckets, counts, units)
-
-
-def _arrays(rows: Rows) -> tuple[Column, ...]:
-    return rows.columns, rows.buckets, rows.counts, rows.units
 
 
 def _places(ends: Column, sizes: Column, rows: Column) -> NDArray[np.int64]:

@@ -257,13 +257,11 @@ class StepRecord:
 
         0 where a module has none; NaN or infinite if one of them is.
         """
-        norms, layout, unit = self.grad_norms, self.layout, 1.0
-        if norms.size and 0 < (largest := float(norms[norms.argmax()])) < math.inf:
-            unit = largest  # keeps 1e200 from overflowing
+        norms, layout = self.grad_norms, self.layout
+        largest = float(norms[norms.argmax()]) if norms.size else 0.0
+        unit = largest if 0 < largest < math.inf else 1.0  # keeps 1e200 from overflowing
+        with np.errstate(over="ignore"):
             squares = np.square(norms / unit)
-        else:
-            with np.errstate(over="ignore"):
-                squares = np.square(norms)
         sums = np.bincount(layout.owners, squares, minlength=len(layout.modules))
         by_module: NDArray[np.float64] = unit * np.sqrt(sums)
         return by_module

@@ -35,15 +35,7 @@ class Output(NamedTuple):
 
 
 class TensorRecord:
-    """What was in one tensor during one step, all its calls and micro-batches together.
-
-    Args:
-        sketch: Histogram and exact moments of all elements.
-        calls: Number of tensors; of very many only the first few of each module are merged.
-        unit_min: Smallest value of each unit or channel, float32, shape ``[units]``; None if the
-            tensor has no units. NaN where the unit has one.
-        unit_max: Largest value of each unit, likewise.
-    """
+    """What was in one tensor during one step, all its calls and micro-batches together."""
 
     def __init__(
         self,
@@ -71,12 +63,15 @@ class TensorRecord:
 
     @property
     def calls(self) -> int:
-        """Number of tensors."""
+        """Number of tensors; of very many only the first few of each module are merged."""
         return int(self.rows.calls[self.row])
 
     @property
     def unit_min(self) -> NDArray[np.float32] | None:
-        """Smallest value of each unit, float32 ``[units]``; None if the tensor has no units."""
+        """Smallest value of each unit or channel, float32 ``[units]``; NaN where the unit has one.
+
+        None if the tensor has no units.
+        """
         units = self.rows.units_of(self.row)
         return None if units is None else units[:, 0]
 
@@ -126,14 +121,10 @@ def bad_among(tensors: Mapping[Name, TensorRecord]) -> list[Name]:
 
 
 class Tensors(Mapping[Name, TensorRecord]):
-    """Tensors of one kind by their names: rows, of which each becomes a record when asked for.
-
-    Attributes:
-        rows: What was measured, in the order of the names.
-    """
+    """Tensors of one kind by their names: rows, of which each becomes a record when asked for."""
 
     def __init__(self, names: Sequence[Name], rows: Rows) -> None:
-        self.rows = rows
+        self.rows = rows  # in the order of the names
         self._rows = {name: row for row, name in enumerate(names)}
         self._records: dict[Name, TensorRecord] = {}
 

@@ -40,12 +40,6 @@ class RunFiles:
         close: Closes the logger, when another one takes its place.
         before_flush: Called before somebody else flushes or, if True, closes the user's writer.
 
-    Attributes:
-        session_id: Of this part of the run, another one for each logger.
-        log_dir: The log directory or URL.
-        first_step: Its number, as the files of a resumed run say.
-        is_undecided: Whether nobody has told so far if this process writes.
-
     Raises:
         OSError: The directory cannot be written.
     """
@@ -64,13 +58,13 @@ class RunFiles:
         self._given = writer if isinstance(writer, tensorboard.SummaryWriter) else None
         log_dir = log_dir_of(writer, written=role.writes)
         self.log_dir = log_dir if self._given is not None else role.directory(log_dir)
-        self.session_id = new_session_id()
+        self.session_id = new_session_id()  # of this part of the run, other for each logger
         self._process_id = os.getpid()
         self._before_flush = before_flush
         self._failures = failures
         self._claim = DirectoryClaim(model, self.log_dir, close)
         self.first_step = resolved(first_step, self.log_dir)
-        self.is_undecided = may_be_any_rank()
+        self.is_undecided = may_be_any_rank()  # nobody has told so far if this process writes
         self._waiting: list[tuple[Sequence[bytes], int, float, dict[str, Any]]] = []
         self._writer = None if self.is_undecided else self._open(role)
         self._has_ended = False

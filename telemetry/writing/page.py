@@ -11,6 +11,7 @@ from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.events.summaries import FLOAT32_MAX
 from telemetry.layers import MATRIX_STATISTICS, MISSING, RANK_STATISTICS, Statistic, table
+from telemetry.layers.table import PLACES
 from telemetry.layers.units import encode_units
 from telemetry.records import Layout, StepRecord
 from telemetry.shared.page_format import (
@@ -187,7 +188,7 @@ class _NormBlock:
 def _matrix(record: StepRecord, columns: Sequence[Statistic]) -> NDArray[np.float32]:
     """Some statistics, shape ``[modules, statistics]``."""
     layers = table(record)
-    places = [layers.place[statistic.name] for statistic in columns]
+    places = [PLACES[statistic.name] for statistic in columns]
     return as_float32(np.where(layers.known, layers.values, MISSING)[:, places])
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
-from telemetry.layers import PARAMETER_STATISTICS, table
+from telemetry.layers import PARAMETER_STATISTICS, STATISTICS, table
 from telemetry.records import Layout, Output, Parameter, StepRecord
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import TensorRecord, Tensors
@@ -91,7 +91,7 @@ def _curves_of_layers(record: StepRecord, group: str) -> Iterator[tuple[str, flo
     layers = table(record)
     tag_of = {m.name: _output_tag(layout, Output(m.name)) for m in layout.modules}
     columns, known = layers.values.T.tolist(), layers.known.T.tolist()
-    for statistic, column, measured in zip(layers.statistics, columns, known, strict=True):
+    for statistic, column, measured in zip(STATISTICS, columns, known, strict=True):
         if not statistic.as_curve:
             continue
         found = {

@@ -13,8 +13,7 @@ import transformers
 from frameworks import AlertFrom, assert_same_weights, batches, curve, mlp, run_example, tags
 from torch import Tensor, nn
 
-from telemetry.integrations.huggingface import TelemetryCallback
-from telemetry.integrations.returned_loss import ReturnedLoss
+from telemetry.integrations.huggingface import ReturnedLoss, TelemetryCallback
 
 
 class Regressor(nn.Module):

@@ -131,9 +131,8 @@ def install(
     driver.fail("")
     driver.deferred = driver.capturing = driver.idle = 0
 
-    def compiled(dtype: torch.dtype | None, architecture: str) -> nvrtc.Compiled:
-        path = emulated(directory, dtype)
-        return nvrtc.Compiled(cubin=bytes(path) + b"\0", log="", compile_s=0)
+    def compiled(dtype: torch.dtype | None, architecture: str) -> bytes:
+        return bytes(emulated(directory, dtype)) + b"\0"
 
     def memory(size: int, index: int = 0) -> Tensor:
         return torch.full((size,), 255, dtype=torch.uint8, device="cpu")

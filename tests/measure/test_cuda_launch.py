@@ -332,7 +332,7 @@ def test_what_was_measured_before_an_error_stays(driver: Driver) -> None:
         measurer.add_all([on_gpu(tensor) for tensor in tensors[1:3]])
     driver.fail("")
     assert measurer.add(on_gpu(tensors[3])) == 1
-    [rows] = measurer._gpus.values()
+    [rows] = measurer._step.gpus.values()
     rows.send()
     assert len(rows.decode()) == len(rows.numbers) == 1
     records = measurer.finish().reduce()
