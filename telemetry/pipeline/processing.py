@@ -165,7 +165,8 @@ class Processor:
         self._loss.load_state_dict(state.get("loss"))
         self._loss_is_written = False  # the file may have lost it
         self._full_steps.load_state_dict(state, step)
-        return self._judge.load_state_dict(state.get("rules"))
+        judges = self.ranks is None or self.ranks.is_first
+        return self._judge.load_state_dict(state.get("rules")) if judges else []
 
     def _write(
         self,

@@ -46,6 +46,7 @@ class RankExchange:
 
     Attributes:
         observer: Tells the capture what this rank is to measure.
+        is_first: Whether this rank records what comes back.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class RankExchange:
         failures: Failures,
     ) -> None:
         self.observer = RankObserver(rank=rank, size=size)
-        self._is_first = rank == 0
+        self.is_first = rank == 0
         self._maker = MeasuredMaker(self.observer.standing)
         self._put = put
         self._full_steps = full_steps
@@ -89,7 +90,7 @@ class RankExchange:
 
     def send(self, record: StepRecord, step: CapturedStep | LightStep) -> None:
         """What this rank measured, and the record of it."""
-        if self._is_first and (record.full or record.phase):
+        if self.is_first and (record.full or record.phase):
             self._own[record.step, record.phase] = record
             while len(self._own) > _OWN_KEPT:
                 del self._own[next(iter(self._own))]
@@ -193,7 +194,7 @@ class RankExchange:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all that was sent has come back merged; only on the first rank."""
-        if self._is_first and self._channel.is_in_own_process:
+        if self.is_first and self._channel.is_in_own_process:
             with self._changed:
                 self._changed.wait_for(lambda: self._awaited is None, timeout_s)
 

@@ -335,7 +335,8 @@ def test_what_a_writer_that_fails_does_not_take_is_in_another_file(
     add(given, *range(3))
     given.close()
     assert steps_of(tmp_path) == [[0, 1, 2]]
-    add(again := give(FailingWriter(tmp_path / "file")), *range(3))
-    (tmp_path / "file").touch()
+    again = give(FailingWriter(tmp_path / "file"))
+    (tmp_path / "file").touch()  # before the thread looks for a directory
+    add(again, *range(3))
     again.close()
     assert "3 events could not be written" in caplog.text
