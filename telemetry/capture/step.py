@@ -198,11 +198,11 @@ class Step:
             values = local(tensor.detach())
             if len(self._detail.fingerprints) < _FINGERPRINTS:
                 self._detail.fingerprints += map(HostCopy, fingerprint(values))
-            if tensor.is_floating_point() or tensor.is_complex():
+            if not _is_discrete(tensor):
                 self._observe("inputs", name, values, self._detail.observations)
 
     def _observe_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> Observation | None:
-        if not self._capture.content.activations:
+        if not self._capture.content.activations or _is_discrete(tensor):
             return None
         output = Output(hook.name, place) if place else hook.output
         values = local(tensor)
@@ -506,6 +506,11 @@ class _GradHook(Inert):
         step, hook = self._step(), self._hook()
         if step is not None and hook is not None:
             step.on_output_grad(hook, self._place, grad)
+
+
+def _is_discrete(tensor: Tensor) -> bool:
+    """Whether its elements are indices, counts or masks, which no layer's figures hold."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
 
 
 def _rate(value: object) -> float | HostCopy:

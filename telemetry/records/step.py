@@ -320,6 +320,7 @@ def once(of: Callable[[StepRecord], Value]) -> Callable[[StepRecord], Value]:
 
 
 def _first_of_each(outputs: Mapping[Output, TensorRecord]) -> Tensors[str]:
-    first = [row for row, output in enumerate(outputs) if not output.place]
-    names = [output.module_name for output in outputs if not output.place]
-    return Tensors(names, Tensors.of(outputs).rows.take(np.array(first, np.intp)))
+    first: dict[str, int] = {}
+    for row, output in enumerate(outputs):
+        first.setdefault(output.module_name, row)
+    return Tensors([*first], Tensors.of(outputs).rows.take(np.array([*first.values()], np.intp)))

@@ -63,6 +63,8 @@ def by_hand(
 ) -> list[HandStep]:
     """Run the loop on a twin; what each step (one yield of the loop) computed.
 
+    Outputs that are indices, counts or masks are none of a layer's figures.
+
     Gradients of parameters are those that are left when a step is over.
 
     Args:
@@ -78,6 +80,8 @@ def by_hand(
         if _paused:
             return
         for index, tensor in enumerate(flatten(output) if flatten else [output]):
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                continue
             key = name if index == 0 else f"{name}[{index}]"
             steps[-1].activations[key].append(array(tensor))
             if tensor.requires_grad and tensor.grad_fn is not None:

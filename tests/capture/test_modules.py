@@ -14,9 +14,12 @@ import pytest
 import torch
 from hand import assert_logged, assert_tensor, by_hand, check, not_training
 from torch import Tensor, nn
-from twins import assert_left_alone, run
+from torch.nn.utils.rnn import pack_padded_sequence
+from twins import Recorder, assert_left_alone, run
 
 from telemetry import HookLogger
+from telemetry.capture.nested import tensors_in
+from telemetry.layers import table
 from telemetry.records import Output
 from telemetry.testing import capture_run
 
@@ -330,6 +333,54 @@ def test_outputs_of_an_rnn_are_told_apart(tmp_path: Path) -> None:
     loop = sgd_loop(lambda model, x: model.rnn(x[..., None])[0].square().mean())
     outcome, _ = check(Net, loop, tmp_path, flatten=lambda out: [out[0], out[1][0], out[1][1]])
     assert list(outcome.full[0].outputs) == [Output("rnn", place) for place in range(3)]
+
+
+class Indexing(nn.Module):
+    """Modules that return indices, counts and masks beside what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 3)
+        self.pool = nn.MaxPool1d(2, return_indices=True)
+        self.rnn = nn.LSTM(4, 3, batch_first=True)
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled, _ = self.pool(self.conv(x[:, None]))
+        packed = pack_padded_sequence(pooled.transpose(1, 2), [99, 50, 7], batch_first=True)
+        _, weights, _ = self.gate(self.rnn(packed)[0].data)
+        return weights
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weights, experts = x.softmax(-1).topk(2)
+        return experts, weights, x > 0
+
+
+def test_indices_counts_and_masks_are_in_no_figure_of_a_layer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, recorder = Indexing(), Recorder()
+    returned: dict[str, list[Tensor]] = {}
+    for name, module in model.named_children():
+        module.register_forward_hook(
+            lambda _, __, output, name=name: returned.update({name: tensors_in(output)})
+        )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        model(torch.randn(3, 200)).square().sum().backward()
+        optimizer.step()
+    [record] = recorder.records
+    assert {str(output) for output in record.outputs} == {
+        *("conv", "pool", "rnn", "rnn[2]", "rnn[3]", "gate[1]")
+    }
+    figures = table(record).column("activation_rms")
+    for name, tensors in returned.items():
+        values = torch.cat([t.detach().flatten() for t in tensors if t.is_floating_point()])
+        rms = float(values.square().mean().sqrt())
+        assert figures[record.layout.position[name]] == pytest.approx(rms, rel=1e-5), name
+        first = next(t.detach() for t in tensors if t.is_floating_point())
+        assert record.activations[name].sketch.max == pytest.approx(float(first.max()), rel=1e-6)
 
 
 # --- changing models ------------------------------------------------------------------------------
