@@ -23,6 +23,8 @@ class Alert:
             may well be meant so: it is shown, but neither raised nor printed.
         step: Optimizer steps completed when the measurement was taken, from 0.
         module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
+        seen_in: The module whose numbers show the fault, where it is not the culprit: the ReLU that
+            makes zeros of what a layer returns.
         value: The measured figure that the rule judged; of a fault that grew worse by another one
             that follows from it, the figure of that one.
         threshold: The figure it was compared with, in the same unit.
@@ -42,6 +44,7 @@ class Alert:
     message: str
     consequences: tuple[str, ...] = ()
     stage: Stage = "begin"
+    seen_in: str | None = None
 
     @property
     def where(self) -> str:
@@ -63,7 +66,7 @@ def parse_alert(content: Any) -> Alert:
     Raises:
         ValueError: A field is missing or has a wrong value; the message names it.
     """
-    later = {"consequences": [], "stage": "begin"}
+    later: dict[str, Any] = {"consequences": [], "stage": "begin", "seen_in": None}
     known = _ALERT_FIELDS({**later, **content} if type(content) is dict else content)
     severity, stage = known["severity"], known["stage"]
     known["consequences"] = tuple(known["consequences"])
@@ -93,6 +96,7 @@ _ALERT_FIELDS = untrusted.fields(
     message=untrusted.text,
     consequences=untrusted.listed(untrusted.text, most=1000),
     stage=untrusted.text,
+    seen_in=untrusted.optional(untrusted.name),
 )
 
 

@@ -22,6 +22,7 @@ class Finding:
     value: float  # the figure that was judged
     limit: float  # what it was compared with, in the same unit
     module_name: str | None = None  # the culprit; None if it is the loss or the model
+    seen_in: str | None = None  # the module that shows it, where that is not the culprit
     severity: Severity | None = None  # None: that of the detector
     certain: bool = False  # needs no confirmation
     told_once: bool = False  # is a fact of this step, which neither lasts nor ends
@@ -173,6 +174,7 @@ class Detector(Rule):
             severity=found.severity or self.severity,
             step=step if found.begun_at is None else found.begun_at,
             module_name=found.module_name,
+            seen_in=found.seen_in,
             value=float(found.value),
             threshold=float(found.limit),
             message=f"{found.seen}.\n{found.advice}",

@@ -87,20 +87,26 @@ class DeadUnits(Detector):
         count = size if is_whole else int(silence.silent.sum())
         batches = silence.whole if is_whole else silence.batches
         which = "" if is_whole else f" ({ranges(silence.silent)})"
-        first, *others = (called(str(output)) for output in dead[:4])
+        # A layer before a ReLU returns no zeros: the dead units are to be seen behind it.
+        behind = next((output for output in dead[1:2] if self._is_zero(output, record)), None)
+        is_zero = self._is_zero(dead[0], record)
+        seen_in = None if is_zero or behind is None else behind.module_name
+        where = f", as {called(str(behind))} makes zeros of all they return" if seen_in else ""
+        first, *others = (
+            called(str(output)) for output in dead[:4] if output.module_name != seen_in
+        )
         also = f". The same holds for units of {', '.join(others)}" if others else ""
         module = record.layout.modules[record.layout.position[dead[0].module_name]]
-        units = record.outputs[dead[0]].rows.units_of(record.outputs[dead[0]].row)
-        is_zero = units is None or not units[silence.silent].any()
         what = "are zero for every input" if is_zero else "get no gradient from any input"
         return Finding(
             seen=f"{count} of {size} units of {first}{which} {what} of "
             f"{batches if batches > 1 else 'one'} batch{'es' if batches > 1 else ''} and cannot "
-            f"learn{also}",
+            f"learn{where}{also}",
             advice=_DROPPED if module.type_name in DROPOUTS else _ADVICE,
             value=count / size,
             limit=self.fraction,
             module_name=module.name,
+            seen_in=seen_in,
             severity="error" if is_whole or record.total_grad_norm == 0 else "warning",
         )
 
@@ -109,6 +115,11 @@ class DeadUnits(Detector):
         name = self.alert.module_name if self.alert is not None else None
         of_layer = (s for output, s in _silent_units(record) if output.module_name == name)
         return any(_share(silent) > _REVIVED for silent in of_layer)
+
+    def _is_zero(self, output: Output, record: StepRecord) -> bool:
+        """Whether all units that are silent return zero; else they only get no gradient."""
+        zero = record.outputs[output].zero_units
+        return zero is None or bool(zero[self._silence[output].silent].all())
 
     def _is_dead(self, output: Output, silent: Marks, record: StepRecord) -> bool:
         """Add this batch to those before; whether the units are dead now."""

@@ -18,7 +18,7 @@ FAIL_ON = {"warning": {"warning", "error"}, "error": {"error"}, "never": set[str
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _RECORD = (
     "run", "step", "severity", "kind", "module_name", "stage", "value", "threshold", "message",
-    "consequences",
+    "consequences", "seen_in",
 )  # fmt: skip
 
 

@@ -92,10 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_runs(of_summary)
     shown = f"what to show of each layer (default: that of --sort, or {_STATISTICS[0]}): {_NAMES}"
     _add_statistic(of_summary, shown)
-    sort = "one of these statistics: the layers with its largest last value first"
+    sort = "one of these statistics: the layers with its largest last value first (default: "
+    sort += "forward order; with --top or --reverse, the statistic that is shown)"
     of_summary.add_argument("--sort", choices=_STATISTICS, metavar="STATISTIC", help=sort)
     _add_reverse(of_summary)
-    of_summary.add_argument("--top", type=int, metavar="N", help="only the first N layers")
+    of_summary.add_argument(
+        "--top", type=int, metavar="N", help="only the N layers with the largest"
+    )
     _add_form(of_summary)
 
     does = "print all runs with what tells them apart, the newest first"

@@ -39,7 +39,7 @@ def explain_faults(args: argparse.Namespace, console: Console) -> int:
     else:
         for path in paths:
             try:
-                lines = explain(path).splitlines()
+                lines = explain(path, console.width).splitlines()
             except (OSError, ValueError) as error:
                 runs.fail(error)
                 continue

@@ -44,7 +44,7 @@ def new_console() -> Console:
 def print_table(
     console: Console, title: str, names: Sequence[str], others: Sequence[Column]
 ) -> None:
-    """Prints a column of names, and as many of the others as fit beside it.
+    """Prints a column of names, as many of the others as fit beside it, and which ones do not fit.
 
     Names are never cut: where there is no room, they continue on the next line.
     """
@@ -64,6 +64,8 @@ def print_table(
         for line in (Text(_GAP).join([first, *cells]), *further):
             line.rstrip()
             console.print(line, style=None if row else "bold")
+    if hidden := [column.title or "note" for column in others if column not in shown]:
+        console.print(f"no room for: {', '.join(hidden)}", style="italic", soft_wrap=False)
 
 
 def _width(columns: Sequence[Column]) -> int:

@@ -19,6 +19,7 @@ from telemetry.reading.run_table import differing, read_row
 from telemetry.shared.plain_text import called, printable
 
 _COLUMNS = ("run", "status", "started", "last_step", "last_loss", "best_loss", "first_alert")
+_MOST_WANTED = ("status", "first_alert", "last_loss", "last_step")
 _STYLES = {"live": "green", "died": "bold red"}
 
 
@@ -43,8 +44,11 @@ def runs(args: argparse.Namespace, console: Console) -> int:
     elif records:
         shown = [title for title in columns if any(r[title] not in (None, "") for r in records)]
         # Where there is little room, the last hyperparameters go first.
-        table = [_column(title, records, -place) for place, title in enumerate(shown)]
+        order = [*_MOST_WANTED, *columns]
+        table = [_column(title, records, -order.index(title)) for title in shown]
         print_table(console, "run", [printable(r["run"]) for r in records], table[1:])
+    elif found.found and words:
+        console.print(f"no run matches --filter {printable(args.filter)!r}")
     return found.status
 
 

@@ -42,16 +42,21 @@ def units(args: argparse.Namespace, console: Console) -> int:
         records = ((step, unit, *values) for unit, values in enumerate(each))
         print_records(args.form, _RECORD, (dict(zip(_RECORD, r, strict=True)) for r in records))
     elif steps:
-        _print(f"{called(args.layer)} at step {found.steps[place][0]}", columns, console)
+        below_zero = ranges(found.below_zero[place][0], most=len(columns[0]))
+        _print(
+            f"{called(args.layer)} at step {found.steps[place][0]}", columns, below_zero, console
+        )
     return 0
 
 
-def _print(head: str, columns: Sequence[NDArray[Any]], console: Console) -> None:
+def _print(head: str, columns: Sequence[NDArray[Any]], below_zero: str, console: Console) -> None:
     low, high, dead, saturated, left_out = columns
     more = f", {left_out.sum()} of them left out" if left_out.any() else ""
     console.print(f"{head}: {len(low)} units{more}")
     for name, which in ("dead", dead), ("saturated", saturated):
         console.print(f"{name}: {ranges(which, len(which)) or 'none'}")
+    if below_zero:
+        console.print(f"below zero, of which a ReLU makes zero: {below_zero}")
     shown = np.flatnonzero(~(dead | left_out)).tolist()
     if shown:
         console.print()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,21 @@ MAX_POINTS = 60
 
 _NAME_WIDTH = 24
 _CELL_WIDTH = 7  # "1.2e-05"
+_BESIDE = 60  # characters around a curve
+_ANY_WIDTH = 1 << 20
 _MANY_DEAD = 0.5
 _SHOWN = {"activation_rms": "output rms", "grad_norm": "gradient norm", "update_ratio": "update"}
 
 
-def explain(path_or_run: str | os.PathLike[str]) -> str:
+def explain(path_or_run: str | os.PathLike[str], width: int = _ANY_WIDTH) -> str:
     """What went wrong in a run: a flight file, or those in its directory, the earliest fault first.
 
     In a directory, each file that cannot be read gives one line.
+
+    Args:
+        path_or_run: The file or the directory.
+        width: Characters of a line, by default any; only a name or a path may be longer. Columns
+            of the table that do not fit are left out.
 
     Raises:
         OSError: There is no such file or directory.
@@ -37,27 +45,38 @@ def explain(path_or_run: str | os.PathLike[str]) -> str:
     if not path.exists():
         raise FileNotFoundError(f"no such file or directory: {os.fspath(path)}")
     if not path.is_dir():
-        return _explain_file(path)
+        return _explain_file(path, width)
     files = flight_files(path)
     if not files:
         return f"{path}: has no flight file: no alert of severity error and no exception so far\n"
     more = len(files) - MAX_FILES
     left_out = [f"and {more} more flight files\n"] if more > 0 else []
-    return "\n".join([*map(_explain_or_skip, files[:MAX_FILES]), *left_out])
+    return "\n".join([*(_explain_or_skip(file, width) for file in files[:MAX_FILES]), *left_out])
 
 
-def _explain_or_skip(path: Path) -> str:
+def _explain_or_skip(path: Path, width: int) -> str:
     try:
-        return _explain_file(path)
+        return _explain_file(path, width)
     except OSError as error:
         return f"skipped {path}: {error.strerror}\n"
     except ValueError as error:
         return f"skipped {error}\n"
 
 
-def _explain_file(path: Path) -> str:
+def _explain_file(path: Path, width: int) -> str:
     flight = read_flight(path)
-    return "\n".join([f"{path}", *_story(flight), *_curves(flight), *_table(flight)]) + "\n"
+    story = (part for line in _story(flight) for part in _wrapped(line, width))
+    return "\n".join([f"{path}", *story, *_curves(flight, width), *_table(flight, width)]) + "\n"
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """The words of a line in as many lines as they need, each with its indent."""
+    indent = line[: len(line) - len(line.lstrip(" "))]
+    head, text = line.split("\n", 1) if line.startswith("\n") else (None, line)
+    lines = textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [*([] if head is None else [head]), *lines]
 
 
 def _story(flight: Mapping[str, Any]) -> Iterator[str]:
@@ -85,7 +104,7 @@ def _story(flight: Mapping[str, Any]) -> Iterator[str]:
     yield f"\nBatch {flight['batch']} of a loop with one batch per step{seeded}{state}"
 
 
-def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
+def _curves(flight: Mapping[str, Any], width: int) -> Iterator[str]:
     steps = flight["steps"]
     if not steps["step"]:
         return
@@ -96,14 +115,14 @@ def _curves(flight: Mapping[str, Any]) -> Iterator[str]:
         values = [value for value in column if value is not None]
         if values:
             log = min(filter(math.isfinite, values), default=0) > 0
-            curve = sparkline(values, width=MAX_POINTS, log=log)
+            curve = sparkline(values, width=min(MAX_POINTS, max(width - _BESIDE, 8)), log=log)
             ends = f"from {values[0]:.3g} to {values[-1]:.3g}"
             highest = max(filter(math.isfinite, values), default=math.nan)
             most = f", at most {highest:.3g}" if highest > max(values[0], values[-1]) else ""
             yield f"  {name:14}{curve}  {ends}{most}"
 
 
-def _table(flight: Mapping[str, Any]) -> Iterator[str]:
+def _table(flight: Mapping[str, Any], room: int) -> Iterator[str]:
     """The depth profiles side by side, one row per module."""
     profiles, modules = flight["profiles"], flight["modules"]
     shown = [key for key in _SHOWN if any(v is not None for p in profiles for v in p[key])]
@@ -111,26 +130,35 @@ def _table(flight: Mapping[str, Any]) -> Iterator[str]:
         return
     moments = " → ".join(f"{p['when']} (step {p['step']})" for p in profiles)
     width = (_CELL_WIDTH + 3) * len(profiles)
-    titles = "".join(f"{_SHOWN[key]:{width}}" for key in shown)
     marked = "; » is the first bad module" if flight["first_bad_module"] in modules["name"] else ""
-    yield f"\nBy depth, {moments}; – was not measured{marked}"
-    yield f"  {'module':{_NAME_WIDTH}} {titles}".rstrip()
+    yield from _wrapped(f"\nBy depth, {moments}; – was not measured{marked}", room)
     names, culprit = modules["name"], flight["first_bad_module"]
     steps = flight["steps"]["step"]
     moved = {m.name: m for m in first_movers(names, steps, flight["grad_norms"], flight["step"])}
     center = culprit if culprit in names else next(iter(moved), names[0])
     rows = _rows(names.index(center), len(names), [names.index(name) for name in moved])
+    called_so = {row: printable(names[row] or modules["type"][row])[-_NAME_WIDTH:] for row in rows}
+    names_width = max(map(len, ["module", *called_so.values()]))
+    fits = max(1, (room - names_width - 3) // width)
+    shown, hidden = shown[:fits], [_SHOWN[key] for key in shown[fits:]]
+    titles = "".join(f"{_SHOWN[key]:{width}}" for key in shown)
+    yield f"  {'module':{names_width}} {titles}".rstrip()
     for before, row in zip([rows[0], *rows], rows, strict=False):
         if row > before + 1:
             yield "  …"
         mark = "»" if names[row] == culprit else " "
-        name = printable(names[row] or modules["type"][row])[-_NAME_WIDTH:]
         cells = "".join(f"{_cells(profiles, key, row):{width}}" for key in shown)
         notes = ", ".join(_notes(profiles, row, moved.get(names[row])))
-        yield f"{mark} {name:{_NAME_WIDTH}} {cells}{notes}".rstrip()
+        line = f"{mark} {called_so[row]:{names_width}} {cells}".rstrip()
+        if len(line) + len(notes) + 2 <= room:
+            notes, line = "", f"{line}  {notes}".rstrip()
+        yield line
+        yield from _wrapped(f"    {notes}", room) if notes else ()
     left_out = modules["left_out"] + len(names) - len(rows)
     if left_out:
         yield f"  and {left_out} more modules"
+    if hidden:
+        yield f"  no room for: {', '.join(hidden)}"
 
 
 def _rows(center: int, count: int, always: Sequence[int]) -> list[int]:

@@ -20,7 +20,7 @@ A flight file is one JSON object. Numbers that JSON does not have are ``"nan"``,
 ``modules``
     ``name``, ``type`` and ``code``, in forward order; of more than 256 an evenly spaced selection
     with the first bad one and those that moved first. ``left_out`` is the number of the others.
-    ``code`` is the file and line of ``forward``, of the user's own code as far as there is any.
+    ``code`` is that of :class:`telemetry.records.Module`.
 ``grad_norms``
     ``[steps][modules]``: norm of the gradients of each module's own parameters.
 ``profiles``
@@ -178,7 +178,7 @@ def encode_flight(
         "modules": {
             "name": shown,
             "type": [modules[row].type_name for row in rows],
-            "code": [modules[row].user_code or modules[row].forward for row in rows],
+            "code": [modules[row].code for row in rows],
             "left_out": len(names) - len(rows),
         },
         "grad_norms": [[of_step[row] for row in rows] for of_step in norms],

@@ -45,8 +45,7 @@ def overview(run: Overview) -> dict[str, Any]:
             {
                 "name": layer.name,
                 "type": layer.type_name,
-                "forward": layer.forward,
-                "userCode": layer.user_code,
+                "code": layer.code,
                 "parameters": [{"name": p.name, "shape": p.shape} for p in layer.parameters],
             }
             for layer in run.layers
@@ -102,11 +101,12 @@ def units(found: Units) -> bytes:
 
     Both are 0 of a dead unit; the smallest is above the largest of one that was left out. Where
     there are too many numbers, a step stands for all up to the next one, as if they had been one.
-    The header says of each step which units are ``dead`` and which ``saturated``, as ``0-11, 40``,
-    and how many were ``leftOut``; ``sampled``: whether steps were.
+    The header says of each step which units are ``dead``, ``belowZero`` and ``saturated``, as
+    ``0-11, 40``, and how many were ``leftOut``; ``sampled``: whether steps were.
     """
     header = {
         "dead": [*map(ranges, found.dead)],
+        "belowZero": [*map(ranges, found.below_zero)],
         "saturated": [*map(ranges, found.saturated)],
         "leftOut": found.left_out.sum(axis=1).tolist(),
         "sampled": found.sampled,

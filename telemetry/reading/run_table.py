@@ -33,6 +33,7 @@ from telemetry.shared.page_format import (
     session_start_s,
 )
 from telemetry.shared.tag_names import LAYERS
+from telemetry.shared.untrusted import MAX_WHOLE
 
 # A run that is still going writes at least every few seconds, but it may pause to validate.
 _SILENT_S = 300.0
@@ -213,7 +214,11 @@ def read_hparams(content: bytes | None) -> Iterator[tuple[str, str | float | boo
         return
     for name, value in sorted(found.hparams.items())[:_MAX_HPARAMS]:
         kind = value.WhichOneof("kind")
-        if kind in ("number_value", "bool_value"):
-            yield name[:_MAX_TEXT], getattr(value, kind)
+        if kind == "number_value":  # whole ones are most likely written as such
+            number = value.number_value
+            is_whole = number.is_integer() and abs(number) <= MAX_WHOLE
+            yield name[:_MAX_TEXT], int(number) if is_whole else number
+        elif kind == "bool_value":
+            yield name[:_MAX_TEXT], value.bool_value
         elif kind == "string_value":
             yield name[:_MAX_TEXT], value.string_value[:_MAX_TEXT]

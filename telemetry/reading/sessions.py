@@ -24,16 +24,12 @@ _STEPS_BEYOND = 64  # of a block of norms: what one may hold above its limit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class Layer(Module):
     """One row of the picture: a module with its own parameters.
 
     ``places`` are its places in the forward order, which may have changed during the run.
     """
 
-    name: str
-    type_name: str
-    forward: str = ""  # this and the next as in telemetry.records.Module
-    user_code: str = ""
     parameters: tuple[Parameter, ...]
     places: frozenset[int]
 

@@ -47,6 +47,11 @@ class Units:
         return dead
 
     @property
+    def below_zero(self) -> NDArray[np.bool_]:
+        """Which had only values below zero, ``[steps, units]``: a ReLU behind them passes none."""
+        return (self.max < 0) & ~self.left_out
+
+    @property
     def saturated(self) -> NDArray[np.bool_]:
         """Which had only values at one flat end of the layer's activation function, such as tanh
         below -7/8, ``[steps, units]``; none for other layers."""

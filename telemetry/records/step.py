@@ -34,6 +34,13 @@ class Module:
     forward: str = ""
     user_code: str = ""
 
+    @property
+    def code(self) -> str:
+        """The line to look at: the user's own, or that of another library; empty if there is only
+        PyTorch's, which says nothing about a layer of a ``Sequential``.
+        """
+        return self.user_code or ("" if self.forward.startswith("torch/") else self.forward)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:

@@ -18,6 +18,7 @@ import telemetry
 from telemetry import HookLogger
 from telemetry.capture.code import places_in_code
 from telemetry.commands.cli import main
+from telemetry.records import Module
 from telemetry.shared.page_format import decode_layout, encode_layout
 from telemetry.testing import capture_run
 
@@ -50,6 +51,13 @@ def test_a_layer_of_torch_has_its_own_line_and_the_nearest_of_the_user() -> None
     assert user_code == f"{LINE}, forward of 0 (Block)"
     assert places["0.layers"] == ("", user_code)  # never called
     assert places["1"][1] == ""
+
+
+def test_a_line_of_torch_is_no_place_to_look_at() -> None:
+    torch_line, library = "torch/nn/modules/linear.py:124", "timm/models/resnet.py:9"
+    where = [(torch_line, ""), (library, ""), (torch_line, LINE), ("", "")]
+    modules = [Module(name="", type_name="A", forward=f, user_code=u) for f, u in where]
+    assert [module.code for module in modules] == ["", library, LINE, ""]
 
 
 def wraps(module: nn.Module) -> Callable[..., Any]:

@@ -95,8 +95,30 @@ def test_the_layers_with_the_largest_or_smallest_values_can_be_asked_for(
         "layer",
         "nan",
     ]
+    assert names("--top", "2") == ["nan", "five"]
+    assert names("--reverse") == ["half", "one", "five", "nan"]
     assert main(["summary", str(tmp_path), "--top", "0"]) == 2
     assert "--top 0: must be at least 1" in capsys.readouterr().err
+
+
+def test_an_explosion_that_is_over_is_no_decay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def norms(step: int) -> np.ndarray:
+        usual = 0.1 if step > 22 else 1.0
+        return np.array(
+            [1e5 if step == 21 else usual, usual, np.inf if step == 3 else 1], np.float32
+        )
+
+    write_run(tmp_path, layout_of(["peak", "falls", "infinite"]), steps=range(40), norms=norms)
+    assert main(["summary", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(f["trend"], f["largest"], f["largest_step"]) for f in found] == [
+        (pytest.approx(0.1), 1e5, 21), (pytest.approx(0.1), 1, 0), (1, "inf", 3),
+    ]  # fmt: skip
+    assert main(["summary", str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.splitlines()[-3:]
+    assert ["1e+05 at 21" in rows[0], "at" in rows[1].split(), "inf at 3" in rows[2]] == [1, 0, 1]
 
 
 def test_units_are_told_with_the_dead_ones_in_ranges(
@@ -122,8 +144,17 @@ def test_units_are_told_with_the_dead_ones_in_ranges(
         "step": 0, "unit": 12, "min": -1, "max": 2,
         "dead": False, "saturated": False, "left_out": False,
     }  # fmt: skip
+    extremes[3:5] = -2, -1
+    rows = Rows.of([Sketch.empty()], units=[extremes])
+    units = encode_units(Group(rows=rows, modules=np.array([1]), size=3))
+    writer = FileWriter(tmp_path)
+    writer.write_values([summaries.tensor(tag, units, PLUGIN_NAME)], 6)
+    writer.close()
+    assert main(["units", str(tmp_path), "growing"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(": ")[2] for line in lines[1:4]] == ["0-2, 5-11", "none", "3-4"]
     assert main(["units", str(tmp_path), "growing", "--step", "3"]) == 2
-    assert "the nearest steps are [0, 5]" in capsys.readouterr().err
+    assert "the nearest steps are [0, 5, 6]" in capsys.readouterr().err
     assert main(["units", str(tmp_path), "nothing"]) == 2
     assert "no layer 'nothing'" in capsys.readouterr().err
     assert main(["units", str(tmp_path), "steady"]) == 0
@@ -302,5 +333,10 @@ def test_runs_are_sorted_and_filtered(tmp_path: Path, capsys: pytest.CaptureFixt
     heading, *rows = capsys.readouterr().out.splitlines()
     assert heading.endswith("first_alert,lr")  # all that the runs shown differ in
     assert len(rows) == 3
+    assert main(["runs", str(tmp_path), "--json", "--sort", "lr"]) == 0
+    text = capsys.readouterr().out
+    assert ('"seed": 5,' in text, '"lr": 3,' in text, '"lr": 0.1,' in text) == (True, True, True)
+    assert main(["runs", str(tmp_path), "--filter", "lr=7"]) == 0
+    assert "'lr=7'" in capsys.readouterr().out
     assert main(["runs", str(tmp_path), "--sort", "loss"]) == 2
     assert "must be one of run, status, started" in capsys.readouterr().err

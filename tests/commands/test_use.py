@@ -175,6 +175,26 @@ def test_the_summary_keeps_the_layers_in_a_terminal_of_any_width(runs: Path, wid
     assert ("last  " in body) == (width >= 30)
 
 
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_columns_of_runs_are_shown_or_named(runs: Path, width: int) -> None:
+    shown = in_terminal(width, "runs", runs)
+    assert max(map(len, shown.splitlines())) <= width
+    assert "nonfinite, step 5" in shown  # what matters most
+    for title in ("started", "last step", "best loss", "first alert"):
+        assert title in shown
+    assert ("no room for" in shown) == (width < 120)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_an_explanation_fits_the_terminal(runs: Path, width: int) -> None:
+    first, *lines = in_terminal(width, "explain", runs / "deep" / "bad").splitlines()
+    assert first.endswith("flight-5.json")
+    assert max(map(len, lines)) <= width
+    told = " ".join(" ".join(lines).split())
+    for said in ("By depth, before", "output rms", "gradient norm", "nonfinite at step 5"):
+        assert said in told
+
+
 def test_long_names_continue_on_the_next_line(strange: Path) -> None:
     shown = in_terminal(60, "summary", strange / "run 9")
     assert max(map(len, shown.splitlines())) <= 60

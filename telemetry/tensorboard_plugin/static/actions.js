@@ -168,7 +168,7 @@ export class Actions {
     const panel = app.panels.find((known) => known.alerts.includes(alert)) ?? app.panels[0];
     app.state.ofOther = panel.run === app.state.other;
     app.chosenAlert = alert;
-    const layer = panel.overview.layers.find((known) => known.name === alert.module_name);
+    const layer = panel.overview.layers[alert.layer];
     app.change({ zoom: null });
     if (layer && this.#rowIndex(layer.name) < 0) {
       app.change({ search: "", folded: new Set(), all: true });

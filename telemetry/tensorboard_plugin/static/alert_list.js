@@ -111,6 +111,7 @@ export function alertText(alert, run = null) {
     ),
     run ? element("span", { class: "muted" }, run) : null,
     alert.module_name ? element("span", { class: "alert-layer" }, alert.module_name) : null,
+    alert.seen_in ? element("span", { class: "alert-layer" }, `seen in ${alert.seen_in}`) : null,
     element("span", { class: "alert-message" }, alert.message),
   ].filter((part) => part !== null);
 }

@@ -115,9 +115,7 @@ export class Detail {
         ? element("p", { class: "run-name" }, letter(runs.indexOf(run)), ` ${run}`)
         : null,
       element("p", { class: "muted" }, [layer.type, shapes].filter(Boolean).join(" · ")),
-      layer.userCode || layer.forward
-        ? element("p", { class: "muted code" }, `forward: ${layer.userCode || layer.forward}`)
-        : null,
+      layer.code ? element("p", { class: "muted code" }, `forward: ${layer.code}`) : null,
       ...alerts.map((alert) => this.#alert(alert)),
       element(
         "p",

@@ -279,7 +279,7 @@ export class Panel {
     this.overview = overview;
     this.alerts = overview.alerts.map((alert) => ({
       ...alert,
-      layer: layerOf.get(alert.module_name) ?? null,
+      layer: layerOf.get(alert.seen_in ?? alert.module_name) ?? null,
     }));
   }
 

@@ -59,10 +59,11 @@ export function drawUnits(canvas, units, { view, theme, width, step }) {
   return chosen;
 }
 
-/** Which units are dead or saturated at a step, and how many were left out. */
-export function unitsInWords({ steps, count, dead, saturated, leftOut, sampled }, index) {
+/** Which units are dead, below zero or saturated at a step, and how many were left out. */
+export function unitsInWords({ steps, count, dead, belowZero, saturated, leftOut, sampled }, index) {
   return [
     `${count} units; at step ${formatStep(steps[index])} dead: ${dead[index] || "none"}`,
+    belowZero[index] ? `below zero, of which a ReLU makes zero: ${belowZero[index]}` : "",
     saturated[index] ? `saturated: ${saturated[index]}` : "",
     leftOut[index] ? `${leftOut[index]} are left out, the largest are shown` : "",
     sampled ? "some steps are left out" : "",
