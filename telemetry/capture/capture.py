@@ -289,7 +289,7 @@ class Capture:
                 self.modules.install()
             if full:
                 with undisturbed():
-                    step.begins()
+                    step.begins(follows=not attaching)
         except Exception:
             self.guard.failures.report("to attach its hooks")
             self._remove_hooks()

@@ -1,7 +1,8 @@
 """The objects that PyTorch calls around the steps of all optimizers; which of those end a step.
 
 The rule: a step ends when the optimizer that steps at every batch has stepped, the last one if
-several do. What one that steps more rarely uses after that belongs to the next step.
+several do. What one that steps more rarely uses after that belongs to the next step. An optimizer
+that another one calls, as Lookahead and ZeroRedundancyOptimizer do, ends none: its caller does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task
+from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task, is_called_by
 from telemetry.torch_private.compiler import not_compiled
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Optimizers:
         self._ends: weakref.ref[Optimizer] | None = self._given
         self._begun: WeakSet[Optimizer] = WeakSet()  # in the step in progress
         self._latest: weakref.ref[Optimizer] | None = None  # that has stepped in it
+        self._stepping: weakref.ref[Optimizer] | None = None  # whose step is running
         self._went_without: deque[bool] = deque(maxlen=_STEPS_LOOKED_AT)
 
     def install(self) -> None:
@@ -101,12 +103,20 @@ class Optimizers:
         if capture is None:
             return None
         if self._is_usual(optimizer, args, kwargs) and capture.before_light_step(optimizer):
+            self._stepping = self._ends
             return None
         if not capture.table.are_stepped_by(optimizer):
             return None
-        if optimizer in self._begun and self._step_was_over(optimizer):
-            capture.step_completed()
-        self._begun.add(optimizer)
+        if self._is_inner(optimizer):
+            if _alive(self._ends) is optimizer:
+                self._ends = self._stepping
+            if capture.in_progress.light:
+                return None
+        else:
+            if optimizer in self._begun and self._step_was_over(optimizer):
+                capture.step_completed()
+            self._begun.add(optimizer)
+            self._stepping = weakref.ref(optimizer)
         # With a closure the gradients are stale until it has run: Lightning, LBFGS.
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": _FirstCall(kwargs["closure"], capture, optimizer)}
@@ -125,6 +135,10 @@ class Optimizers:
         if not capture.table.are_stepped_by(optimizer):
             capture.in_progress.unseen.other_steps += 1
             return
+        if self._is_inner(optimizer):
+            capture.in_progress.after_step(optimizer)
+            return
+        self._stepping = None
         capture.after_step(optimizer)
         self._latest = weakref.ref(optimizer)
         ends = _alive(self._ends)
@@ -165,6 +179,12 @@ class Optimizers:
             and not self._begun
             and backward_task() == NO_TASK
         )
+
+    def _is_inner(self, optimizer: Optimizer) -> bool:
+        """Whether another optimizer calls this one."""
+        outer = _alive(self._stepping)
+        # One whose step has raised is not running any more.
+        return outer is not None and outer is not optimizer and is_called_by(outer)
 
     def _step_was_over(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer that steps again has begun the next step."""

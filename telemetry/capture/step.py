@@ -106,15 +106,23 @@ class Step:
         self._running: dict[int, _Pass] = {}
         self._probed: list[Observation] = []
         self._handles: list[Any] = []
+        self._left: dict[int, int] = {}  # versions of the parameters as the step before left them
         self._optimizers: set[int] = set()
+        self._held: set[int] = set()  # indices of the parameters that they have
+        self._moments: set[int] = set()
         self._updates: dict[int, Updates] = {}
 
     # --- begin ------------------------------------------------------------------------------------
 
-    def begins(self) -> None:
-        """Observe training from here on, in full."""
+    def begins(self, *, follows: bool) -> None:
+        """Observe training from here on, in full; ``follows``: where a step has just ended."""
         capture = self._capture
         capture.table.refresh()
+        if follows:
+            found = capture.table.all()
+            self._left = {
+                i: p._version for i, p in found if p.requires_grad and not p.is_inference()
+            }
         self._detail.random_states = _random_states()
         if capture.by_hand and capture.content.weights:
             # No optimizer will say when it is about to change them.
@@ -355,6 +363,10 @@ class Step:
         if look and table.refresh():
             self.captured.before_clipping.clear()
         self.parameters = self.parameters or table.parameters
+        # Each counts once, though an optimizer may call another one that has it, too.
+        parameters = [(i, p) for i, p in dict(table.of(optimizer)).items() if i not in self._held]
+        if not parameters:
+            return
         scaler = calling_scaler()
         if scaler is not None:
             self.captured.scaler = read_scaler(scaler, optimizer, self.number)
@@ -364,7 +376,14 @@ class Step:
             if id(known) not in self._optimizers:
                 rates = [_rate(group.get("lr")) for group in known.param_groups]
                 self.captured.learning_rates[id(known)] = rates
-        parameters = table.of(optimizer)
+        left = self._left
+        if left and all(i in left and p._version != left[i] for i, p in parameters):
+            stepped = f"{type(optimizer).__name__}.step()"
+            self.guard.failures.log_once(
+                f"something else than {stepped} changes parameters between steps, such as a "
+                f"wrapper that is no torch.optim.Optimizer, an average of weights, or clamping: "
+                f"update ratios are those of {stepped} alone"
+            )
         # A fused optimizer divides by this itself.
         self._read(key, parameters, scaled=getattr(optimizer, "grad_scale", None) is not None)
         if self.full:
@@ -375,11 +394,13 @@ class Step:
     @guarded("to measure the update")
     def after_step(self, optimizer: Optimizer) -> None:
         """Read what an optimizer's first step in this one has changed."""
-        if self._read_update(id(optimizer)):
+        self._read_update(id(optimizer))
+        if self.full and self._capture.content.weights:
             # Not by its brackets: the optimizer's state is a defaultdict.
             of = self._capture.table.of(optimizer)
-            states = [(i, optimizer.state.get(p, {})) for i, p in of]
-            moments = [(i, s["exp_avg_sq"]) for i, s in states if "exp_avg_sq" in s]
+            states = {i: optimizer.state.get(p, {}) for i, p in of if i not in self._moments}
+            moments = [(i, s["exp_avg_sq"]) for i, s in states.items() if "exp_avg_sq" in s]
+            self._moments.update(i for i, _ in moments)
             self._observe_parameters("second_moments", self._counting(moments))
 
     @guarded("to read the gradients")
@@ -398,6 +419,7 @@ class Step:
         table, ranks, content = capture.table, capture.ranks, capture.content
         first, every = not self._optimizers, table.all() if full else []
         self._optimizers.add(optimizer)
+        self._held.update(i for i, _ in parameters)
         grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
         norms = take_norms(grads)
         captured.norms += [(group, scaled) for group in norms]
@@ -420,7 +442,7 @@ class Step:
             captured.buffer_norms = take_norms(enumerate(buffers.values()))
         if not full:
             return
-        self._detail.held |= {i for i, _ in parameters}
+        self._detail.held = self._held
         self._detail.trainable |= {i for i, p in every if p.requires_grad}
         self._detail.reached |= {i for i, p in every if p.requires_grad and p.grad is not None}
         if content.gradients:
@@ -454,14 +476,12 @@ class Step:
                 f"{kind} of {name} are not measured: {what} cannot be", kind=what
             )
 
-    def _read_update(self, optimizer: int) -> bool:
-        """How far the parameters have moved; whether that was waited for."""
+    def _read_update(self, optimizer: int) -> None:
+        """How far the parameters have moved, if that is waited for."""
         updates = self._updates.pop(optimizer, None)
-        if updates is None:
-            return False
-        updates.compare()
-        self._detail.updates.append(updates)
-        return True
+        if updates is not None:
+            updates.compare()
+            self._detail.updates.append(updates)
 
     # --- end --------------------------------------------------------------------------------------
 

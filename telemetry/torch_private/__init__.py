@@ -25,8 +25,9 @@ from torch.utils import _python_dispatch
 
 log = logging.getLogger("telemetry")
 
-# Calls between ``GradScaler.step`` and an optimizer's hook: 6 in PyTorch, more with wrappers.
-_MAX_FRAMES_BELOW_SCALER = 16
+# Calls between what steps an optimizer, such as ``GradScaler.step``, and the optimizer's hook: 6 in
+# PyTorch, more with wrappers.
+_MAX_FRAMES_BELOW_STEP = 16
 
 # What :func:`backward_task` returns outside of a backward pass.
 NO_TASK = -1
@@ -210,11 +211,16 @@ def calling_scaler() -> GradScaler | None:
 
     It is found on the call stack, because a scaler announces itself to fused optimizers only.
     """
-    for frame in callers(_MAX_FRAMES_BELOW_SCALER):
+    for frame in callers(_MAX_FRAMES_BELOW_STEP):
         if frame.f_code is GradScaler.step.__code__:
             scaler = frame.f_locals.get("self")
             return scaler if isinstance(scaler, GradScaler) else None
     return None
+
+
+def is_called_by(caller: object) -> bool:
+    """Whether an optimizer's hook runs inside of a method of ``caller``, on this thread."""
+    return any(frame.f_locals.get("self") is caller for frame in callers(_MAX_FRAMES_BELOW_STEP))
 
 
 def callers(most: int) -> list[FrameType]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 from hand import TwoParts, array, assert_tensor
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 from twins import Recorder, seed
 
 from telemetry import HookLogger
+from telemetry.testing import capture_run
 
 BATCHES = 14
 
@@ -133,3 +137,140 @@ def test_each_parameter_has_the_rate_of_its_group(tmp_path: Path) -> None:
         groups = dict(zip(names, record.groups.tolist(), strict=True))
         expected = {"first.weight": 0, "first.bias": 1, "second.weight": -1, "second.bias": 2}
         assert {name: groups[name] for name in expected} == expected
+
+
+# --- optimizers around others ---------------------------------------------------------------------
+
+
+class Ahead:
+    """Lookahead, https://arxiv.org/abs/1907.08610: every other step goes half as far."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.steps = base, 0
+        self.slow = [(p, p.detach().clone()) for g in base.param_groups for p in g["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.base.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            with torch.no_grad():
+                for fast, slow in self.slow:
+                    fast.copy_(slow.lerp_(fast, 0.5))
+        return loss
+
+
+class AheadOptimizer(Ahead, Optimizer):
+    """The same as an optimizer, with a state of its own."""
+
+    def __init__(self, base: Optimizer) -> None:
+        Optimizer.__init__(self, base.param_groups, base.defaults)
+        Ahead.__init__(self, base)
+
+    def step(self, closure: Any = None) -> Any:
+        return Ahead.step(self, closure)
+
+
+class Both(Optimizer):
+    """Steps biases itself, and has another optimizer step the rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__([p for p in model.parameters() if p.dim() == 1], {"lr": 0.1})
+        self.base = AdamW([p for p in model.parameters() if p.dim() == 2], 0.01)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.base.step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def adam(model: nn.Module) -> AdamW:
+    return AdamW(model.parameters(), 0.01)
+
+
+WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
+    "a wrapper": lambda model: AheadOptimizer(adam(model)),
+    "a wrapper of a wrapper": lambda model: AheadOptimizer(AheadOptimizer(adam(model))),
+    "a wrapper that holds others": Both,
+}
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_an_optimizer_that_another_one_calls_counts_nothing_twice(name: str, closure: bool) -> None:
+    torch.manual_seed(0)
+    model = TwoParts()
+    optimizer = WRAPPED[name](model)
+    if closure and name == "a wrapper that holds others":
+        pytest.skip("it takes none")
+    truth: list[dict[str, float]] = []
+
+    def evaluated() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with capture_run(model, rules=()) as run:
+        for _ in range(6):
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            optimizer.step(evaluated) if closure else (evaluated(), optimizer.step())
+            truth.append(
+                {
+                    name: float((p.detach() - before[name]).norm() / before[name].norm())
+                    for name, p in model.named_parameters()
+                }
+            )
+    assert [record.step for record in run.records] == list(range(6))
+    for record, ratios in zip(run.records, truth, strict=True):
+        assert record.update_ratios == pytest.approx(ratios, rel=1e-4)
+        sizes = {p.name: p.size for p in record.layout.parameters}
+        for kind in ("weights", "grads"):
+            counts = {name: t.sketch.count for name, t in getattr(record, kind).items()}
+            assert counts == sizes, kind
+        moments = [name for name in sizes if name in record.second_moments]
+        assert moments == [
+            n for n in sizes if "weight" in n or name != "a wrapper that holds others"
+        ]
+        assert record.held.all()
+        assert len(record.learning_rates) == (2 if name == "a wrapper that holds others" else 1)
+
+
+def test_the_inner_optimizer_may_be_the_one_that_is_named() -> None:
+    model = TwoParts()
+    base = adam(model)
+    optimizer = AheadOptimizer(base)
+    with capture_run(model, rules=(), optimizer=base, every_n_steps=3) as run:
+        for _ in range(4):
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+    assert [record.step for record in run.records] == [0, 1, 2, 3]
+    assert [len(record.update_ratios) for record in run.records] == [4, 0, 0, 4]
+
+
+def test_after_a_wrapper_has_raised_the_inner_optimizer_is_counted_by_itself() -> None:
+    model = TwoParts()
+    base = adam(model)
+    optimizer = AheadOptimizer(base)
+    optimizer.slow = None  # type: ignore[assignment]
+    with capture_run(model, rules=()) as run:
+        for index in range(10):
+            model(torch.ones(3, 4)).square().mean().backward()
+            with contextlib.suppress(TypeError):
+                (base if index > 1 else optimizer).step()
+    assert [record.step for record in run.records] == list(range(9))
+    assert all(len(record.grads) == 4 for record in run.records)
+
+
+def test_ratios_of_a_wrapper_that_is_no_optimizer_are_said_to_be_the_inner_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for wrapped in (False, True):
+        model = TwoParts()
+        optimizer: Any = Ahead(adam(model)) if wrapped else adam(model)
+        with HookLogger(model, tmp_path / str(wrapped), alerts=(), every_n_steps=2):
+            for _ in range(6):
+                model(torch.ones(3, 4)).square().mean().backward()
+                optimizer.step()
+        said = [r for r in caplog.records if "AdamW.step() alone" in r.getMessage()]
+        assert len(said) == wrapped
