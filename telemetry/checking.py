@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ from telemetry.layers import table
 from telemetry.records import StepRecord
 from telemetry.records.moments import norm_of
 from telemetry.records.tensor import figures_of
-from telemetry.shared.plain_text import called, printable
+from telemetry.selection import check_model
+from telemetry.shared.plain_text import called, printable, type_of
 from telemetry.testing import capture_run
 
 __all__ = ["Check", "check"]
@@ -50,7 +51,7 @@ class Check:
     findings: tuple[Alert, ...]
     skipped: tuple[str, ...]
     loss: float
-    record: StepRecord
+    record: StepRecord = field(repr=False)
 
     @property
     def exit_code(self) -> int:
@@ -124,8 +125,17 @@ def check(
         show: Whether to print the result.
 
     Raises:
+        TypeError: The model is no module, or the inputs or the loss function are another argument.
         ValueError: No loss was found, it does not depend on any parameter, or all are frozen.
     """
+    check_model(model, "check")
+    if isinstance(inputs, nn.Module):
+        raise TypeError(f"check(inputs=...): must be a batch, not {type_of(inputs)}")
+    if loss_function is not None and not callable(loss_function):
+        raise TypeError(
+            f"check(loss_function=...): must be a function of the output, not "
+            f"{type_of(loss_function)}; targets are given by name: check(..., targets=classes)"
+        )
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     with unchanged(model):
         output: list[Any] = []
@@ -189,9 +199,13 @@ def _measured(model: nn.Module, run: Callable[[], Tensor]) -> tuple[StepRecord, 
 
 
 def _of_training(record: StepRecord) -> Iterator[Alert]:
-    """What rules find that are shown the same step twice, since some confirm what they find."""
+    """What rules find that are shown the same step twice, since some confirm what they find.
+
+    Dead units need half as many samples, for the second time shows no others.
+    """
     detectors: list[Detector] = [
-        SaturatedUnits(looks=1), ExplodingGradient(), DeadUnits(batches=1), ExplodingActivation(),
+        SaturatedUnits(looks=1), ExplodingGradient(), ExplodingActivation(),
+        DeadUnits(batches=1, samples=DeadUnits.samples / 2),
         VanishingGradient(factor=_FAINT, update_factor=_FAINT, steps=2), Nonfinite(),
         EvalMode(steps=2),
     ]  # fmt: skip
@@ -202,7 +216,8 @@ def _of_training(record: StepRecord) -> Iterator[Alert]:
     for step in (0, 1):
         for alert in engine(replace(record, step=step, update_ratios=ratios)):
             if alert.stage == "begin":
-                yield replace(alert, step=0)
+                said = alert.message.replace("2 steps in a row were taken", "This step was taken")
+                yield replace(alert, step=0, message=said)
 
 
 # Adam moves layers whose gradients are small; far below that, the second moment's epsilon does not

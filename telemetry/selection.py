@@ -11,13 +11,17 @@ from typing import TypeAlias, TypeVar
 
 from torch import nn
 
-from telemetry.shared.plain_text import type_of
+from telemetry.shared.plain_text import called_all, type_of
 
 T = TypeVar("T")
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Selector: TypeAlias = str | type[nn.Module] | Predicate
 Selectors: TypeAlias = Selector | Iterable[Selector]
 
+# Names that are less like a pattern than this say nothing, as "4" about "nothing*"; difflib's own
+# default is 0.6, which one of two letters and "*" does not reach.
+_CLOSE = 0.5
+_MOST_NAMES = 5
 # Where wrappers keep the module they wrap: torch.compile, FSDP1, activation checkpointing.
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # The same for DistributedDataParallel and DataParallel; only at the root, as users like this name.
@@ -254,14 +258,16 @@ def _explain_no_match(
     argument: str, pattern: str, modules: Collection[str], parameters: Collection[str] = ()
 ) -> str:
     parts = list(filter(None, map(clean_name, [*parameters, *modules])))
-    closest = difflib.get_close_matches(pattern, parts, n=2, cutoff=0)
+    closest = difflib.get_close_matches(pattern, parts, n=2, cutoff=_CLOSE)
     counted = _count(modules)
     if parameters:
         counted = f"{_count(parameters, 'parameter')} and {counted}"
     message = f'{argument}="{pattern}"): matches none of the {counted}'
     if "[" in pattern:
         message += "; [ begins a set of characters, [[] matches the character [ itself"
-    return f"{message}; the closest names are {', '.join(closest)}" if closest else message
+    if closest:
+        return f"{message}; the closest names are {', '.join(closest)}"
+    return f"{message}; their names are {called_all(parts, _MOST_NAMES)}" if parts else message
 
 
 def _count(names: Collection[str], what: str = "module") -> str:

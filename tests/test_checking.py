@@ -112,6 +112,36 @@ def test_a_fault_is_named(make: Callable[[], nn.Module], kind: str, layer: str |
     assert found[kind].message.count("\n") >= 1
 
 
+def test_one_batch_is_told_as_one_and_the_result_is_short(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].bias.data.fill_(-1000)
+    inputs, classes = torch.randn(100, 20), torch.arange(100) % 3  # 283 samples of eight units
+    result = telemetry.check(model, inputs, nn.CrossEntropyLoss(), targets=classes)
+    dead = next(found for found in result.findings if found.kind == "dead_units")
+    assert (dead.module_name, dead.seen_in, dead.value) == ("0", "1", 1)
+    assert "one batch" in dead.message
+    told = capsys.readouterr().out
+    assert "2 batches" not in told
+    assert len(repr(result)) < 3000
+    assert "2 steps" not in repr(telemetry.check(idle_norms(), inputs, lambda out: out.sum()))
+
+
+def test_arguments_in_another_order_are_named() -> None:
+    model, inputs, classes = nn.Linear(20, 3), torch.randn(8, 20), torch.arange(8) % 3
+    loss: Any = nn.CrossEntropyLoss()
+    swapped: list[tuple[tuple[Any, ...], Any, str]] = [
+        ((inputs, model, loss), classes, "model"),
+        ((model, loss, inputs), classes, "inputs"),
+        ((model, inputs, classes), loss, "loss_function"),
+        ((model, inputs, classes), None, "loss_function"),
+    ]
+    for given, targets, name in swapped:
+        with pytest.raises(TypeError, match=rf"check\({name}=\.\.\.\): must be"):
+            telemetry.check(*given, targets=targets)
+
+
 def test_only_what_is_more_than_a_note_makes_a_program_fail() -> None:
     assert look(dead()).exit_code == 1
     assert look(idle_norms()).exit_code == 0

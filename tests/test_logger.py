@@ -329,7 +329,8 @@ MAKES_THREE_LOGGERS = """
     import logging, sys
     from torch import nn
     from telemetry import HookLogger
-    logging.basicConfig(level=sys.argv[2])
+    if sys.argv[2] != "unset":
+        logging.basicConfig(level=sys.argv[2])
     for number in range(3):
         HookLogger(nn.Linear(2, 1), f"{sys.argv[1]}/{number}")
 """
@@ -341,6 +342,7 @@ MAKES_THREE_LOGGERS = """
         (True, "WARNING", ["tensorboard --logdir {}"]),
         (True, "INFO", ["INFO:telemetry:tensorboard --logdir {}"]),
         (False, "WARNING", []),
+        (False, "unset", ["tensorboard --logdir {}"]),
     ],
 )
 def test_how_to_look_at_the_runs_is_said_once_in_a_process(

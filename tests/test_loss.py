@@ -207,11 +207,15 @@ def test_one_line_tells_that_nothing_logged_is_a_loss(
     assert curves(tmp_path) == []
 
 
-def test_nothing_is_told_where_nothing_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("first", "steps", "count"), [(0, 3, 0), (0, 49, 0), (0, 120, 1), (70, 3, 0)]
+)
+def test_that_no_loss_is_logged_is_told_after_fifty_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, steps: int, count: int
 ) -> None:
-    train(tmp_path, {}, steps=3, options={"max_overhead": 0.5})
-    assert caplog.messages == []
+    train(tmp_path, {}, steps=steps, options={"max_overhead": 0.5, "first_step": first})
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * count
+    assert all("logger.log(loss=loss)" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize(

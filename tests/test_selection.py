@@ -118,6 +118,12 @@ def test_a_glob_that_matches_nothing_names_the_closest() -> None:
         watched(model, ["encoder.*", "encodr.1"])
 
 
+def test_names_that_are_not_close_are_not_called_so() -> None:
+    model = nn.Sequential(*(nn.Identity() for _ in range(12)))
+    with pytest.raises(ValueError, match=r"their names are 0, 1, 2, 3, 4 and 7 more$"):
+        watched(model, "nothing*")
+
+
 def test_an_exclude_glob_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r'exclude="drpout"\): .*names are dropout'):
         watched(Net(), exclude="drpout")

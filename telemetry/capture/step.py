@@ -223,7 +223,8 @@ class Step:
         if observed is False:
             what = described(values)
             self.guard.failures.log_once(
-                f"what {hook.called} returned is not measured: {what} cannot be", kind=what
+                f"what {hook.called} returned is not measured: {what} is not supported",
+                kind=what,
             )
         return observed or None
 
@@ -473,7 +474,7 @@ class Step:
                 continue
             what = described(value)
             self.guard.failures.log_once(
-                f"{kind} of {name} are not measured: {what} cannot be", kind=what
+                f"{kind} of {name} are not measured: {what} is not supported", kind=what
             )
 
     def _read_update(self, optimizer: int) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
+from multiprocessing import parent_process
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,20 @@ native = "NumPy, because TELEMETRY_NATIVE is 0"
 
 if os.environ.get("TELEMETRY_NATIVE") != "0":
     try:
-        from telemetry.measure import _native
+        # Unlike "from ... import", this tells a missing file from a circular import.
+        import telemetry.measure._native as _native
     except ImportError as error:
-        native = f"NumPy, because the C extension cannot be loaded: {error}"
-        log.info(
-            "telemetry: the C extension cannot be loaded (%s), so measuring tensors in CPU memory "
-            "takes 5 to 80 times as long. Reinstall telemetry with a C compiler, or set "
-            "TELEMETRY_NATIVE=0 to silence this message",
-            error,
-        )
+        was_built = getattr(error, "name", None) != "telemetry.measure._native" or error.path
+        reason = str(error) if was_built else "it was not built"
+        native = f"NumPy, because the C extension cannot be loaded: {reason}"
+        if parent_process() is None:  # else the process that started this one has said so
+            log.warning(
+                "telemetry: the C extension cannot be loaded (%s), so measuring tensors in CPU "
+                "memory takes 5 to 80 times as long. Install telemetry again where there is a C "
+                "compiler (in a checkout: python setup.py build_ext --inplace), or set "
+                "TELEMETRY_NATIVE=0 to silence this message",
+                reason,
+            )
     else:
         available = True
         native = f"C extension {_native.__file__} ({_native.instructions()[-1]})"

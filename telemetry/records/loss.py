@@ -22,7 +22,9 @@ _WORD = f"(?:{'|'.join(_WORDS)})"
 LOSS_TAGS = rf"(?i)^(?:{_WORD}[\W_]*)*loss(?:es)?(?:[\W_]*{_WORD})*$"
 _LOSS_TAG = re.compile(LOSS_TAGS)
 
-_PATIENCE = 100  # by eye, in steps: a loss may be logged more rarely than the rest
+# Both chosen manually, in steps: a loss may be logged more rarely than the rest.
+_PATIENCE = 100
+_SILENCE = 50
 _MAX_NAMED = 5
 
 
@@ -54,7 +56,7 @@ class LossChoice:
         self.tag = asked  # None: nothing that was logged so far is a loss
         self._asked = self._settled = asked is not None
         self._chosen_at: int | None = None
-        self._first = 0
+        self._first: int | None = None  # step that ended, or at which others were logged
         self._others: tuple[str, ...] = ()
 
     def see(self, step: int, tags: Iterable[str]) -> None:
@@ -75,14 +77,22 @@ class LossChoice:
         return self._chosen_at is not None and (step is None or step >= self._chosen_at)
 
     def lack(self, step: int | None) -> str | None:
-        """That scalars were logged, but no loss, in words; None: there is one, or may come.
+        """That no loss was logged, in words; None: there is one, or may come.
 
         Args:
             step: It has ended; None: the last one has.
         """
-        waits = step is not None and step < self._first + _PATIENCE
-        if waits or self._chosen_at is not None or not self._others:
+        waits = False
+        if step is not None:
+            self._first = max(step, 0) if self._first is None else self._first
+            waits = step + 1 < self._first + (_PATIENCE if self._others else _SILENCE)
+        if waits or self._chosen_at is not None or (step is None and not self._others):
             return None
+        if not self._others:
+            return (
+                f"no loss is logged in {_SILENCE} steps, which most rules need and the page shows: "
+                "call logger.log(loss=loss) at each step"
+            )
         shown = ", ".join(map(printable, self._others[:_MAX_NAMED]))
         shown += ", ..." if len(self._others) > _MAX_NAMED else ""
         if self.tag is not None:

@@ -24,12 +24,17 @@ _logged = False
 
 
 def log_once(log_dir: str) -> None:
-    """Log once in this process how to open its runs; without INFO logs, print it to a terminal."""
+    """Tell once in this process how to open its runs.
+
+    It is logged as INFO where a program shows that. It is printed where nobody has set up logging,
+    as in a notebook or a script, and to a terminal; a program that has chosen a higher level, and a
+    test under pytest, get nothing.
+    """
     global _logged
     if _logged or not is_first_rank():
         return
     _logged = True
-    if log.isEnabledFor(logging.INFO):
+    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
         log.info("%s", command(log_dir))
-    elif sys.stderr is not None and sys.stderr.isatty():
+    elif sys.stderr is not None and (not log.hasHandlers() or sys.stderr.isatty()):
         print(command(log_dir), file=sys.stderr)
