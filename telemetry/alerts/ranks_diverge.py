@@ -9,15 +9,18 @@ from telemetry.alerts.detector import Detector, Finding
 from telemetry.records import Divergence, RankFacts, StepRecord
 from telemetry.shared.plain_text import printable, ranks_in_words
 
+_ASKED = 60  # steps: three times three in a row; by eye
+
 
 class RanksDiverge(Detector):
     """Alerts when parameters that should be equal on several ranks differ, or one rank is lost.
 
     Copies of a parameter, as DDP and HSDP keep them, begin equal and take equal steps. Once their
     bits differ they drift apart, and every rank trains another model. That is looked at whenever a
-    step is measured in full. It is lasting, so it is reported once. Where neither DDP nor a
-    ``DTensor`` says that parameters are copies, those that are not equal at the first look are
-    none: each rank may have a model, or an expert, of its own.
+    step is measured in full, and is over when they are equal again: then they are averaged from
+    time to time, and are not reported any more. Where neither DDP nor a ``DTensor`` says that
+    parameters are copies, only those are that are still equal after the first steps: each rank may
+    have a model, or an expert, of its own, which may begin like the others.
 
     One rank alone is lost if its loss, an output or a parameter is NaN or infinite and no other
     rank has such a value of its own: then the fault is in its part of the batch or in its hardware.
@@ -26,25 +29,42 @@ class RanksDiverge(Detector):
     kind = "ranks_diverge"
     severity = "error"
     over_after = 20
-    _reported: bool = False
-    _apart: set[str] | None = None  # none before the first look
+    _moved: bool = False  # parameters, by a step
+    _settled: bool = False  # they were looked at after that
+    _apart: set[str]  # of which ranks may have different ones
+    _told: set[str]
+
+    def set_up(self) -> None:
+        self._apart, self._told = set(), set()
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         if record.ranks is None:
             return None
-        diverged = self._copies_that_differ(record.ranks)
-        if diverged and not self._reported:
-            self._reported = True
-            return _diverged(record, record.ranks, diverged)
-        return None if record.skipped else _alone(record.ranks)
+        diverged = None
+        if len(record.ranks.measured) > 1:
+            diverged = self._begins(record, record.ranks)
+        # Averages may never fall on the schedule's steps.
+        since = record.step if self.alert is None else record.step - self.alert.step
+        self.undecided = bool(self._told) and since < _ASKED
+        rates = record.learning_rates
+        self._moved = self._moved or not rates or any(rate != 0 for rate in rates)
+        if diverged is not None or record.skipped:
+            return diverged
+        return _alone(record.ranks)
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
-        return record.ranks is None
+        return record.ranks is None or bool(self._told)
 
-    def _copies_that_differ(self, facts: RankFacts) -> Sequence[Divergence]:
-        if self._apart is None and len(facts.measured) > 1:
-            self._apart = {found.parameter for found in facts.diverged if not found.declared}
-        return [found for found in facts.diverged if found.parameter not in (self._apart or ())]
+    def _begins(self, record: StepRecord, facts: RankFacts) -> Finding | None:
+        """Look for copies that differ; the finding if none did at the look before."""
+        self._apart |= self._told - {found.parameter for found in facts.diverged}
+        if not self._settled:
+            self._apart |= {found.parameter for found in facts.diverged if not found.declared}
+            self._settled = self._moved
+        diverged = [found for found in facts.diverged if found.parameter not in self._apart]
+        begins = bool(diverged and not self._told)
+        self._told = {found.parameter for found in diverged}
+        return _diverged(record, facts, diverged) if begins else None
 
 
 class RanksSameBatch(Detector):
@@ -74,17 +94,19 @@ class RanksSameBatch(Detector):
 def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]) -> Finding:
     first, count = diverged[0], len(diverged)
     more = f" and {count - 1} more parameters" if count > 1 else ""
+    differ, those = ("are", "those") if count > 1 else ("is", "that")
     owner = {p.name: p.module_name for p in record.layout.parameters}
     return Finding(
-        seen=f"{printable(first.parameter)}{more} on {facts.called(first.rank)} is no longer "
-        f"equal to that on {facts.called(first.other)}",
-        advice="People usually look for code that runs on some ranks only and changes "
-        "parameters or random numbers, for parameters that DDP does not know of, and for "
-        "faulty memory; then they go back to a checkpoint.",
+        seen=f"{printable(first.parameter)}{more} on {facts.called(first.rank)} {differ} no longer "
+        f"equal to {those} on {facts.called(first.other)}",
+        advice="If weights are averaged from time to time, this is over when they are equal again. "
+        "Otherwise people usually look for passes under no_sync() or around DDP (model.module), "
+        "for code that runs on some ranks only and changes parameters or random numbers, for "
+        "parameters that DDP does not know of, and for faulty memory; then they go back to a "
+        "checkpoint.",
         value=count,
         limit=0.0,
         module_name=owner.get(first.parameter),
-        told_once=True,
     )
 
 

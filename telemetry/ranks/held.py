@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from telemetry.torch_private.ranks import (
     active_ddp,
+    averages_weights,
     calling_stage,
     flat_shard_group,
     fsdp_mesh,
@@ -121,6 +122,7 @@ class Standing:
     # This rank's place among those that hold equal parameters, apart from what a DTensor says, and
     # the lowest of them; without it those of the lowest rank that has a parameter count.
     replicas: tuple[Share, int] | None = None
+    averages: bool = False  # those are made equal only from time to time
     same_data: Share = WHOLE  # its place among those that are given the same data
     # The lowest of the ranks that have one copy together, flattened and sharded by
     # FullyShardedDataParallel, or sharded by fully_shard.
@@ -217,6 +219,7 @@ class Standing:
 
     def _take_replicas(self, wrapper: DistributedDataParallel) -> None:
         self._ignored = ignored_by(wrapper)
+        self.averages = averages_weights(wrapper)
         group = wrapper.process_group
         ranks = sorted(distributed.get_process_group_ranks(group))
         self.replicas = Share(copy=distributed.get_rank(group), copies=len(ranks)), ranks[0]

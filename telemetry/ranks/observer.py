@@ -120,8 +120,9 @@ class RankObserver:
         """Note the shares of parameters, and sum the bits of those that others hold, too."""
         for index, parameter in parameters:
             notes.parameters[index] = self.standing.of_parameter(parameter, index)
-        held = ((i, p) for i, p in parameters if notes.parameters[i].copies != 1)
-        notes.bit_sums += _bit_sums((i, local_values(p)) for i, p in held)
+        if not self.standing.averages:
+            held = ((i, p) for i, p in parameters if notes.parameters[i].copies != 1)
+            notes.bit_sums += _bit_sums((i, local_values(p)) for i, p in held)
 
     def counting(self, tensors: Indexed) -> Indexed:
         """Those of the parameters, or of what belongs to them, that this rank is to measure."""

@@ -101,6 +101,13 @@ def ignored_by(wrapper: DistributedDataParallel) -> set[int]:
     return {id(wrapper.module.get_parameter(name)) for name in ignored}
 
 
+def averages_weights(wrapper: DistributedDataParallel) -> bool:
+    """Whether a communication hook of DDP's leaves gradients of ranks different (local SGD)."""
+    loss = "copies of parameters that local SGD averages are said to have parted"
+    hooks = find(wrapper, "_comm_hooks", loss) or ()
+    return any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook, _ in hooks)
+
+
 def made_local(node: object) -> Any | None:
     """The ``DTensorSpec`` of the ``DTensor`` that was made local by this node of the graph."""
     if type(node).__name__ != "_ToTorchTensorBackward":

@@ -52,7 +52,8 @@ def record(step: int, *, differs: bool = False, declared: bool = False, bad: int
     [
         (True, [True, True], [0]),
         (False, [True, True], []),  # models of their own, or experts
-        (False, [False, True, True], [1]),
+        (False, [False, True, True], []),  # which began alike
+        (False, [False, False, True], [2]),
         (True, [False, False, True], [2]),
     ],
 )

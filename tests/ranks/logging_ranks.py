@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 import training
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 from twins import Recorder, draw, seed
@@ -104,6 +110,55 @@ def tampered(rank: int, size: int, log_dir: Path) -> list[tuple[int, str]]:
             model(torch.randn(4, 6)).square().mean().backward()
             optimizer.step()
         return [(a.step, a.message) for a in logger.alerts if a.kind == "ranks_diverge"]
+
+
+def apart(
+    rank: int, size: int, way: str, every_n_steps: int, log_dir: Path
+) -> list[tuple[str, int, str]]:
+    """Train on other data on each rank, and keep copies equal or not. Alerts of this rank."""
+    seed(rank if way == "other models" else 0)
+    plain = mlp()
+    ddp = way in ("never synchronized", "called past DDP", "post-local", "no_sync and averages")
+    model: Any = DistributedDataParallel(plain) if ddp else plain
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1 / (1 + rank * (way == "a sweep")))
+    if way == "post-local":
+        state = PostLocalSGDState(
+            None, None, start_localSGD_iter=5, post_local_gradient_allreduce=False
+        )
+        model.register_comm_hook(state, post_localSGD_hook)
+        optimizer = PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(4, 5))
+    warm_up = torch.optim.lr_scheduler.LambdaLR(
+        getattr(optimizer, "optim", optimizer), lambda step: min(1.0, step / 3)
+    )
+    shared = [p.detach().clone() for p in plain.parameters()]
+    generator = torch.Generator().manual_seed(rank)
+    with HookLogger(model, log_dir, every_n_steps=every_n_steps) as logger:
+        for step in range(41):
+            if way == "tampered" and step == 20 and rank == 1:
+                with torch.no_grad():
+                    plain[0].weight[0, 0] += 1e-6
+            optimizer.zero_grad()
+            batch = torch.randn(4, 6, generator=generator)
+            with model.no_sync() if "no_sync" in way or "never" in way else nullcontext():
+                out = plain(batch) if way == "called past DDP" else model(batch)
+                (out - 1).square().mean().backward()
+            if way in ("gradients averaged", "tampered"):
+                for parameter in plain.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= size
+            optimizer.step()
+            warm_up.step()
+            if (way.endswith("averages") and step % 4 == 3) or (way == "DiLoCo" and step % 10 == 9):
+                with torch.no_grad():
+                    for parameter, before in zip(plain.parameters(), shared, strict=True):
+                        dist.all_reduce(parameter)
+                        parameter /= size
+                        if way == "DiLoCo":
+                            before += 0.7 * (parameter - before)
+                            parameter.copy_(before)
+            dist.barrier()
+        found = [a for a in logger.alerts if a.kind == "ranks_diverge"]
+    return [(a.stage, a.step, a.message) for a in found]
 
 
 def fed(rank: int, size: int, way: str, seed_of_all: bool, log_dir: Path) -> list[tuple[str, str]]:

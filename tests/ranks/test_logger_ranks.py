@@ -176,6 +176,32 @@ def test_a_weight_that_changes_on_one_rank_is_named(
     assert others == []
 
 
+APART: dict[str, list[str]] = {
+    "other models": [],
+    "a sweep": [],  # of models that begin alike
+    "averages": [],
+    "DiLoCo": [],
+    "post-local": [],
+    "no_sync and averages": ["begin", "end"],
+    "never synchronized": ["begin"],
+    "called past DDP": ["begin"],
+    "gradients averaged": [],
+    "tampered": ["begin"],
+}
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 10])
+@pytest.mark.parametrize("way", APART)
+def test_copies_may_be_averaged_and_models_may_be_the_ranks_own(
+    two_ranks: list[Process], tmp_path: Path, way: str, every_n_steps: int
+) -> None:
+    told, others = every(two_ranks, "call", logging_ranks.apart, way, every_n_steps, tmp_path)
+    assert [stage for stage, *_ in told] == APART[way]
+    assert others == []
+    for stage, _, message in told:
+        assert stage == "end" or ("no_sync()" in message and "averaged" in message)
+
+
 @pytest.mark.parametrize("way", ["ddp", "fully_shard", "by hand"])
 @pytest.mark.parametrize("same", [True, False])
 def test_ranks_that_are_given_the_same_batch_are_named(
