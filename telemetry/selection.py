@@ -39,6 +39,9 @@ class Selection:
     Attributes:
         modules: A module is watched if one of these is true for it; None: if it is a leaf.
         exclude: It is not watched if one of these is true for it.
+
+    The parameters of a module that is watched are recorded, and those of a module that is excluded
+    are not, each with all that is inside of it, unless that is excluded or watched itself.
     """
 
     modules: tuple[Predicate, ...] | None = None
@@ -75,6 +78,17 @@ class Selection:
             if any(says(name, module) for says in wanted)
             and not any(says(name, module) for says in self.exclude)
         }
+
+    def parameters(self, model: nn.Module) -> set[int]:
+        """Identities of the parameters of ``model`` to record."""
+        watched = self.apply(model)
+        found = set(map(id, model.parameters())) if self.modules is None else set()
+        for name, module in _candidates(model).items():  # from the outside to the inside
+            if name in watched:
+                found.update(map(id, module.parameters()))
+            elif any(says(name, module) for says in self.exclude):
+                found.difference_update(map(id, module.parameters()))
+        return found
 
     def check(self, model: nn.Module) -> None:
         """Check that the selection fits this model.

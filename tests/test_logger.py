@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -389,6 +390,35 @@ def test_only_selected_modules_are_watched(tmp_path: Path) -> None:
     with HookLogger(model, tmp_path, modules="[12]", alerts=[recorder]):
         run_through(train(model, steps=1))
     assert list(recorder.records[0].activations) == ["1", "2"]
+
+
+def test_parameters_of_other_modules_are_in_totals_and_seen_by_rules_only(tmp_path: Path) -> None:
+    for every_n_steps in (1, 3):
+        model, recorder, log_dir = small_cnn(), Recorder(), tmp_path / str(every_n_steps)
+        options: Any = {"every_n_steps": every_n_steps, "alerts": [recorder]}
+        with HookLogger(model, log_dir, modules="[05]", exclude="5", **options):
+            run_through(train(model, steps=5))
+        run = telemetry.read(log_dir)
+        for record in recorder.records:
+            assert [p.recorded for p in record.layout.parameters] == 2 * [True] + 4 * [False]
+            assert record.grad_present.all()
+            assert len(record.weights) == len(record.update_ratios) == 6 * record.full
+        assert run.modules.module_name.tolist() == ["0"]
+        assert set(run.layers.module_name) == {"0"}
+        curves = run.scalars
+        names = curves.tag.str.partition("/")
+        of_layers = names[names[2].str.match(r"\d{4}\.")]
+        assert set(of_layers[2]) == {"0000.0", "0000.0.weight", "0000.0.bias"}
+        assert {"grad_norm", "weight_norm", "update_ratio", "weight_rms"} <= set(of_layers[0])
+        total = curves[curves.tag == "grad_norm/total"].value.tolist()
+        wanted = [np.linalg.norm(record.grad_norms) for record in recorder.records]
+        assert total == pytest.approx(wanted, rel=1e-6)
+        norms = run.layers[run.layers.statistic == "grad_norm"].value.tolist()
+        own = [np.linalg.norm(record.grad_norms[:2]) for record in recorder.records]
+        assert norms == pytest.approx(own, rel=1e-6)
+        tensors = load(log_dir).Tags()["tensors"]
+        histograms = {t.partition("/")[2] for t in tensors if t.startswith(("grad/", "weight/"))}
+        assert histograms == {"0000.0.weight", "0000.0.bias"}
 
 
 # --- steps ---------------------------------------------------------------------------------------

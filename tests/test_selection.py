@@ -103,6 +103,41 @@ def test_exclude_wins_over_modules() -> None:
     ]
 
 
+class Encoder(nn.Module):
+    """A module with a parameter of its own, attention whose projection never runs, a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.position = nn.Parameter(torch.zeros(4))
+        self.attn = nn.MultiheadAttention(4, 2)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("modules", "exclude", "recorded"),
+    [
+        (None, None, "embed position attn attn.out_proj norm head"),
+        ("*attn*", None, "attn attn.out_proj"),
+        (["norm", "head"], None, "embed norm head"),
+        (None, "attn", "embed position norm head"),
+        (None, ["embed", "norm"], "embed position attn attn.out_proj head"),
+        (None, ["embed", "head", nn.LayerNorm], "position attn attn.out_proj"),
+        ("", "attn", "embed position norm head"),
+        (["", "attn.out_proj"], "attn", "embed position attn.out_proj norm head"),
+    ],
+)
+def test_parameters_of_watched_modules_and_below_are_recorded(
+    modules: Any, exclude: Any, recorded: str
+) -> None:
+    model = Encoder()
+    found = Selection.parse(modules, exclude).parameters(model)
+    owners = {n.rpartition(".")[0] for n, p in model.named_parameters() if id(p) in found}
+    assert owners == {"" if name == "position" else name for name in recorded.split()}
+
+
 def test_globs_tell_upper_from_lower_case() -> None:
     with pytest.raises(ValueError, match="matches none"):
         watched(Net(), "Head")

@@ -181,7 +181,7 @@ class Capture:
     ) -> None:
         self.guard = Guard(failures, nullcontext() if budget is None else budget)
         self.model = weakref.ref(model)
-        self.table = ParameterTable(model)
+        self.table = ParameterTable(model, selection)
         self.content = content
         self.safe_point = safe_point
         self.sample = sample

@@ -194,6 +194,7 @@ class WatchedModules:
         modules = {name: type(module).__name__ for name, module in found.items()}
         places = places_in_code(found)
         shown = set(cleaned(self._selection.apply(model).items()))
+        recorded = shown.union(ran, (p.module_name for p in parameters if p.recorded))
         # What the step has of layers that are gone since belongs to it.
         used = [*ran, *(parameter.module_name for parameter in parameters)]
         self._any_gone = not modules.keys() >= set(used)
@@ -207,7 +208,13 @@ class WatchedModules:
         for name in sorted((n for n in modules if n in shown), key=depth.__getitem__):
             kind, (forward, user_code) = modules[name], places.get(name, ("", ""))
             described.append(
-                Module(name=name, type_name=kind, forward=forward, user_code=user_code)
+                Module(
+                    name=name,
+                    type_name=kind,
+                    forward=forward,
+                    user_code=user_code,
+                    recorded=name in recorded,
+                )
             )
         return Layout(modules=tuple(described), parameters=parameters)
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from telemetry.measure import block_sample, cuda, native
 from telemetry.records import Parameter
-from telemetry.selection import clean_name, cleaned
+from telemetry.selection import Selection, clean_name, cleaned
 from telemetry.torch_private import norms_of, undisturbed
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.torch_private.ranks import spec_of
@@ -32,8 +32,9 @@ class ParameterTable:
     So :meth:`refresh` has to be called whenever they may have been replaced.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, selection: Selection) -> None:
         self._model = weakref.ref(model)
+        self._selection = selection
         self._index_of: dict[int, int] = {}
         self._names: list[str] = []
         self._any_lazy = False
@@ -56,7 +57,7 @@ class ParameterTable:
             return False
         self._index_of, self._names = index_of, names
         self._any_lazy = any(map(is_lazy, named.values()))
-        self.parameters = tuple(_described(model, named))
+        self.parameters = tuple(_described(model, named, self._selection.parameters(model)))
         self.forget_optimizers()
         return True
 
@@ -129,7 +130,9 @@ class ParameterTable:
         return not self._index_of.keys().isdisjoint(map(id, parameters_of(optimizer)))
 
 
-def _described(model: nn.Module, named: dict[str, nn.Parameter]) -> Iterator[Parameter]:
+def _described(
+    model: nn.Module, named: dict[str, nn.Parameter], recorded: Collection[int]
+) -> Iterator[Parameter]:
     chosen = cleaned((name, name) for name, _ in model.named_modules())
     shown = {full: short for short, full in chosen.items()}
     for name, parameter in named.items():
@@ -141,6 +144,7 @@ def _described(model: nn.Module, named: dict[str, nn.Parameter]) -> Iterator[Par
             module_name=module_name,
             shape=() if is_lazy(parameter) else tuple(whole.shape),
             dtype=str(parameter.dtype).removeprefix("torch."),
+            recorded=id(parameter) in recorded,
         )
 
 

@@ -252,6 +252,7 @@ class Processor:
                     self.ranks.announce(record.step)
                 elif self._judge.wants_full:
                     self._full_steps.want()
+        record = record.recorded()
         is_needed = self._board.page.begins_layout(record)
         step, wall_time, late = self._board.rates.late_values(record)
         if late:

@@ -26,7 +26,7 @@ from telemetry.records.rows import COLUMNS, Rows
 T = TypeVar("T")
 
 # What the bytes begin with; another version has another number.
-FORMAT = b"telemetry-ranks-11\n"
+FORMAT = b"telemetry-ranks-12\n"
 
 END = 2**62  # past the place of all that is ever measured
 BLOCK_BYTES = 2**20

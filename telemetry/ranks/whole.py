@@ -24,13 +24,12 @@ from telemetry.records import (
 )
 from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.sketch import sketch_array
-from telemetry.records.step import ClippedFraction
+from telemetry.records.step import OF_PARAMETERS, ClippedFraction
 from telemetry.records.tensor import Tensors, figures_of
 
 _OF_OUTPUTS = ("outputs", "output_grads")
-# What is not merged, and which the first rank has like the others, by itself or by parameter.
+# What is not merged, and which the first rank has like the others; so it has OF_PARAMETERS.
 _OF_FIRST = ("feature_maps", "filters", "input", "random_states", "fingerprints")
-_OF_PARAMETERS = ("trainable", "reached", "held", "groups")
 _PLACEHOLDER = "Identity"
 
 
@@ -66,7 +65,7 @@ class WholeRecords:
             joined.layout = _resized(record)
         names: tuple[str, ...] = _OF_FIRST if own is not None else ()
         if own is not None and own.layout.parameters == joined.layout.parameters:
-            names += _OF_PARAMETERS
+            names += OF_PARAMETERS
         return replace(
             record,
             layout=joined.layout,

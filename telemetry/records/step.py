@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -27,12 +27,14 @@ class Module:
             the working directory relative to that; empty if unknown.
         user_code: The same where that is the user's own code; else file and line of the nearest
             module around it, and its name; empty if there is none.
+        recorded: Whether it is watched, or a parameter of its own is recorded.
     """
 
     name: str
     type_name: str
     forward: str = ""
     user_code: str = ""
+    recorded: bool = True
 
     @property
     def code(self) -> str:
@@ -44,12 +46,16 @@ class Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter: its name in ``named_parameters()``, its module, its shape and its type."""
+    """One parameter: its name in ``named_parameters()``, its module, its shape and its type.
+
+    ``recorded``: whether it is written; if not, only rules see it.
+    """
 
     name: str
     module_name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
+    recorded: bool = True
 
     @property
     def size(self) -> int:
@@ -119,6 +125,18 @@ class Layout:
         """Indices into :attr:`parameters`, sorted by the forward position of their modules."""
         return np.argsort(self.owners, kind="stable")
 
+    @cached_property
+    def recorded(self) -> Layout:
+        """What of it is written; itself if that is all."""
+        modules = tuple(module for module in self.modules if module.recorded)
+        parameters = tuple(parameter for parameter in self.parameters if parameter.recorded)
+        if (len(modules), len(parameters)) == (len(self.modules), len(self.parameters)):
+            return self
+        return Layout(modules=modules, parameters=parameters)
+
+
+# What a record says of each parameter at full steps, as arrays.
+OF_PARAMETERS = ("trainable", "reached", "held", "groups")
 
 Value = TypeVar("Value")
 
@@ -230,6 +248,24 @@ class StepRecord:
     input: NDArray[np.uint8] | None = None
     random_states: Mapping[str, bytes] = field(default_factory=dict)
     ranks: RankFacts | None = None
+
+    def recorded(self) -> StepRecord:
+        """What of it is written; totals are those of all parameters."""
+        layout = self.layout.recorded
+        if layout is self.layout:
+            return self
+        names, kept = layout.parameter_position, [p.recorded for p in self.layout.parameters]
+        some: dict[str, Any] = {
+            kind: Tensors.of(getattr(self, kind)).only(names)
+            for kind in ("grads", "weights", "second_moments")
+        }
+        for name in ("grad_norms", "grad_present", "grad_finite", *OF_PARAMETERS):
+            values = getattr(self, name)
+            some[name] = values[kept] if values.size else values
+        ratios = {name: ratio for name, ratio in self.update_ratios.items() if name in names}
+        record = replace(self, layout=layout, update_ratios=ratios, **some)
+        record.__dict__["total_grad_norm"] = self.total_grad_norm
+        return record
 
     @property
     def left_out(self) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -139,6 +139,11 @@ class Tensors(Mapping[Name, TensorRecord]):
     def row(self, name: Name) -> int | None:
         """Which row is that of a name; None: it was not measured."""
         return self._rows.get(name)
+
+    def only(self, names: Collection[Name]) -> Tensors[Name]:
+        """Those with one of these names."""
+        found = {name: row for name, row in self._rows.items() if name in names}
+        return Tensors([*found], self.rows.take(np.array([*found.values()], np.intp)))
 
     def __getitem__(self, name: Name) -> TensorRecord:
         if name not in self._records:

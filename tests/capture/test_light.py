@@ -17,6 +17,7 @@ from telemetry import HookLogger, StepRecord
 from telemetry.capture.capture import LightReader
 from telemetry.capture.parameters import ParameterTable
 from telemetry.records import Layout
+from telemetry.selection import Selection
 from telemetry.testing import capture_run
 
 STEPS = 6
@@ -113,7 +114,7 @@ def test_a_factor_that_a_fused_optimizer_is_to_divide_by_is_seen_at_once() -> No
     model = net()
     model(torch.ones(1, 5)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=True)
-    table = ParameterTable(model)
+    table = ParameterTable(model, Selection())
     layout = Layout(modules=(), parameters=table.parameters)
     reader = LightReader(table)
     reader.prepare(optimizer, again=False)
