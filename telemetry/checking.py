@@ -150,8 +150,8 @@ def check(
         for parameter in model.parameters():
             parameter.grad = None
         judged.append(_of_samples(model, inputs, record))
-    findings = tuple(found for found in judged if isinstance(found, Alert))
-    skipped = tuple(why for why in judged if isinstance(why, str))
+    findings = tuple([found for found in judged if isinstance(found, Alert)])
+    skipped = tuple([why for why in judged if isinstance(why, str)])
     result = Check(findings=findings, skipped=skipped, loss=loss, record=record)
     if show:
         result.print()

@@ -376,4 +376,4 @@ def _add(grads: list[Tensor | None], index: int, failures: Failures, grad: Tenso
 
 def _copies(value: Any) -> tuple[Tensor, ...]:
     with undisturbed():
-        return tuple(tensor.detach().clone() for tensor in tensors_in(value))
+        return tuple([tensor.detach().clone() for tensor in tensors_in(value)])

@@ -249,7 +249,7 @@ def owners(parameter: str) -> Iterator[str]:
 def _parse(argument: str, value: Selectors) -> tuple[Predicate, ...]:
     if isinstance(value, (str, type)) or not isinstance(value, Iterable):
         value = (value,)
-    return tuple(_to_predicate(argument, item) for item in value)
+    return tuple([_to_predicate(argument, item) for item in value])
 
 
 def _to_predicate(argument: str, selector: Selector) -> Predicate:

@@ -172,3 +172,17 @@ def test_each_rule_is_checked(tmp_path: Path, path: str, code: str, fault: str |
 def write(path: Path, code: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(code, encoding="utf-8")
+
+
+def test_no_tuple_is_filled_by_a_generator() -> None:
+    """A thread that calls ``gc.get_objects()`` meanwhile holds it, which is a ``SystemError``."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "tuple"
+        and any(isinstance(argument, ast.GeneratorExp) for argument in node.args)
+    ]
+    assert found == []

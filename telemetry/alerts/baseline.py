@@ -399,7 +399,7 @@ class Baseline:
                 for group, (a, b) in enumerate(zip(earlier, rates, strict=False))
                 if b > JUMP * a
             }
-            names = tuple(name for name, groups in self._groups.items() if rose & {*groups})
+            names = tuple([name for name, groups in self._groups.items() if rose & {*groups}])
             self.jumped = names if len(names) < len(self._groups) else ()
         self._of_groups = rates
         if record.groups.size:

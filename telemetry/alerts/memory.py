@@ -80,7 +80,7 @@ def _from_list(hint: Any, plain: Sequence[Any], current: Any) -> Any:
     if origin is None:  # a named tuple
         return hint(*map(_restored, get_type_hints(hint).values(), plain))
     if origin is tuple and arguments[-1] is not Ellipsis:
-        return tuple(_restored(kind, item) for kind, item in zip(arguments, plain, strict=True))
+        return tuple([_restored(kind, item) for kind, item in zip(arguments, plain, strict=True)])
     items = [_restored(arguments[0], item) for item in plain]
     return deque(items, maxlen=current.maxlen) if origin is deque else origin(items)
 

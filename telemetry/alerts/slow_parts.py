@@ -41,7 +41,7 @@ class LayersNotLearning(Detector):
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         layout = record.layout
-        names = tuple(p.name for p in layout.parameters if len(p.shape) > 1)
+        names = tuple([p.name for p in layout.parameters if len(p.shape) > 1])
         if names != self._names:
             self._names, self._looks = names, np.zeros(len(names))
             self._since = np.zeros(len(names))

@@ -266,9 +266,11 @@ class CapturedStep:
             grad_finite=finite,
             phase=self.phase,
             learning_rates=tuple(
-                float(rate.wait()) if isinstance(rate, HostCopy) else rate
-                for rates in self.learning_rates.values()
-                for rate in rates
+                [
+                    float(rate.wait()) if isinstance(rate, HostCopy) else rate
+                    for rates in self.learning_rates.values()
+                    for rate in rates
+                ]
             ),
             scalars=scalars,
             loss_tag=loss_tag,
@@ -278,17 +280,19 @@ class CapturedStep:
             reached=self._marked(detail.reached),
             held=self._marked(detail.held),
             groups=self._groups(),
-            fingerprints=tuple(float(copy.wait()) for copy in detail.fingerprints),
+            fingerprints=tuple([float(copy.wait()) for copy in detail.fingerprints]),
             examples=detail.examples,
             total_grad_norm_before_clipping=before,
             clipped_fraction=self.totals.clipped_fraction.after(
                 before, float(np.linalg.norm(norms))
             ),
             nan_buffers=tuple(
-                self.buffer_names[index]
-                for group in self.buffer_norms
-                for index, norm in zip(group.indices, group.read()[0], strict=True)
-                if math.isnan(norm)
+                [
+                    self.buffer_names[index]
+                    for group in self.buffer_norms
+                    for index, norm in zip(group.indices, group.read()[0], strict=True)
+                    if math.isnan(norm)
+                ]
             ),
             nonfinite_parameters=self._nonfinite_parameters(names, tensors["weights"]),
             update_ratios={
@@ -375,7 +379,7 @@ class CapturedStep:
         broken |= {
             name for name, bad in zip(weights, nonfinite_of(weights.rows), strict=True) if bad
         }
-        return tuple(name for name in names if name in broken)
+        return tuple([name for name in names if name in broken])
 
     def _overflown(self, finite: bool) -> int:
         """How many of the first observations belong to steps that a scaler skipped."""

@@ -57,7 +57,7 @@ class ParameterTable:
             return False
         self._index_of, self._names = index_of, names
         self._any_lazy = any(map(is_lazy, named.values()))
-        self.parameters = tuple(_described(model, named, self._selection.parameters(model)))
+        self.parameters = (*_described(model, named, self._selection.parameters(model)),)
         self.forget_optimizers()
         return True
 

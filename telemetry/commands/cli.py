@@ -47,7 +47,7 @@ _EXAMPLES = {
     "report": ["runs/mnist -o report.html"],
     "export": ["runs/mnist -o mnist.csv --statistic grad_norm", "runs/mnist -o mnist.svg"],
 }
-_STATISTICS = tuple(statistic.name for statistic in PAGE_STATISTICS)
+_STATISTICS = tuple([statistic.name for statistic in PAGE_STATISTICS])
 _NAMES = ", ".join(_STATISTICS)
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

@@ -21,7 +21,7 @@ _RECORD = (
     "file", "complete", "step", "batch", "first_bad_module", "alerts", "exception", "random",
     "steps", "modules", "profiles",
 )  # fmt: skip
-_STATISTICS = tuple(statistic.name for statistic in STATISTICS)
+_STATISTICS = tuple([statistic.name for statistic in STATISTICS])
 _ROW = ("file", "fault_step", "when", "step", "module_name", "type_name", "code", *_STATISTICS)
 
 

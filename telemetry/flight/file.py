@@ -61,7 +61,7 @@ FACTS = (
 _MAX_GROUPS = 16
 _MAX_MOVERS = 8
 _STEP_BYTES = 1000  # without its arrays
-_COLUMNS = tuple(statistic.name for statistic in STATISTICS)
+_COLUMNS = tuple([statistic.name for statistic in STATISTICS])
 _NAME = re.compile(r"flight-([0-9]+)\.json")
 
 

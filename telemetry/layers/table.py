@@ -308,14 +308,14 @@ STATISTICS = (
 PLACES = {statistic.name: place for place, statistic in enumerate(STATISTICS)}
 
 # What the Telemetry page and the commands show.
-PAGE_STATISTICS = tuple(statistic for statistic in STATISTICS if statistic.on_page)
+PAGE_STATISTICS = tuple([statistic for statistic in STATISTICS if statistic.on_page])
 
 # Columns of the matrix that a full step writes for the page. The page's other statistics are
 # derived from the parameters' gradient norms of every step.
-MATRIX_STATISTICS = tuple(s for s in PAGE_STATISTICS if not (s.every_step or s.of_ranks))
+MATRIX_STATISTICS = tuple([s for s in PAGE_STATISTICS if not (s.every_step or s.of_ranks)])
 
 # Further columns, where several ranks write one run.
-RANK_STATISTICS = tuple(s for s in PAGE_STATISTICS if s.of_ranks)
+RANK_STATISTICS = tuple([s for s in PAGE_STATISTICS if s.of_ranks])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

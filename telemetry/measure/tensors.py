@@ -15,7 +15,9 @@ from torch import Tensor
 # cores: a thousand times as long as the work itself.
 SERIAL_ELEMENTS = 32_000
 
-_FLOAT8 = tuple(f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
+_FLOAT8 = tuple(
+    [f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
+)
 _SMALL = ("float16", "bfloat16", "bool", "int8", "uint8", "int16", "uint16")
 _FLOAT32 = ("float32", *_SMALL, *_FLOAT8)
 # In float32, these would be rounded or, for the magnitude of complex numbers, overflow.

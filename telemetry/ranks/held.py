@@ -89,9 +89,11 @@ def placed(spec: Any) -> Share:
         copy=copy,
         copies=copies,
         shards=tuple(
-            (o.dim - len(spec.shape), at, size)
-            for at, size, o in axes
-            if size > 1 and not (o.is_replicate() or o.is_partial())
+            [
+                (o.dim - len(spec.shape), at, size)
+                for at, size, o in axes
+                if size > 1 and not (o.is_replicate() or o.is_partial())
+            ]
         ),
         reduction="unknown" if len(kinds) > 1 else next(iter(kinds), ""),
         reduced=math.prod(size for _, size in partial),

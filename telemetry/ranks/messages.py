@@ -48,7 +48,7 @@ class Message:
         """What the same ranks measured at several steps."""
         return Message(
             ranks=block[0].ranks,
-            places=tuple(part.place for part in block),
+            places=tuple([part.place for part in block]),
             payload=zlib.compress(encode(tuple(block)), _LEVEL),
         )
 

@@ -110,7 +110,7 @@ class JoinedLayouts:
         }
         place = self.layout.parameter_position
         self._places = {
-            key: tuple(place[self._name(key[0], p.name)] for p in layout.parameters)
+            key: tuple([place[self._name(key[0], p.name)] for p in layout.parameters])
             for key, layout in layouts.items()
         }
 
@@ -134,7 +134,7 @@ class JoinedLayouts:
     def _placed(self, of: MeasuredParameters) -> MeasuredParameters:
         at = self._places[of.key]
         tables = {name: getattr(of, name) for name in ("grads", "before", "updates")}
-        checks = tuple(check._replace(parameter=at[check.parameter]) for check in of.checks.rows)
+        checks = tuple([check._replace(parameter=at[check.parameter]) for check in of.checks.rows])
         return replace(
             of,
             addends={Addend(at[a.parameter], a.copy, a.size): v for a, v in of.addends.items()},
@@ -169,7 +169,7 @@ def _record_of(part: Measured, of: MeasuredParameters, joined: JoinedLayouts) ->
             float(np.linalg.norm(before[present])) if of.before.rows else None
         ),
         nan_buffers=tuple(sorted(of.nan_buffers)),
-        nonfinite_parameters=tuple(name for name in names if name in of.nonfinite_parameters),
+        nonfinite_parameters=tuple([name for name in names if name in of.nonfinite_parameters]),
         update_ratios={names[index]: ratios[index] for index in np.flatnonzero(~np.isnan(size))},
         **dict(zip(ALIKE, part.alike[1:], strict=False)),
         **_tensors(part, of, joined),

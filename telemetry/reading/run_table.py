@@ -128,7 +128,7 @@ def run_entry(name: str, tags: Mapping[str, Any]) -> RunEntry:
         started_s=session_start_s(newest) or started_s,
         written_s=written_s,
         step_s=max(0.0, written_s - started_s) / max(1, last_step - first_step),
-        alert_tags=tuple(tag for _, tag in sorted(alerts)),
+        alert_tags=tuple([tag for _, tag in sorted(alerts)]),
         loss_tag=chosen_loss(tags),
         end_tag=end_tag(newest) if has_ended else None,
     )

@@ -177,12 +177,14 @@ def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
                 before = module.name
             else:
                 behind[before].append(module.name)
-                parameters = tuple(layout.parameters[index] for index in owned)
+                parameters = tuple([layout.parameters[index] for index in owned])
                 found[module.name] = module, parameters
         ordered = [*behind[None], *(n for name in ordered for n in (name, *behind.get(name, ())))]
     return tuple(
-        Layer(**vars(module), parameters=own, places=frozenset(places[module.name]))
-        for module, own in (found[name] for name in ordered)
+        [
+            Layer(**vars(module), parameters=own, places=frozenset(places[module.name]))
+            for module, own in (found[name] for name in ordered)
+        ]
     )
 
 

@@ -113,7 +113,7 @@ class Layout:
     @cached_property
     def owner_names(self) -> tuple[str, ...]:
         """Names of those modules."""
-        return tuple(self.modules[index].name for index in self.owning.tolist())
+        return tuple([self.modules[index].name for index in self.owning.tolist()])
 
     @cached_property
     def matrices(self) -> frozenset[str]:
@@ -128,8 +128,8 @@ class Layout:
     @cached_property
     def recorded(self) -> Layout:
         """What of it is written; itself if that is all."""
-        modules = tuple(module for module in self.modules if module.recorded)
-        parameters = tuple(parameter for parameter in self.parameters if parameter.recorded)
+        modules = tuple([module for module in self.modules if module.recorded])
+        parameters = tuple([parameter for parameter in self.parameters if parameter.recorded])
         if (len(modules), len(parameters)) == (len(self.modules), len(self.parameters)):
             return self
         return Layout(modules=modules, parameters=parameters)

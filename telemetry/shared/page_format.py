@@ -180,13 +180,15 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
     code = {place: where for *where, places in content["code"] for place in places}
     layout = Layout(
         modules=tuple(
-            Module(name=name, type_name=kind, forward=forward, user_code=user_code)
-            for place, (name, kind) in enumerate(content["modules"])
-            for forward, user_code in [code.get(place, ("", ""))]
+            [
+                Module(name=name, type_name=kind, forward=forward, user_code=user_code)
+                for place, (name, kind) in enumerate(content["modules"])
+                for forward, user_code in [code.get(place, ("", ""))]
+            ]
         ),
         parameters=tuple(parameters),
     )
-    return layout, tuple(statistic["name"] for statistic in content["statistics"])
+    return layout, tuple([statistic["name"] for statistic in content["statistics"]])
 
 
 _SHAPE = untrusted.listed(untrusted.whole, most=_MAX_DIMENSIONS)
