@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-BINS = 80
+from telemetry.records.buckets import edges as bucket_edges
+
+BINS = 80  # besides the one of exact zeros
 # Share of each step's values that the bins must cover.
 _COVERED = 0.999
 
+# The bucket of zeros holds what is nearer to zero than float32's smallest normal numbers.
+_ZERO = float(bucket_edges()[1])
 _VANISHED = 1e-6
 _MAX_EDGE = 1e300  # leaves room for sums; infinite edges stand for the largest number
 _MAX_COUNT = 1e100  # no tensor has as many values, and sums of such stay finite
@@ -23,13 +27,15 @@ class Distribution:
     """Shares of values per bin and step; the outermost bins include the values beyond them.
 
     Bins have equal width in ``asinh(x / unit)``: linear in the bulk of the values, logarithmic
-    beyond it.
+    beyond it. Zeros, of which a ReLU returns many, have a bin of their own, and the bulk is that of
+    the other values.
     """
 
     steps: NDArray[np.int64]  # ``[k]``
     edges: NDArray[np.float64]  # of the bins, ascending, ``[bins + 1]``
     shares: NDArray[np.float32]  # ``[k, bins]``; a row adds up to 1, or to 0 if it had no values
     unit: float  # where the axis turns from linear to logarithmic
+    zero_bin: int | None = None  # the bin of exact zeros; None if there are none
 
 
 def histogram_table(value: object) -> NDArray[np.float64]:
@@ -57,9 +63,12 @@ def distribution(tables: Sequence[tuple[int, NDArray[np.float64]]]) -> Distribut
 
     Values are taken to be evenly spread within a bucket. None if no histogram has a value.
     """
-    filled = [table for _, table in tables if table[:, 2].sum() > 0]
-    if not filled:
+    if not any(table[:, 2].sum() > 0 for _, table in tables):
         return None
+    zeros = [(np.abs(table[:, :2]) <= _ZERO).all(axis=1) for _, table in tables]
+    has_zeros = any(t[is_zero, 2].sum() > 0 for (_, t), is_zero in zip(tables, zeros, strict=True))
+    others = [t[~is_zero] for (_, t), is_zero in zip(tables, zeros, strict=True)]
+    filled = [table for table in others if table[:, 2].sum() > 0] or [np.array([[0.0, 0.0, 1.0]])]
     spans = np.array([_quantiles(t, [(1 - _COVERED) / 2, (1 + _COVERED) / 2]) for t in filled])
     # Half of the values lie within the quartiles, so a unit of their size shows the bulk.
     bulk = np.array([np.abs(_quantiles(t, [0.25, 0.75])).max() for t in filled])
@@ -69,12 +78,20 @@ def distribution(tables: Sequence[tuple[int, NDArray[np.float64]]]) -> Distribut
     size = max(abs(low), abs(high))
     unit = float(np.median(typical)) if typical.size else size or 1.0
     unit = max(unit, _SMALLEST_UNIT, size * _SMALLEST_UNIT)
-    edges = _edges(low, high, unit)
+    zero_bin = None
+    if has_zeros:  # what little lies at the other side of them is no zero
+        ends = [table[table[:, 2] > 0][[0, -1]] for table in filled]
+        low = low if low < 0 else float(min(first[0] for first, _ in ends))
+        high = high if high > 0 else float(max(last[1] for _, last in ends))
+        edges, zero_bin = _edges_around_zero(low, high, unit)
+    else:
+        edges = _edges(low, high, unit)
     return Distribution(
         steps=np.array([step for step, _ in tables], dtype=np.int64),
         edges=edges,
         shares=np.stack([_rebin(table, edges) for _, table in tables]),
         unit=unit,
+        zero_bin=zero_bin,
     )
 
 
@@ -98,11 +115,31 @@ def _edges(low: float, high: float, unit: float) -> NDArray[np.float64]:
     return edges
 
 
+def _edges_around_zero(low: float, high: float, unit: float) -> tuple[NDArray[np.float64], int]:
+    """As many bins, none of which holds zero, and one more, that of zero; and which one that is."""
+    ends = (max(-low, 0.0), max(high, 0.0)) if low < high else (1.0, 1.0)
+    lengths = [float(np.arcsinh(end / unit)) for end in ends]
+    shares = [length / (sum(lengths) or 1.0) for length in lengths]
+    below, above = (_edges_from_zero(e, s, unit) for e, s in zip(ends, shares, strict=True))
+    return np.concatenate([-below[::-1], above]), len(below) - 1
+
+
+def _edges_from_zero(end: float, share: float, unit: float) -> NDArray[np.float64]:
+    """Edges of a share of the bins, from where zero ends; that alone if no value lies beyond."""
+    if end <= 2 * _ZERO:
+        return np.array([_ZERO])
+    count = max(1, round(share * BINS))
+    with np.errstate(over="ignore"):
+        edges = unit * np.sinh(np.linspace(0.0, np.arcsinh(end / unit), count + 1))
+    edges[0], edges[-1] = _ZERO, end
+    return edges
+
+
 def _rebin(table: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float32]:
     left, right, counts = table.T
     total = counts.sum()
     if total <= 0:
-        return np.zeros(BINS, np.float32)
+        return np.zeros(len(edges) - 1, np.float32)
     middle = (left + right) / 2
     wide = right > left
     # A bucket without width holds a single value, so it goes into one bin as a whole.
@@ -110,7 +147,7 @@ def _rebin(table: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np
     left, right, counts = left[wide], right[wide], counts[wide]
     bounds = np.concatenate([left, right[-1:]])
     below = np.concatenate([[0.0], np.cumsum(counts)])
-    at_edges = np.interp(edges, bounds, below) if len(left) else np.zeros(BINS + 1)
+    at_edges = np.interp(edges, bounds, below) if len(left) else np.zeros(len(edges))
     at_edges[0], at_edges[-1] = 0.0, below[-1]
     shares: NDArray[np.float32] = ((np.diff(at_edges) + points[0]) / total).astype(np.float32)
     return shares

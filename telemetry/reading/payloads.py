@@ -157,7 +157,8 @@ def histograms(source: RunSource, layer: Layer) -> bytes:
         found = distribution(tables)
         if found is not None:
             number = len(header)
-            header.append({"kind": kind, "name": name, "unit": found.unit})
+            of = {"kind": kind, "name": name, "unit": found.unit, "zeroBin": found.zero_bin}
+            header.append(of)
             arrays[f"steps{number}"] = found.steps
             arrays[f"edges{number}"] = found.edges
             arrays[f"shares{number}"] = found.shares

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from telemetry.reading.distributions import distribution, histogram_table
+from telemetry.reading.distributions import BINS, distribution, histogram_table
 from telemetry.records.sketch import sketch_array
 
 
@@ -49,6 +49,26 @@ def test_equal_values_make_one_bar() -> None:
     found = distribution([point(np.zeros(5))])
     assert found is not None
     assert found.shares.max() == pytest.approx(1)
+
+
+def test_zeros_have_a_bin_of_their_own() -> None:
+    random = np.random.default_rng(0)
+    rectified = np.maximum(random.normal(0, 1, 10_000), 0)
+    sparse = np.where(random.random(10_000) < 0.9, 0, random.normal(0, 1e-3, 10_000))
+    for values in (rectified, sparse, -rectified, np.append(rectified, -5)):
+        found = distribution([point(values), point(values[values != 0], 1)])
+        assert found is not None
+        assert found.zero_bin is not None
+        share = (values == 0).mean()
+        np.testing.assert_allclose(found.shares[:, found.zero_bin], [share, 0], rtol=1e-4)
+        low, high = found.edges[found.zero_bin : found.zero_bin + 2]
+        assert -1e-38 < low < 0 < high < 1e-38
+        assert len(found.edges) - 2 == pytest.approx(BINS, abs=1)
+        others = np.abs(values[values != 0])
+        assert np.median(others) / 3 < found.unit < 3 * np.median(others)
+    found = distribution([point(np.ones(5))])
+    assert found is not None
+    assert found.zero_bin is None
 
 
 numbers = st.floats(width=64) | st.sampled_from([-1.7e308, 1.7e308, 5e-324, 0.0, 1.0])

@@ -131,7 +131,7 @@ export class Actions {
 
   moveStep(count) {
     const panel = this.#panel();
-    const { steps } = panel.field(this.app.statistic);
+    const steps = panel.steps(this.app.statistic);
     const rows = this.app.rows(panel);
     if (!steps.length || !rows.length) return;
     const { layer, step } = this.app.state;
@@ -151,6 +151,12 @@ export class Actions {
       panel.overview.layers[rows[row].layers[0]].name,
       step ?? panel.overview.lastStep,
     );
+  }
+
+  /** Opens the layer of the only row that there is. */
+  selectOnlyRow() {
+    const [row, ...more] = this.app.rows(this.#panel());
+    if (row && !more.length) this.ofPanel(this.#panel().run).select(row.layers[0], null);
   }
 
   moveAlert(direction) {
@@ -173,7 +179,7 @@ export class Actions {
     if (layer && this.#rowIndex(layer.name) < 0) {
       app.change({ search: "", folded: new Set(), all: true });
     }
-    this.zoomTo(aroundStep(alert.step, app.whole(), panel.field(app.statistic).steps));
+    this.zoomTo(aroundStep(alert.step, app.whole(), panel.steps(app.statistic)));
     app.isSideOpen = true;
     this.select(layer ? layer.name : app.state.layer, alert.step, alert);
     app.side.scrollToTop();
@@ -183,7 +189,7 @@ export class Actions {
   /** Shows the steps around one. */
   goTo(step) {
     const { app } = this;
-    this.zoomTo(aroundStep(step, app.whole(), this.#panel().field(app.statistic).steps));
+    this.zoomTo(aroundStep(step, app.whole(), this.#panel().steps(app.statistic)));
     app.change({ step });
   }
 

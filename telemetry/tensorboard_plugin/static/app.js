@@ -91,6 +91,7 @@ export class App {
       this.runs = runs;
       const alertCount = this.#alertCount();
       await Promise.all(this.panels.map((panel) => panel.refresh(this.state.statistic)));
+      await Promise.all(this.panels.map((panel) => panel.load(this.state.statistic))); // chosen since
       this.live.said = "";
       this.#ready();
       this.announcer.newAlerts(alertCount);

@@ -3,7 +3,7 @@
 import { drawStepAxis, line, logTicks, prepare, roundTicks } from "./canvas.js";
 import { element } from "./dom.js";
 import { columnAt } from "./field.js";
-import { formatNumber } from "./format.js";
+import { formatNumber, formatStep } from "./format.js";
 
 /**
  * @typedef {Object} Curve
@@ -72,10 +72,14 @@ export function drawChart(canvas, options) {
   canvas.plotted = { box, view, read };
 }
 
-/** What a curve says at a step. */
-function readCurve(curve, step, format) {
-  const value = curve.values[columnAt(curve.steps, step)];
-  return { ...curve, value, text: value === undefined ? "–" : format(value) };
+/** What a curve says at a step, infinity being the end: its last value, and of which step that is. */
+export function readCurve(curve, step, format) {
+  const column = columnAt(curve.steps, step);
+  const value = curve.values[column];
+  if (column < 0) return { ...curve, value, text: "–" };
+  const isCurrent = curve.isStepped || step === Infinity || curve.steps[column] === step;
+  const of = isCurrent ? "" : ` (step ${formatStep(curve.steps[column])})`;
+  return { ...curve, value, text: format(value) + of };
 }
 
 /** The same lines; the one whose curve is nearest to a height is marked. */

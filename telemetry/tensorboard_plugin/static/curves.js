@@ -1,7 +1,6 @@
 // Curves over steps: loss and learning rates above the picture, rows in view below it.
 
-import { drawChart, legendOf, styleOf } from "./chart.js";
-import { columnAt } from "./field.js";
+import { drawChart, legendOf, readCurve, styleOf } from "./chart.js";
 import { formatNumber } from "./format.js";
 import { rowsByLayer } from "./rows.js";
 import { scaleText, usualOf } from "./scale.js";
@@ -58,8 +57,8 @@ function heldUntil(curve, lastStep) {
 
 /** A curve whose label has its value at a step, or its last value. */
 function withValue(curve, step) {
-  const index = Math.max(columnAt(curve.steps, step ?? Infinity), 0);
-  return { ...curve, label: `${curve.label} ${formatNumber(curve.values[index])}` };
+  const { text } = readCurve(curve, step ?? Infinity, formatNumber);
+  return { ...curve, label: `${curve.label} ${text}` };
 }
 
 /** Whether values span so much that a linear axis would hide most of them. */

@@ -7,7 +7,7 @@ import { axisOf } from "./curves.js";
 import { dropDown, element, fill } from "./dom.js";
 import { columnAt } from "./field.js";
 import { formatNumber, formatStep, formatValue } from "./format.js";
-import { drawHistogram, quantilesOf } from "./histogram.js";
+import { drawHistogram, quantilesOf, shareOfZeros } from "./histogram.js";
 import { enlarged, filmOf } from "./pictures.js";
 import { titleOf } from "./rows.js";
 import { makeScale } from "./scale.js";
@@ -139,22 +139,27 @@ export class Detail {
     );
   }
 
-  /** Each statistic with its value in each run, and a small curve. */
+  /** Each statistic with its value in each run, and a small curve; those of other steps below those. */
   #table(groups) {
     const { statistics, statistic, step, theme, view } = this.shown;
     const has = ({ name }) => groups.some((group) => group?.statistics.has(name));
+    let before = formatStep(step ?? 0);
     const row = (known) => {
       const curves = groups.map((group) => group?.statistics.get(known.name));
-      const values = curves.map((curve) =>
-        curve ? (curve.values[columnAt(curve.steps, step ?? Infinity)] ?? -1) : -1,
-      );
+      const columns = curves.map((curve) => (curve ? columnAt(curve.steps, step ?? Infinity) : -1));
+      const values = columns.map((column, i) => (column < 0 ? -1 : curves[i].values[column]));
+      // Most statistics are not measured at each step: these are of the last one at which they were.
+      const steps = columns.flatMap((column, i) => (column < 0 ? [] : [formatStep(curves[i].steps[column])]));
+      const at = (step !== null && [...new Set(steps)].join(" and ")) || before;
+      const heading = at === before ? [] : [ofStep(at, groups.length + 2)];
+      before = at;
       const canvas = element("canvas", {});
       drawSpark(canvas, curves, known, view, theme, step);
       const name = {
         dataset: { key: `statistic ${known.name}` },
         onclick: () => this.on.statistic(known.name),
       };
-      return element(
+      const line = element(
         "tr",
         { class: known.name === statistic.name ? "chosen" : "" },
         element("th", { scope: "row", title: known.description }, element("button", name, known.title)),
@@ -163,6 +168,7 @@ export class Detail {
         ),
         element("td", {}, canvas),
       );
+      return [...heading, line];
     };
     const head = ["", ...groups.map((_, i) => letter(i)), ""];
     const cells = head.map((text) => element("td", { class: "number" }, text));
@@ -170,7 +176,7 @@ export class Detail {
       "table",
       { class: "statistics" },
       groups.length > 1 ? element("thead", {}, element("tr", {}, ...cells)) : null,
-      element("tbody", {}, ...statistics.filter(has).map(row)),
+      element("tbody", {}, ...statistics.filter(has).flatMap(row)),
     );
   }
 
@@ -247,7 +253,8 @@ export class Detail {
         "p",
         { class: "muted" },
         `Bars: step ${formatStep(at)}; TensorBoard keeps ${chosen.steps.length} steps. `,
-        `Linear up to ±${formatNumber(chosen.unit)}, logarithmic beyond.`,
+        `Linear up to ±${formatNumber(chosen.unit)}, logarithmic beyond. `,
+        zeroText(chosen, at),
       ),
     );
   }
@@ -277,6 +284,11 @@ export class Detail {
   }
 }
 
+/** A row of the table that says at which step those below it were measured. */
+function ofStep(step, colspan) {
+  return element("tr", {}, element("td", { class: "of-step muted", colspan }, `measured at step ${step}`));
+}
+
 /** A histogram over all its steps, the bars of one, and that one's quantiles. */
 function largeHistogram(histogram, theme, index, width, height) {
   const canvas = element("canvas", {});
@@ -288,6 +300,7 @@ function largeHistogram(histogram, theme, index, width, height) {
     element("tr", {}, ...texts.map((text) => element(tag, { class: "number" }, text)));
   return [
     withHair(canvas),
+    element("p", { class: "muted" }, zeroText(histogram, steps[index])),
     element(
       "table",
       { class: "quantiles" },
@@ -295,6 +308,12 @@ function largeHistogram(histogram, theme, index, width, height) {
       cells("td", ["value", ...values.map(formatNumber)]),
     ),
   ];
+}
+
+/** How much of a step's values is exactly zero, which has a bar of its own; "" without any. */
+function zeroText(histogram, step) {
+  const share = shareOfZeros(histogram, histogram.steps.indexOf(step));
+  return share > 0 ? `Exactly zero: ${formatNumber(100 * share)} %, a bar of its own.` : "";
 }
 
 function enlargeButton(onclick) {

@@ -265,16 +265,17 @@ export class Heatmap {
   }
 
   #drawSelection(context, { layer, step }) {
-    const { field, theme } = this.content;
+    const { field, theme, view } = this.content;
     const row = this.rowOf.get(layer);
     if (row === undefined) return;
     const column = Math.max(columnAt(field.steps, step), 0);
     const next = field.steps[column + 1] ?? endOf(field.steps);
+    if (next <= view.step0 || field.steps[column] >= view.step1) return;
+    if (row + 1 <= view.row0 || row >= view.row1) return;
     const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
     const left = clamp(this.#x(field.steps[column]), this.box.x - 3, this.box.x + this.box.width);
     const right = clamp(this.#x(next), left, this.box.x + this.box.width);
     const [top, bottom] = [this.#y(row), this.#y(row + 1)];
-    if (bottom < this.box.y || top > this.box.y + this.box.height) return;
     const grow = (start, end) => (end - start < 7 ? (7 - (end - start)) / 2 : 0);
     const [dx, dy] = [grow(left, right), grow(top, bottom)];
     for (const [color, inset] of [

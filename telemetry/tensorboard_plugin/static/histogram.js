@@ -21,7 +21,7 @@ export function drawHistogram(canvas, histogram, { view, theme, width, height, s
   const bars = Math.round(width * BARS);
   const box = { x: LEFT, y: 6, width: width - LEFT - bars - 14, height: height - 30 };
   const bins = histogram.edges.length - 1;
-  const top = Math.max(...histogram.shares, 1e-9);
+  const top = largestShare(histogram.shares, bins, histogram.zeroBin);
   context.save();
   context.beginPath();
   context.rect(box.x, box.y, box.width, box.height);
@@ -49,15 +49,28 @@ export function drawHistogram(canvas, histogram, { view, theme, width, height, s
   return histogram.steps[column];
 }
 
-function readBin({ steps, edges, shares }, bins, column, bin) {
-  const label = `${formatNumber(edges[bin])} to ${formatNumber(edges[bin + 1])}`;
+/** The largest share of any bin but that of zeros, which may be most of all values. */
+function largestShare(shares, bins, zeroBin) {
+  return shares.reduce((most, share, i) => (i % bins === zeroBin ? most : Math.max(most, share)), 1e-9);
+}
+
+/** The share of exact zeros at a step; 0 if there are none. */
+export function shareOfZeros({ edges, shares, zeroBin }, column) {
+  return zeroBin === null ? 0 : shares[column * (edges.length - 1) + zeroBin];
+}
+
+function readBin({ steps, edges, shares, zeroBin }, bins, column, bin) {
+  // The bins beside that of zeros begin at the smallest normal number.
+  const edge = (i) => formatNumber(Math.abs(edges[i]) < 1e-38 ? 0 : edges[i]);
+  const range = `${edge(bin)} to ${edge(bin + 1)}`;
+  const label = bin === zeroBin ? "exactly zero" : range;
   const text = `${formatNumber(100 * shares[column * bins + bin])} %`;
   const title = `Histogram of step ${formatStep(steps[column])}`;
   return { step: steps[column], title, lines: [{ label, text }] };
 }
 
 /** Values below which so large a share of a step's lies, as far as the bins tell. */
-export function quantilesOf({ edges, shares }, column, wanted) {
+export function quantilesOf({ edges, shares, zeroBin }, column, wanted) {
   const bins = edges.length - 1;
   const row = shares.subarray(column * bins, (column + 1) * bins);
   const total = row.reduce((sum, share) => sum + share, 0);
@@ -65,6 +78,7 @@ export function quantilesOf({ edges, shares }, column, wanted) {
     let below = 0;
     let bin = 0;
     while (bin < bins - 1 && below + row[bin] < share * total) below += row[bin++];
+    if (bin === zeroBin) return 0;
     const part = row[bin] > 0 ? (share * total - below) / row[bin] : 0;
     return edges[bin] + Math.min(Math.max(part, 0), 1) * (edges[bin + 1] - edges[bin]);
   });
@@ -81,22 +95,23 @@ function drawShades(context, box, { steps, shares }, view, bins, top) {
       const share = shares[column * bins + bin];
       if (!(share > 0)) continue;
       // The root brings out what is rare beside what is usual.
-      context.fillStyle = cssColor(false, 0.06 + 0.94 * Math.sqrt(share / top));
+      context.fillStyle = cssColor(false, 0.06 + 0.94 * Math.sqrt(Math.min(share / top, 1)));
       const y = box.y + box.height - (bin + 1) * binHeight;
       context.fillRect(left, y, Math.max(right - left, 1) + 0.4, binHeight + 0.4);
     }
   }
 }
 
-function drawBars(context, theme, box, width, { shares }, bins, column) {
+function drawBars(context, theme, box, width, { shares, zeroBin }, bins, column) {
   const left = box.x + box.width + 12;
   const row = shares.subarray(column * bins, (column + 1) * bins);
-  const largest = Math.max(...row, 1e-9);
+  const largest = largestShare(row, bins, zeroBin);
   const binHeight = box.height / bins;
-  context.fillStyle = theme.curves[0];
   row.forEach((share, bin) => {
     const y = box.y + box.height - (bin + 1) * binHeight;
-    context.fillRect(left, y, (share / largest) * width, Math.max(binHeight - 0.5, 0.8));
+    context.fillStyle = theme.curves[bin === zeroBin ? 1 : 0];
+    // That of zeros is cut off where it is longer than all others; the text says how long.
+    context.fillRect(left, y, Math.min(share / largest, 1) * width, Math.max(binHeight - 0.5, 0.8));
   });
   context.strokeStyle = theme.line;
   line(context, left - 0.5, box.y, left - 0.5, box.y + box.height);
@@ -126,7 +141,7 @@ function roundEdges(edges, bins, height) {
   return found;
 }
 
-function drawValueAxis(context, theme, box, { edges }, bins) {
+function drawValueAxis(context, theme, box, { edges, zeroBin }, bins) {
   context.font = theme.smallFont;
   context.textAlign = "right";
   context.textBaseline = "middle";
@@ -137,7 +152,7 @@ function drawValueAxis(context, theme, box, { edges }, bins) {
     context.fillText(formatNumber(value), box.x - 6, box.y + (1 - place) * box.height);
   }
   const zero = edges.findIndex((edge) => edge >= 0);
-  if (edges[0] < 0 && zero > 0) {
+  if (edges[0] < 0 && zero > 0 && zeroBin === null) {
     const share = zero - edges[zero] / (edges[zero] - edges[zero - 1]);
     const y = box.y + (1 - share / bins) * box.height;
     context.setLineDash([2, 3]);

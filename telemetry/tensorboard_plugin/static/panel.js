@@ -85,14 +85,15 @@ export class Panel {
     const isSame = overview.version === this.overview?.version;
     const grew = overview.lastStep !== this.overview?.lastStep;
     if (!isSame || grew) {
-      this.part.forget();
-      this.fields.clear();
+      let fresh;
       if (isSame && field && !isThinned(field) && field.steps.length) {
         const last = field.steps[field.steps.length - 1];
         const newer = await this.source.matrix(this.run, statistic, { first_step: last + 1 });
-        const fits = !isThinned(newer) && newer.rows === field.rows;
-        this.fields.set(statistic, fits ? append(field, newer) : await this.#read(statistic));
-      } else await this.#loadField(statistic);
+        if (!isThinned(newer) && newer.rows === field.rows) fresh = append(field, newer);
+      }
+      fresh ??= await this.#read(statistic);
+      this.part.forget();
+      this.fields = new Map([[statistic, fresh]]); // not before: keys move in what is shown
     }
     this.#take(overview);
     this.scalars = scalars;
@@ -126,11 +127,15 @@ export class Panel {
     return this.drawn.values;
   }
 
+  /** The steps of a statistic; as long as it is loading, those of what is still shown. */
+  steps(statistic) {
+    return (this.field(statistic) ?? this.heatmap.content?.field)?.steps ?? [];
+  }
+
   /** Steps from the first to the end of the last column. */
   extent(statistic) {
-    const field = this.field(statistic);
-    if (!field?.steps.length) return null;
-    return [field.steps[0], endOf(field.steps)];
+    const steps = this.steps(statistic);
+    return steps.length ? [steps[0], endOf(steps)] : null;
   }
 
   /** How layers are grouped in an order, `depth` or `role`. */

@@ -17,7 +17,7 @@ export class Parallel {
     this.ranges = new Map();
     this.canvas = element("canvas", { role: "img" });
     const summary = element("summary", {}, "Hyperparameters and loss of these runs");
-    const help = element("p", { class: "muted" }, "Drag along an axis to filter; click it to stop.");
+    const help = element("p", { class: "muted" }, "Drag along an axis to filter; click it to stop. Dotted past axes on which a run has no value.");
     this.node = element("details", { class: "below-runs parallel" }, summary, this.canvas, help);
     this.node.addEventListener("toggle", () => this.draw());
     const at = ({ offsetY }) => Math.min(Math.max(1 - (offsetY - TOP) / (HEIGHT - TOP - BOTTOM), 0), 1);
@@ -76,15 +76,23 @@ export class Parallel {
       context.globalAlpha = bright.includes(run) ? 0.9 : 0.12;
       context.strokeStyle = context.fillStyle = place === null ? theme.nan : cssColor(false, place);
       context.lineWidth = 1.5;
-      const points = axes.map(({ x, key, placeOf }) => [x, placeOf(key(run))]);
-      context.beginPath();
-      points.forEach(([x, at], i) => {
-        if (at !== null) context[points[i - 1]?.[1] == null ? "moveTo" : "lineTo"](x, yOf(at));
+      const places = axes.map(({ key, placeOf }) => placeOf(key(run)));
+      const known = [...places.keys()].filter((i) => places[i] !== null);
+      known.forEach((i, n) => {
+        const [x, y] = [axes[i].x, yOf(places[i])];
+        const before = known[n - 1];
+        if (n) {
+          // Dashed past the axes on which the run has no value.
+          context.setLineDash(before === i - 1 ? [] : [2, 4]);
+          line(context, axes[before].x, yOf(places[before]), x, y);
+        }
+        context.fillRect(x - 2, y - 2, 4, 4);
       });
-      context.stroke();
+      context.setLineDash([]);
+      if (!known.length) continue;
+      const last = known.at(-1);
       context.fillStyle = run.alert ? theme[run.alert.severity] : context.strokeStyle;
-      const known = points.filter(([, at]) => at !== null).at(-1);
-      if (known) context.fillRect(known[0] - 3, yOf(known[1]) - 3, 6, 6);
+      context.fillRect(axes[last].x - 3, yOf(places[last]) - 3, 6, 6);
     }
     context.globalAlpha = 1;
     for (const axis of axes) this.#drawAxis(context, axis, Math.min(gap, 2 * LEFT) - 8, yOf);

@@ -30,11 +30,15 @@ export function filmOf({ kind, name, steps }, chosen, urlOf, onEnlarge) {
 export function enlarged(url, alt, width, height) {
   const canvas = element("canvas", { role: "img", "aria-label": alt });
   const image = new Image();
-  image.onload = () => drawNumbered(canvas, image, width, height);
+  image.onload = () => {
+    const count = drawNumbered(canvas, image, width, height);
+    if (count) canvas.setAttribute("aria-label", `${alt}, numbered 0 to ${count - 1}`);
+  };
   image.src = url;
   return canvas;
 }
 
+/** @returns {number} how many maps there are; 0: there is no grid of them */
 function drawNumbered(canvas, image, width, height) {
   const scale = Math.max(Math.min(width / image.width, height / image.height), 0.5);
   [canvas.width, canvas.height] = [image.width * scale, image.height * scale];
@@ -43,28 +47,38 @@ function drawNumbered(canvas, image, width, height) {
   const { data } = pixelsOf(image);
   context.drawImage(image, 0, 0, canvas.width, canvas.height);
   const isGap = (x, y) => data[4 * (y * image.width + x)] === GAP;
-  const count = (length, at) => Array.from({ length }, (_, i) => i).filter(at);
-  const everyX = (y) => count(image.width, (x) => isGap(x, y)).length === image.width;
-  const everyY = (x) => count(image.height, (y) => isGap(x, y)).length === image.height;
-  const [rows, columns] = [count(image.height, everyX), count(image.width, everyY)];
-  const isGrid = rows[0] === 0 && columns[0] === 0;
-  if (!isGrid) return;
-  const starts = (gaps, end) => gaps.filter((gap, i) => gap < end - 1 && gaps[i + 1] !== gap + 1);
+  const isGray = (x0, x1, y0, y1) => {
+    for (let y = y0; y < y1; y++) for (let x = x0; x < x1; x++) if (!isGap(x, y)) return false;
+    return true;
+  };
+  // A single map may have the gap's gray anywhere: maps and gaps are told apart by their regular places.
+  const tall = period(image.height, (y) => isGray(0, image.width, y, y + 1));
+  const wide = period(image.width, (x) => isGray(x, x + 1, 0, image.height));
+  if (!tall || !wide) return 0;
+  const columns = (image.width - 1) / wide;
+  const corner = (number) => [(number % columns) * wide, Math.floor(number / columns) * tall];
+  let count = (columns * (image.height - 1)) / tall;
+  const isEmpty = ([x, y]) => isGray(x, x + wide, y, y + tall);
+  while (count && isEmpty(corner(count - 1))) count -= 1; // places behind the last map
   const size = 12;
   context.font = `${size}px system-ui, sans-serif`;
   context.textBaseline = "top";
-  let number = 0;
-  for (const y of starts(rows, image.height)) {
-    for (const x of starts(columns, image.width)) {
-      if ([1, 2, 3, 4].every((dx) => isGap(x + dx, y + 1))) continue; // behind the last map
-      const [left, top] = [(x + 1) * scale, (y + 1) * scale];
-      const text = String(number++);
-      context.fillStyle = "rgb(0 0 0 / 65%)";
-      context.fillRect(left, top, context.measureText(text).width + 4, size + 2);
-      context.fillStyle = "#ffffff";
-      context.fillText(text, left + 2, top + 1);
-    }
+  for (let number = 0; number < count; number++) {
+    const [left, top] = corner(number).map((place) => (place + 1) * scale);
+    context.fillStyle = "rgb(0 0 0 / 65%)";
+    context.fillRect(left, top, context.measureText(String(number)).width + 4, size + 2);
+    context.fillStyle = "#ffffff";
+    context.fillText(String(number), left + 2, top + 1);
   }
+  return count;
+}
+
+/** The smallest distance at which all lines of a picture, to its very end, are gaps; 0 without one. */
+function period(length, isGap) {
+  const gaps = Array.from({ length }, (_, place) => isGap(place));
+  const isPeriod = (step) => (length - 1) % step === 0 && gaps.every((gap, i) => gap || i % step);
+  for (let step = 2; step < length; step++) if (isPeriod(step)) return step;
+  return 0;
 }
 
 function pixelsOf(image) {

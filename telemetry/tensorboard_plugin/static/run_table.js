@@ -52,7 +52,11 @@ export class RunTable {
       placeholder: "name, status, alert or lr=0.1",
       "aria-label": "Filter runs",
       oninput: () => this.#draw(),
-      onkeydown: ({ key }) => key === "Enter" && this.shown.length === 1 && this.#choose(this.shown[0]),
+      onkeydown: (event) => {
+        if (event.key !== "Enter" || this.shown.length !== 1) return;
+        event.preventDefault(); // else it also presses the button that gets the focus back
+        this.#choose(this.shown[0]);
+      },
     });
     this.count = element("span", { class: "count", role: "status" });
     this.title = element("h2", { id: "runs-title" });

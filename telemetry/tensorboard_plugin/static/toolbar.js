@@ -38,7 +38,7 @@ export function drawToolbar(node, content, app) {
     rare(dropDown("Show", state.other ? [...SHOW, OF_TWO] : SHOW, app.mode, (mode) => change({ mode }))),
     content.hasRoles ? rare(dropDown("Order", ORDER, state.order, setOrder)) : null,
     rare(layersShown(state, grouping, change)),
-    rare(search(state.search, change)),
+    rare(search(state.search, change, () => app.actions.selectOnlyRow())),
     button("Reset zoom", {
       class: "reset",
       disabled: !isZoomed,
@@ -155,11 +155,12 @@ function keepSteps(zoom, whole) {
   return zoom && { ...zoom, row0: whole.row0, row1: whole.row1 };
 }
 
-function search(value, change) {
+function search(value, change, onEnter) {
   const input = element("input", {
     type: "search",
     placeholder: "name or class",
     oninput: () => change({ search: input.value, zoom: null }),
+    onkeydown: ({ key }) => key === "Enter" && onEnter(),
   });
   input.value = value;
   return element("label", { class: "field" }, element("span", {}, "Search"), input);

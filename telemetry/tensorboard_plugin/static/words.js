@@ -2,7 +2,7 @@
 
 import { sampleOf } from "./chart.js";
 import { element, fill } from "./dom.js";
-import { valueAt } from "./field.js";
+import { columnAt, valueAt } from "./field.js";
 import { formatStep, formatValue } from "./format.js";
 import { titleOf } from "./rows.js";
 import { scaleText } from "./scale.js";
@@ -93,8 +93,12 @@ export class Announcer {
     if (panels.length > 1 && panel) parts.push(`${panel.run}:`);
     if (layer !== null && panel) {
       const index = panel.overview.layers.findIndex((known) => known.name === layer);
-      const value = formatValue(statistic, valueAt(panel.field(statistic), index, step));
-      parts.push(`${titleOf(panel.overview.layers[index])}, step ${step}: ${value}`);
+      const field = panel.field(statistic); // undefined as long as it is loading
+      const column = field ? columnAt(field.steps, step) : -1;
+      const at = field?.steps[column] ?? step; // the step at which it was measured
+      const value = field ? `: ${formatValue(statistic, valueAt(field, index, step))}` : "";
+      const of = at === step ? "" : ` (of step ${at})`;
+      parts.push(`${titleOf(panel.overview.layers[index])}, step ${step}${value}${of}`);
     }
     this.node.textContent = parts.join(" ");
   }
