@@ -257,6 +257,12 @@ class HookLogger:
         state = "removed" if self._off or not self._capture.attached else "attached"
         return f"<HookLogger {state} step={self.current_step} log_dir={self.log_dir!r}>"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Make copies and pickles loggers that are off: a copied model is another model."""
+        state = self._state if self._off else {}
+        first_step = self.current_step
+        return {"_off": True, "_state": state, "_log_dir": self.log_dir, "_first_step": first_step}
+
     def __enter__(self) -> HookLogger:
         self.attach()
         return self
