@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from telemetry.capture.budget import Budget
 from telemetry.capture.captured import CapturedStep, LightStep, RunTotals
-from telemetry.capture.hooks import Guard, ModuleHook, guarded
+from telemetry.capture.hooks import ForwardHook, Guard, InputHook, guarded
 from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizers import Optimizers
 from telemetry.capture.own_pass import Sample
@@ -37,6 +37,7 @@ from telemetry.torch_private import (
     in_function_mode,
     undisturbed,
 )
+from telemetry.torch_private.compiler import backwards_compiled
 from telemetry.torch_private.ranks import calling_stage
 
 if available:
@@ -160,6 +161,7 @@ class Capture:
         eval_mode: Whether the model was in evaluation mode at the last step, or at the beginning.
         by_hand: Whether the loop has no optimizer.
         ranks: What ``find_ranks`` returned; None before.
+        backwards_before: How many passes compiled autograd had compiled when watching began.
         to_check: How many of the tensors that compiled graphs show PyTorch is still to reduce, too.
     """
 
@@ -191,6 +193,7 @@ class Capture:
         self.thread: int | None = None
         self.eval_mode = not model.training
         self.ranks: RankObserver | None = None
+        self.backwards_before = backwards_compiled()
         self.to_check = {"outputs": CHECKS, "output_grads": CHECKS}
         self.modules = WatchedModules(self, model, selection)
         self.optimizers = Optimizers(self, primary)
@@ -224,6 +227,8 @@ class Capture:
         self.table.forget_optimizers()
         if self._budget is not None:
             self._budget.restart()
+        with self.guard.failures.contained("to attach its hooks"):
+            self.modules.attach()
         self._begin(self.step, self._is_full(self.step), attaching=True)
 
     def detach(self) -> None:
@@ -262,7 +267,7 @@ class Capture:
     def _remove_hooks(self) -> None:
         self.in_progress.stop()
         self.observe(training=False)
-        self.modules.remove()
+        self.modules.detach()
 
     # --- begin of a step --------------------------------------------------------------------------
 
@@ -283,11 +288,8 @@ class Capture:
         self.in_progress.stop()
         self.in_progress = step = Step(self, number, full=full, norms=norms)
         try:
-            # Hooks are there when training begins even if nothing is due: a model that is compiled
-            # without them would never show anything.
-            if full or attaching:
-                self.modules.install()
             if full:
+                self.modules.observe()
                 with undisturbed():
                     step.begins(follows=not attaching)
         except Exception:
@@ -303,7 +305,7 @@ class Capture:
 
     # --- forward passes ---------------------------------------------------------------------------
 
-    def step_of_call(self, hook: ModuleHook, grad_enabled: bool) -> Step | None:
+    def step_of_call(self, hook: ForwardHook | InputHook, grad_enabled: bool) -> Step | None:
         """What a module's call belongs to; None if it is neither training nor in a phase.
 
         Training is what runs with gradients enabled while the model or the module itself is in
@@ -348,7 +350,7 @@ class Capture:
         phase = Step(self, self.step, full=True, phase=name)
         phase.thread = threading.get_ident()
         with self.guard.failures.contained("to attach its hooks"):
-            self.modules.install()
+            self.modules.observe()
         outer, self._phase = self._phase, phase
         self.observe(in_phase=True)
         try:
@@ -357,7 +359,7 @@ class Capture:
             self._phase = outer
             self.observe(in_phase=outer is not None)
             if not self.in_progress.full:
-                self.modules.uninstall()
+                self.modules.stop()
             self._hand_over(phase)
 
     # --- optimizer steps --------------------------------------------------------------------------
@@ -481,7 +483,7 @@ class Capture:
         if step.full:
             with undisturbed():
                 self.modules.tell_unseen(step)
-        self.modules.uninstall()
+        self.modules.stop()
         model = self.model()
         if self._budget is not None and model is not None:
             with undisturbed():

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from telemetry.capture.nested import tensors_in
 from telemetry.failures import Failures
 from telemetry.records import Output
-from telemetry.torch_private import undisturbed
+from telemetry.torch_private import keywords_of_call, undisturbed
 from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED, keep_in_graph
 
 if TYPE_CHECKING:
@@ -87,46 +87,61 @@ class Inert:
 
 
 class ModuleHook(Inert):
-    """A hook of one module; the same object at every step, because compiled graphs refer to it."""
+    """A hook of one module; the same object at every step, because compiled graphs refer to it.
+
+    It is called by the global hook of :class:`~telemetry.torch_private.AroundModuleCalls`, or is on
+    its module: where something has been compiled, and after hooks of the user's own.
+    """
 
     def __init__(self, capture: Capture, module: nn.Module) -> None:
         self.guard = capture.guard
         self.module = weakref.ref(module)
         self._capture = capture
         self._handle: RemovableHandle | None = None
+        self._for_one_call = False
 
     @property
     def installed(self) -> bool:
         """Whether it is on its module."""
         return self._handle is not None
 
-    def install(self) -> None:
+    def install(self, *, for_one_call: bool = False) -> None:
         """Put the hook on its module, after the user's own: what those return is measured."""
         module = self.module()
         if self._handle is None and module is not None:
-            self._handle = self._put_on(module)
+            self._handle, self._for_one_call = self._put_on(module), for_one_call
 
-    def remove(self) -> None:
-        """Take the hook off."""
-        if self._handle is not None:
+    def remove(self, *, after_one_call: bool = False) -> None:
+        """Take the hook off; ``after_one_call``: only if it was put there for that."""
+        if self._handle is not None and (self._for_one_call or not after_one_call):
             self._handle.remove()
             self._handle = None
 
     def _put_on(self, module: nn.Module) -> RemovableHandle:
         raise NotImplementedError
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a hook that does nothing, and is dropped when the whole copy has been made."""
+        hooks = None if self._handle is None else self._handle.hooks_dict_ref()
+        copied = None if hooks is None else memo.get(id(hooks))
+        if copied is not None and self._handle is not None:
+            end = nullcontext()
+            memo[id(end)] = end  # lives as long as the memo: until copying has ended
+            weakref.finalize(end, copied.pop, self._handle.id, None)
+        return nullcontext().__exit__
+
 
 class InputHook(ModuleHook):
     """The hook on the model itself, for what it is given; in a compiled graph it does nothing."""
 
     def _put_on(self, module: nn.Module) -> RemovableHandle:
-        return module.register_forward_pre_hook(self, with_kwargs=True)
+        return module.register_forward_pre_hook(self)
 
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if self._capture.armed and model is self.module():
-            self._on_input((args, kwargs), torch.is_grad_enabled())
+            self._on_input((args, keywords_of_call()), torch.is_grad_enabled())
 
     @guarded("to observe what the model was given")
     def _on_input(self, given: Any, grad_enabled: bool) -> None:
@@ -167,8 +182,10 @@ class ForwardHook(ModuleHook):
             return
         self.ran_eagerly = True
         # A module that shares its hooks with this one is a shallow copy, as DataParallel makes.
-        if self._capture.armed and module is self.module():
-            self._on_output(args, output, torch.is_grad_enabled())
+        if module is self.module():
+            self.remove(after_one_call=True)
+            if self._capture.armed:
+                self._on_output(args, output, torch.is_grad_enabled())
 
     @guarded("to observe the output of {0.called}")
     def _on_output(self, args: Any, output: Any, grad_enabled: bool) -> None:
@@ -199,25 +216,6 @@ class ForwardHook(ModuleHook):
         step = self._capture.step_of_call(self, grad_enabled=True)
         if step is not None:
             step.on_graph_output(self, tensor, place)
-
-
-def leave(module: nn.Module) -> None:
-    """Take our hooks off a module that is about to be scripted, which would compile them, too.
-
-    They are back at the next step that is measured.
-    """
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if isinstance(hook, ModuleHook):
-                hook.remove()
-            elif isinstance(getattr(hook, "__self__", None), nullcontext):
-                del hooks[key]  # what became of one that was copied along with its module
-            if isinstance(hook, ForwardHook):
-                log.info(
-                    "telemetry: %s is being scripted, which would compile hooks, too; it is "
-                    "watched again from the next step that is measured",
-                    hook.called,
-                )
 
 
 # --- compiled graphs ------------------------------------------------------------------------------

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from telemetry.capture.code import places_in_code
-from telemetry.capture.hooks import ForwardHook, InputHook, leave
+from telemetry.capture.hooks import ForwardHook, InputHook
 from telemetry.capture.step import Step
 from telemetry.capture.unseen import NEVER_RAN
 from telemetry.records import Layout, Module, Parameter
 from telemetry.selection import Selection, clean_name, cleaned, evenly, owners
 from telemetry.shared.plain_text import called_all
+from telemetry.torch_private import AroundModuleCalls
 from telemetry.torch_private.compiler import (
     GRAPHS_CAN_BE_OBSERVED,
-    before_scripting,
+    BeforeCompilations,
     graphs_compiled,
     is_compiled,
 )
@@ -42,53 +43,121 @@ _COMPILED = (
 
 
 class WatchedModules:
-    """Puts hooks on the watched modules of a model."""
+    """Has the calls of the watched modules of a model observed."""
 
     def __init__(self, capture: Capture, model: nn.Module, selection: Selection) -> None:
         self.pictured: frozenset[str] = frozenset()  # names of those whose feature maps are drawn
-        self.installed = False  # there are hooks that are to go after the step
         self.forward_order: dict[str, None] = {}  # names of those that have run, by first calls
         self._capture = capture
         self._selection = selection
+        self._calls = AroundModuleCalls(self._before, self._after, self._compiler_comes)
+        self._compilations = BeforeCompilations(self._compiler_comes)
         self._input_hook = InputHook(capture, model)
         self._forward_hooks: dict[str, ForwardHook] = {}
-        self._identities: dict[str, int] = {}  # of all modules, when hooks were put on them
+        self._by_identity: dict[int, ForwardHook] = {}  # the same, of modules
+        self._identities: dict[str, int] = {}  # of all modules, when it was chosen what to watch
+        self._observing = False
         self._graphs_before = graphs_compiled()
         self._unseen_told = False
-        self._end_scripting: Callable[[], None] | None = None
         self._layout = self._make_layout(model, capture.table.parameters)
 
-    def install(self) -> None:
-        """Put hooks on the modules that are watched now, and take them off all others."""
+    def attach(self) -> None:
+        """Be there when a model is compiled: without hooks it would never show anything."""
+        self._compilations.install()
+
+    def observe(self) -> None:
+        """Observe the calls of the modules that are watched now."""
+        self._compilations.install()
+        if not self._forward_hooks or self.changed():
+            self._choose()
+        self._observing = True
+        if self._compiling():
+            self._install()
+        else:
+            self._calls.install()
+
+    def stop(self) -> None:
+        """Observe no more calls, but in compiled graphs, which check whether a step is measured.
+
+        A graph that is compiled while no hook is there would never show anything. So once
+        something has been compiled, hooks stay on modules that have not run outside of a graph.
+        """
+        if not self._observing:
+            return
+        self._observing = False
+        self._calls.remove()
+        self._input_hook.remove()
+        compiling = self._compiling()
+        for hook in self._forward_hooks.values():
+            if not hook.traced and (hook.ran_eagerly or not compiling):
+                hook.remove()
+
+    def detach(self) -> None:
+        """Leave nothing behind; harmless when done twice."""
+        self._observing = False
+        self._compilations.remove()
+        self._calls.remove()
+        for hook in (self._input_hook, *self._forward_hooks.values()):
+            hook.remove()
+        self._forward_hooks, self._by_identity = {}, {}
+
+    def _compiling(self) -> bool:
+        return graphs_compiled() != self._graphs_before
+
+    def _install(self) -> None:
+        """Put hooks on the modules: graphs that contain such are valid without global ones only."""
+        self._calls.remove()
+        self._input_hook.install()
+        for hook in self._forward_hooks.values():
+            hook.install()
+
+    # --- what PyTorch calls -----------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module is self._input_hook.module():
+            self._input_hook(module, args)
+        # Whoever looks for hooks finds those of others anyway.
+        hook = self._by_identity.get(id(module))
+        if hook is not None and hook.module() is module and module._forward_hooks:
+            hook.install(for_one_call=True)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        hook = self._by_identity.get(id(module))
+        if hook is not None and not hook.installed:
+            hook(module, args, output)
+
+    def _compiler_comes(self) -> None:
+        with self._capture.guard.failures.contained("to attach its hooks"):
+            if not self._forward_hooks or self.changed():
+                self._choose()
+            self._install()
+
+    # --- which modules ----------------------------------------------------------------------------
+
+    def _choose(self) -> None:
+        """Look which modules are watched, and which of them are pictured."""
         model = self._capture.model()
         if model is None:
             return
-        self._end_scripting = self._end_scripting or before_scripting(leave)
-        self._input_hook.install()
-        if self._forward_hooks and not self.changed():
-            for hook in self._forward_hooks.values():
-                hook.install()
-        else:
-            self._choose(model)
-        self.installed = True
-
-    def _choose(self, model: nn.Module) -> None:
-        """Look which modules are watched, and which of them are pictured."""
         watched = cleaned(self._selection.apply(model).items())
         before = {hook.module(): hook for hook in self._forward_hooks.values()}
-        self._forward_hooks = {}
+        self._forward_hooks, self._by_identity = {}, {}
         self._identities = _identities(model)
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self._capture.guard.failures.log_once(
-                    "modules that torch.jit has compiled take no hooks, nothing is "
-                    "logged for their outputs"
+                    "modules that torch.jit has compiled take no hooks, so their activations are "
+                    "missing; gradients and weights are logged"
                 )
                 continue
             hook = before.pop(module, None) or ForwardHook(self._capture, name, module)
             hook.rename(name)
-            hook.install()
             self._forward_hooks[name] = hook
+            self._by_identity[id(module)] = hook
         for hook in before.values():
             hook.remove()
         convolutions = [name for name, hook in self._forward_hooks.items() if hook.convolves]
@@ -109,30 +178,6 @@ class WatchedModules:
         gone = None in [hook.module() for hook in self._forward_hooks.values()]
         return gone or self._identities != _identities(model)
 
-    def uninstall(self) -> None:
-        """Take hooks off again, but for modules in compiled graphs, which look at the capture.
-
-        A graph that is compiled while no hook is there would never show anything. So once
-        something has been compiled, hooks stay on modules that have not run outside of a graph.
-        """
-        if not self.installed:
-            return
-        self.installed = False
-        self._input_hook.remove()
-        compiling = graphs_compiled() != self._graphs_before
-        for hook in self._forward_hooks.values():
-            if not hook.traced and (hook.ran_eagerly or not compiling):
-                hook.remove()
-
-    def remove(self) -> None:
-        """Take all hooks off; harmless when done twice."""
-        if self._end_scripting is not None:
-            self._end_scripting()
-            self._end_scripting = None
-        for hook in (self._input_hook, *self._forward_hooks.values()):
-            hook.remove()
-        self._forward_hooks = {}
-
     def how_they_ran(self, step: Step) -> str:
         """What is known of the forward passes in a step without a backward pass, for a message."""
         if step.order:
@@ -141,7 +186,7 @@ class WatchedModules:
             return "the model is gone: HookLogger does not keep it alive"
         if not step.full:
             return "no backward pass followed"
-        if any(hook.ran_eagerly for hook in self._forward_hooks.values() if hook.installed):
+        if any(hook.ran_eagerly for hook in self._forward_hooks.values()):
             return "the model ran in evaluation mode, without gradients or on another thread only"
         return NEVER_RAN
 
@@ -154,8 +199,10 @@ class WatchedModules:
         parameters = self._capture.table.parameters
         stepped = [parameters[index].name for index in step.captured.stepped()]
         trained = {owner for parameter in stepped for owner in owners(parameter)}
-        watched = {name: hook for name, hook in self._forward_hooks.items() if hook.installed}
-        level, message = _modules_unseen(model, watched, step.order, step.number, trained)
+        hooks, order = self._forward_hooks, step.order
+        if not hooks and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+            return  # said where they were chosen
+        level, message = _modules_unseen(model, hooks, order, step.number, trained)
         if message:
             failures.log_once(message, level=level)
         if message := _modules_hidden(model):

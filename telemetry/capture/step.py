@@ -36,7 +36,7 @@ from telemetry.torch_private import (
     calling_scaler,
     is_being_traced,
 )
-from telemetry.torch_private.compiler import backward_is_compiled
+from telemetry.torch_private.compiler import backward_is_compiled, backwards_compiled
 from telemetry.torch_private.host_copy import HostCopy
 
 if TYPE_CHECKING:
@@ -127,13 +127,8 @@ class Step:
         if capture.by_hand and capture.content.weights:
             # No optimizer will say when it is about to change them.
             self._updates[_BY_HAND] = Updates(self._counting(capture.table.all()))
-        compiled = backward_is_compiled()
-        if compiled:
-            self.guard.failures.log_once(
-                "activation gradients are not measured: compiled autograd is on, which does not "
-                "work with hooks on them"
-            )
-        else:
+        compiled = self._backward_is_compiled()
+        if not compiled:
             self._handles += [
                 parameter.register_post_accumulate_grad_hook(self.on_accumulated)
                 for _, parameter in capture.table.all()
@@ -141,6 +136,17 @@ class Step:
             ]
         capture.output_grads = capture.content.activation_gradients and not compiled
         capture.observe(training=True)
+
+    def _backward_is_compiled(self) -> bool:
+        """Whether compiled autograd is on, or has been since training began; then says so, once."""
+        capture = self._capture
+        compiled = backward_is_compiled() or backwards_compiled() != capture.backwards_before
+        if compiled:
+            self.guard.failures.log_once(
+                "activation gradients are not measured: compiled autograd is on, which does not "
+                "work with hooks on them"
+            )
+        return compiled
 
     # --- forward passes ---------------------------------------------------------------------------
 
@@ -308,9 +314,13 @@ class Step:
             if in_graph:
                 self._check(observed or None, grad)
 
-    @guarded("to follow a backward pass", reads=False)
     def on_accumulated(self, parameter: Tensor) -> None:
         """A gradient has accumulated, so this backward pass is one of training."""
+        if not torch.compiler.is_compiling():
+            self._on_accumulated(parameter)
+
+    @guarded("to follow a backward pass", reads=False)
+    def _on_accumulated(self, parameter: Tensor) -> None:
         running = None if self.over else self._current_pass()
         if running is not None:
             running.accumulated[id(parameter)] = parameter
@@ -499,6 +509,8 @@ class Step:
 
     def ends(self) -> CapturedStep:
         """What it leaves behind; nothing is added any more."""
+        if self.full:
+            self._backward_is_compiled()
         captured = self.captured
         captured.step, captured.wall_time = self.number, time.time()
         captured.layout = self._capture.modules.layout(self.order, self.parameters)
@@ -524,6 +536,8 @@ class _GradHook(Inert):
         self._place = place
 
     def __call__(self, grad: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
         step, hook = self._step(), self._hook()
         if step is not None and hook is not None:
             step.on_output_grad(hook, self._place, grad)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -19,15 +20,20 @@ from typing import Any
 
 import torch
 import torch._utils
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules import module as nn_module
 from torch.utils import _python_dispatch
+from torch.utils.hooks import RemovableHandle
 
 log = logging.getLogger("telemetry")
 
 # Calls between what steps an optimizer, such as ``GradScaler.step``, and the optimizer's hook: 6 in
 # PyTorch, more with wrappers.
 _MAX_FRAMES_BELOW_STEP = 16
+
+# Calls between a module's own call and :func:`keywords_of_call`.
+_MAX_FRAMES_ABOVE_CALL = 4
 
 # What :func:`backward_task` returns outside of a backward pass.
 NO_TASK = -1
@@ -201,6 +207,77 @@ def _in_transform() -> bool:
         loss = "tensors inside of torch.func transforms are not recognized"
         find(getattr(torch._C, "_functorch", None), "maybe_current_level", loss)
         return False
+
+
+# --- calls of modules -----------------------------------------------------------------------------
+
+
+class AroundModuleCalls:
+    """Calls ``before(module, args)`` and ``after(module, args, output)`` around any module's calls.
+
+    Hooks on the modules themselves change what PyTorch does: ``nn.TransformerEncoderLayer`` takes
+    its fused path only without, ``make_graphed_callables`` refuses them, ``torch.jit.script``
+    compiles them, quantization moves them to other modules, copies and pickles carry them.
+    """
+
+    def __init__(
+        self,
+        before: Callable[[nn.Module, Any], None],
+        after: Callable[[nn.Module, Any, Any], None],
+        compiler_comes: Callable[[], None],
+    ) -> None:
+        self._before, self._after, self._compiler_comes = before, after, compiler_comes
+        self._handles: list[RemovableHandle] = []
+
+    def install(self) -> None:
+        """Begin; harmless when done twice."""
+        if not self._handles:
+            self._handles += [
+                nn_module.register_module_forward_pre_hook(self._before),
+                nn_module.register_module_forward_hook(self._after),
+                nn_module.register_module_module_registration_hook(self._on_registered),
+            ]
+            _quiet.update(handle.id for handle in self._handles)
+            if _has_any_global_hook is not None:
+                setattr(nn_module, _ASKED, _has_any_other_global_hook)
+
+    def _on_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        """The compiler has wrapped a module: strict export fails where there are global hooks."""
+        if type(module).__module__.startswith("torch._dynamo"):
+            self._compiler_comes()
+
+    def remove(self) -> None:
+        """End; harmless when done twice."""
+        while self._handles:
+            handle = self._handles.pop()
+            handle.remove()
+            _quiet.discard(handle.id)
+        if not _quiet and getattr(nn_module, _ASKED, None) is _has_any_other_global_hook:
+            setattr(nn_module, _ASKED, _has_any_global_hook)
+
+
+# What a model wrapped by ``torch.compile`` asks at each call, to warn that hooks are called for the
+# wrapper, too. Ours leave that module alone, so the warning would mislead.
+_ASKED = "_has_any_global_hook"
+_has_any_global_hook = getattr(nn_module, _ASKED, None)
+_quiet: set[int] = set()  # numbers of our hooks
+
+
+def _has_any_other_global_hook() -> bool:
+    kinds = ("_global_forward", "_global_backward")
+    hooks = (value for name, value in vars(nn_module).items() if name.startswith(kinds))
+    return not _quiet.issuperset(itertools.chain(*hooks))
+
+
+def keywords_of_call() -> dict[str, Any]:
+    """Keyword arguments of the module's call before which :class:`AroundModuleCalls` calls.
+
+    PyTorch does not pass them; they are found on the call stack.
+    """
+    for frame in callers(_MAX_FRAMES_ABOVE_CALL):
+        if frame.f_globals is vars(nn_module) and "kwargs" in frame.f_locals:
+            return dict(frame.f_locals["kwargs"])
+    return {}
 
 
 # --- GradScaler ----------------------------------------------------------------------------------

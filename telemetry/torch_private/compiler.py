@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -58,18 +60,29 @@ def graph_break(reason: str) -> Any:
 
 
 def backward_is_compiled() -> bool:
-    """Whether compiled autograd is on. It traces hooks on gradients, and fails at ours."""
+    """Whether compiled autograd is on. It traces hooks on gradients, where ours do nothing."""
     config = getattr(sys.modules.get("torch._dynamo"), "config", None)
-    return bool(getattr(config, "compiled_autograd", False))
+    inside = sys.modules.get("torch._dynamo.compiled_autograd")
+    switched_on = getattr(config, "compiled_autograd", False)
+    return bool(switched_on or getattr(inside, "compiled_autograd_enabled", False))
+
+
+def backwards_compiled() -> int:
+    """How many backward passes compiled autograd has compiled in this process."""
+    return _counted("compiled_autograd", "captures")
 
 
 def graphs_compiled() -> int:
     """How many graphs torch.compile has made in this process; 0 while it is not loaded."""
+    return _counted("stats", "unique_graphs")
+
+
+def _counted(of: str, what: str) -> int:
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return 0
     counters = find(dynamo, "counters", "modules compiled before HookLogger are not recognized")
-    return 0 if counters is None else int(counters["stats"]["unique_graphs"])
+    return 0 if counters is None else int(counters[of][what])
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -100,32 +113,31 @@ def drop_compiled_code() -> None:
         reset()
 
 
-_ASKED = "__prepare_scriptable__"
-_before_scripting: list[Callable[[nn.Module], None]] = []
+class BeforeCompilations:
+    """Calls ``callback`` before each compilation by torch.compile in this process."""
 
+    def __init__(self, callback: Callable[[], None]) -> None:
+        # PyTorch passes arguments that differ between versions.
+        self._callback: Callable[..., None] = lambda *args: callback()
 
-def before_scripting(callback: Callable[[nn.Module], None]) -> Callable[[], None]:
-    """Have ``callback`` called with each module that ``torch.jit.script`` is about to compile.
+    def install(self) -> None:
+        """Begin; also again after ``torch._dynamo.reset``, which forgets all callbacks.
 
-    It would compile forward hooks with the module, and fail at ours. It asks only modules whose
-    class defines ``__prepare_scriptable__``, so ``nn.Module`` gets such a method.
+        Loads the compiler, as PyTorch does when it makes an optimizer.
+        """
+        with contextlib.suppress(ImportError):
+            import_module("torch._dynamo")
+        handler = self._handler()
+        if handler is not None and self._callback not in handler.start_callbacks:
+            handler.register_start_callback(self._callback)
 
-    Returns:
-        Ends this; after the last call, ``nn.Module`` is as before.
-    """
-    _before_scripting.append(callback)
-    if not hasattr(nn.Module, _ASKED):
-        setattr(nn.Module, _ASKED, _prepare_scriptable)
+    def remove(self) -> None:
+        """End; harmless when done twice."""
+        handler = self._handler()
+        if handler is not None and self._callback in handler.start_callbacks:
+            handler.remove_start_callback(self._callback)
 
-    def forget() -> None:
-        _before_scripting.remove(callback)
-        if not _before_scripting and vars(nn.Module).get(_ASKED) is _prepare_scriptable:
-            delattr(nn.Module, _ASKED)
-
-    return forget
-
-
-def _prepare_scriptable(module: nn.Module) -> nn.Module:
-    for callback in _before_scripting:
-        callback(module)
-    return module
+    def _handler(self) -> Any:
+        dynamo = sys.modules.get("torch._dynamo")
+        loss = "modules that torch.compile has compiled show no activations"
+        return None if dynamo is None else find(dynamo, "callback_handler", loss)

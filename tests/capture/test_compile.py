@@ -337,6 +337,57 @@ def test_compiled_autograd_costs_activation_gradients_only(
         assert record.grad_present.all()
 
 
+@needs_observable_graphs
+@pytest.mark.parametrize("compiled", [whole, not_at_all])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_autograd_by_its_context_manager(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: Compile, fullgraph: bool
+) -> None:
+    """Nothing is known of it until the first backward pass."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        torch._dynamo.reset_code_caches()
+        forward = compiled(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiler = torch.compile(backend="aot_eager", fullgraph=fullgraph)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = forward(torch.randn(5, 4)).square().mean()
+            with torch._dynamo.compiled_autograd._enable(compiler):
+                loss.backward()
+            optimizer.step()
+            yield loss
+
+    outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=2)
+    assert caplog.text.count("compiled autograd is on") == 1
+    assert "Traceback" not in caplog.text
+    assert [record.step for record in outcome.full] == [0, 2]
+    for record in outcome.full:
+        assert len(record.activations) == 9
+        assert not record.activation_grads
+        assert record.grad_present.all()
+
+
+@pytest.mark.parametrize("compile_by", ["script", "trace"])
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_a_model_of_torch_jit_is_logged_but_for_its_activations(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, compile_by: str
+) -> None:
+    def make() -> Any:
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+        example = torch.ones(5, 4)
+        return (
+            torch.jit.script(model) if compile_by == "script" else torch.jit.trace(model, example)
+        )
+
+    outcome = assert_left_alone(make, loop_with(not_at_all, steps=3), tmp_path, every_n_steps=2)
+    for record in outcome.full:
+        assert len(record.grads) == len(record.weights) == 4
+        assert not record.activations
+    assert caplog.text.count("torch.jit has compiled") == 1
+    assert not any(words in caplog.text for words in ("Traceback", "seen running"))
+
+
 # --- compiled before it is watched ----------------------------------------------------------------
 
 WAYS_OUT = ("before the first compiled call", "reset_code_caches", "force_eager")

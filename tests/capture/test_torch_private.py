@@ -235,14 +235,3 @@ def test_each_missing_name_is_told_once(
     for _ in range(3):
         assert torch_private.backward_task() == torch_private.NO_TASK
     assert len(told(caplog, "_current_graph_task_id")) == 1
-
-
-def test_the_protocol_of_scripting_is_left_alone_where_it_is_in_use() -> None:
-    called: list[nn.Module] = []
-    first = compiler.before_scripting(called.append)
-    second = compiler.before_scripting(called.append)
-    first()
-    nn.Linear(1, 1).__prepare_scriptable__()
-    assert len(called) == 1
-    second()
-    assert not hasattr(nn.Module, "__prepare_scriptable__")
