@@ -33,6 +33,7 @@ def cnn() -> nn.Sequential:
         "flat": nn.Flatten(), "fc": nn.Linear(8 * 30 * 30, 3),
     }  # fmt: skip
     layers["same"].weight.data[:] = 1  # all maps are the input
+    layers["same"].weight.data[-1] = 2 * _GAP_LEVEL / 255 - 1  # a filter as gray as the gaps
     return nn.Sequential(OrderedDict(layers))
 
 

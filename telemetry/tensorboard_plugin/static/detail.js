@@ -264,9 +264,11 @@ export class Detail {
     if (!steps.length) return null;
     const nearest = Math.max(columnAt(steps, this.shown.step ?? Infinity), 0);
     const urlOf = (step) => source.imageUrl(run, tag, step);
+    const weight = this.shown.layer.parameters.find(({ shape }) => shape.length > 2);
+    const least = kind === "filters" ? weight?.shape[0] : 0; // those of one pixel may be gray
     const enlarge = (index) =>
       this.large.open(`${capital(kind)} of ${name}`, steps, index, (at, width, height) => [
-        enlarged(urlOf(steps[at]), `${kind} at step ${steps[at]}`, width, height),
+        enlarged(urlOf(steps[at]), `${kind} at step ${steps[at]}`, width, height, least),
         kind === "input"
           ? null
           : element("p", { class: "muted" }, "Numbered as the channels are, from 0."),

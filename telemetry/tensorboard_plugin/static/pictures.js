@@ -26,12 +26,15 @@ export function filmOf({ kind, name, steps }, chosen, urlOf, onEnlarge) {
   return element("div", { class: "film" }, ...Array.from(steps, frame));
 }
 
-/** A picture as large as there is room, its maps numbered from 0 as their channels are. */
-export function enlarged(url, alt, width, height) {
+/**
+ * A picture as large as there is room, its maps numbered from 0 as their channels are.
+ * @param {number} [least] so many maps there are at least
+ */
+export function enlarged(url, alt, width, height, least = 0) {
   const canvas = element("canvas", { role: "img", "aria-label": alt });
   const image = new Image();
   image.onload = () => {
-    const count = drawNumbered(canvas, image, width, height);
+    const count = drawNumbered(canvas, image, width, height, least);
     if (count) canvas.setAttribute("aria-label", `${alt}, numbered 0 to ${count - 1}`);
   };
   image.src = url;
@@ -39,7 +42,7 @@ export function enlarged(url, alt, width, height) {
 }
 
 /** @returns {number} how many maps there are; 0: there is no grid of them */
-function drawNumbered(canvas, image, width, height) {
+function drawNumbered(canvas, image, width, height, least) {
   const scale = Math.max(Math.min(width / image.width, height / image.height), 0.5);
   [canvas.width, canvas.height] = [image.width * scale, image.height * scale];
   const context = canvas.getContext("2d");
@@ -59,7 +62,7 @@ function drawNumbered(canvas, image, width, height) {
   const corner = (number) => [(number % columns) * wide, Math.floor(number / columns) * tall];
   let count = (columns * (image.height - 1)) / tall;
   const isEmpty = ([x, y]) => isGray(x, x + wide, y, y + tall);
-  while (count && isEmpty(corner(count - 1))) count -= 1; // places behind the last map
+  while (count > least && isEmpty(corner(count - 1))) count -= 1; // places behind the last map
   const size = 12;
   context.font = `${size}px system-ui, sans-serif`;
   context.textBaseline = "top";
