@@ -56,7 +56,7 @@ def _print(head: str, columns: Sequence[NDArray[Any]], below_zero: str, console:
     for name, which in ("dead", dead), ("saturated", saturated):
         console.print(f"{name}: {ranges(which, len(which)) or 'none'}")
     if below_zero:
-        console.print(f"below zero, of which a ReLU makes zero: {below_zero}")
+        console.print(f"always below zero, zero behind a ReLU: {below_zero}")
     shown = np.flatnonzero(~(dead | left_out)).tolist()
     if shown:
         console.print()

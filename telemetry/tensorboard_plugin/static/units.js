@@ -63,7 +63,7 @@ export function drawUnits(canvas, units, { view, theme, width, step }) {
 export function unitsInWords({ steps, count, dead, belowZero, saturated, leftOut, sampled }, index) {
   return [
     `${count} units; at step ${formatStep(steps[index])} dead: ${dead[index] || "none"}`,
-    belowZero[index] ? `below zero, of which a ReLU makes zero: ${belowZero[index]}` : "",
+    belowZero[index] ? `always below zero, zero behind a ReLU: ${belowZero[index]}` : "",
     saturated[index] ? `saturated: ${saturated[index]}` : "",
     leftOut[index] ? `${leftOut[index]} are left out, the largest are shown` : "",
     sampled ? "some steps are left out" : "",
