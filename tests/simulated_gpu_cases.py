@@ -82,11 +82,11 @@ def test_training_is_left_alone_and_never_waits(
     assert [r.getMessage() for r in caplog.records if r.name == "telemetry"] == []
     if measured_by is not None:
         counts = measured_by.counts()
-        assert counts["measure_4"] + counts["measure_last_4"] + counts["measure_middle_4"]
+        assert any(counts[f"measure{kind}_4"] for kind in ("", "_wide", "_last", "_middle"))
         assert counts["measure_many_2"]
         assert counts["norms"]
         measured = len(outcome.full) * (2 if name == "validation" else 1)
-        assert counts["pack_heads"] == counts["cuMemcpyDtoHAsync_v2"] == measured
+        assert counts["cuMemcpyDtoHAsync_v2"] == measured
     with torch.device("cpu"), pytest.MonkeyPatch.context() as patches:
         take_as_plain(patches, Tensor)
         expected = run(make, loop, tmp_path / "cpu")

@@ -1,8 +1,8 @@
 /* Launches the kernels of kernels.cu on tensors in a GPU's memory.
  *
- * A step's tensors are measured into a buffer: dense rows, which each tensor's own stream writes,
- * and which a stream of ours packs and copies to the host once all of them are through. Whatever a
- * kernel is given is looked at first, because an invalid address ends the training.
+ * A step's tensors are measured into a buffer of rows. Each tensor's own stream writes its row; a stream
+ * of ours copies all of them to the host afterwards. Whatever a kernel is given is checked first,
+ * because an invalid address ends the training.
  *
  * The driver is loaded when it is asked for, so that this is built and loaded without CUDA. The
  * module uses Python's limited API only. What it has is described in _cuda.pyi.
@@ -64,6 +64,7 @@ typedef unsigned long long Address;
       (void *target, Address source, size_t size, Stream stream))                                 \
     X(create_stream, cuStreamCreate, (Stream *stream, unsigned flags))                            \
     X(is_capturing, cuStreamIsCapturing, (Stream stream, int *status))                            \
+    X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int *mode))                      \
     X(wait_for_event, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))            \
     X(create_event, cuEventCreate, (Event *event, unsigned flags))                                \
     X(record_event, cuEventRecord, (Event event, Stream stream))                                  \
@@ -77,13 +78,15 @@ typedef struct {
 } Functions;
 static Functions driver;
 
+enum { OUT_OF_MEMORY = 2, NOT_READY = 600, TOO_FEW_RESOURCES = 701 }; /* errors */
+
 /* Raise what a call of the driver has returned. */
 static PyObject *raise_error(const char *doing, int code)
 {
     const char *text = NULL;
     if (driver.get_error_string(code, &text) || text == NULL)
         text = "unknown";
-    return PyErr_Format(PyExc_RuntimeError, "CUDA, to %s: error %d, %s", doing, code, text);
+    return PyErr_Format(code == OUT_OF_MEMORY ? PyExc_MemoryError : PyExc_RuntimeError, "CUDA, to %s: error %d, %s", doing, code, text);
 }
 
 static PyObject *tensor_types; /* classes that tensors may be of */
@@ -96,10 +99,10 @@ static PyObject *python_load(PyObject *module, PyObject *const *args, Py_ssize_t
         PyErr_SetString(PyExc_TypeError, "load() takes a path, a tuple of types and a capsule");
         return NULL;
     }
-    exchange = exchange_of(args[2]);
-    if (exchange == NULL && !PyErr_Occurred())
+    exchange = args[2] == Py_None ? NULL : exchange_of(args[2]);
+    if (exchange == NULL && args[2] != Py_None && !PyErr_Occurred())
         PyErr_SetString(PyExc_OSError, "PyTorch describes tensors by another version of DLPack");
-    if (exchange == NULL)
+    if (PyErr_Occurred())
         return NULL;
     Py_XDECREF(tensor_types);
     tensor_types = Py_NewRef(args[1]);
@@ -131,17 +134,16 @@ static PyObject *python_load(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* --- a device --------------------------------------------------------------------------------- */
 
-/* As kernels.cu describes them: one module for each dtype, and one that packs what they find. Of some
- * there are two, for 2 and 4 powers. */
-enum { PACK_HEADS, PACK_PAIRS, MEASURE = 0, MEASURE_LAST = 2, MEASURE_MIDDLE = 4, MEASURE_MANY = 6,
-       NORMS = 8, KERNELS };
-static const char *const PACKING[KERNELS] = {"pack_heads", "pack_pairs"};
-static const char *const MEASURING[KERNELS] = {
-    "measure_2",        "measure_4",      "measure_last_2", "measure_last_4", "measure_middle_2",
-    "measure_middle_4", "measure_many_2", "measure_many_4", "norms",
+/* As kernels.cu describes them, of one module for each dtype. Of most there are two, for 2 and 4 powers. */
+enum { MEASURE = 0, MEASURE_WIDE = 2, MEASURE_LAST = 4, MEASURE_MIDDLE = 6, MEASURE_MANY = 8, NORMS = 10,
+       KERNELS };
+static const char *const NAMES[KERNELS] = {
+    "measure_2",        "measure_4",        "measure_wide_2", "measure_wide_4", "measure_last_2",
+    "measure_last_4",   "measure_middle_2", "measure_middle_4", "measure_many_2", "measure_many_4",
+    "norms",
 };
-static const char DTYPES[] = "fEed45"; /* of the modules behind that which packs */
-enum { MODULES = 7 };
+static const char DTYPES[] = "fEe"; /* of the modules */
+enum { MODULES = 3 };
 
 typedef struct {
     const char *values;
@@ -150,59 +152,62 @@ typedef struct {
 
 enum {
     THREADS = 512,
-    PER_WARP = THREADS / 32,   /* warps of a block, of which each takes a small chunk */
     PER_BLOCK = 16384,         /* elements for which one more block is worth while */
     PER_PROCESSOR = 2,         /* blocks */
     MOST_BLOCKS = 65535,
-    MOST = 0x7FFFFFF0,         /* elements of a row */
-    SMALL_CHUNK = 2048,        /* elements, at most */
-    LARGE_CHUNK = 65536,
-    ROW = 16432,               /* bytes on the device */
-    CODES = 8,                 /* of a unit */
-    PARTIAL = 32,              /* of a block */
-    HEAD = 112,                /* bytes on the host, see records/rows.py */
+    MOST = 0x7FFFFFF0,         /* elements of a tensor */
+    CHUNK = 65536,             /* elements */
+    WHOLE = 16,                /* bytes that a thread reads at once */
+    ROW = 16464,               /* bytes */
     UNIT = 8,
-    PAIR = 8,
+    PARTIAL = 32,              /* of a block */
     UNITS = 320,               /* that there is room for, for each row on average */
-    PARTIALS = 160,
-    PAIRS = 256
+    PARTIALS = 160
 };
 
 enum {
     NON_BLOCKING = 1,          /* a stream that does not wait for the default stream */
     WAIT_WITHOUT_SPINNING = 1, /* flags of events */
     NO_TIMES = 2,
-    NOT_READY = 600, /* errors */
-    TOO_FEW_RESOURCES = 701,
     PROCESSORS = 16,           /* attributes of a device and of a function */
     THREADS_AT_MOST = 0,
-    STREAMS = 16               /* on which tensors of one step are measured, at most */
+    RELAXED = 2,               /* a mode of capturing */
+    STREAMS = 16               /* on which tensors are measured before the buffer is sent, at most */
 };
 
 typedef struct {
     Context context;
-    Stream side; /* on which rows are packed, copied and cleared */
+    Stream side; /* on which rows are copied and cleared */
     int ordinal, processors;
     Function functions[MODULES][KERNELS];
 } Device;
 
-/* Make the device's context current; tells whether it was put on top of another. */
-static int enter(const Device *device, int *pushed)
+/* What leave() undoes. */
+typedef struct {
+    int pushed, mode;
+} Entered;
+
+/* Make the device's context current. What is called until leave() invalidates no capture of a CUDA
+ * graph, which another thread may be at: in the default mode even a query of an event would. */
+static int enter(const Device *device, Entered *entered)
 {
     Context current = NULL;
-    int code = driver.get_current(&current);
-    int is_other = !code && current != device->context;
-    if (is_other)
-        code = driver.push_context(device->context);
-    *pushed = is_other && !code;
+    entered->mode = RELAXED;
+    entered->pushed = 0;
+    int code = driver.exchange_capture_mode(&entered->mode);
+    if (!code)
+        code = driver.get_current(&current);
+    if (!code && current != device->context)
+        entered->pushed = !(code = driver.push_context(device->context));
     return code;
 }
 
-static void leave(int pushed)
+static void leave(Entered *entered)
 {
     Context popped;
-    if (pushed)
+    if (entered->pushed)
         driver.pop_context(&popped);
+    driver.exchange_capture_mode(&entered->mode);
 }
 
 static Device *device_of(PyObject *capsule)
@@ -210,46 +215,39 @@ static Device *device_of(PyObject *capsule)
     return PyCapsule_GetPointer(capsule, "telemetry.device");
 }
 
-static void free_device(PyObject *capsule)
-{
-    free(device_of(capsule)); /* what the driver has of it lasts as long as the process */
-}
-
 /* Have the functions of a module at hand before they are needed: loading them may wait. */
-static const char *load_module(const char *image, const char *const *names, Function *functions,
-                               int *code)
+static const char *load_module(const char *image, Function *functions, int *code)
 {
     Module module;
     int threads;
     if ((*code = driver.load_module(&module, image)))
         return "load the kernels";
-    for (int i = 0; i < KERNELS && names[i]; i++) {
-        if ((*code = driver.get_function(&functions[i], module, names[i])) ||
+    for (int i = 0; i < KERNELS; i++) {
+        if ((*code = driver.get_function(&functions[i], module, NAMES[i])) ||
             (*code = driver.get_function_attribute(&threads, THREADS_AT_MOST, functions[i])))
-            return names[i];
+            return NAMES[i];
         if (threads < THREADS && (*code = TOO_FEW_RESOURCES))
-            return names[i];
+            return NAMES[i];
     }
     return NULL;
 }
 
 static const char *open_device(Device *device, const char *const *images, int *code)
 {
-    int number, pushed;
+    int number;
+    Entered entered;
     if ((*code = driver.get_device(&number, device->ordinal)))
         return "find the device";
     if ((*code = driver.retain_context(&device->context, number)))
         return "get its context";
     if ((*code = driver.get_attribute(&device->processors, PROCESSORS, number)))
         return "count its processors";
-    if ((*code = enter(device, &pushed)))
-        return "enter its context";
-    const char *failed = NULL;
+    const char *failed = (*code = enter(device, &entered)) ? "enter its context" : NULL;
     for (int i = 0; !failed && i < MODULES; i++)
-        failed = load_module(images[i], i ? MEASURING : PACKING, device->functions[i], code);
+        failed = load_module(images[i], device->functions[i], code);
     if (!failed && (*code = driver.create_stream(&device->side, NON_BLOCKING)))
         failed = "create a stream";
-    leave(pushed);
+    leave(&entered);
     return failed;
 }
 
@@ -257,7 +255,7 @@ static PyObject *python_open(PyObject *module, PyObject *const *args, Py_ssize_t
 {
     (void)module;
     if (arg_count != 2 || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) != MODULES) {
-        PyErr_SetString(PyExc_TypeError, "open() takes an int and seven images");
+        PyErr_SetString(PyExc_TypeError, "open() takes an int and an image for each dtype");
         return NULL;
     }
     const char *images[MODULES];
@@ -273,20 +271,22 @@ static PyObject *python_open(PyObject *module, PyObject *const *args, Py_ssize_t
     PyThreadState *state = PyEval_SaveThread();
     const char *failed = open_device(device, images, &code);
     PyEval_RestoreThread(state);
-    if (failed) {
-        free(device);
-        return raise_error(failed, code);
-    }
-    return PyCapsule_New(device, "telemetry.device", free_device);
+    if (!failed) /* as long as the process lasts, for buffers and arrivals refer to it */
+        return PyCapsule_New(device, "telemetry.device", NULL);
+    free(device);
+    return raise_error(failed, code);
 }
 
 /* --- a buffer --------------------------------------------------------------------------------- */
 
 /* What tensors of one step are measured into; one thread at a time uses it. Once it is sent it can be
- * used again at once: streams wait for each other, and never the host. */
+ * used again at once: streams wait for each other, and never the host.
+ *
+ * Rows fill the memory upwards, and the codes of units downwards from where the rows begin, so that one
+ * copy and one memset take both. Both are zeroed. */
 typedef struct {
     const Device *device;
-    Address rows, codes, partials, packed; /* of the device's memory; the first two are zeroed */
+    Address rows, partials;
     int64_t row_capacity, unit_capacity, partial_capacity, row_count, unit_count, partial_count;
     Stream streams[STREAMS]; /* on which tensors were measured since it was sent */
     int stream_count;
@@ -298,15 +298,20 @@ static Buffer *buffer_of(PyObject *capsule)
     return PyCapsule_GetPointer(capsule, "telemetry.buffer");
 }
 
+/* Where what was measured begins, and its bytes. */
+static Address contents_of(const Buffer *buffer, size_t *size)
+{
+    *size = (size_t)(buffer->unit_count * UNIT + buffer->row_count * ROW);
+    return buffer->rows - (Address)(buffer->unit_count * UNIT);
+}
+
 /* Have what was used be zeros again, once our own stream is there. */
 static int clear(Buffer *buffer)
 {
     Stream side = buffer->device->side;
-    int code = 0;
-    if (buffer->row_count)
-        code = driver.fill(buffer->rows, 0, (size_t)buffer->row_count * ROW, side);
-    if (!code && buffer->unit_count)
-        code = driver.fill(buffer->codes, 0, (size_t)buffer->unit_count * CODES, side);
+    size_t size;
+    Address first = contents_of(buffer, &size);
+    int code = size ? driver.fill(first, 0, size, side) : 0;
     buffer->row_count = buffer->unit_count = buffer->partial_count = buffer->stream_count = 0;
     return code ? code : driver.record_event(buffer->cleared, side);
 }
@@ -321,12 +326,21 @@ static int join_streams(Buffer *buffer)
     return code;
 }
 
+/* The stream's place among those of a buffer; behind them if it is not known. */
+static int place_of(const Buffer *buffer, Stream stream)
+{
+    int i = 0;
+    while (i < buffer->stream_count && buffer->streams[i] != stream)
+        i++;
+    return i;
+}
+
 /* Let a stream come after the clearing of the buffer, and remember it. */
 static int note_stream(Buffer *buffer, Stream stream)
 {
-    for (int i = 0; i < buffer->stream_count; i++)
-        if (buffer->streams[i] == stream)
-            return 0;
+    int place = place_of(buffer, stream);
+    if (place < buffer->stream_count)
+        return 0;
     int code = driver.wait_for_event(stream, buffer->cleared, 0);
     if (!code)
         buffer->streams[buffer->stream_count++] = stream;
@@ -343,26 +357,24 @@ static PyObject *python_buffer(PyObject *module, PyObject *const *args, Py_ssize
             PyErr_SetString(PyExc_TypeError, "buffer() takes a device and 3 numbers");
         return NULL;
     }
-    uintptr_t memory = (uintptr_t)PyLong_AsVoidPtr(args[1]), first = (memory + 255) / 256 * 256;
-    int64_t size = PyLong_AsLongLong(args[2]) - (int64_t)(first - memory) - 256;
+    uintptr_t memory = (uintptr_t)PyLong_AsVoidPtr(args[1]);
+    int64_t rows = (PyLong_AsLongLong(args[2]) - WHOLE) / (ROW + UNITS * UNIT + PARTIALS * PARTIAL);
     Stream stream = PyLong_AsVoidPtr(args[3]);
     buffer->device = device;
-    int64_t rows = size / (ROW + UNITS * (CODES + UNIT) + PARTIALS * PARTIAL + HEAD + PAIRS * PAIR);
     buffer->row_count = buffer->row_capacity = rows;
     buffer->unit_count = buffer->unit_capacity = rows * UNITS;
     buffer->partial_capacity = rows * PARTIALS;
-    buffer->rows = (Address)first;
-    buffer->codes = buffer->rows + (Address)(rows * ROW);
-    buffer->partials = buffer->codes + (Address)(buffer->unit_capacity * CODES);
-    buffer->packed = buffer->partials + (Address)(buffer->partial_capacity * PARTIAL);
-    int pushed = 0, code = PyErr_Occurred() ? 0 : enter(device, &pushed);
+    buffer->rows = (Address)((memory + WHOLE - 1) / WHOLE * WHOLE) + (Address)(rows * UNITS * UNIT);
+    buffer->partials = buffer->rows + (Address)(rows * ROW);
+    Entered entered = {0, RELAXED};
+    int code = PyErr_Occurred() ? 0 : enter(device, &entered);
     for (int i = 0; !code && i <= STREAMS; i++)
         code = driver.create_event(i < STREAMS ? &buffer->used[i] : &buffer->cleared, NO_TIMES);
     buffer->streams[0] = stream; /* on which the memory was lent to us */
     buffer->stream_count = 1;
     if (!code && !(code = join_streams(buffer)))
         code = clear(buffer);
-    leave(pushed);
+    leave(&entered);
     if (code || PyErr_Occurred()) {
         free(buffer);
         return PyErr_Occurred() ? NULL : raise_error("prepare a buffer", code);
@@ -372,22 +384,17 @@ static PyObject *python_buffer(PyObject *module, PyObject *const *args, Py_ssize
 
 /* --- measuring -------------------------------------------------------------------------------- */
 
-enum { REFUSED = 0, FULL = -1 }; /* instead of a number of rows */
+enum { TAKEN = 1, REFUSED = 0, FULL = -1 };
 
 static int module_of(int dtype)
 {
-    const char *found = strchr(DTYPES, dtype);
-    return dtype && found ? (int)(found - DTYPES) + 1 : 0;
+    const char *found = dtype ? strchr(DTYPES, dtype) : NULL;
+    return found ? (int)(found - DTYPES) : -1;
 }
 
 static int64_t size_of(const Values *values)
 {
-    switch (values->dtype) {
-    case 'd': return 8;
-    case 'f': return 4;
-    case 'e': case 'E': return 2;
-    default: return 1;
-    }
+    return values->dtype == 'f' ? 4 : 2;
 }
 
 static int64_t round_up(int64_t count, int64_t by)
@@ -400,38 +407,61 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* How many elements a row may be of: all, or as many whole rows of units as are below 2^31. */
-static int64_t longest(const Values *values)
+/* A tensor of the device, or what describes one: address, elements, letter of the dtype, units, inner. */
+static int describe_any(PyObject *object, PyObject *axis, const Device *device, Values *values)
 {
-    int64_t together = values->units ? values->units * values->inner : PER_BLOCK;
-    return values->count <= MOST ? values->count : MOST / together * together;
+    unsigned long long address;
+    long long count, units, inner;
+    if (!PyTuple_Check(object))
+        return exchange && is_of_type(object, tensor_types) &&
+               describe(object, exchange, axis, values) && values->device_type == ON_CUDA &&
+               values->device == device->ordinal;
+    if (!PyArg_ParseTuple(object, "KLiLL", &address, &count, &values->dtype, &units, &inner)) {
+        PyErr_Clear();
+        return 0;
+    }
+    values->values = (char *)(uintptr_t)address;
+    values->count = count;
+    values->units = units;
+    values->inner = inner;
+    return 1;
 }
 
-/* What kernels would read of a tensor; 0 if none takes it. */
+/* Whether the kernels take it. */
 static int ask(PyObject *object, PyObject *axis, const Device *device, Values *values)
 {
-    return is_of_type(object, tensor_types) && describe(object, exchange, axis, values) &&
-           values->count && values->device_type == ON_CUDA && values->device == device->ordinal &&
-           module_of(values->dtype) && (uintptr_t)values->values % (uintptr_t)size_of(values) == 0 &&
-           longest(values) && round_up(values->units, THREADS) <= MOST_BLOCKS;
+    return describe_any(object, axis, device, values) && values->values && values->count > 0 &&
+           values->count <= MOST && module_of(values->dtype) >= 0 &&
+           (uintptr_t)values->values % (uintptr_t)size_of(values) == 0 &&
+           round_up(values->units, THREADS) <= MOST_BLOCKS;
 }
 
-static int64_t blocks_for(const Device *device, const Values *values, int64_t count)
+static int kernel_for(const Values *values)
 {
-    int64_t blocks = least(round_up(count, PER_BLOCK), PER_PROCESSOR * device->processors);
+    if (!values->units)
+        return MEASURE;
+    if (values->inner != 1)
+        return MEASURE_MIDDLE;
+    int whole = (uintptr_t)values->values % WHOLE == 0 && values->units * size_of(values) % WHOLE == 0;
+    return whole ? MEASURE_WIDE : MEASURE_LAST;
+}
+
+static int64_t blocks_for(const Device *device, const Values *values)
+{
+    int64_t blocks = least(round_up(values->count, PER_BLOCK), PER_PROCESSOR * device->processors);
     int64_t wanted = values->inner == 1 ? round_up(values->units, THREADS) : 0;
     return blocks < wanted ? wanted : blocks;
 }
 
-/* Rows for a tensor, REFUSED if it cannot be in any buffer, FULL if not in this one any more. */
-static int64_t rows_for(const Buffer *buffer, const Values *values)
+/* Whether there is room for a row, with so many units and partial sums: TAKEN, REFUSED if not in any
+ * buffer, FULL if not in this one any more. */
+static int room_for(const Buffer *buffer, int64_t units, int64_t partials, Stream stream)
 {
-    int64_t most = longest(values), rows = round_up(values->count, most);
-    int64_t partials = rows * blocks_for(buffer->device, values, most);
-    if (buffer->row_count + rows <= buffer->row_capacity &&
-        buffer->unit_count + rows * values->units <= buffer->unit_capacity &&
-        buffer->partial_count + partials <= buffer->partial_capacity)
-        return rows;
+    if (buffer->row_count < buffer->row_capacity &&
+        buffer->unit_count + units <= buffer->unit_capacity &&
+        buffer->partial_count + partials <= buffer->partial_capacity &&
+        place_of(buffer, stream) < STREAMS)
+        return TAKEN;
     return buffer->row_count ? FULL : REFUSED;
 }
 
@@ -449,31 +479,26 @@ static int launch(const Device *device, int module, int kernel, int64_t blocks, 
                          0, stream, arguments, NULL);
 }
 
-/* Measure a tensor into rows for which there is room. */
+/* Measure a tensor into a row for which there is room. */
 static int launch_measure(Buffer *buffer, const Values *values, int powers, Stream stream)
 {
-    int kernel = !values->units ? MEASURE : values->inner == 1 ? MEASURE_LAST : MEASURE_MIDDLE;
-    const char *next = values->values;
+    int64_t blocks = blocks_for(buffer->device, values);
+    Address row = buffer->rows + (Address)(buffer->row_count * ROW);
+    Address partials = buffer->partials + (Address)(buffer->partial_count * PARTIAL);
+    Address codes = buffer->rows - (Address)((buffer->unit_count + values->units) * UNIT);
+    void *arguments[] = {(void *)&values->values, (void *)&values->count, &row, &partials, &codes,
+                         (void *)&values->units, (void *)&values->inner, NULL};
     int code = note_stream(buffer, stream);
-    for (int64_t left = values->count; !code && left;) {
-        uint64_t count = (uint64_t)least(left, longest(values));
-        int64_t blocks = blocks_for(buffer->device, values, (int64_t)count);
-        Address row = buffer->rows + (Address)(buffer->row_count * ROW);
-        Address partials = buffer->partials + (Address)(buffer->partial_count * PARTIAL);
-        Address codes = buffer->codes + (Address)(buffer->unit_count * CODES);
-        void *arguments[] = {(void *)&next, &count, &row, &partials, &codes,
-                             (void *)&values->units, (void *)&values->inner, NULL};
-        code = launch(buffer->device, module_of(values->dtype), kernel + (powers == 4), blocks,
-                      stream, arguments);
-        buffer->row_count++;
-        buffer->unit_count += values->units;
-        buffer->partial_count += blocks;
-        next += (int64_t)count * size_of(values);
-        left -= (int64_t)count;
-    }
+    if (!code)
+        code = launch(buffer->device, module_of(values->dtype), kernel_for(values) + (powers == 4),
+                      blocks, stream, arguments);
+    buffer->row_count++;
+    buffer->unit_count += values->units;
+    buffer->partial_count += blocks;
     return code;
 }
 
+/* Keeps the interpreter lock, which takes longer to get back than one launch takes. */
 static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;
@@ -484,90 +509,68 @@ static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssiz
         return NULL;
     }
     Values values;
-    int64_t rows = ask(args[1], args[2], buffer->device, &values) ? rows_for(buffer, &values) : 0;
-    int powers = PyLong_AsLong(args[3]) == 2 ? 2 : 4;
+    Entered entered;
+    int powers = PyLong_AsLong(args[3]) == 2 ? 2 : 4, code = 0;
     Stream stream = PyLong_AsVoidPtr(args[4]);
     if (PyErr_Occurred())
         return NULL;
-    if (rows <= 0)
-        return PyLong_FromLongLong(rows);
-    int pushed;
-    PyThreadState *state = PyEval_SaveThread(); /* the stream may be full */
-    int code = enter(buffer->device, &pushed);
-    if (!code && is_capturing(stream))
-        rows = REFUSED;
-    else if (!code)
-        code = launch_measure(buffer, &values, powers, stream);
-    leave(pushed);
-    PyEval_RestoreThread(state);
-    return code ? raise_error("measure a tensor", code) : PyLong_FromLongLong(rows);
+    int taken = REFUSED;
+    if (ask(args[1], args[2], buffer->device, &values))
+        taken = room_for(buffer, values.units, blocks_for(buffer->device, &values), stream);
+    if (taken == TAKEN) {
+        code = enter(buffer->device, &entered);
+        if (!code && is_capturing(stream))
+            taken = REFUSED;
+        else if (!code)
+            code = launch_measure(buffer, &values, powers, stream);
+        leave(&entered);
+    }
+    return code ? raise_error("measure a tensor", code) : PyLong_FromLong(taken);
 }
 
 /* --- many tensors ----------------------------------------------------------------------------- */
 
-static int is_large(const Values *values)
-{
-    return values->count > SMALL_CHUNK;
-}
-
-/* The chunks of those tensors of one module that have a row: large ones first, or all if norms are
- * taken; how many there are, of which so many large. */
+/* The chunks of those tensors of one module that have a row; how many there are. */
 static uint32_t fill_chunks(const Values *tensors, const int64_t *rows, Py_ssize_t size, int module,
-                            uint32_t *large, Chunk *chunks)
+                            Chunk *chunks)
 {
     uint32_t count = 0;
-    for (int small = 0; small < 2; small++) {
-        for (Py_ssize_t i = 0; i < size; i++) {
-            const Values *values = &tensors[i];
-            if (rows[i] < 0 || module_of(values->dtype) != module || is_large(values) == small)
-                continue;
-            uint32_t parts = (uint32_t)round_up(values->count, LARGE_CHUNK);
-            for (uint32_t part = 0; chunks && part < parts; part++) {
-                int64_t first = (int64_t)part * LARGE_CHUNK;
-                uint32_t elements = (uint32_t)least(LARGE_CHUNK, values->count - first);
-                Chunk chunk = {values->values + first * size_of(values), elements,
-                               (uint32_t)rows[i], part, parts};
-                chunks[count + part] = chunk;
-            }
-            count += parts;
+    for (Py_ssize_t i = 0; i < size; i++) {
+        const Values *values = &tensors[i];
+        if (rows[i] < 0 || module_of(values->dtype) != module)
+            continue;
+        uint32_t parts = (uint32_t)round_up(values->count, CHUNK);
+        for (uint32_t part = 0; chunks && part < parts; part++) {
+            int64_t first = (int64_t)part * CHUNK;
+            Chunk chunk = {values->values + first * size_of(values),
+                           (uint32_t)least(CHUNK, values->count - first), (uint32_t)rows[i], part, parts};
+            chunks[count + part] = chunk;
         }
-        *large = small ? *large : count;
+        count += parts;
     }
     return count;
 }
 
-/* Tables of chunks, one for each module that is needed: (module, bytes, large, count, address of its
- * partial sums). */
+/* Tables of chunks, one for each module that is needed: (module, bytes, count, address of its partial
+ * sums). */
 static PyObject *tables_of(const Values *tensors, const int64_t *rows, Py_ssize_t size,
                            Address partials)
 {
     PyObject *tables = PyList_New(0);
-    for (int module = 1; tables && module < MODULES; module++) {
-        uint32_t large = 0, count = fill_chunks(tensors, rows, size, module, &large, NULL);
+    for (int module = 0; tables && module < MODULES; module++) {
+        uint32_t count = fill_chunks(tensors, rows, size, module, NULL);
+        if (!count)
+            continue;
         PyObject *bytes = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(Chunk)));
-        if (bytes && count)
-            fill_chunks(tensors, rows, size, module, &large,
-                        (Chunk *)(void *)PyByteArray_AsString(bytes));
-        PyObject *table = bytes ? Py_BuildValue("iNIIK", module, bytes, large, count, partials)
-                                : NULL;
+        if (bytes)
+            fill_chunks(tensors, rows, size, module, (Chunk *)(void *)PyByteArray_AsString(bytes));
+        PyObject *table = bytes ? Py_BuildValue("iNIK", module, bytes, count, partials) : NULL;
         partials += count * PARTIAL;
-        if (table == NULL || (count && PyList_Append(tables, table)))
+        if (table == NULL || PyList_Append(tables, table))
             Py_CLEAR(tables);
         Py_XDECREF(table);
     }
     return tables;
-}
-
-/* A row of a buffer for a tensor among many, and blocks; whether there is room. */
-static int take_row(Buffer *buffer, const Values *values, int64_t *row)
-{
-    int64_t chunks = round_up(values->count, LARGE_CHUNK);
-    if (buffer->row_count == buffer->row_capacity ||
-        buffer->partial_count + chunks > buffer->partial_capacity)
-        return 0;
-    *row = buffer->row_count++;
-    buffer->partial_count += chunks;
-    return 1;
 }
 
 /* plan(device, buffer or None, tensors, stream): whether each can be measured with others, or FULL;
@@ -586,96 +589,64 @@ static PyObject *python_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     Py_ssize_t size = PyList_Size(args[2]);
     Values *tensors = calloc((size_t)size + 1, sizeof *tensors);
     int64_t *rows = calloc((size_t)size + 1, sizeof *rows);
-    PyObject *taken = PyList_New(size), *tables = NULL;
+    PyObject *found = PyList_New(size), *tables = NULL;
     Address partials = buffer ? buffer->partials + (Address)(buffer->partial_count * PARTIAL) : 0;
-    int pushed, is_full = 0, refuses = enter(device, &pushed) || is_capturing(stream);
-    leave(pushed);
-    for (Py_ssize_t i = 0; tensors && rows && taken && i < size; i++) {
-        int fits = !refuses && ask(PyList_GetItem(args[2], i), Py_None, device, &tensors[i]) &&
-                   tensors[i].count <= MOST;
-        rows[i] = fits && !buffer ? i : -1;
-        if (fits && buffer && !is_full && !take_row(buffer, &tensors[i], &rows[i]))
-            is_full = 1;
-        fits = rows[i] >= 0 ? 1 : fits && buffer->row_count ? FULL : REFUSED;
-        PyList_SetItem(taken, i, PyLong_FromLong(fits));
+    Entered entered;
+    int is_full = 0, refuses = enter(device, &entered) || is_capturing(stream);
+    leave(&entered);
+    for (Py_ssize_t i = 0; tensors && rows && found && i < size; i++) {
+        int taken = !refuses && ask(PyList_GetItem(args[2], i), Py_None, device, &tensors[i]);
+        int64_t parts = round_up(tensors[i].count, CHUNK);
+        if (taken && buffer && !is_full) {
+            is_full = (taken = room_for(buffer, 0, parts, stream)) == FULL;
+        } else if (taken && buffer) {
+            taken = FULL;
+        }
+        rows[i] = taken != TAKEN ? -1 : buffer ? buffer->row_count++ : i;
+        if (buffer && taken == TAKEN)
+            buffer->partial_count += parts;
+        PyList_SetItem(found, i, PyLong_FromLong(taken));
     }
-    if (tensors && rows && taken)
+    if (tensors && rows && found)
         tables = tables_of(tensors, rows, size, partials);
     free(tensors);
     free(rows);
     if (tables == NULL) {
-        Py_XDECREF(taken);
+        Py_XDECREF(found);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
-    return Py_BuildValue("NN", taken, tables);
+    return Py_BuildValue("NN", found, tables);
 }
 
-/* Whole numbers from the first of some arguments on. */
-static int read_numbers(PyObject *const *args, int count, uint64_t *numbers)
-{
-    for (int i = 0; i < count; i++)
-        numbers[i] = PyLong_AsUnsignedLongLong(args[i]);
-    return !PyErr_Occurred();
-}
-
-/* measure_many(buffer, module, large, count, address of the table, address of the partial sums,
- * powers, stream) */
-static PyObject *python_measure_many(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
+/* launch_table(device, buffer or None, module, count, addresses of the table, the norms and the partial
+ * sums, powers, stream): measure what plan() has found, or without a buffer take norms. */
+static PyObject *python_launch_table(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;
     uint64_t numbers[7] = {0};
-    Buffer *buffer = arg_count == 8 ? buffer_of(args[0]) : NULL;
-    if (buffer == NULL || !read_numbers(args + 1, 7, numbers) || numbers[0] >= MODULES) {
+    const Device *device = arg_count == 9 ? device_of(args[0]) : NULL;
+    Buffer *buffer = device && args[1] != Py_None ? buffer_of(args[1]) : NULL;
+    for (int i = 0; device && i < 7; i++)
+        numbers[i] = PyLong_AsUnsignedLongLong(args[2 + i]);
+    if (device == NULL || PyErr_Occurred() || numbers[0] >= MODULES) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "measure_many() takes a buffer and 7 numbers");
+            PyErr_SetString(PyExc_TypeError, "launch_table() takes a device, a buffer, 7 numbers");
         return NULL;
     }
-    uint64_t large = numbers[1], count = numbers[2];
-    int64_t blocks = (int64_t)large + round_up((int64_t)(count - large), PER_WARP);
-    void *arguments[] = {&numbers[3], &large, &count, &buffer->rows, &numbers[4], NULL};
+    void *arguments[] = {&numbers[2], buffer ? &buffer->rows : (Address *)&numbers[3], &numbers[4], NULL};
+    int kernel = buffer ? MEASURE_MANY + (numbers[5] == 4) : NORMS;
     Stream stream = (Stream)(uintptr_t)numbers[6];
-    int pushed;
-    PyThreadState *state = PyEval_SaveThread();
-    int code = enter(buffer->device, &pushed);
-    if (!code && !(code = note_stream(buffer, stream)))
-        code = launch(buffer->device, (int)numbers[0], MEASURE_MANY + (numbers[5] == 4), blocks,
-                      stream, arguments);
-    leave(pushed);
-    PyEval_RestoreThread(state);
+    Entered entered;
+    int code = enter(device, &entered);
+    if (!code && buffer)
+        code = note_stream(buffer, stream);
+    if (!code)
+        code = launch(device, (int)numbers[0], kernel, (int64_t)numbers[1], stream, arguments);
+    leave(&entered);
     return code ? raise_error("measure many tensors", code) : Py_NewRef(Py_None);
 }
 
-/* norms(device, module, count, address of the table, address of the norms, address of the partial
- * sums, stream) */
-static PyObject *python_norms(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
-{
-    (void)module;
-    uint64_t numbers[6] = {0};
-    const Device *device = arg_count == 7 ? device_of(args[0]) : NULL;
-    if (device == NULL || !read_numbers(args + 1, 6, numbers) || numbers[0] >= MODULES) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "norms() takes a device and 6 numbers");
-        return NULL;
-    }
-    void *arguments[] = {&numbers[2], &numbers[3], &numbers[4], NULL};
-    int pushed;
-    PyThreadState *state = PyEval_SaveThread();
-    int code = enter(device, &pushed);
-    if (!code)
-        code = launch(device, (int)numbers[0], NORMS, (int64_t)numbers[1],
-                      (Stream)(uintptr_t)numbers[5], arguments);
-    leave(pushed);
-    PyEval_RestoreThread(state);
-    return code ? raise_error("take norms", code) : Py_NewRef(Py_None);
-}
-
 /* --- sending ---------------------------------------------------------------------------------- */
-
-/* Of what there is: the rows' HEADs, their UNITs, and room for their PAIRs. */
-static size_t packed_size(const Buffer *buffer)
-{
-    return (size_t)(buffer->row_count * (HEAD + PAIRS * PAIR) + buffer->unit_count * UNIT);
-}
 
 /* When a copy has arrived. */
 typedef struct {
@@ -695,27 +666,17 @@ static void free_arrival(PyObject *capsule)
     free(arrival);
 }
 
-/* Pack and copy what there is, and clear the buffer behind it. */
-static int launch_send(Buffer *buffer, void *host, size_t size, Event *arrived)
+/* Copy what there is, and clear the buffer behind it. */
+static int launch_send(Buffer *buffer, void *host, Event arrived)
 {
-    const Device *device = buffer->device;
-    int64_t rows = buffer->row_count;
-    uint64_t code_count = 2 * (uint64_t)buffer->unit_count, capacity = (uint64_t)(rows * PAIRS);
-    Address extremes = buffer->packed + (Address)(rows * HEAD);
-    Address pairs = extremes + (Address)(buffer->unit_count * UNIT);
-    void *of_heads[] = {&buffer->rows, &buffer->packed, &buffer->codes, &extremes, &code_count, NULL};
-    void *of_pairs[] = {&buffer->rows, &buffer->packed, &pairs, &capacity, NULL};
-    int code = driver.create_event(arrived, NO_TIMES | WAIT_WITHOUT_SPINNING);
+    Stream side = buffer->device->side;
+    size_t size;
+    Address first = contents_of(buffer, &size);
+    int code = join_streams(buffer);
     if (!code)
-        code = join_streams(buffer);
+        code = driver.copy_to_host(host, first, size, side);
     if (!code)
-        code = launch(device, 0, PACK_HEADS, rows, device->side, of_heads);
-    if (!code)
-        code = launch(device, 0, PACK_PAIRS, rows, device->side, of_pairs);
-    if (!code)
-        code = driver.copy_to_host(host, buffer->packed, size, device->side);
-    if (!code)
-        code = driver.record_event(*arrived, device->side);
+        code = driver.record_event(arrived, side);
     return code ? code : clear(buffer);
 }
 
@@ -730,28 +691,32 @@ static PyObject *python_send(PyObject *module, PyObject *const *args, Py_ssize_t
             PyErr_SetString(PyExc_TypeError, "send() takes a buffer and an address");
         return NULL;
     }
-    int pushed, code;
+    Entered entered;
     PyThreadState *state = PyEval_SaveThread();
-    if (!(code = enter(buffer->device, &pushed)))
-        code = launch_send(buffer, host, packed_size(buffer), &arrival->event);
-    leave(pushed);
-    PyEval_RestoreThread(state);
+    int code = enter(buffer->device, &entered);
     arrival->device = buffer->device;
+    if (!code && !(code = driver.create_event(&arrival->event, NO_TIMES | WAIT_WITHOUT_SPINNING)) &&
+        (code = launch_send(buffer, host, arrival->event)))
+        driver.destroy_event(arrival->event);
+    leave(&entered);
+    PyEval_RestoreThread(state);
     if (!code)
         return PyCapsule_New(arrival, "telemetry.arrival", free_arrival);
     free(arrival);
     return raise_error("send what was measured", code);
 }
 
-/* Rows, units and bytes that are to be sent. */
+/* Rows and units that are to be sent, and bytes. */
 static PyObject *python_contents(PyObject *module, PyObject *capsule)
 {
     (void)module;
     const Buffer *buffer = buffer_of(capsule);
     if (buffer == NULL)
         return NULL;
+    size_t size;
+    contents_of(buffer, &size);
     return Py_BuildValue("LLn", (long long)buffer->row_count, (long long)buffer->unit_count,
-                         (Py_ssize_t)packed_size(buffer));
+                         (Py_ssize_t)size);
 }
 
 static PyObject *python_clear(PyObject *module, PyObject *capsule)
@@ -760,10 +725,11 @@ static PyObject *python_clear(PyObject *module, PyObject *capsule)
     Buffer *buffer = buffer_of(capsule);
     if (buffer == NULL)
         return NULL;
-    int pushed, code = enter(buffer->device, &pushed);
+    Entered entered;
+    int code = enter(buffer->device, &entered);
     if (!code && !(code = join_streams(buffer)))
         code = clear(buffer);
-    leave(pushed);
+    leave(&entered);
     return code ? raise_error("clear a buffer", code) : Py_NewRef(Py_None);
 }
 
@@ -774,11 +740,13 @@ static PyObject *python_wait(PyObject *module, PyObject *const *args, Py_ssize_t
     const Arrival *arrival = arg_count == 2 ? arrival_of(args[0]) : NULL;
     if (arrival == NULL)
         return NULL;
-    int pushed, code, waits = args[1] == Py_True;
+    Entered entered;
+    int waits = args[1] == Py_True;
     PyThreadState *state = PyEval_SaveThread();
-    if (!(code = enter(arrival->device, &pushed)))
+    int code = enter(arrival->device, &entered);
+    if (!code)
         code = (waits ? driver.synchronize_event : driver.query_event)(arrival->event);
-    leave(pushed);
+    leave(&entered);
     PyEval_RestoreThread(state);
     if (code && code != NOT_READY)
         return raise_error("wait for a copy", code);
@@ -795,8 +763,7 @@ static PyMethodDef methods[] = {
     {"buffer", METHOD(python_buffer), METH_FASTCALL, NULL},
     {"measure", METHOD(python_measure), METH_FASTCALL, NULL},
     {"plan", METHOD(python_plan), METH_FASTCALL, NULL},
-    {"measure_many", METHOD(python_measure_many), METH_FASTCALL, NULL},
-    {"norms", METHOD(python_norms), METH_FASTCALL, NULL},
+    {"launch_table", METHOD(python_launch_table), METH_FASTCALL, NULL},
     {"contents", python_contents, METH_O, NULL},
     {"send", METHOD(python_send), METH_FASTCALL, NULL},
     {"clear", python_clear, METH_O, NULL},

@@ -3,7 +3,9 @@
 Nothing here waits for a device but :func:`wait`, and nothing is launched on a stream that is being
 captured. Streams are the driver's handles, memory is given by address.
 
-All raise ``RuntimeError`` where the driver returns an error.
+All raise ``RuntimeError`` where the driver returns an error, ``MemoryError`` if it lacks memory.
+:func:`measure` and :func:`launch_table` keep the interpreter lock: getting it back may take longer
+than they do.
 """
 
 from typing import Any
@@ -17,14 +19,14 @@ def load(path: str | None, tensor_types: tuple[type, ...], exchange: object, /) 
 
     Args:
         tensor_types: Classes that tensors may be of.
-        exchange: The ``__dlpack_c_exchange_api__`` of those.
+        exchange: The ``__dlpack_c_exchange_api__`` of those; None: tensors are described in Python.
 
     Raises:
         OSError: There is none, or it lacks a function; DLPack is of another version.
     """
 
 def open(index: int, images: tuple[bytes, ...], /) -> _Device:
-    """Load the kernels: those that pack, for float32, for bfloat16, for float16."""
+    """Load the kernels for float32, for bfloat16 and for float16."""
 
 def buffer(device: _Device, address: int, size: int, stream: int, /) -> _Buffer:
     """Make a buffer of so many bytes on the device, which come from a stream."""
@@ -34,50 +36,53 @@ def measure(
 ) -> int:
     """Queue the measurement of a tensor.
 
+    Args:
+        tensor: Or a tuple: the address, the number of elements, ``ord`` of the dtype's letter, the
+            units and the elements of a unit that lie together; 0 and 1 without units.
+
     Returns:
-        How many rows it takes: one for each 2^31 elements or less. 0 if no kernel takes such a
-        tensor: of another class, dtype or device, with gaps, without elements or this axis. -1 if
-        the buffer has no room left; nothing is queued then.
+        1 if it has a row. 0 if no kernel takes such a tensor: of another class, dtype or device,
+        with gaps, without elements or this axis, or with 2^31 elements. -1 if the buffer has no
+        room left; nothing is queued then.
     """
 
 def plan(
     device: _Device, buffer: _Buffer | None, tensors: list[Any], stream: int, /
-) -> tuple[list[int], list[tuple[int, bytearray, int, int, int]]]:
+) -> tuple[list[int], list[tuple[int, bytearray, int, int]]]:
     """Find which tensors can be measured together, and take rows of the buffer for them, in order.
 
     Returns:
-        For each 1, 0 if no kernel takes it, or -1 if the buffer had no room left. Then for each
-        dtype what :func:`measure_many` is to be given: the module, a table whose copy on the device
-        it takes, the number of large chunks, that of all, and the address of the partial sums.
-        Without a buffer, the rows are the places in the list.
+        For each what :func:`measure` returns. Then for each dtype what :func:`launch_table` is to
+        be given: the module, a table whose copy on the device it takes, the number of chunks, and
+        the address of the partial sums. Without a buffer, the rows are the places in the list.
     """
 
-def measure_many(
-    buffer: _Buffer,
+def launch_table(
+    device: _Device,
+    buffer: _Buffer | None,
     module: int,
-    large: int,
     count: int,
     table: int,
+    norms: int,
     partials: int,
     powers: int,
     stream: int,
     /,
 ) -> None:
-    """Queue the measurement of what :func:`plan` has found."""
+    """Queue the measurement of what :func:`plan` has found.
 
-def norms(
-    device: _Device, module: int, count: int, table: int, norms: int, partials: int, stream: int, /
-) -> None:
-    """Queue the norms of tensors: 24 zeroed bytes for each, 8 bytes for each chunk."""
+    Without a buffer norms are taken: 24 zeroed bytes for each, 8 bytes of partial sums for each
+    chunk.
+    """
 
 def contents(buffer: _Buffer, /) -> tuple[int, int, int]:
     """How many rows and units there are, and how many bytes :func:`send` copies."""
 
 def send(buffer: _Buffer, address: int, /) -> _Arrival:
-    """Queue packing, the copy to pinned memory, and clearing, behind all that was measured.
+    """Queue the copy to pinned memory and clearing, behind all that was measured.
 
-    The copy holds HEADs, UNITs and PAIRs as :mod:`telemetry.records.rows` defines them. The buffer
-    can be used again at once.
+    The copy holds the codes of units, and behind them the rows: see ``compact`` of the other
+    extension. The buffer can be used again at once.
     """
 
 def clear(buffer: _Buffer, /) -> None:

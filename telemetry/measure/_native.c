@@ -58,6 +58,8 @@ enum {
     CODES = 4096,        /* the upper 12 bits of a float32 number: see bucket_indices in buckets.py */
     NEGATIVE = 2048,     /* where the codes of negative numbers begin */
     LAST_BUCKET = 2039,  /* the next would be that of infinity */
+    NAN_CODE = 2041,     /* these two are no number's upper bits: where a GPU counts NaN */
+    INF_CODE = 2042,     /* and infinities, the negative ones at NEGATIVE + INF_CODE */
     TABLES = 4,          /* equal values one after the other would wait for each other's count */
     TABLE = CODES + 32,  /* not a multiple of 4 KiB apart, which processors mistake for the same */
     FEW = 8192,          /* values for which clearing several tables takes longer than waiting */
@@ -419,8 +421,7 @@ INLINE void clear_histogram(Histogram *histogram, int64_t count)
         histogram->tables[i] = histogram->memory[i % tables];
 }
 
-/* Bring all counts to the first table, where codes stand for buckets: zero has one code only, and
- * finite numbers that were rounded to infinity are in the last bucket. */
+/* Bring all counts to the first table. */
 INLINE uint32_t *total_histogram(Histogram *histogram)
 {
     uint32_t *total = histogram->memory[0];
@@ -428,38 +429,42 @@ INLINE uint32_t *total_histogram(Histogram *histogram)
         for (int table = 1; table < TABLES; table++)
             for (int i = 0; i < CODES; i++)
                 total[i] += histogram->memory[table][i];
-    total[0] += total[NEGATIVE];
-    total[LAST_BUCKET] += total[LAST_BUCKET + 1];
-    total[NEGATIVE + LAST_BUCKET] += total[NEGATIVE + LAST_BUCKET + 1];
-    total[NEGATIVE] = total[LAST_BUCKET + 1] = total[NEGATIVE + LAST_BUCKET + 1] = 0;
     return total;
 }
 
-/* Codes that occur, from that of a zero up to that of an extreme value, ascending: so many. */
-INLINE int find_codes(const uint32_t *counts, int zero, double extreme, uint16_t *found)
+/* Let codes stand for buckets: zero has one code only, and finite numbers that were rounded to infinity
+ * are in the last bucket. */
+INLINE void merge_codes(uint32_t *counts)
 {
-    int size = 0, last = (int)code_of((float)extreme);
-    for (int start = zero; start <= last; start += CHUNK) {
-        uint32_t any = 0;
-        for (int i = 0; i < CHUNK; i++)
-            any |= counts[start + i];
-        for (int i = start; any && i < start + CHUNK; i++) {
-            found[size] = (uint16_t)i;
-            size += counts[i] != 0;
-        }
-    }
-    return size;
+    counts[0] += counts[NEGATIVE];
+    counts[LAST_BUCKET] += counts[LAST_BUCKET + 1];
+    counts[NEGATIVE + LAST_BUCKET] += counts[NEGATIVE + LAST_BUCKET + 1];
+    counts[NEGATIVE] = counts[LAST_BUCKET + 1] = counts[NEGATIVE + LAST_BUCKET + 1] = 0;
 }
 
 typedef struct {
     Head head;
-    Pair pairs[2 * LAST_BUCKET + 1]; /* ascending */
+    Pair pairs[2 * LAST_BUCKET + 2]; /* ascending, and one that may be written behind them */
 } Statistics;
 
-INLINE void add_pair(Statistics *statistics, int bucket, uint32_t count)
+/* Write the buckets that hold anything, from that next to zero's to that of an extreme value or, of
+ * negative numbers, the other way; where the next pair goes. */
+INLINE Pair *list_pairs(const uint32_t *counts, double extreme, int sign, Pair *next)
 {
-    Pair pair = {count, (int16_t)bucket, 0};
-    statistics->pairs[statistics->head.bucket_count++] = pair;
+    int last = (int)(code_of((float)extreme) % NEGATIVE), chunks = last / CHUNK + 1;
+    for (int n = 0; n < chunks; n++) {
+        int start = (sign > 0 ? n : chunks - 1 - n) * CHUNK;
+        uint32_t any = 0;
+        for (int i = 0; i < CHUNK; i++)
+            any |= counts[start + i];
+        for (int i = 0; any && i < CHUNK; i++) {
+            int bucket = start + (sign > 0 ? i : CHUNK - 1 - i);
+            Pair pair = {counts[bucket], (int16_t)(sign * bucket), 0};
+            *next = pair;
+            next += (pair.count != 0) & (bucket > 0) & (bucket <= last);
+        }
+    }
+    return next;
 }
 
 /* A sample tells how the values that are not zero are distributed: how many of them it has. Zeros are
@@ -483,22 +488,21 @@ INLINE int64_t count_sampled(uint32_t *counts, const Head *head, int64_t nonzero
     return taken;
 }
 
-INLINE void fill_pairs(Histogram *histogram, int is_sample, int64_t finite, Statistics *statistics)
+/* Fill the pairs from how often each code occurs; ``zeros`` are those that no code stands for. */
+INLINE void fill_pairs(uint32_t *counts, int is_sample, int64_t finite, uint32_t zeros,
+                       Statistics *statistics)
 {
     Head *head = &statistics->head;
-    uint32_t *counts = total_histogram(histogram);
+    merge_codes(counts);
     head->sampled = is_sample ? count_sampled(counts, head, finite - head->zero) : -1;
-    uint32_t zeros = counts[0];
-    uint16_t codes[NEGATIVE + 1];
-    int size = head->min < 0 ? find_codes(counts, NEGATIVE, head->min, codes) : 0;
-    counts[0] = 0;
-    for (int i = size - 1; i >= 0; i--)
-        add_pair(statistics, NEGATIVE - codes[i], counts[codes[i]]);
-    if (zeros || head->zero)
-        add_pair(statistics, 0, zeros);
-    size = head->max > 0 ? find_codes(counts, 0, head->max, codes) : 0;
-    for (int i = 0; i < size; i++)
-        add_pair(statistics, codes[i], counts[codes[i]]);
+    Pair *next = statistics->pairs, zero = {zeros + counts[0], 0, 0};
+    if (head->min < 0)
+        next = list_pairs(counts + NEGATIVE, head->min, -1, next);
+    if (zero.count || head->zero)
+        *next++ = zero;
+    if (head->max > 0)
+        next = list_pairs(counts, head->max, 1, next);
+    head->bucket_count = next - statistics->pairs;
 }
 
 /* --- units ------------------------------------------------------------------------------------ */
@@ -673,7 +677,7 @@ INLINE void measure(const Tensor *tensor, int64_t sample_step, int powers, int w
     }
     total_lanes(&lanes, head);
     int64_t finite = count - head->nan - head->positive_inf - head->negative_inf;
-    fill_pairs(&histogram, sample_step != 0, finite, statistics);
+    fill_pairs(total_histogram(&histogram), sample_step != 0, finite, 0, statistics);
     if (finite == 0)
         head->min = head->max = NAN;
     if (powers < 4)
@@ -810,6 +814,22 @@ static int fill_request(PyObject *numbers, Request *request)
     return 1;
 }
 
+/* Keep what was found of a tensor; the memory for the extremes of its units, or NULL. */
+static void *keep(const Statistics *statistics, Request *request)
+{
+    request->sizes[0] = sizeof(Head);
+    request->sizes[1] = (Py_ssize_t)((size_t)statistics->head.bucket_count * sizeof(Pair));
+    request->sizes[2] = (Py_ssize_t)(2 * (size_t)statistics->head.unit_count * sizeof(float));
+    char *target = malloc((size_t)(request->sizes[0] + request->sizes[1] + request->sizes[2]));
+    if (target == NULL)
+        return NULL;
+    for (int i = 0; i < 3; target += request->sizes[i++])
+        request->found[i] = target;
+    memcpy(request->found[0], &statistics->head, (size_t)request->sizes[0]);
+    memcpy(request->found[1], statistics->pairs, (size_t)request->sizes[1]);
+    return request->found[2];
+}
+
 /* Measure one tensor. */
 static void serve(Request *request)
 {
@@ -818,20 +838,10 @@ static void serve(Request *request)
     if (!begin_units(&units, request->tensor.count))
         return;
     kernels->measure(&request->tensor, request->sample_step, request->powers, &units, &statistics);
-    request->sizes[0] = sizeof(Head);
-    request->sizes[1] = (Py_ssize_t)((size_t)statistics.head.bucket_count * sizeof(Pair));
-    request->sizes[2] = (Py_ssize_t)(2 * (size_t)units.units * sizeof(float));
-    char *target = malloc((size_t)(request->sizes[0] + request->sizes[1] + request->sizes[2]));
-    for (int i = 0; target != NULL && i < 3; target += request->sizes[i++])
-        request->found[i] = target;
-    if (target != NULL) {
-        memcpy(request->found[0], &statistics.head, (size_t)request->sizes[0]);
-        memcpy(request->found[1], statistics.pairs, (size_t)request->sizes[1]);
-        float *extremes = (float *)(void *)request->found[2];
-        for (int64_t i = 0; i < units.units; i++) {
-            extremes[2 * i] = units.lows[i];
-            extremes[2 * i + 1] = units.highs[i];
-        }
+    float *extremes = keep(&statistics, request);
+    for (int64_t i = 0; extremes != NULL && i < units.units; i++) {
+        extremes[2 * i] = units.lows[i];
+        extremes[2 * i + 1] = units.highs[i];
     }
     free(units.lows);
 }
@@ -926,6 +936,74 @@ static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
     if (!known)
         Py_CLEAR(result);
     return result;
+}
+
+/* --- a GPU's rows ------------------------------------------------------------------------------ */
+
+/* What a GPU has found of a tensor: Row of kernels.cu. */
+typedef struct {
+    uint64_t elements, zeros, low, high;
+    double sums[4];
+    uint32_t units, done, padding[2];
+    uint32_t counts[CODES];
+} DeviceRow;
+
+INLINE double from_ordered(uint64_t code)
+{
+    uint64_t bits = code >> 63 ? code ^ UINT64_C(1) << 63 : ~code;
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Take over a row, and the two codes of each of its units, which end at ``codes``; where they begin. */
+static const uint32_t *compact(DeviceRow *row, const uint32_t *codes, Request *request)
+{
+    Statistics statistics;
+    Head *head = &statistics.head;
+    memset(head, 0, sizeof *head);
+    head->count = request->tensor.count = (int64_t)row->elements;
+    head->nan = row->counts[NAN_CODE];
+    head->positive_inf = row->counts[INF_CODE];
+    head->negative_inf = row->counts[NEGATIVE + INF_CODE];
+    head->zero = (int64_t)row->zeros;
+    head->unit_count = row->units;
+    int64_t finite = head->count - head->nan - head->positive_inf - head->negative_inf;
+    head->min = finite ? from_ordered(~row->low) : NAN;
+    head->max = finite ? from_ordered(row->high) : NAN;
+    memcpy(head->sums, row->sums, sizeof head->sums);
+    fill_pairs(row->counts, 0, finite, (uint32_t)row->zeros, &statistics);
+    uint32_t *extremes = keep(&statistics, request), end = extremes ? 2 * row->units : 0;
+    codes -= 2 * (size_t)row->units;
+    SIMD for (uint32_t i = 0; i < end; i++) /* how low, inverted, and how high; NaN is beyond both */
+    {
+        uint32_t number = codes[i] ^ ((i & 1) - 1), negative = (number >> 31) - 1;
+        extremes[i] = codes[i] == UINT32_MAX ? 0x7FC00000 : number ^ (negative | 0x80000000);
+    }
+    return codes;
+}
+
+static PyObject *python_compact(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
+{
+    (void)module;
+    DeviceRow *rows = arg_count == 5 ? PyLong_AsVoidPtr(args[0]) : NULL;
+    Py_ssize_t size = rows ? PyLong_AsSsize_t(args[1]) : 0;
+    if (rows == NULL || PyErr_Occurred() || size < 0 || !are_rows(args + 2)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "compact() takes an address, an int, three bytearrays");
+        return NULL;
+    }
+    Request *requests = calloc((size_t)size + 1, sizeof *requests);
+    if (requests == NULL)
+        return PyErr_NoMemory();
+    PyThreadState *state = PyEval_SaveThread();
+    const uint32_t *codes = (const uint32_t *)rows;
+    for (Py_ssize_t i = 0; i < size; i++)
+        codes = compact(&rows[i], codes, &requests[i]);
+    PyEval_RestoreThread(state);
+    int fits = append_rows(requests, size, args + 2);
+    free(requests);
+    return fits ? Py_NewRef(Py_None) : NULL;
 }
 
 /* --- PyTorch's tensors ------------------------------------------------------------------------ */
@@ -1128,6 +1206,7 @@ static PyObject *python_use_instructions(PyObject *module, PyObject *name)
 static PyMethodDef methods[] = {
     {"measure", METHOD(python_measure), METH_FASTCALL, NULL},
     {"measure_tensors", METHOD(python_measure_tensors), METH_FASTCALL, NULL},
+    {"compact", METHOD(python_compact), METH_FASTCALL, NULL},
     {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
     {"take_norms", METHOD(python_take_norms), METH_FASTCALL, NULL},
     {"instructions", python_instructions, METH_NOARGS, NULL},

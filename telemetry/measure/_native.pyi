@@ -61,6 +61,15 @@ def measure_tensors(
         without elements, or without this axis.
     """
 
+def compact(
+    address: int, size: int, heads: bytearray, pairs: bytearray, units: bytearray, /
+) -> None:
+    """Append rows that a GPU has filled, ``Row`` of ``kernels.cu``.
+
+    The codes of a row's units end where those of the row before begin, the first ones at
+    ``address``, where the rows begin. Doing it again gives the same.
+    """
+
 def take_norms(
     groups: list[dict[str, Any]],
     identities: bytes,

@@ -1,8 +1,8 @@
 """Measures tensors in the memory of NVIDIA GPUs by the kernels of ``kernels.cu``, in one read.
 
-A step's tensors are measured into a buffer, each on its own stream. At the end of the step a stream
-of ours packs what there is and copies it to the host. Streams wait for each other, and the host for
-none of them until a background thread reads the copy.
+A step's tensors are measured into a buffer, each on its own stream. At the end of the step a
+stream of ours copies the rows to the host. Streams wait for each other, and the host for none of
+them until a background thread reads the copy and drops the empty buckets.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
-from itertools import pairwise, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -28,7 +28,8 @@ from torch import Tensor
 
 from telemetry.measure import native as host
 from telemetry.measure import nvrtc
-from telemetry.records.rows import HEAD, PAIR, UNIT, Rows
+from telemetry.measure.tensors import Values, in_memory_order, unit_shape
+from telemetry.records.rows import UNIT, Rows
 from telemetry.torch_private.host_copy import raw_stream
 
 _missing = host.native  # why there is no extension, if there is none
@@ -48,19 +49,20 @@ BUFFER_BYTES = 20 * 2**20
 BUFFERS = 3
 _LEAST_BYTES = 2**20
 
-# The modules of the kernels, as _cuda.c counts them: the first packs what the others find.
-DTYPES = (
-    *(None, torch.float32, torch.bfloat16, torch.float16),
-    *(torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
-)
+# After so many seconds a buffer that there was no memory for is asked for again.
+_RETRY_S = 60
 
-# Of a process that imports PyTorch and compares some hundred tensors.
+# The modules of the kernels, as _cuda.c counts them.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Of a process that imports PyTorch and compares some hundred tensors; its exit status where that is
+# impossible, which says nothing about the kernels.
 _CHECK_S = 180
+NOT_CHECKED = 75
 
 # Tables of addresses that are kept: of gradients, parameters and moments, of a few dtypes.
 _TABLES = 16
 
-_NO_ROOM = -2  # "sampled" of a row whose pairs there was no room for
 _FULL = -1  # what _cuda.c says where a buffer has no room left
 
 # Loaded instead of the system's driver.
@@ -87,7 +89,7 @@ def gpu(index: int) -> Gpu | None:
             if index not in _gpus:
                 try:
                     _gpus[index] = Gpu(index)
-                except (OSError, RuntimeError) as error:
+                except (OSError, RuntimeError, MemoryError) as error:
                     give_up(index, error)
     return _gpus[index]
 
@@ -96,12 +98,18 @@ def give_up(index: int, error: Exception) -> None:
     """Leave this GPU to PyTorch's operations from now on."""
     _given_up.append(_gpus.get(index))
     _gpus[index], _reasons[index] = None, str(error)
-    log.info(
+    log.warning(
         "telemetry: tensors on GPU %d are measured by PyTorch's operations, which takes 10 to 50 "
         "times as long: %s",
         index,
         error,
     )
+
+
+def _failed(index: int, error: RuntimeError) -> None:
+    """Give up, unless the GPU only lacks memory now."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        give_up(index, error)
 
 
 def prepare(devices: Iterable[torch.device]) -> None:
@@ -111,13 +119,20 @@ def prepare(devices: Iterable[torch.device]) -> None:
 
 
 def __getattr__(name: str) -> str:
-    """``native``: what measures tensors in CPU memory and on each GPU, in words."""
+    """``native``: what measures tensors in CPU memory and on each GPU, in words.
+
+    Compiles nothing and uses no GPU.
+    """
     if name != "native":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    found = {index: "CUDA kernels" if gpu(index) else "" for index in indices}
-    gpus = [f"GPU {i}: {how or f'PyTorch, because {_reasons[i]}'}" for i, how in found.items()]
-    return "; ".join([host.native, *gpus])
+    return "; ".join([host.native, *(f"GPU {index}: {_state(index)}" for index in indices)])
+
+
+def _state(index: int) -> str:
+    if index not in _gpus:
+        return "no logger has used it in this process"
+    return "CUDA kernels" if _gpus[index] else f"PyTorch, because {_reasons[index]}"
 
 
 def _forget() -> None:
@@ -142,14 +157,12 @@ class Gpu:
         checked: Whether that has been done, or is about to be.
 
     Raises:
-        OSError, RuntimeError: Why there can be none.
+        OSError, RuntimeError, MemoryError: Why there can be none.
     """
 
     def __init__(self, index: int, *, checked: bool = False) -> None:
         if _missing:
             raise OSError(_missing)
-        if host.TENSORS is None:
-            raise OSError(f"PyTorch {torch.__version__} cannot tell C where tensors are")
         if torch.version.hip is not None:
             raise OSError("there are no kernels for ROCm")
         major, minor = torch.cuda.get_device_capability(index)
@@ -158,14 +171,15 @@ class Gpu:
         with ThreadPoolExecutor() as pool:
             architecture = repeat(f"sm_{major}{minor}")
             images = tuple(pool.map(nvrtc.compile_kernels, DTYPES, architecture))
+        self.kernels = b"".join(images)
         if not checked:
-            _check(index, b"".join(images))
+            _check(index, self.kernels)
         _cuda.load(_DRIVER, host.TYPES, host.TENSORS)
         self.index = index
         self.handle = _cuda.open(index, images)
         self._buffers: list[_Buffer] = []  # that which waited longest is the first
         self._packs: list[_Pack] = []  # which may be under way
-        self._short = False
+        self._retry_at = 0.0  # before then no memory is asked for
         self._tables: dict[tuple[int, bytes], Tensor] = {}
         self._allocate()
         self._allocate()
@@ -193,19 +207,20 @@ class Gpu:
 
     def _allocate(self) -> list[_Buffer]:
         """Another buffer, if there may be one and there is memory for it."""
-        size = 0 if self._short or len(self._buffers) == BUFFERS else BUFFER_BYTES
+        may = len(self._buffers) < BUFFERS and time.monotonic() >= self._retry_at
+        size = BUFFER_BYTES if may else 0
         while size >= _LEAST_BYTES:
             try:
                 memory = _device_memory(size, self.index)
             except torch.OutOfMemoryError:
-                if not self._short:
+                if not self._retry_at:
                     log.warning(
                         "telemetry: GPU %d lacks memory to measure many tensors at once, so it "
                         "takes longer: %d MiB",
                         self.index,
                         size >> 20,
                     )
-                size, self._short = size // 4, True
+                size, self._retry_at = size // 4, time.monotonic() + _RETRY_S
             else:
                 buffer = _Buffer(self, memory)
                 self._buffers.append(buffer)
@@ -236,28 +251,45 @@ def _check(index: int, kernels: bytes) -> None:
     Raises:
         OSError: The kernels were not found to be right.
     """
-    what = f"{torch.cuda.get_device_name(index)} {torch.__version__}".encode() + kernels
-    passed = nvrtc.user_cache() / f"{hashlib.sha256(what).hexdigest()}.passed"
-    if passed.exists():
+    if _passed(index, kernels).exists():
         return
     home = str(Path(__file__).parents[2])
     paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "telemetry.measure.cuda_check", str(index)]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "telemetry.measure.cuda_check", str(index)],
+            command,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             capture_output=True,
             text=True,
             timeout=_CHECK_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise OSError(f"the kernels could not be compared with these: {error}") from error
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        status, reason = NOT_CHECKED, str(error)
+    else:
+        status = done.returncode
+        reason = (done.stderr.strip().splitlines() or [f"exit status {status}"])[-1]
+    if status == NOT_CHECKED:
+        raise OSError(
+            f"the kernels could not be compared with these before their first use: {reason}. Run "
+            f"'python {' '.join(command[1:])}' once while no other process uses the GPU"
+        )
+    if status:
         raise OSError(f"compared with these, the kernels failed: {reason}")
+    note_passed(index, kernels)
+
+
+def note_passed(index: int, kernels: bytes) -> None:
+    """Note for later processes that the kernels are right on this kind of GPU."""
+    passed = _passed(index, kernels)
     with suppress(OSError):  # compared anew by the next process
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
+
+
+def _passed(index: int, kernels: bytes) -> Path:
+    what = f"{torch.cuda.get_device_name(index)} {torch.__version__}".encode() + kernels
+    return nvrtc.user_cache() / f"{hashlib.sha256(what).hexdigest()}.passed"
 
 
 def _nobody() -> None:
@@ -276,27 +308,14 @@ class _Pack:
     """What a buffer held, on its way to the host."""
 
     def __init__(self, memory: Tensor, event: _cuda._Arrival, rows: int, units: int) -> None:
-        self.memory, self.event, self.rows, self._units = memory, event, rows, units
+        self.memory, self.event, self._rows, self._units = memory, event, rows, units
 
     def decode(self) -> Rows:
         """The rows; waits for them."""
         _cuda.wait(self.event, True)
-        memory = self.memory.numpy()
-        ends = np.cumsum([0, self.rows * HEAD.itemsize, self._units * UNIT.itemsize])
-        heads, units = (memory[first:end].tobytes() for first, end in pairwise(ends))
-        head = np.frombuffer(heads, HEAD)
-        if (head["sampled"] == _NO_ROOM).any():
-            _tell_no_room()
-        pairs = int(head["bucket_count"].sum()) * PAIR.itemsize
-        return Rows.decode(heads, memory[ends[-1] :][:pairs].tobytes(), units)
-
-
-@cache
-def _tell_no_room() -> None:
-    log.warning(
-        "telemetry: some histograms of tensors on a GPU are empty, there were too many different "
-        "magnitudes in one step (logged once); everything else is measured"
-    )
+        found = host.HostRows()
+        found.add_compacted(self.memory.data_ptr() + self._units * UNIT.itemsize, self._rows)
+        return found.decode()
 
 
 # What the tests replace where there is no GPU.
@@ -307,12 +326,15 @@ def _device_memory(size: int, index: int) -> Tensor:
 
 
 def _pinned_memory(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        raise torch.OutOfMemoryError(str(error)) from error
 
 
 def _uploaded(data: bytearray, index: int) -> Tensor:
     """A copy on the GPU, made in the current stream."""
-    pinned = torch.frombuffer(data, dtype=torch.uint8).pin_memory()
+    pinned = _pinned_memory(len(data)).copy_(torch.frombuffer(data, dtype=torch.uint8))
     return pinned.to(f"cuda:{index}", non_blocking=True)
 
 
@@ -337,50 +359,48 @@ class GpuRows:
 
         Raises:
             RuntimeError: The driver refuses; then PyTorch's operations measure what comes next.
+            torch.OutOfMemoryError, MemoryError: It lacks memory now.
         """
         try:
             if len(tensors) > 1 and unit_axis is None:
                 return self._add_many(tensors, powers, number)
             taken = []
             for tensor in tensors:
-                rows = self._measured(tensor, unit_axis, powers)
-                self.numbers += [number] * rows
-                taken.append(rows > 0)
-                number += rows > 0
+                taken.append(self._takes(tensor, unit_axis, powers))
+                if taken[-1]:
+                    self.numbers.append(number)
+                    number += 1
             return taken
         except RuntimeError as error:
-            give_up(self._gpu.index, error)
+            _failed(self._gpu.index, error)
             raise
 
-    def _measured(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int:
-        """How many rows it took."""
-        # What stands for the negative of its memory is not as that says.
-        while not tensor.is_neg() and (buffer := self._lent()) is not None:
+    def _takes(self, tensor: Tensor, unit_axis: int | None, powers: int) -> bool:
+        [given] = _given([tensor], unit_axis)
+        while (buffer := self._lent()) is not None:
             stream = raw_stream(self._gpu.index)
-            rows: int = _cuda.measure(buffer.handle, tensor, unit_axis, powers, stream)
-            if rows >= 0:
-                return rows
-            self.send()  # it is full
-        return 0
+            taken = _cuda.measure(buffer.handle, given, unit_axis, powers, stream)
+            if taken != _FULL:
+                return taken > 0
+            self.send()
+        return False
 
     def _add_many(self, tensors: Sequence[Tensor], powers: int, number: int) -> list[bool]:
         found: list[bool] = []
+        rest = _given(tensors, None)
         while len(found) < len(tensors) and (buffer := self._lent()) is not None:
-            rest = [None if t.is_neg() else t for t in tensors[len(found) :]]
             stream = raw_stream(self._gpu.index)
             taken, tables = _cuda.plan(self._gpu.handle, buffer.handle, rest, stream)
-            for module, table, large, count, partials in tables:
-                chunks = self._gpu.table(table, stream)
-                where = chunks.data_ptr(), partials
-                _cuda.measure_many(buffer.handle, module, large, count, *where, powers, stream)
+            for table in tables:
+                _launch(self._gpu, buffer.handle, table, 0, powers, stream)
             known = taken[: taken.index(_FULL)] if _FULL in taken else taken
-            rows = sum(known)
-            self.numbers += range(number, number + rows)
-            number += rows
+            self.numbers += range(number, number + sum(known))
+            number += sum(known)
             found += map(bool, known)
-            if len(found) < len(tensors):
+            rest = rest[len(known) :]
+            if rest:
                 self.send()
-        return found + [False] * (len(tensors) - len(found))
+        return found + [False] * len(rest)
 
     def _lent(self) -> _Buffer | None:
         if self._buffer is None:
@@ -393,7 +413,7 @@ class GpuRows:
         try:
             pack = None if buffer is None else self._gpu.send(buffer)
         except RuntimeError as error:
-            give_up(self._gpu.index, error)
+            _failed(self._gpu.index, error)
             raise
         if pack is not None:
             self._packs.append(pack)
@@ -403,6 +423,40 @@ class GpuRows:
         """What was sent; waits for it."""
         rows = Rows.concatenate([Rows.of(()), *(pack.decode() for pack in self._packs)])
         return rows.take(np.arange(len(self.numbers)))  # without those that an error has left
+
+
+def _given(tensors: Sequence[Tensor], unit_axis: int | None) -> list[Any]:
+    """What the extension takes for each tensor."""
+    # What stands for the negative of its memory is not as that says.
+    plain = [None if tensor.is_neg() else tensor for tensor in tensors]
+    return plain if host.TENSORS is not None else [_described(t, unit_axis) for t in plain]
+
+
+def _described(tensor: Tensor | None, unit_axis: int | None) -> tuple[int, ...] | None:
+    """A dense tensor's address, elements, dtype, units and elements of a unit that lie together.
+
+    Before 2.10, PyTorch does not describe its tensors to C.
+    """
+    if type(tensor) not in host.TYPES or tensor is None or tensor.layout is not torch.strided:
+        return None
+    if unit_axis is not None and not -tensor.ndim <= unit_axis < tensor.ndim:
+        return None
+    values = Values(tensor, None if unit_axis is None else unit_axis % tensor.ndim)
+    if not tensor.is_contiguous():
+        values = in_memory_order(*values[:2])
+    tensor, axis, _ = values
+    if not tensor.is_contiguous():
+        return None
+    units = (0, 1) if axis is None else unit_shape(tensor.shape, axis)[1:]
+    return tensor.data_ptr(), tensor.numel(), host.DTYPES.get(tensor.dtype, 0), *units
+
+
+def _launch(gpu: Gpu, buffer: Any, table: Any, norms: int, powers: int, stream: int) -> None:
+    """Queue what ``plan`` has found of one dtype."""
+    module, data, count, partials = table
+    chunks = gpu.table(data, stream)
+    addresses = chunks.data_ptr(), norms, partials
+    _cuda.launch_table(gpu.handle, buffer, module, count, *addresses, powers, stream)
 
 
 # --- norms ---------------------------------------------------------------------------------------
@@ -417,23 +471,21 @@ def norms(tensors: Sequence[Tensor]) -> Tensor | None:
     """
     index = tensors[0].get_device()
     found = gpu(index)
-    if found is None or any(map(Tensor.is_neg, tensors)):
+    if found is None:
         return None
     stream = raw_stream(index)
     try:
-        taken, tables = _cuda.plan(found.handle, None, list(tensors), stream)
+        taken, tables = _cuda.plan(found.handle, None, _given(tensors, None), stream)
         if not all(taken):
             return None
         # Of each the sum of squares, the largest magnitude, and how many blocks are through.
         values = _device_memory(24 * len(tensors), index).zero_().view(torch.float64).view(-1, 3)
-        for module, table, _, count, _ in tables:
-            chunks, partials = found.table(table, stream), _device_memory(8 * count, index)
-            memory = chunks.data_ptr(), values.data_ptr(), partials.data_ptr()
-            _cuda.norms(found.handle, module, count, *memory, stream)
-    except torch.OutOfMemoryError:
-        raise
+        for module, data, count, _ in tables:
+            partials = _device_memory(8 * count, index)
+            table = module, data, count, partials.data_ptr()
+            _launch(found, None, table, values.data_ptr(), 2, stream)
     except RuntimeError as error:
-        give_up(index, error)
-        return None
+        _failed(index, error)
+        raise
     values[:, 0].sqrt_()
     return values[:, :2].t()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from math import inf, nan
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -42,11 +43,13 @@ def compare(gpu: cuda.Gpu, put: Callable[[Tensor], Tensor]) -> None:
     Raises:
         ValueError: They differ; the message says where.
     """
-    for dtype in filter(None, cuda.DTYPES):
+    for dtype in cuda.DTYPES:
         tensors = list(_tensors(dtype, put))
-        for tensor, axis in tensors:
-            _compare(gpu, [tensor], axis)
-        _compare(gpu, [tensor for tensor, _ in tensors], None)
+        expected = [_by_operations(tensor, axis) for tensor, axis in tensors]
+        for (tensor, axis), rows in zip(tensors, expected, strict=True):
+            _compare(gpu, [tensor], axis, rows)
+        together = Rows.concatenate(expected).without_units()
+        _compare(gpu, [tensor for tensor, _ in tensors], None, together)
 
 
 def _tensors(
@@ -63,15 +66,18 @@ def _tensors(
         yield put(values.to(dtype))[offset:].view(shape), axis
 
 
-def _compare(gpu: cuda.Gpu, tensors: list[Tensor], axis: int | None) -> None:
-    of_kernels, of_operations = cuda.GpuRows(gpu), DeviceRows()
-    taken = of_kernels.add(tensors, axis, 4, 0)
-    for number, tensor in enumerate(tensors):
-        of_operations.add(Values(tensor, axis), number)
-    of_kernels.send()
-    of_operations.send()
-    merged = of_kernels.decode().merged(np.array(of_kernels.numbers, np.int64), sum(taken))
-    if not all(taken) or (different := _different(merged, of_operations.decode())):
+def _by_operations(tensor: Tensor, axis: int | None) -> Rows:
+    rows = DeviceRows()
+    rows.add(Values(tensor, axis), 0)
+    rows.send()
+    return rows.decode()
+
+
+def _compare(gpu: cuda.Gpu, tensors: list[Tensor], axis: int | None, expected: Rows) -> None:
+    rows = cuda.GpuRows(gpu)
+    taken = rows.add(tensors, axis, 4, 0)
+    rows.send()
+    if not all(taken) or (different := _different(rows.decode(), expected)):
         what = f"{tensors[-1].dtype} {[list(tensor.shape) for tensor in tensors]}, axis {axis}"
         raise ValueError(f"{what}: {different if all(taken) else 'not all are measured'}")
 
@@ -90,7 +96,25 @@ def _different(rows: Rows, expected: Rows) -> str:
 
 
 def main(index: int) -> None:
-    compare(cuda.Gpu(index, checked=True), lambda tensor: tensor.to(f"cuda:{index}"))
+    def put(tensor: Tensor) -> Tensor:
+        return tensor.to(f"cuda:{index}")
+
+    try:
+        gpu = cuda.Gpu(index, checked=True)
+        put(torch.ones(1))
+    except (OSError, RuntimeError, MemoryError) as error:
+        impossible(error)
+    try:
+        compare(gpu, put)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        impossible(error)
+    cuda.note_passed(index, gpu.kernels)
+
+
+def impossible(error: Exception) -> NoReturn:
+    """End: whether the kernels are right is not known."""
+    print(error, file=sys.stderr)
+    sys.exit(cuda.NOT_CHECKED)
 
 
 if __name__ == "__main__":

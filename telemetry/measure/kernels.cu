@@ -1,54 +1,40 @@
 /* The statistics of a tensor's values on a CUDA device, in a single read of its memory.
  *
- * Compiled at run time, once per dtype, with -DDTYPE=FLOAT32, FLOAT64, FLOAT16, BFLOAT16,
- * FLOAT8_E4M3FN or FLOAT8_E5M2; without DTYPE it holds the two kernels that pack a step's results.
- * All blocks have 512 threads in one dimension; shared memory is static (none is to be asked for).
- * Pointers marked "zeroed" point to memory whose bytes were set to 0 before the first launch that
- * writes there. Nothing here waits for another block.
+ * Compiled at run time, once per dtype, with -DDTYPE=FLOAT32, FLOAT16 or BFLOAT16. All blocks have 512
+ * threads in one dimension; shared memory is static. Pointers marked "zeroed" point to memory whose
+ * bytes were set to 0 before the first launch that writes there. No block waits for another.
  *
  *   measure_2, measure_4 (const void *values, u32 elements, Row *row, double *partials)
- *   measure_last_2, _4   (const void *values, u32 elements, Row *row, double *partials,
+ *   measure_wide_2, _4   (const void *values, u32 elements, Row *row, double *partials,
  *                         u32 *extremes, u32 units)
+ *   measure_last_2, _4   (the same)
  *   measure_middle_2, _4 (the same, and u32 inner)
- *       One tensor; 2 or 4 says how many powers are summed. "last" takes it as [outer, units],
- *       "middle" as [outer, units, inner].
- *       values    Aligned to the size of an element; contiguous.
- *       elements  1 to 2^31 - 1. A larger tensor takes several rows, whose results the host merges;
- *                 with units each part begins at a multiple of units * inner, and all parts may be
- *                 given the same extremes.
+ *       One tensor; 2 or 4 says how many powers are summed. "wide" and "last" take it as
+ *       [outer, units], "middle" as [outer, units, inner].
+ *       values    Aligned to the size of an element, for "wide" to 16 bytes; contiguous.
+ *       elements  1 to 2^31 - 16.
  *       row       Zeroed, aligned to 16 bytes, for this launch alone.
- *       partials  double [gridDim.x][4], for this launch alone, read by pack_heads.
- *       extremes  Zeroed u32 [units][2]. Units: at least 1, a divisor of elements.
+ *       partials  double [gridDim.x][4], for this launch alone.
+ *       extremes  Zeroed u32 [units][2]. Units: at least 1, a divisor of elements, for "wide" a
+ *                 multiple of the elements in 16 bytes.
  *       Grid: at most 65,535 blocks; two per multiprocessor are best for large tensors, and one per
- *       16,384 elements or so for small ones. "last" needs gridDim.x * 512 >= units.
- *   measure_many_2, _4   (const Chunk *chunks, u32 large, u32 count, Row *rows, double *partials)
- *       Many tensors of one dtype. The first "large" of the "count" chunks take a block each, every
- *       other one a warp: chunks of up to some 2,048 elements, which are not worth a histogram in
- *       shared memory. The same about addresses and elements as above.
- *       rows      Zeroed; Chunk.row counts from here.
- *       partials  double [count][4].
- *       Grid: large + ceil((count - large) / 16).
+ *       16,384 elements or so for small ones. "wide" and "last" need gridDim.x * 512 >= units.
+ *   measure_many_2, _4   (const Chunk *chunks, Row *rows, double *partials)
+ *       Many tensors of one dtype; Chunk.row counts from rows, which are zeroed.
+ *       partials  double [gridDim.x][4].
  *   norms                (const Chunk *chunks, Norm *norms, double *partials)
  *       Sums of squares and largest magnitudes; Chunk.row counts from norms, which is zeroed.
  *       partials  double [gridDim.x].
- *       Grid: one block per chunk.
- *   pack_heads           (Row *rows, Head *heads, const u32 *codes, float *extremes, u64 code_count)
- *   pack_pairs           (const Row *rows, Head *heads, Pair *pairs, u32 capacity)
- *       What the host reads, launched in this order after everything that writes the rows.
- *       heads     Head [rows]. Where a row's pairs end beyond the capacity, it and all after it have
- *                 bucket_count 0 and sampled -2; else sampled is -1.
- *       codes     All extremes of units of the step, as written by measure_last and _middle;
- *                 code_count is two per unit. extremes: float [code_count], in the same order.
- *       pairs     Pair [capacity], those of a row ascending, row after row.
- *       Grid: one block per row, of both.
+ *   Both: one block per chunk. A tensor's chunks stand one after the other; Chunk.part counts them
+ *   from 0 and Chunk.parts is their number.
  *
- * A tensor's chunks stand one after the other; Chunk.part counts them from 0 and Chunk.parts says how
- * many they are. All sums are added in an order that depends on the launch's arguments and grid only,
- * so that measuring twice gives the same bits; everything else is integers.
+ * All sums are added in an order that depends on the launch's arguments and grid only, so that measuring
+ * twice gives the same bits; everything else is integers. The last block of a row or norm to finish adds
+ * what all of them have found.
  *
  * Up to 64 registers let two blocks, 1,024 threads, be on a multiprocessor at the same time: all that
- * one of sm_75 holds, and 32 kB of loads under way, twice what the memory's latency asks for. Forcing
- * four blocks to fit would leave 32 registers, and a vector's values alone may take 16.
+ * one of sm_75 holds, and 32 kB of loads in flight, twice what the memory's latency asks for.
+ * `python benchmarks/instructions.py` counts the instructions per element, which bound the speed.
  */
 
 typedef unsigned char u8;
@@ -65,95 +51,76 @@ typedef long long i64;
 
 enum {
     WARPS = THREADS / 32,
-    CODES = 4096,         /* the upper 12 bits of a float32 number: see bucket_indices in sketch.py */
+    CODES = 4096,         /* the upper 12 bits of a float32 number: see bucket_indices in buckets.py */
+    ZEROS = CODES,        /* where each lane counts zeros, in a word of its own */
+    COUNTS = CODES + 32,  /* words of a block's histogram */
     NEGATIVE = 2048,      /* where the codes of negative numbers begin */
-    LAST_BUCKET = 2039,   /* finite numbers that round to infinity have the next code */
     NAN_CODE = 2041,      /* these two are no number's upper bits here */
     INF_CODE = 2042,      /* and NEGATIVE + INF_CODE */
     LOCAL_UNITS = 1024    /* up to as many, extremes of units are first reduced within the block */
 };
 
-/* One tensor's results. Zeros are not counted: they are the elements that no code stands for. */
+/* One tensor's results; _native.c reads them on the host. */
 struct Row {
-    u64 elements;
-    u64 low, high;          /* of finite values: the larger, the farther out; 0 before the first */
-    const double *partials; /* double [partial_count][4] */
-    u32 partial_count, powers, unit_count;
-    u32 bucket_count;       /* from pack_heads to pack_pairs */
-    u32 counts[CODES];      /* less than 2^31 elements: none wraps */
+    u64 elements, zeros;
+    u64 low, high;      /* of finite values: the larger, the farther out; 0 before the first */
+    double sums[4];     /* of powers; NaN of those that are not summed */
+    u32 units, done, padding[2];
+    u32 counts[CODES];  /* without zeros; less than 2^31 elements: none wraps */
 };
 struct Chunk { const char *values; u32 elements, row, part, parts; };
 struct Norm { double square; u64 largest; u32 done, padding; }; /* largest: bits of a float64 */
-struct Head {
-    i64 count, nan, positive_inf, negative_inf, zero;
-    double min, max, sums[4];
-    i64 sampled, bucket_count, unit_count;
-};
-struct Pair { u32 count; short bucket, padding; };
-struct Totals { double sums[4]; u64 low, high; };
-
-#ifdef DTYPE
 
 /* --- numbers ---------------------------------------------------------------------------------- */
 
 #define FLOAT32 1
-#define FLOAT64 2
-#define FLOAT16 3
-#define BFLOAT16 4
-#define FLOAT8_E4M3FN 5
-#define FLOAT8_E5M2 6
-
-#if DTYPE == FLOAT64
-typedef double Value;
-typedef u64 Bits;
-#define INFINITE 0x7ff0000000000000ull
-#else
-typedef float Value;
-typedef u32 Bits;
+#define FLOAT16 2
+#define BFLOAT16 3
 #define INFINITE 0x7f800000u
-#endif
 
 enum {
-    SIZE = DTYPE == FLOAT64 ? 8 : DTYPE == FLOAT32 ? 4 : DTYPE <= BFLOAT16 ? 2 : 1,
+    SIZE = DTYPE == FLOAT32 ? 4 : 2,
     VECTOR = 16 / SIZE /* elements of 16 bytes */
 };
 
 /* Two numbers in a register are compared at once, where the hardware can. */
-#define PACKED ((DTYPE == FLOAT16 || DTYPE == BFLOAT16) && __CUDA_ARCH__ >= 800)
+#define PACKED (DTYPE != FLOAT32 && __CUDA_ARCH__ >= 800)
 
-/* The lesser and the greater number, or NaN if either is NaN. */
-#if defined(EMULATED) && DTYPE != FLOAT64 && __CUDA_ARCH__ >= 800
+#if PACKED
+enum { EXTREMES = 4 };
+typedef u32 Extreme; /* in either half the extreme of every second element */
+#define HIGHEST (DTYPE == FLOAT16 ? 0x7c007c00u : 0x7f807f80u)
+#define LOWEST (HIGHEST | 0x80008000u)
+#else
+enum { EXTREMES = VECTOR };
+typedef float Extreme;
+#define HIGHEST __uint_as_float(INFINITE)
+#define LOWEST __uint_as_float(INFINITE | 1u << 31)
+#endif
+
+/* The lesser and the greater number, of numbers that are not NaN. */
+#if defined(EMULATED) && PACKED
 #elif PACKED
-#define COMPARE(NAME, INSTRUCTION, TYPE)                                                           \
+#define COMPARE(NAME, INSTRUCTION)                                                                 \
     INLINE u32 NAME(u32 a, u32 b)                                                                  \
     {                                                                                              \
         u32 result;                                                                                \
-        asm(INSTRUCTION ".NaN." TYPE " %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));              \
+        asm(INSTRUCTION " %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));                           \
         return result;                                                                             \
     }
 #if DTYPE == FLOAT16
-COMPARE(lesser, "min", "f16x2")
-COMPARE(greater, "max", "f16x2")
+COMPARE(lesser, "min.f16x2")
+COMPARE(greater, "max.f16x2")
 #else
-COMPARE(lesser, "min", "bf16x2")
-COMPARE(greater, "max", "bf16x2")
+COMPARE(lesser, "min.bf16x2")
+COMPARE(greater, "max.bf16x2")
 #endif
-#elif DTYPE != FLOAT64 && __CUDA_ARCH__ >= 800
-#define COMPARE(NAME, INSTRUCTION)                                                                 \
-    INLINE float NAME(float a, float b)                                                            \
-    {                                                                                              \
-        float result;                                                                              \
-        asm(INSTRUCTION ".NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));                   \
-        return result;                                                                             \
-    }
-COMPARE(lesser, "min")
-COMPARE(greater, "max")
 #else
-INLINE Value lesser(Value a, Value b) { return a < b || a != a ? a : b; }
-INLINE Value greater(Value a, Value b) { return a > b || a != a ? a : b; }
+INLINE float lesser(float a, float b) { return fminf(a, b); }
+INLINE float greater(float a, float b) { return fmaxf(a, b); }
 #endif
 
-#if !defined(EMULATED) && (DTYPE == FLOAT16 || DTYPE == FLOAT8_E5M2)
+#if !defined(EMULATED) && DTYPE == FLOAT16
 INLINE float half_value(u32 bits)
 {
     float value;
@@ -163,42 +130,32 @@ INLINE float half_value(u32 bits)
 #endif
 
 /* The number whose bits are the lowest ones. */
-INLINE Value value_of(Bits bits)
+INLINE float value_of(u32 bits)
 {
-#if DTYPE == FLOAT64
-    return __longlong_as_double((i64)bits);
-#elif DTYPE == FLOAT32
+#if DTYPE == FLOAT32
     return __uint_as_float(bits);
 #elif DTYPE == BFLOAT16
     return __uint_as_float(bits << 16);
-#elif DTYPE == FLOAT16
+#else
     return half_value(bits);
-#elif DTYPE == FLOAT8_E5M2
-    return half_value((bits & 0xff) << 8);
-#else /* the exponent's bias is 120 less than that of float32; 0x7f is NaN, and nothing infinite */
-    u32 magnitude = bits & 0x7f;
-    float value = __uint_as_float(magnitude << 20) * __uint_as_float((127 + 120) << 23);
-    u32 sign = (bits & 0x80) << 24;
-    return __uint_as_float(sign | (magnitude == 0x7f ? 0x7fc00000 : __float_as_uint(value)));
 #endif
 }
 
-INLINE void values_of(uint4 vector, Value *values)
+INLINE void values_of(uint4 vector, float *values)
 {
     u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int i = 0; i < VECTOR; i++)
-#if DTYPE == FLOAT64
-        values[i] = value_of(words[2 * i] | (u64)words[2 * i + 1] << 32);
-#else
-        values[i] = value_of(words[i * SIZE / 4] >> i * SIZE * 8 % 32);
-#endif
+        if (DTYPE == BFLOAT16 && i % 2)
+            values[i] = __uint_as_float(words[i / 2] & 0xffff0000u);
+        else
+            values[i] = value_of(words[i * SIZE / 4] >> i * SIZE * 8 % 32);
 }
 
 INLINE u32 ordered(float value)
 {
     u32 bits = __float_as_uint(value);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
+    return bits >> 31 ? ~bits : bits | 1u << 31;
 }
 
 INLINE u64 ordered(double value)
@@ -207,34 +164,15 @@ INLINE u64 ordered(double value)
     return bits >> 63 ? ~bits : bits | 1ull << 63;
 }
 
-INLINE u32 code_of(Value value) { return (__float_as_uint((float)value) + 0x8000) >> 20; }
-
-#if DTYPE == FLOAT64
-INLINE Bits magnitude_of(Value value) { return (u64)__double_as_longlong(value) & ~0ull >> 1; }
-#else
-INLINE Bits magnitude_of(Value value) { return __float_as_uint(value) & 0x7fffffff; }
-#endif
-
-/* --- extremes of a thread's values ------------------------------------------------------------ */
-
-#if PACKED
-typedef u32 Extreme; /* in either half the extreme of every second element */
-#define HIGHEST (DTYPE == FLOAT16 ? 0x7c007c00u : 0x7f807f80u)
-#define LOWEST (HIGHEST | 0x80008000u)
-INLINE Value first(Extreme pair) { return value_of(pair); }
-INLINE Value second(Extreme pair) { return value_of(pair >> 16); }
-INLINE Extreme in_place(Bits bits, Value, u32 odd, Extreme other)
+/* The lower half of what was a bfloat16 number is zeros: nothing is rounded. */
+INLINE u32 code_of(float value)
 {
-    return odd ? bits << 16 | (other & 0xffff) : (bits & 0xffff) | (other & 0xffff0000);
+    return (__float_as_uint(value) + (DTYPE == BFLOAT16 ? 0 : 0x8000)) >> 20;
 }
-#else
-typedef Value Extreme;
-#define HIGHEST __uint_as_float(0x7f800000)
-#define LOWEST __uint_as_float(0xff800000)
-INLINE Value first(Extreme value) { return value; }
-INLINE Value second(Extreme value) { return value; }
-INLINE Extreme in_place(Bits, Value value, u32, Extreme) { return value; }
-#endif
+
+INLINE u32 magnitude_of(float value) { return __float_as_uint(value) & 0x7fffffff; }
+
+/* --- extremes --------------------------------------------------------------------------------- */
 
 struct Range { Extreme low = HIGHEST, high = LOWEST; };
 
@@ -244,93 +182,31 @@ INLINE void widen(Range &range, Range other)
     range.high = greater(range.high, other.high);
 }
 
-INLINE Range range_of(uint4 vector, const Value *values)
-{
-    (void)vector, (void)values;
 #if PACKED
-    const Extreme members[4] = {vector.x, vector.y, vector.z, vector.w};
+INLINE float least(Range range) { return fminf(value_of(range.low), value_of(range.low >> 16)); }
+INLINE float most(Range range) { return fmaxf(value_of(range.high), value_of(range.high >> 16)); }
+INLINE Extreme extreme_of(u32 bits) { return bits * 0x10001; }
 #else
-    const Extreme *members = values;
+INLINE float least(Range range) { return range.low; }
+INLINE float most(Range range) { return range.high; }
+INLINE Extreme extreme_of(u32 bits) { return value_of(bits); }
 #endif
-    Range range;
-    range.low = range.high = members[0];
-#pragma unroll
-    for (int i = 1; i < (PACKED ? 4 : VECTOR); i++) {
-        range.low = lesser(range.low, members[i]);
-        range.high = greater(range.high, members[i]);
-    }
-    return range;
-}
 
-/* The bits of the largest magnitude in a range; those of NaN are above infinity. */
-INLINE Bits largest_in(Range range)
-{
-    return max(max(magnitude_of(first(range.low)), magnitude_of(second(range.low))),
-               max(magnitude_of(first(range.high)), magnitude_of(second(range.high))));
-}
-
-/* --- extremes of units ------------------------------------------------------------------------ */
-
-/* Two codes per unit, of which the larger counts: how low and how high; NaN is beyond both. */
+/* Extremes of units have two codes, of which the larger counts: how low and how high; NaN is beyond
+ * both. */
 INLINE void raise(u32 *code, u32 to)
 {
     if (*(volatile u32 *)code < to) /* as a rule it is not, and nobody has to wait */
         atomicMax(code, to);
 }
 
-INLINE void raise_unit(u32 *codes, Value low, Value high)
+INLINE void raise_unit(u32 *codes, float low, float high)
 {
-    raise(codes, low != low ? ~0u : ~ordered((float)low));
-    raise(codes + 1, high != high ? ~0u : ordered((float)high));
+    raise(codes, low != low ? ~0u : ~ordered(low));
+    raise(codes + 1, high != high ? ~0u : ordered(high));
 }
 
 /* --- taking values in ------------------------------------------------------------------------- */
-
-/* Adds powers of a vector's finite values, in float32 first: relative to the largest, so what is lost
- * is 2^-22 of the sum of magnitudes. */
-template <int POWERS> INLINE void add_powers(Value *values, Bits largest, double *sums)
-{
-#if DTYPE == FLOAT64
-    (void)largest;
-#pragma unroll
-    for (int i = 0; i < VECTOR; i++) {
-        double value = values[i], square = value * value;
-        sums[0] += value;
-        sums[1] += square;
-        if (POWERS == 4) {
-            sums[2] += square * value;
-            sums[3] += square * square;
-        }
-    }
-#else
-    int exponent = 0;
-    const Bits ordinary = 0x35800000, huge = 0x4e800000; /* 2^-20 to 2^30 */
-    if ((DTYPE == FLOAT32 || DTYPE == BFLOAT16) && largest - ordinary >= huge - ordinary) {
-        exponent = (int)max(largest >> 23, 1u) - 128; /* the largest becomes 2 to 4 */
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++)
-            values[i] *= __uint_as_float((u32)(127 - exponent) << 23);
-    }
-    float powers[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < VECTOR; i++) {
-        float value = values[i], square = value * value;
-        powers[0] += value;
-        powers[1] += square;
-        if (POWERS == 4) {
-            powers[2] = fmaf(square, value, powers[2]);
-            powers[3] = fmaf(square, square, powers[3]);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < POWERS; i++) {
-        double power = powers[i];
-        if (exponent)
-            power *= __longlong_as_double((i64)(1023 + (i + 1) * exponent) << 52);
-        sums[i] += power;
-    }
-#endif
-}
 
 /* What a thread has seen. */
 struct Seen {
@@ -338,22 +214,69 @@ struct Seen {
     Range range;
 };
 
-/* One value; "odd" says in which half of a pair its unit is, "codes" are that unit's or NULL. */
-template <int POWERS>
-INLINE void take_one(Bits bits, u32 odd, Seen &seen, u32 *counts, u32 *codes)
+INLINE void count(u32 *counts, float value)
 {
-    Value value = value_of(bits);
+    atomicAdd(&counts[value != 0 ? code_of(value) : ZEROS + threadIdx.x % 32], 1u);
+}
+
+template <int POWERS> INLINE void powers_of(const float *values, float scale, float *powers)
+{
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) {
+        float value = values[i] * scale, square = value * value;
+        powers[0] = i ? powers[0] + value : value;
+        powers[1] = i ? fmaf(value, value, powers[1]) : square;
+        if (POWERS == 4) {
+            powers[2] = i ? fmaf(square, value, powers[2]) : square * value;
+            powers[3] = i ? fmaf(square, square, powers[3]) : square * square;
+        }
+    }
+}
+
+/* Adds powers of a vector's values, in float32 first: what is lost is 2^-22 of the sum of magnitudes.
+ * Does nothing and returns false if a value is not finite. */
+template <int POWERS> INLINE bool add_powers(const float *values, double *sums)
+{
+    float powers[4];
+    powers_of<POWERS>(values, 1, powers);
+    /* Within these bounds no power overflows, and what underflows is below 2^-30 of the sum. */
+    const u32 small = DTYPE == FLOAT16 ? 0 : (127 - (POWERS == 4 ? 56 : 112)) << 23;
+    const u32 huge = DTYPE == FLOAT16 ? INFINITE : (127 + (POWERS == 4 ? 60 : 120)) << 23;
+    if (__float_as_uint(powers[1]) - small < huge - small) {
+#pragma unroll
+        for (int i = 0; i < POWERS; i++)
+            sums[i] += powers[i];
+        return true;
+    }
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++)
+        largest = max(largest, magnitude_of(values[i]));
+    if (largest >= INFINITE)
+        return false;
+    if (DTYPE != FLOAT16 && largest) {
+        int exponent = (int)max(largest >> 23, 1u) - 128; /* the largest becomes 2 to 4 */
+        powers_of<POWERS>(values, __uint_as_float((u32)(127 - exponent) << 23), powers);
+#pragma unroll
+        for (int i = 0; i < POWERS; i++)
+            sums[i] += powers[i] * __longlong_as_double((i64)(1023 + (i + 1) * exponent) << 52);
+    }
+    return true;
+}
+
+/* One value; "codes" are those of its unit, or NULL. */
+template <int POWERS> INLINE void take_one(u32 bits, Seen &seen, u32 *counts, u32 *codes)
+{
+    float value = value_of(bits);
+    if (codes)
+        raise_unit(codes, value, value);
     if (magnitude_of(value) >= INFINITE) {
         atomicAdd(&counts[value != value ? NAN_CODE : INF_CODE + (value < 0 ? NEGATIVE : 0)], 1u);
-        if (codes)
-            raise_unit(codes, value, value);
         return;
     }
-    if (value != 0)
-        atomicAdd(&counts[code_of(value)], 1u);
+    count(counts, value);
     Range range;
-    range.low = in_place(bits, value, odd, HIGHEST);
-    range.high = in_place(bits, value, odd, LOWEST);
+    range.low = range.high = extreme_of(bits);
     widen(seen.range, range);
     double wide = value, square = wide * wide;
     seen.sums[0] += wide;
@@ -365,79 +288,73 @@ INLINE void take_one(Bits bits, u32 odd, Seen &seen, u32 *counts, u32 *codes)
 }
 
 /* The lowest element of a vector, which is then rotated to the next. */
-INLINE Bits next_of(uint4 &vector)
+INLINE u32 next_of(uint4 &vector)
 {
     u32 x = vector.x, y = vector.y, z = vector.z, w = vector.w;
-#if DTYPE == FLOAT64
-    vector = make_uint4(z, w, x, y);
-    return x | (u64)y << 32;
-#elif DTYPE == FLOAT32
+#if DTYPE == FLOAT32
     vector = make_uint4(y, z, w, x);
     return x;
 #else
-    const u32 bits = SIZE * 8;
-    vector = make_uint4(__funnelshift_r(x, y, bits), __funnelshift_r(y, z, bits),
-                        __funnelshift_r(z, w, bits), __funnelshift_r(w, x, bits));
-    return x & ((1u << bits) - 1);
+    vector = make_uint4(__funnelshift_r(x, y, 16), __funnelshift_r(y, z, 16),
+                        __funnelshift_r(z, w, 16), __funnelshift_r(w, x, 16));
+    return x & 0xffff;
 #endif
 }
 
-/* A vector; every second element is of the next unit if "paired". Zeros, half of all behind a ReLU,
- * would wait for each other in the histogram. */
+/* A vector. Its elements are of one unit, if of any, whose extremes are those of seen.range; or each of
+ * another one, whose extremes "columns" has. Zeros, half of all behind a ReLU, would wait for each other
+ * in the histogram. */
 template <int POWERS>
-INLINE void take(uint4 vector, Seen &seen, u32 *counts, u32 *codes, bool paired)
+INLINE void take(uint4 vector, Seen &seen, u32 *counts, u32 *codes, Range *columns = 0)
 {
-    Value values[VECTOR];
+    float values[VECTOR];
     values_of(vector, values);
-    Range range = range_of(vector, values);
-    Bits largest = largest_in(range);
-    if (largest >= INFINITE) {
+    if (!add_powers<POWERS>(values, seen.sums)) {
 #pragma unroll 1
-        for (u32 i = 0; i < VECTOR; i++) {
-            u32 odd = i & paired;
-            take_one<POWERS>(next_of(vector), odd, seen, counts, codes ? codes + 2 * odd : codes);
-        }
+        for (u32 i = 0; i < VECTOR; i++)
+            take_one<POWERS>(next_of(vector), seen, counts, columns ? codes + 2 * i : codes);
         return;
     }
-    widen(seen.range, range);
+#if PACKED
+    const Extreme members[EXTREMES] = {vector.x, vector.y, vector.z, vector.w};
+#else
+    const Extreme *members = values;
+#endif
+    Range range;
+    range.low = range.high = members[0];
+#pragma unroll
+    for (int i = 0; i < EXTREMES; i++) {
+        Range &target = columns ? columns[i] : range;
+        target.low = lesser(target.low, members[i]);
+        target.high = greater(target.high, members[i]);
+    }
+    if (!columns)
+        widen(seen.range, range);
 #pragma unroll
     for (int i = 0; i < VECTOR; i++)
-        if (values[i] != 0)
-            atomicAdd(&counts[code_of(values[i])], 1u);
-    add_powers<POWERS>(values, largest, seen.sums);
+        count(counts, values[i]);
 }
 
 /* --- reading ---------------------------------------------------------------------------------- */
 
-INLINE Bits load_one(const char *at)
+INLINE u32 load_one(const char *at)
 {
-    return SIZE == 8 ? __ldg((const u64 *)at)
-           : SIZE == 4 ? __ldg((const u32 *)at)
-           : SIZE == 2 ? __ldg((const u16 *)at) : __ldg((const u8 *)at);
+    return SIZE == 4 ? __ldg((const u32 *)at) : __ldg((const u16 *)at);
 }
 
-/* Takes every "stride"-th vector; the next two are under way meanwhile, unless its sixteen values leave
- * no registers for them. */
+/* Takes every "stride"-th vector; two are loaded at once. (Loads ahead of the loop's next round would be
+ * copied between registers, and copying waits for them.) */
 template <class Load, class Take>
 INLINE void stream(u32 i, u32 end, u32 stride, Load load, Take take_vector)
 {
-    if (SIZE == 1) {
-        for (; i < end; i += stride)
-            take_vector(load(i));
-        return;
+#pragma unroll 1
+    for (; i + stride < end; i += 2 * stride) {
+        uint4 a = load(i), b = load(i + stride);
+        take_vector(a);
+        take_vector(b);
     }
-    uint4 next = make_uint4(0, 0, 0, 0), later = next;
     if (i < end)
-        next = load(i);
-    if (i + stride < end)
-        later = load(i + stride);
-    for (; i < end; i += stride) {
-        uint4 now = next;
-        next = later;
-        if (i + 2 * stride < end)
-            later = load(i + 2 * stride);
-        take_vector(now);
-    }
+        take_vector(load(i));
 }
 
 /* Takes the share of one of several threads in values anywhere: what lies before the first and behind
@@ -457,61 +374,83 @@ INLINE void sweep(const char *values, u32 elements, u32 me, u32 threads, Take ta
 
 /* --- results ---------------------------------------------------------------------------------- */
 
-/* A thread's values, and in lane 0 those of its warp. */
-INLINE Totals warp_totals(const Seen &seen)
+struct Totals { double sums[4]; u64 low, high; u32 zeros; };
+
+INLINE double sum_of_lanes(double sum)
 {
+    for (u32 lanes = 16; lanes; lanes /= 2)
+        sum += __shfl_down_sync(~0u, sum, lanes);
+    return sum;
+}
+
+/* Whether this is the last of a tensor's blocks: then it sees what the others have written. */
+INLINE bool is_last(u32 *done, u32 parts)
+{
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(done, 1u) == parts - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+
+/* Adds every "stride"-th number of a warp's; lane 0 has the sum. */
+INLINE double sum_of_parts(const volatile double *parts, u32 size, u32 stride)
+{
+    double sum = 0;
+    for (u32 i = threadIdx.x % 32; i < size; i += 32)
+        sum += parts[(u64)i * stride];
+    return sum_of_lanes(sum);
+}
+
+/* Writes what a block has seen, one of several that have the same row. All of its threads call this. */
+template <int POWERS>
+INLINE void write_block(const Seen &seen, const u32 *counts, Row *row, double *partials, u32 part,
+                        u32 parts, u32 elements, u32 units)
+{
+    __shared__ Totals warps[WARPS];
     Totals totals;
-    Value low[] = {first(seen.range.low), second(seen.range.low)};
-    Value high[] = {first(seen.range.high), second(seen.range.high)};
-    totals.low = ~ordered((double)(low[0] < low[1] ? low[0] : low[1]));
-    totals.high = ordered((double)(high[0] > high[1] ? high[0] : high[1]));
+    totals.low = ~ordered((double)least(seen.range));
+    totals.high = ordered((double)most(seen.range));
     for (int i = 0; i < 4; i++)
-        totals.sums[i] = seen.sums[i];
+        totals.sums[i] = sum_of_lanes(seen.sums[i]);
     for (u32 lanes = 16; lanes; lanes /= 2) {
-        for (int i = 0; i < 4; i++)
-            totals.sums[i] += __shfl_down_sync(~0u, totals.sums[i], lanes);
         totals.low = max(totals.low, __shfl_down_sync(~0u, totals.low, lanes));
         totals.high = max(totals.high, __shfl_down_sync(~0u, totals.high, lanes));
     }
-    return totals;
-}
-
-INLINE void write_totals(const Totals &totals, Row *row, double *partial)
-{
-    for (int i = 0; i < 4; i++)
-        partial[i] = totals.sums[i];
-    atomicMax(&row->low, totals.low);
-    atomicMax(&row->high, totals.high);
-}
-
-/* Writes what a block has seen. All of its threads call this. */
-INLINE void write_block(const Seen &seen, const u32 *counts, Row *row, double *partial)
-{
-    __shared__ Totals warps[WARPS];
-    Totals totals = warp_totals(seen);
     if (threadIdx.x % 32 == 0)
         warps[threadIdx.x / 32] = totals;
     __syncthreads();
     for (u32 i = threadIdx.x; i < CODES; i += THREADS)
         if (counts[i])
             atomicAdd(&row->counts[i], counts[i]);
-    if (threadIdx.x)
-        return;
-    for (int warp = 1; warp < WARPS; warp++) {
+    if (threadIdx.x < 32 && counts[ZEROS + threadIdx.x])
+        atomicAdd(&row->zeros, (u64)counts[ZEROS + threadIdx.x]);
+    if (threadIdx.x == 0) {
+        for (int warp = 1; warp < WARPS; warp++) {
+            for (int i = 0; i < 4; i++)
+                totals.sums[i] += warps[warp].sums[i];
+            totals.low = max(totals.low, warps[warp].low);
+            totals.high = max(totals.high, warps[warp].high);
+        }
         for (int i = 0; i < 4; i++)
-            totals.sums[i] += warps[warp].sums[i];
-        totals.low = max(totals.low, warps[warp].low);
-        totals.high = max(totals.high, warps[warp].high);
+            partials[4 * (u64)part + i] = totals.sums[i];
+        atomicMax(&row->low, totals.low);
+        atomicMax(&row->high, totals.high);
+        atomicAdd(&row->elements, (u64)elements);
     }
-    write_totals(totals, row, partial);
-}
-
-INLINE void describe(Row *row, const double *partials, u32 partial_count, u32 powers, u32 unit_count)
-{
-    row->partials = partials;
-    row->partial_count = partial_count;
-    row->powers = powers;
-    row->unit_count = unit_count;
+    if (!is_last(&row->done, parts) || threadIdx.x >= 32)
+        return;
+    for (int i = 0; i < 4; i++) {
+        double sum = i < POWERS ? sum_of_parts(partials + i, parts, 4)
+                                : __longlong_as_double(0x7ff8000000000000);
+        if (threadIdx.x == 0)
+            row->sums[i] = sum;
+    }
+    if (threadIdx.x == 0)
+        row->units = units;
 }
 
 INLINE void clear(u32 *words, u32 size)
@@ -522,56 +461,66 @@ INLINE void clear(u32 *words, u32 size)
 
 /* --- one tensor ------------------------------------------------------------------------------- */
 
-/* [outer, units]: a thread keeps to a column, or to two if a word holds two numbers, and takes every
- * "rows"-th row; a vector is made of several rows, whose threads side by side read whole lines. */
+/* [outer, units], with whole vectors of units: a thread keeps to the units of one vector. */
+template <int POWERS>
+INLINE void take_vectors(const uint4 *values, u32 vectors, u32 units, Seen &seen, u32 *counts,
+                         u32 *codes)
+{
+    const u32 across = units / VECTOR, stride = gridDim.x * THREADS / across * across;
+    const u32 me = blockIdx.x * THREADS + threadIdx.x;
+    if (me >= stride || me >= vectors)
+        return;
+    u32 *my_codes = codes + 2 * VECTOR * (me % across), known[2 * VECTOR];
+    Range columns[EXTREMES];
+    stream(me, vectors, stride, [&](u32 i) { return __ldg(values + i); },
+           [&](uint4 vector) { take<POWERS>(vector, seen, counts, my_codes, columns); });
+#pragma unroll
+    for (int i = 0; i < 2 * VECTOR; i++) /* all at once: they may come from far */
+        known[i] = *(volatile u32 *)(my_codes + i);
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) {
+        Range range = columns[i * EXTREMES / VECTOR];
+        widen(seen.range, range);
+#if PACKED
+        u32 shift = i % 2 * 16;
+        u32 low = ~ordered(value_of(range.low >> shift)), high = ordered(value_of(range.high >> shift));
+#else
+        u32 low = ~ordered(range.low), high = ordered(range.high);
+#endif
+        if (known[2 * i] < low)
+            atomicMax(my_codes + 2 * i, low);
+        if (known[2 * i + 1] < high)
+            atomicMax(my_codes + 2 * i + 1, high);
+    }
+}
+
+/* [outer, units]: a thread keeps to a column and takes every "rows"-th row; a vector is made of several
+ * rows, whose threads side by side read whole lines. */
 template <int POWERS>
 INLINE void take_columns(const char *values, u32 elements, u32 units, Seen &seen, u32 *counts,
                          u32 *codes)
 {
-    const bool paired = PACKED && units % 2 == 0 && (u64)values % 4 == 0;
-    const u32 columns = paired ? units / 2 : units, outer = elements / units;
-    const u32 each = SIZE >= 4 || paired ? 1 : 4 / SIZE; /* rows that a word holds */
-    const u32 deep = SIZE == 8 ? 2 : 4 * each;           /* rows that a vector holds */
-    const u32 me = blockIdx.x * THREADS + threadIdx.x, rows = gridDim.x * THREADS / columns;
-    const u32 column = me % columns * (paired ? 2 : 1), row = me / columns;
+    const u32 me = blockIdx.x * THREADS + threadIdx.x, rows = gridDim.x * THREADS / units;
+    const u32 column = me % units, row = me / units, outer = elements / units;
     if (row >= rows || row >= outer)
         return;
     const char *mine = values + ((u64)row * units + column) * SIZE;
     const u64 step = (u64)rows * units * SIZE;
-    const u32 count = (outer - row + rows - 1) / rows, vectors = count / deep; /* of my rows */
+    const u32 mine_count = (outer - row + rows - 1) / rows, vectors = mine_count / VECTOR;
     u32 *my_codes = codes + 2 * column;
-    stream(0, vectors, 1, [&](u32 i) {
-        const char *at = mine + i * deep * step;
-#if DTYPE == FLOAT64
-        u64 a = load_one(at), b = load_one(at + step);
-        return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
-#else
-        u32 words[4];
-#pragma unroll
-        for (u32 word = 0; word < 4; word++)
-            if (SIZE == 4 || paired) {
-                words[word] = __ldg((const u32 *)(at + word * step));
-            } else {
-                words[word] = 0;
-#pragma unroll
-                for (u32 part = 0; part < 4 / SIZE; part++)
-                    words[word] |= load_one(at + (word * (4 / SIZE) + part) * step)
-                                   << part * SIZE * 8;
-            }
-        return make_uint4(words[0], words[1], words[2], words[3]);
-#endif
-    }, [&](uint4 vector) { take<POWERS>(vector, seen, counts, my_codes, paired); });
 #pragma unroll 1
-    for (u32 i = vectors * deep * (paired ? 2 : 1); i < count * (paired ? 2 : 1); i++) {
-        u32 odd = i & paired;
-        take_one<POWERS>(load_one(mine + (paired ? i / 2 : i) * step + odd * SIZE), odd, seen,
-                         counts, my_codes + 2 * odd);
+    for (u32 i = 0; i < vectors; i++) {
+        const char *at = mine + (u64)i * VECTOR * step;
+        u32 words[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (u32 part = 0; part < VECTOR; part++, at += step)
+            words[part * SIZE / 4] |= load_one(at) << part * SIZE * 8 % 32;
+        take<POWERS>(make_uint4(words[0], words[1], words[2], words[3]), seen, counts, my_codes);
     }
-    raise_unit(my_codes, first(seen.range.low), first(seen.range.high));
-    if (paired)
-        raise_unit(my_codes + 2, second(seen.range.low), second(seen.range.high));
-    else if (PACKED)
-        raise_unit(my_codes, second(seen.range.low), second(seen.range.high));
+#pragma unroll 1
+    for (u32 i = vectors * VECTOR; i < mine_count; i++)
+        take_one<POWERS>(load_one(mine + i * step), seen, counts, my_codes);
+    raise_unit(my_codes, least(seen.range), most(seen.range));
 }
 
 /* [outer, units, inner]: some lanes of a warp, as many as it has vectors, share a run of a unit. */
@@ -592,39 +541,44 @@ INLINE void take_runs(const char *values, u32 elements, u32 units, u32 inner, Se
         seen.range = Range();
         if (run < runs)
             sweep(values + (u64)run * inner * SIZE, inner, lane, lanes,
-                  [&](uint4 vector) { take<POWERS>(vector, seen, counts, my_codes, false); },
-                  [&](Bits bits) { take_one<POWERS>(bits, 0, seen, counts, my_codes); });
+                  [&](uint4 vector) { take<POWERS>(vector, seen, counts, my_codes); },
+                  [&](u32 bits) { take_one<POWERS>(bits, seen, counts, my_codes); });
         for (u32 offset = lanes / 2; offset; offset /= 2) {
             Range other;
             other.low = __shfl_xor_sync(~0u, seen.range.low, offset);
             other.high = __shfl_xor_sync(~0u, seen.range.high, offset);
             widen(seen.range, other);
         }
-        if (lane == 0 && run < runs) {
-            raise_unit(my_codes, first(seen.range.low), first(seen.range.high));
-            if (PACKED)
-                raise_unit(my_codes, second(seen.range.low), second(seen.range.high));
-        }
+        if (lane == 0 && run < runs)
+            raise_unit(my_codes, least(seen.range), most(seen.range));
         widen(seen.range, before);
     }
 }
 
-/* inner: 0 without units, 1 if they are the last axis. */
-template <int POWERS, bool UNITS, bool LAST>
+enum Layout { FLAT, WIDE, LAST, MIDDLE };
+
+template <int POWERS, Layout LAYOUT>
 INLINE void measure(const char *values, u32 elements, Row *row, double *partials, u32 *extremes,
                     u32 units, u32 inner)
 {
-    __shared__ u32 counts[CODES];
+    __shared__ u32 counts[COUNTS];
     Seen seen;
-    clear(counts, CODES);
-    if (UNITS) {
+    clear(counts, COUNTS);
+    if (LAYOUT == FLAT) {
+        __syncthreads();
+        sweep(values, elements, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS,
+              [&](uint4 vector) { take<POWERS>(vector, seen, counts, 0); },
+              [&](u32 bits) { take_one<POWERS>(bits, seen, counts, 0); });
+    } else {
         __shared__ u32 local[2 * LOCAL_UNITS];
         const bool few = units <= LOCAL_UNITS;
         if (few)
             clear(local, 2 * units);
         __syncthreads();
         u32 *codes = few ? local : extremes;
-        if (LAST)
+        if (LAYOUT == WIDE)
+            take_vectors<POWERS>((const uint4 *)values, elements / VECTOR, units, seen, counts, codes);
+        else if (LAYOUT == LAST)
             take_columns<POWERS>(values, elements, units, seen, counts, codes);
         else
             take_runs<POWERS>(values, elements, units, inner, seen, counts, codes);
@@ -632,97 +586,73 @@ INLINE void measure(const char *values, u32 elements, Row *row, double *partials
         if (few)
             for (u32 i = threadIdx.x; i < 2 * units; i += THREADS)
                 raise(&extremes[i], local[i]);
-    } else {
-        __syncthreads();
-        sweep(values, elements, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS,
-              [&](uint4 vector) { take<POWERS>(vector, seen, counts, 0, false); },
-              [&](Bits bits) { take_one<POWERS>(bits, 0, seen, counts, 0); });
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        row->elements = elements;
-        describe(row, partials, gridDim.x, POWERS, UNITS ? units : 0);
-    }
-    write_block(seen, counts, row, partials + 4 * (u64)blockIdx.x);
+    write_block<POWERS>(seen, counts, row, partials, blockIdx.x, gridDim.x,
+                        blockIdx.x ? 0 : elements, units);
 }
+
+#define ONE const char *values, u32 elements, Row *row, double *partials
+#define UNITS ONE, u32 *extremes, u32 units
+#define VARIANTS(POWERS)                                                                           \
+    KERNEL measure_##POWERS(ONE)                                                                   \
+    {                                                                                              \
+        measure<POWERS, FLAT>(values, elements, row, partials, 0, 0, 0);                           \
+    }                                                                                              \
+    KERNEL measure_wide_##POWERS(UNITS)                                                            \
+    {                                                                                              \
+        measure<POWERS, WIDE>(values, elements, row, partials, extremes, units, 1);                \
+    }                                                                                              \
+    KERNEL measure_last_##POWERS(UNITS)                                                            \
+    {                                                                                              \
+        measure<POWERS, LAST>(values, elements, row, partials, extremes, units, 1);                \
+    }                                                                                              \
+    KERNEL measure_middle_##POWERS(UNITS, u32 inner)                                               \
+    {                                                                                              \
+        measure<POWERS, MIDDLE>(values, elements, row, partials, extremes, units, inner);          \
+    }                                                                                              \
+    KERNEL measure_many_##POWERS(const Chunk *chunks, Row *rows, double *partials)                 \
+    {                                                                                              \
+        measure_many<POWERS>(chunks[blockIdx.x], rows, partials);                                  \
+    }
 
 /* --- many tensors ----------------------------------------------------------------------------- */
 
-template <int POWERS>
-INLINE void measure_many(const Chunk *chunks, u32 large, u32 count, Row *rows, double *partials)
+template <int POWERS> INLINE void measure_many(const Chunk chunk, Row *rows, double *partials)
 {
-    __shared__ u32 counts[CODES];
-    const bool whole_block = blockIdx.x < large;
-    const u32 place = whole_block ? blockIdx.x
-                                  : large + (blockIdx.x - large) * WARPS + threadIdx.x / 32;
-    if (place >= count) /* the same for all threads of a warp, and of a block with a barrier */
-        return;
-    const Chunk chunk = chunks[place];
-    Row *row = rows + chunk.row;
-    double *partial = partials + 4 * (u64)place;
-    const bool first_thread = threadIdx.x % (whole_block ? THREADS : 32) == 0;
-    if (chunk.part == 0 && first_thread)
-        describe(row, partial, chunk.parts, POWERS, 0);
+    __shared__ u32 counts[COUNTS];
     Seen seen;
-    if (whole_block) {
-        clear(counts, CODES);
-        __syncthreads();
-        sweep(chunk.values, chunk.elements, threadIdx.x, THREADS,
-              [&](uint4 vector) { take<POWERS>(vector, seen, counts, 0, false); },
-              [&](Bits bits) { take_one<POWERS>(bits, 0, seen, counts, 0); });
-        write_block(seen, counts, row, partial);
-    } else {
-        sweep(chunk.values, chunk.elements, threadIdx.x % 32, 32,
-              [&](uint4 vector) { take<POWERS>(vector, seen, row->counts, 0, false); },
-              [&](Bits bits) { take_one<POWERS>(bits, 0, seen, row->counts, 0); });
-        Totals totals = warp_totals(seen);
-        if (first_thread)
-            write_totals(totals, row, partial);
-    }
-    if (first_thread)
-        atomicAdd(&row->elements, (u64)chunk.elements);
-}
-
-INLINE double sum_of(double sum)
-{
-    for (u32 lanes = 16; lanes; lanes /= 2)
-        sum += __shfl_down_sync(~0u, sum, lanes);
-    return sum;
+    clear(counts, COUNTS);
+    __syncthreads();
+    sweep(chunk.values, chunk.elements, threadIdx.x, THREADS,
+          [&](uint4 vector) { take<POWERS>(vector, seen, counts, 0); },
+          [&](u32 bits) { take_one<POWERS>(bits, seen, counts, 0); });
+    write_block<POWERS>(seen, counts, rows + chunk.row, partials + 4 * (u64)(blockIdx.x - chunk.part),
+                        chunk.part, chunk.parts, chunk.elements, 0);
 }
 
 KERNEL norms(const Chunk *chunks, Norm *norms, double *partials)
 {
     __shared__ double warps[WARPS];
-    __shared__ bool last;
     const Chunk chunk = chunks[blockIdx.x];
     Norm *norm = norms + chunk.row;
     double sums[4] = {0, 0, 0, 0};
-    Bits largest = 0;
-    auto take_squares = [&](uint4 vector) {
-        Value values[VECTOR];
+    u32 largest = 0;
+    sweep(chunk.values, chunk.elements, threadIdx.x, THREADS, [&](uint4 vector) {
+        float values[VECTOR];
         values_of(vector, values);
-        Bits most = 0;
+        add_powers<2>(values, sums);
 #pragma unroll
         for (int i = 0; i < VECTOR; i++)
-            most = max(most, magnitude_of(values[i]));
-        largest = max(largest, most);
-        if (most < INFINITE)
-            add_powers<2>(values, most, sums);
-    };
-    sweep(chunk.values, chunk.elements, threadIdx.x, THREADS, take_squares, [&](Bits bits) {
+            largest = max(largest, magnitude_of(values[i]));
+    }, [&](u32 bits) {
         double value = value_of(bits);
-        Bits most = magnitude_of((Value)value);
-        largest = max(largest, most);
-        if (most < INFINITE)
-            sums[1] += value * value;
+        sums[1] += value * value;
+        largest = max(largest, magnitude_of(value_of(bits)));
     });
-#if DTYPE == FLOAT64
-    u64 wide = largest;
-#else
     u64 wide = (u64)__double_as_longlong((double)__uint_as_float(largest));
-#endif
-    if (wide >= 0x7ff0000000000000ull) /* infinity or NaN, which is then the sum of squares, too */
+    if (largest >= INFINITE) /* infinity or NaN, which is then the sum of squares, too */
         sums[1] = __longlong_as_double((i64)wide);
-    double square = sum_of(sums[1]);
+    double square = sum_of_lanes(sums[1]);
     for (u32 lanes = 16; lanes; lanes /= 2)
         wide = max(wide, __shfl_down_sync(~0u, wide, lanes));
     if (threadIdx.x % 32 == 0) {
@@ -734,170 +664,13 @@ KERNEL norms(const Chunk *chunks, Norm *norms, double *partials)
         for (int warp = 1; warp < WARPS; warp++)
             square += warps[warp];
         partials[blockIdx.x] = square;
-        __threadfence();
-        last = atomicAdd(&norm->done, 1u) == chunk.parts - 1;
-        __threadfence();
     }
-    __syncthreads();
-    if (!last || threadIdx.x >= 32) /* the tensor's last block adds all partial sums, in order */
+    if (!is_last(&norm->done, chunk.parts) || threadIdx.x >= 32)
         return;
-    const volatile double *parts = partials + (blockIdx.x - chunk.part);
-    square = 0;
-    for (u32 i = threadIdx.x; i < chunk.parts; i += 32)
-        square += parts[i];
-    square = sum_of(square);
+    square = sum_of_parts(partials + (blockIdx.x - chunk.part), chunk.parts, 1);
     if (threadIdx.x == 0)
         norm->square = square;
 }
 
-#define VARIANTS(POWERS)                                                                           \
-    KERNEL measure_##POWERS(const char *values, u32 elements, Row *row, double *partials)          \
-    {                                                                                              \
-        measure<POWERS, false, false>(values, elements, row, partials, 0, 0, 0);                   \
-    }                                                                                              \
-    KERNEL measure_last_##POWERS(const char *values, u32 elements, Row *row, double *partials,     \
-                                 u32 *extremes, u32 units)                                         \
-    {                                                                                              \
-        measure<POWERS, true, true>(values, elements, row, partials, extremes, units, 1);          \
-    }                                                                                              \
-    KERNEL measure_middle_##POWERS(const char *values, u32 elements, Row *row, double *partials,   \
-                                   u32 *extremes, u32 units, u32 inner)                            \
-    {                                                                                              \
-        measure<POWERS, true, false>(values, elements, row, partials, extremes, units, inner);     \
-    }                                                                                              \
-    KERNEL measure_many_##POWERS(const Chunk *chunks, u32 large, u32 count, Row *rows,             \
-                                 double *partials)                                                 \
-    {                                                                                              \
-        measure_many<POWERS>(chunks, large, count, rows, partials);                                \
-    }
 VARIANTS(2)
 VARIANTS(4)
-
-#else
-
-/* --- packing ---------------------------------------------------------------------------------- */
-
-INLINE double not_a_number() { return __longlong_as_double(0x7ff8000000000000); }
-
-INLINE double from_ordered(u64 code)
-{
-    return __longlong_as_double((i64)(code >> 63 ? code ^ 1ull << 63 : ~code));
-}
-
-/* Adds a number of each thread; every one gets the sum, and what the threads before it have. */
-INLINE u32 sum_in_block(u32 mine, u32 *before)
-{
-    __shared__ u32 warps[WARPS];
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 upto = mine, total = 0;
-    for (u32 lanes = 1; lanes < 32; lanes *= 2) {
-        u32 other = __shfl_up_sync(~0u, upto, lanes);
-        upto += lane < lanes ? 0 : other;
-    }
-    __syncthreads(); /* the sum before has been read */
-    if (lane == 31)
-        warps[warp] = upto;
-    __syncthreads();
-    *before = upto - mine;
-    for (u32 i = 0; i < WARPS; i++) {
-        *before += i < warp ? warps[i] : 0;
-        total += warps[i];
-    }
-    return total;
-}
-
-/* How many values a signed bucket holds, zeros aside. */
-INLINE u32 count_in(const Row *row, int bucket)
-{
-    const u32 *counts = row->counts + (bucket < 0 ? NEGATIVE - bucket : bucket);
-    if (bucket == 0)
-        return counts[0] + counts[NEGATIVE];
-    return counts[0] + (bucket == LAST_BUCKET || bucket == -LAST_BUCKET ? counts[1] : 0);
-}
-
-KERNEL pack_heads(Row *rows, Head *heads, const u32 *codes, float *extremes, u64 code_count)
-{
-    __shared__ double sums[4];
-    Row *row = rows + blockIdx.x;
-    u32 filled = 0, counted = 0, unused;
-    for (u32 i = threadIdx.x; i < CODES; i += THREADS) {
-        counted += row->counts[i];
-        int bucket = (int)i - LAST_BUCKET;
-        filled += bucket && bucket <= LAST_BUCKET && count_in(row, bucket);
-    }
-    filled = sum_in_block(filled, &unused);
-    counted = sum_in_block(counted, &unused);
-    const u32 lane = threadIdx.x % 32;
-    for (u32 power = threadIdx.x / 32; power < 4; power += WARPS) {
-        double sum = 0;
-        for (u32 i = lane; i < row->partial_count; i += 32)
-            sum += row->partials[4 * (u64)i + power];
-        for (u32 lanes = 16; lanes; lanes /= 2)
-            sum += __shfl_down_sync(~0u, sum, lanes);
-        if (lane == 0)
-            sums[power] = power < row->powers ? sum : not_a_number();
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        Head head;
-        const u32 *counts = row->counts;
-        head.count = (i64)row->elements;
-        head.nan = counts[NAN_CODE];
-        head.positive_inf = counts[INF_CODE];
-        head.negative_inf = counts[NEGATIVE + INF_CODE];
-        head.zero = head.count - counted;
-        bool any = head.count > head.nan + head.positive_inf + head.negative_inf;
-        head.min = any ? from_ordered(~row->low) : not_a_number();
-        head.max = any ? from_ordered(row->high) : not_a_number();
-        for (int i = 0; i < 4; i++)
-            head.sums[i] = sums[i];
-        head.sampled = -1;
-        head.bucket_count = row->bucket_count = filled + (head.zero || count_in(row, 0));
-        head.unit_count = row->unit_count;
-        heads[blockIdx.x] = head;
-    }
-    for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < code_count;
-         i += (u64)gridDim.x * THREADS) {
-        u32 code = i % 2 ? codes[i] : ~codes[i];
-        bool nan = codes[i] == ~0u;
-        u32 bits = code >> 31 ? code ^ 0x80000000u : ~code;
-        extremes[i] = __uint_as_float(nan ? 0x7fc00000 : bits);
-    }
-}
-
-KERNEL pack_pairs(const Row *rows, Head *heads, Pair *pairs, u32 capacity)
-{
-    enum { EACH = (2 * LAST_BUCKET + THREADS) / THREADS }; /* buckets of a thread, side by side */
-    const Row *row = rows + blockIdx.x;
-    Head *head = heads + blockIdx.x;
-    u32 counts[EACH], earlier = 0, filled = 0, place;
-    for (u32 i = threadIdx.x; i < blockIdx.x; i += THREADS)
-        earlier += rows[i].bucket_count;
-    earlier = sum_in_block(earlier, &place);
-    const int first = (int)(threadIdx.x * EACH) - LAST_BUCKET;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        int bucket = first + i;
-        counts[i] = bucket > LAST_BUCKET ? 0 : count_in(row, bucket);
-        if (bucket == 0)
-            counts[i] += (u32)head->zero;
-        filled += counts[i] > 0;
-    }
-    sum_in_block(filled, &place);
-    if ((u64)earlier + row->bucket_count > capacity) {
-        if (threadIdx.x == 0) {
-            head->bucket_count = 0;
-            head->sampled = -2;
-        }
-        return;
-    }
-    Pair *next = pairs + earlier + place;
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-        if (counts[i]) {
-            Pair pair = {counts[i], (short)(first + i), 0};
-            *next++ = pair;
-        }
-}
-
-#endif

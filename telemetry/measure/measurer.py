@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from telemetry.measure import cuda
+from telemetry.measure import cuda, native
 from telemetry.measure.device import DeviceRows
 from telemetry.measure.native import HostRows
-from telemetry.measure.tensors import values_of
+from telemetry.measure.tensors import WORKING_DTYPE, Values, values_of
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 
@@ -87,11 +87,7 @@ class Measurer:
             if tensor.is_cuda:
                 places.setdefault(tensor.get_device(), []).append(place)
         for index, some in places.items():
-            gpu = cuda.gpu(index)
-            if gpu is None:
-                continue
-            rows = step.gpus.setdefault(index, cuda.GpuRows(gpu))
-            taken = rows.add([tensors[place] for place in some], unit_axis, powers, step.count)
+            taken = step.on_gpu(index, [tensors[place] for place in some], unit_axis, powers)
             for place in itertools.compress(some, taken):
                 found[place] = step.next_number()
         return found
@@ -107,7 +103,9 @@ class Measurer:
             try:
                 if values.implied_zeros or not stored.numel():
                     step.host.add_zeros(values.implied_zeros)
-                if stored.numel() and not stored.is_cpu:
+                if stored.numel() and step.takes_copy(values, powers):
+                    pass
+                elif stored.numel() and not stored.is_cpu:
                     step.devices.setdefault(stored.device, DeviceRows()).add(values, step.count)
                 elif stored.numel():
                     step.host.add(values, powers)
@@ -135,6 +133,34 @@ class Measurements:
         self.devices: dict[torch.device, DeviceRows] = {}
         self.gpus: dict[int, cuda.GpuRows] = {}
         self._tensors: Tensors[int] | None = None
+
+    def on_gpu(
+        self, index: int, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
+    ) -> list[bool]:
+        """Have kernels measure tensors on an NVIDIA GPU; whether they take each."""
+        gpu = cuda.gpu(index)
+        if gpu is None:
+            return [False] * len(tensors)
+        rows = self.gpus.setdefault(index, cuda.GpuRows(gpu))
+        return rows.add(tensors, unit_axis, powers, self.count)
+
+    def takes_copy(self, values: Values, powers: int) -> bool:
+        """Whether kernels measure what they did not take as it is: without gaps, a plain tensor of
+        a dtype that they read.
+        """
+        tensor, axis, _ = values
+        if not tensor.is_cuda or WORKING_DTYPE[tensor.dtype] is not torch.float32:
+            return False
+        index = tensor.get_device()
+        if cuda.gpu(index) is None:
+            return False
+        try:
+            plain = tensor if tensor.dtype in cuda.DTYPES else tensor.to(torch.float32)
+            plain = plain.contiguous()
+        except torch.OutOfMemoryError:  # operations need memory for a piece at a time
+            return False
+        plain = plain if type(plain) in native.TYPES else plain.as_subclass(native.TYPES[0])
+        return self.on_gpu(index, [plain], axis, powers)[0]
 
     def next_number(self) -> int:
         self.count += 1

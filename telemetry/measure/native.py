@@ -128,6 +128,10 @@ class HostRows:
             self.pairs += pairs
             self.units += extremes
 
+    def add_compacted(self, address: int, count: int) -> None:
+        """Take over so many rows that a GPU has filled, without their empty buckets."""
+        _native.compact(address, count, self.heads, self.pairs, self.units)
+
     def add_zeros(self, count: int) -> None:
         """A row of so many zeros: a sample without others, for a pair may not count as many."""
         head = np.zeros(1, HEAD)

@@ -1,6 +1,6 @@
 """Compiles the CUDA kernels at run time, with the NVRTC that PyTorch brings.
 
-Called through ctypes: its C interface has not changed since CUDA 11.1, while ``cuda.bindings`` is a
+Called through ctypes: its C interface has not changed since CUDA 11.2, while ``cuda.bindings`` is a
 dependency of the latest versions of PyTorch only. No GPU is needed to compile.
 """
 
@@ -22,11 +22,8 @@ import torch
 
 DTYPES = {
     torch.float32: "FLOAT32",
-    torch.float64: "FLOAT64",
     torch.float16: "FLOAT16",
     torch.bfloat16: "BFLOAT16",
-    torch.float8_e4m3fn: "FLOAT8_E4M3FN",
-    torch.float8_e5m2: "FLOAT8_E5M2",
 }
 """What the kernels measure, and what ``kernels.cu`` calls it."""
 
@@ -38,21 +35,21 @@ class NvrtcError(RuntimeError):
 
 
 def compile_kernels(
-    dtype: torch.dtype | None, architecture: str, *, cache_folder: Path | None = None
+    dtype: torch.dtype, architecture: str, *, cache_folder: Path | None = None
 ) -> bytes:
     """What the driver's ``cuModuleLoadData`` takes: the kernels for a dtype.
 
     Args:
-        dtype: One of ``DTYPES``; None: the kernels that pack results.
-        architecture: Such as ``"sm_90"``.
+        dtype: One of ``DTYPES``.
+        architecture: Such as ``"sm_90"``. If NVRTC is older, the next lower one of the same major
+            version, whose machine code runs there, too.
         cache_folder: Where compiled kernels are kept, by default in the user's cache.
 
     Raises:
         NvrtcError: There is no NVRTC, or it does not know the architecture.
     """
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--ptxas-options=-v"]
-    if dtype is not None:
-        options.append(f"-DDTYPE={DTYPES[dtype]}")
+    options = [f"--gpu-architecture={_known(architecture)}", "--std=c++17", "--ptxas-options=-v"]
+    options.append(f"-DDTYPE={DTYPES[dtype]}")
     source = SOURCE.read_bytes()
     what = "\0".join([_version(), *options]).encode() + b"\0" + source
     folder = user_cache() if cache_folder is None else cache_folder
@@ -94,6 +91,14 @@ def _call(function: str, *arguments: Any) -> None:
         raise NvrtcError(f"NVRTC says {library.nvrtcGetErrorString(result).decode()}")
 
 
+def _known(architecture: str) -> str:
+    wanted, size = int(architecture.removeprefix("sm_")), ctypes.c_int()
+    _call("GetNumSupportedArchs", ctypes.byref(size))
+    known = (ctypes.c_int * size.value)()
+    _call("GetSupportedArchs", known)
+    return f"sm_{max((k for k in known if wanted // 10 * 10 <= k <= wanted), default=wanted)}"
+
+
 def _version() -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _call("Version", ctypes.byref(major), ctypes.byref(minor))
@@ -115,6 +120,8 @@ def _library() -> ctypes.CDLL:
     found.append(Path(torch.__file__).parent / "lib" / name)
     file = next((str(file) for file in found if file.exists()), name)
     try:
+        for part in sorted(Path(file).parent.glob("*nvrtc-builtins*")):
+            ctypes.CDLL(str(part))  # which it does not find by itself
         library = ctypes.CDLL(file)
     except OSError as error:
         raise NvrtcError(f"NVRTC was not found: {error}") from error

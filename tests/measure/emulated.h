@@ -192,10 +192,6 @@ template <class T> T __shfl_down_sync(unsigned, T value, unsigned by)
 {
     return emulated::shuffled(value, threadIdx.x % 32 + by);
 }
-template <class T> T __shfl_up_sync(unsigned, T value, unsigned by)
-{
-    return emulated::shuffled(value, threadIdx.x % 32 - by);
-}
 template <class T> T __shfl_xor_sync(unsigned, T value, unsigned by)
 {
     return emulated::shuffled(value, threadIdx.x % 32 ^ by);
@@ -254,29 +250,24 @@ static float half_value(uint32_t bits)
     return __uint_as_float(sign | (magnitude >= 0x7c00 ? special : __float_as_uint(value)));
 }
 
-// The lesser and the greater number or NaN, of floats or of pairs of float16 or bfloat16.
-template <class T> static T lesser(T a, T b) { return a != a || (b == b && a < b) ? a : b; }
-template <class T> static T greater(T a, T b) { return a != a || (b == b && a > b) ? a : b; }
-#if __CUDA_ARCH__ >= 800 && (DTYPE == 3 || DTYPE == 4)
+// The lesser and the greater number of pairs of float16 or bfloat16.
+#if __CUDA_ARCH__ >= 800 && DTYPE != 1
 static float half_of(uint32_t bits)
 {
-    return DTYPE == 3 ? half_value(bits & 0xffff) : __uint_as_float(bits << 16);
+    return DTYPE == 2 ? half_value(bits & 0xffff) : __uint_as_float(bits << 16);
 }
 template <class Choose> static uint32_t by_halves(uint32_t a, uint32_t b, Choose first_of)
 {
     uint32_t result = 0;
-    for (int shift = 0; shift < 32; shift += 16) {
-        float x = half_of(a >> shift), y = half_of(b >> shift);
-        uint32_t chosen = x != x || y != y ? 0x7fff : (first_of(x, y) ? a : b) >> shift & 0xffff;
-        result |= chosen << shift;
-    }
+    for (int shift = 0; shift < 32; shift += 16)
+        result |= ((first_of(half_of(a >> shift), half_of(b >> shift)) ? a : b) >> shift & 0xffff) << shift;
     return result;
 }
-template <> uint32_t lesser(uint32_t a, uint32_t b)
+static uint32_t lesser(uint32_t a, uint32_t b)
 {
     return by_halves(a, b, [](float x, float y) { return x < y; });
 }
-template <> uint32_t greater(uint32_t a, uint32_t b)
+static uint32_t greater(uint32_t a, uint32_t b)
 {
     return by_halves(a, b, [](float x, float y) { return x > y; });
 }

@@ -56,6 +56,7 @@ static struct {
 static int primary;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread void *current;
+static __thread int capture_mode; /* of calls that this thread makes while another captures */
 
 static Call *note(const char *name, void *stream, uint64_t target, uint64_t size)
 {
@@ -73,6 +74,8 @@ static Call *note(const char *name, void *stream, uint64_t target, uint64_t size
     (void)call;                                          \
     if (current != &primary)                             \
         return 201; /* invalid context */                \
+    if (capture_mode == 0)                               \
+        return 901; /* would invalidate a capture */     \
     if (strcmp(__func__, stub_failing) == 0)             \
         return stub_error
 
@@ -249,6 +252,14 @@ int cuStreamIsCapturing(void *stream, int *status)
 {
     *status = stub_capturing && stream != NULL;
     return stub_capturing && stream == NULL ? 906 : 0; /* would be implicit */
+}
+
+int cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return 0;
 }
 
 int cuStreamWaitEvent(void *stream, const Event *event, unsigned flags)

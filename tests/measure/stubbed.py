@@ -85,11 +85,8 @@ class Driver:
         self._count.value = 0
 
 
-PACKING = ("pack_heads", "pack_pairs")
-MEASURING = (
-    *(f"measure{kind}_{powers}" for kind in ("", "_last", "_middle", "_many") for powers in (2, 4)),
-    "norms",
-)
+KINDS = ("", "_wide", "_last", "_middle", "_many")
+KERNELS = (*(f"measure{kind}_{powers}" for kind in KINDS for powers in (2, 4)), "norms")
 
 
 @cache
@@ -104,16 +101,15 @@ def stub_driver(directory: Path) -> Path:
 
 
 @cache
-def emulated(directory: Path, dtype: torch.dtype | None) -> Path:
+def emulated(directory: Path, dtype: torch.dtype) -> Path:
     """The kernels for a dtype, compiled for the host."""
     path = directory / f"{dtype}.so"
     source = path.with_suffix(".cpp")
-    kernels = PACKING if dtype is None else MEASURING
-    lines = [f'#include "{nvrtc.SOURCE}"', *(f"EMULATE({kernel})" for kernel in kernels)]
+    lines = [f'#include "{nvrtc.SOURCE}"', *(f"EMULATE({kernel})" for kernel in KERNELS)]
     source.write_text("\n".join(lines) + "\n")
     command = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"]
     command += ["-U_FORTIFY_SOURCE", "-D__CUDA_ARCH__=800", "-DTHREADS=512"]
-    command += [] if dtype is None else [f"-DDTYPE={[*nvrtc.DTYPES].index(dtype) + 1}"]
+    command += [f"-DDTYPE={[*nvrtc.DTYPES].index(dtype) + 1}"]
     command += ["-include", str(HERE / "emulated.h"), str(source), "-o", str(path)]
     subprocess.run(command, check=True)
     return path
@@ -131,7 +127,7 @@ def install(
     driver.fail("")
     driver.deferred = driver.capturing = driver.idle = 0
 
-    def compiled(dtype: torch.dtype | None, architecture: str) -> bytes:
+    def compiled(dtype: torch.dtype, architecture: str) -> bytes:
         return bytes(emulated(directory, dtype)) + b"\0"
 
     def memory(size: int, index: int = 0) -> Tensor:

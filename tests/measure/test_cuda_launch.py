@@ -23,7 +23,6 @@ pytestmark = [
 ]
 
 LAUNCHES = ("cuLaunchKernel",)
-ROW_BYTES = 16432
 
 
 @pytest.fixture
@@ -101,27 +100,66 @@ def test_layouts_offsets_and_units(driver: Driver, dtype: torch.dtype, axis: int
         assert_same(record, on_host(view, axis))
 
 
-def test_other_tensors_are_left_to_operations(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their own tests are in test_measure_device.py; here they must not reach a kernel."""
+@pytest.fixture
+def by_operations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Tensors that no kernel takes; their own tests are in test_measure_device.py."""
     taken: list[object] = []
     monkeypatch.setattr(
         "telemetry.measure.device.DeviceRows.add", lambda rows, values, number: taken.append(values)
     )
-    others = [
-        normal(6, 6)[:, ::2],
-        normal(6, 1).expand(6, 3),
-        torch.arange(4),
-        torch.view_as_complex(normal(4, 2)).imag,
-        torch.view_as_complex(normal(4, 2)).conj().imag,
-    ]
+    return taken
+
+
+def test_what_kernels_cannot_read_is_left_to_operations(
+    driver: Driver, by_operations: list[object]
+) -> None:
+    others = [torch.arange(4), normal(3, 3).double(), torch.view_as_complex(normal(4, 2))]
     measurer = Measurer()
     for tensor in others:
         measurer.add(on_gpu(tensor))
-    assert len(taken) == len(others)
+    assert len(by_operations) == len(others)
     assert driver.calls(*LAUNCHES) == []
     assert measurer.add(on_gpu(torch.empty(0))) is not None
+
+
+OTHER_LAYOUTS = {
+    "slice": lambda: normal(6, 6)[:, ::2],
+    "split": lambda: normal(6, 12).split(4, dim=1)[1],
+    "expanded": lambda: normal(6, 1).expand(6, 3),
+    "negated": lambda: torch.view_as_complex(normal(4, 2)).conj().imag.unsqueeze(1),
+    "imaginary": lambda: torch.view_as_complex(normal(4, 2)).imag.unsqueeze(1),
+    "bool": lambda: normal(6, 5) > 0,
+    "bytes": lambda: torch.arange(40, dtype=torch.uint8).view(8, 5),
+    "float8": lambda: normal(8, 5).to(torch.float8_e4m3fn),
+    "bfloat16 slice": lambda: normal(9, 6).bfloat16()[1::2, 1:],
+}
+
+
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_what_kernels_cannot_read_in_place_is_copied_for_them(
+    driver: Driver, by_operations: list[object], layout: str, axis: int | None
+) -> None:
+    tensor = OTHER_LAYOUTS[layout]()
+    [record] = measured(tensor, unit_axis=axis)
+    assert len(driver.calls(*LAUNCHES)) == 1
+    assert_same(record, on_host(tensor, axis))
+    assert by_operations == []
+
+
+def test_a_parameter_of_a_class_of_its_own_is_measured_by_kernels(
+    driver: Driver, by_operations: list[object]
+) -> None:
+    class OnGpuFlat(stubbed.OnGpu):
+        """Of a class that the extension does not know, as a FlatParameter of FSDP is."""
+
+    tensors = [normal(10, 7), normal(5)]
+    measurer = Measurer()
+    assert measurer.add_all([tensor.as_subclass(OnGpuFlat) for tensor in tensors]) == [0, 1]
+    records = measurer.finish().reduce()
+    for number, tensor in enumerate(tensors):
+        assert_same(records[number], on_host(tensor))
+    assert by_operations == []
 
 
 def test_a_kernel_is_given_just_the_tensor(driver: Driver) -> None:
@@ -134,19 +172,37 @@ def test_a_kernel_is_given_just_the_tensor(driver: Driver) -> None:
     assert (values, elements & 0xFFFFFFFF, units, inner) == (tensor.data_ptr(), 3000, 100, 30)
 
 
-def test_a_tensor_of_2_31_elements_has_several_rows(driver: Driver) -> None:
-    driver.idle = 1
+@pytest.mark.parametrize("units", [7, 8, 24, 1030, 4096])
+@pytest.mark.parametrize("dtype", nvrtc.DTYPES, ids=str)
+def test_whole_vectors_of_units_are_read_at_once(
+    driver: Driver, dtype: torch.dtype, units: int
+) -> None:
+    tensor = normal(5, units).to(dtype)
+    [record] = measured(tensor, unit_axis=1)
+    assert_same(record, on_host(tensor, 1))
+    kernel = "measure_last_4" if units % (16 // dtype.itemsize) else "measure_wide_4"
+    assert driver.counts()[kernel] == 1
+    flat = normal(units * 5 + 1).to(dtype)
+    [record] = measured(flat[1:].view(5, units), unit_axis=1)
+    assert_same(record, on_host(flat[1:].view(5, units), 1))
+
+
+def test_a_tensor_of_2_31_elements_is_left_to_operations(
+    driver: Driver, by_operations: list[object]
+) -> None:
     tensor = torch.empty(2**31 + 7, dtype=torch.bfloat16)  # of which nothing is touched
     measurer = Measurer()
     assert measurer.add(on_gpu(tensor)) == 0
-    assert measurer.add(on_gpu(tensor[: -7 - 2**11].view(-1, 3, 2**10)), unit_axis=1) == 1
-    first, second, *with_units = (call.arguments for call in driver.calls(*LAUNCHES))
-    elements = [arguments[1] & 0xFFFFFFFF for arguments in (first, second)]
-    assert sum(elements) == len(tensor)
-    assert second[0] == first[0] + 2 * elements[0]
-    assert second[2] - first[2] == ROW_BYTES
-    assert [arguments[1] % (3 * 2**10) for arguments in with_units] == [0]
-    driver.idle = 0
+    assert driver.calls(*LAUNCHES) == []
+    assert len(by_operations) == 1
+
+
+def test_every_bucket_that_a_tensor_fills_arrives(driver: Driver) -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 20_000, dtype=np.uint32)
+    tensor = torch.from_numpy(bits.view(np.float32))
+    for record in measured(tensor, tensor):
+        assert len(record.sketch.buckets) > 3000
+        assert_same(record, on_host(tensor))
 
 
 def test_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> None:
@@ -190,8 +246,10 @@ def test_norms_of_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> 
     torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0, equal_nan=True)
     assert cuda.norms([on_gpu(normal(3)), on_gpu(torch.arange(3))]) is None
     driver.fail("cuLaunchKernel")
-    assert cuda.norms([on_gpu(normal(3))]) is None
+    with pytest.raises(RuntimeError):
+        cuda.norms([on_gpu(normal(3))])
     assert cuda.gpu(0) is None
+    assert cuda.norms([on_gpu(normal(3))]) is None
 
 
 # --- buffers -------------------------------------------------------------------------------------
@@ -202,12 +260,11 @@ def test_a_step_is_one_memset_and_one_copy(driver: Driver) -> None:
     for _ in range(3):
         driver.forget()
         for _ in range(5):
-            measurer.add(on_gpu(normal(10, 3)))
+            measurer.add(on_gpu(normal(10, 3)), unit_axis=0)
         measurer.finish().reduce()
         counts = driver.counts()
         assert counts["cuMemsetD8Async"] == counts["cuMemcpyDtoHAsync_v2"] == 1
-        assert counts["measure_4"] == 5
-        assert counts["pack_heads"] == counts["pack_pairs"] == 1
+        assert counts["measure_middle_4"] == 5
 
 
 def test_buffers_take_turns_and_only_reading_waits(driver: Driver) -> None:
@@ -252,9 +309,10 @@ def test_nothing_is_read_before_what_is_to_come_first(
             measurer.add(on_gpu(tensor), unit_axis=0)
         measurer.add_all([on_gpu(tensor) for tensor in tensors])
         steps.append(measurer.finish())
-        launches = [call.stream for call in driver.calls(*LAUNCHES)][-6:]
-        assert launches[:4] == [*streams, streams[-1]]
-        assert launches[4] == launches[5] not in streams
+        launches = [call.stream for call in driver.calls(*LAUNCHES)][-4:]
+        assert launches == [*streams, streams[-1]]
+        [copy] = driver.calls("cuMemcpyDtoHAsync_v2")[-1:]
+        assert copy.stream not in streams
     for step in reversed(steps):
         records = step.reduce()
         for number, tensor in enumerate(tensors):
@@ -340,18 +398,6 @@ def test_what_was_measured_before_an_error_stays(driver: Driver) -> None:
     assert_same(records[1], on_host(tensors[3]))
 
 
-def test_histograms_without_room_are_told(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
-    cuda._tell_no_room.cache_clear()
-    bits = np.random.default_rng(0).integers(0, 1 << 32, 20_000, dtype=np.uint32)
-    tensor = torch.from_numpy(bits.view(np.float32))
-    for _ in range(2):
-        [record] = measured(tensor)
-    assert record.sketch.count == 20_000
-    assert len(record.sketch.buckets) == 0
-    assert "histograms" in messages(caplog)[0]
-    assert len(messages(caplog)) == 1
-
-
 def test_a_stream_that_is_captured_is_left_alone(driver: Driver) -> None:
     driver.capturing = 1
     rows = cuda.GpuRows(cuda.gpu(0))  # type: ignore[arg-type]
@@ -383,7 +429,6 @@ def test_without_memory_operations_measure(driver: Driver, monkeypatch: pytest.M
 
 NO_KERNELS = {
     "TELEMETRY_NATIVE is 0": lambda p: p.setattr(cuda, "_missing", "TELEMETRY_NATIVE is 0"),
-    "cannot tell C": lambda p: p.setattr(native, "TENSORS", None),
     "ROCm": lambda p: p.setattr(torch.version, "hip", "6.2"),
     "capability 7.0": lambda p: p.setattr(torch.cuda, "get_device_capability", lambda i: (7, 0)),
     "NVRTC was not found": lambda p: p.setattr(nvrtc, "compile_kernels", _no_nvrtc),
@@ -405,17 +450,119 @@ def test_operations_measure_where_kernels_cannot(
     NO_KERNELS[reason](monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert "GPU 0: PyTorch, because " in cuda.native
-    assert reason in cuda.native
     measurer = Measurer()
     measurer.add(on_gpu(normal(10)))
+    assert "GPU 0: PyTorch, because " in cuda.native
+    assert reason in cuda.native
     assert_same(measurer.finish().reduce()[0], on_host(normal(10)))
     assert driver.calls(*LAUNCHES) == []
-    assert len(messages(caplog)) == 1
+    assert [record.levelname for record in caplog.records if record.name == "telemetry"] == [
+        "WARNING"
+    ]
 
 
-def test_what_measures_is_named(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_measures_is_named_and_nothing_is_begun(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cuda.native == native.native
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert cuda.native == f"{native.native}; GPU 0: CUDA kernels"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    begun = f"{native.native}; GPU 0: CUDA kernels; GPU 1: no logger has used it in this process"
+    assert cuda.native == begun
+    assert driver.calls() == []
+    assert list(cuda._gpus) == [0]
+
+
+# --- what passes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lacking", ["_uploaded", "_pinned_memory", "cuLaunchKernel", "norms"])
+def test_a_step_without_memory_is_skipped_and_the_next_measured(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    tensors = [on_gpu(normal(10)), on_gpu(normal(20))]
+
+    def refuse(*arguments: object) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patches, pytest.raises((torch.OutOfMemoryError, MemoryError)):  # noqa: PT012
+        if lacking == "cuLaunchKernel":
+            driver.fail(lacking, 2)
+        elif lacking == "norms":
+            patches.setattr(cuda, "_device_memory", refuse)
+        else:
+            patches.setattr(cuda, lacking, refuse)
+        measurer = Measurer()
+        if lacking == "norms":
+            cuda.norms(tensors)
+        measurer.add_all(tensors)
+        measurer.finish()
+    driver.fail("")
+    del measurer
+    for _ in range(cuda.BUFFERS + 1):
+        assert_same(*measured(normal(10)), on_host(normal(10)))
+        assert cuda.norms(tensors) is not None
+    assert len(cuda.gpu(0)._buffers) == 2  # type: ignore[union-attr]
+
+
+def test_memory_for_a_buffer_is_asked_for_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(size: int, index: int) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cuda, "_gpus", {})
+    with monkeypatch.context() as patches:
+        patches.setattr(cuda, "_device_memory", refuse)
+        measured(normal(10))
+        assert driver.calls(*LAUNCHES) == []
+    measured(normal(10))
+    assert driver.calls(*LAUNCHES) == []
+    monkeypatch.setattr(cuda.gpu(0), "_retry_at", 1.0)  # long ago
+    assert_same(*measured(normal(10)), on_host(normal(10)))
+    assert len(driver.calls(*LAUNCHES)) == 1
+
+
+def test_a_step_may_have_very_many_streams(driver: Driver) -> None:
+    measurer = Measurer()
+    for stream in range(40):
+        driver.stream = 100 + stream
+        measurer.add(on_gpu(torch.full((3,), float(stream))))
+    records = measurer.finish().reduce()
+    assert [record.sketch.sum for record in records.values()] == [3 * n for n in range(40)]
+
+
+# --- older versions of PyTorch --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1, -1, 7])
+def test_where_pytorch_does_not_describe_tensors_to_c_python_does(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, axis: int | None
+) -> None:
+    described = {}
+    views = [
+        normal(4, 6, 5, 3),
+        normal(4, 6, 5, 3).to(memory_format=torch.channels_last),
+        normal(4, 6).bfloat16().t(),
+        normal(31)[3:].view(7, 4),
+        normal(5, 2, 3).half(),
+        normal(6, 6)[:, ::2],
+        torch.arange(6.0).double().view(2, 3),
+        torch.arange(6).view(2, 3),
+        torch.empty(0, 3),
+    ]
+    for exchange in (native.TENSORS, None):
+        monkeypatch.setattr(native, "TENSORS", exchange)
+        monkeypatch.setattr(cuda, "_gpus", {})
+        rows = cuda.GpuRows(cuda.gpu(0))  # type: ignore[arg-type]
+        driver.forget()
+        taken = [rows.add([on_gpu(view)], axis, 4, 0)[0] for view in views]
+        calls = driver.calls(*LAUNCHES)
+        described[exchange is None] = (
+            taken,
+            [(call.kernel, call.arguments[0], call.arguments[1]) for call in calls],
+            [call.arguments[5:7] for call in calls] if axis is not None else [],
+        )
+        assert cuda.norms([on_gpu(view) for view in views[:4]]) is not None
+    assert described[True] == described[False]
+    assert any(described[True][0]) == (axis != 7)

@@ -6,7 +6,6 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,30 +16,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from stubbed import KERNELS
 
+from telemetry.measure.native import HostRows
 from telemetry.measure.nvrtc import DTYPES, SOURCE
+from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
+from telemetry.records.rows import Rows
 from telemetry.records.sketch import sketch_array
 
-KERNELS = [
-    *(f"measure{kind}_{powers}" for kind in ("", "_last", "_middle", "_many") for powers in (2, 4)),
-    "norms",
-]
-PACKING = ["pack_heads", "pack_pairs"]
 THREADS = 64  # two warps, so that what happens between them is tried, and quickly
 
 # What is lost where a vector's powers are added in float32, relative to the sum of magnitudes.
 SUM_TOLERANCE = 1e-6
 
 ROW = np.dtype(
-    [("elements", "u8"), ("low", "u8"), ("high", "u8"), ("partials", "u8"), ("partial_count", "u4"),
-     ("powers", "u4"), ("unit_count", "u4"), ("bucket_count", "u4"), ("counts", "u4", 4096)]
+    [("elements", "u8"), ("zeros", "u8"), ("low", "u8"), ("high", "u8"), ("sums", "f8", 4),
+     ("units", "u4"), ("done", "u4"), ("padding", "u4", 2), ("counts", "u4", 4096)]
 )  # fmt: skip
-HEAD = np.dtype(
-    [("count", "i8"), ("nan", "i8"), ("positive_inf", "i8"), ("negative_inf", "i8"), ("zero", "i8"),
-     ("min", "f8"), ("max", "f8"), ("sums", "f8", 4), ("sampled", "i8"), ("bucket_count", "i8"),
-     ("unit_count", "i8")]
-)  # fmt: skip
-PAIR = np.dtype([("count", "u4"), ("bucket", "i2"), ("padding", "i2")])
 CHUNK = np.dtype(
     [("values", "u8"), ("elements", "u4"), ("row", "u4"), ("part", "u4"), ("parts", "u4")]
 )
@@ -49,27 +41,26 @@ NORM = np.dtype([("square", "f8"), ("largest", "f8"), ("done", "u4"), ("padding"
 # sm_75 compares neither pairs nor NaN.
 VARIANTS = [*((dtype, 800) for dtype in DTYPES), (torch.float16, 750)]
 
-Libraries = Callable[[torch.dtype | None, int], ctypes.CDLL]
+Libraries = Callable[[torch.dtype, int], ctypes.CDLL]
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
-    """Kernels by dtype, for architectures with and without comparisons of pairs; and packing."""
+    """Kernels by dtype, for architectures with and without comparisons of pairs."""
     if not shutil.which("g++"):
         pytest.skip("no g++ to compile the kernels for the host")
     folder = tmp_path_factory.mktemp("emulated")
 
     @cache
-    def build(dtype: torch.dtype | None, architecture: int) -> ctypes.CDLL:
-        kernels = PACKING if dtype is None else KERNELS
-        name = f"{DTYPES.get(dtype)}_{architecture}"
+    def build(dtype: torch.dtype, architecture: int) -> ctypes.CDLL:
+        name = f"{DTYPES[dtype]}_{architecture}"
         source, library = folder / f"{name}.cpp", folder / f"{name}.so"
-        lines = [f"EMULATE({kernel})" for kernel in kernels]
+        lines = [f"EMULATE({kernel})" for kernel in KERNELS]
         source.write_text(f'#include "{SOURCE}"\n' + "\n".join(lines) + "\n")
         command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"]
         command += ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-U_FORTIFY_SOURCE"]
         command += [f"-D__CUDA_ARCH__={architecture}", f"-DTHREADS={THREADS}"]
-        command += [] if dtype is None else [f"-DDTYPE={list(DTYPES).index(dtype) + 1}"]
+        command += [f"-DDTYPE={list(DTYPES).index(dtype) + 1}"]
         command += ["-include", str(Path(__file__).with_name("emulated.h")), str(source)]
         subprocess.run([*command, "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
@@ -130,48 +121,44 @@ def launch(
     assert run(grid, seed, pointers) == b""
 
 
-@dataclass
 class Step:
-    """The rows of a step, and what packing makes of them."""
+    """The rows of a step, and before them the codes of the units of one."""
 
-    rows: Memory
-    units: int = 0
-    codes: Memory = field(init=False)
+    def __init__(self, rows: int, units: int = 0) -> None:
+        self._codes = 8 * units
+        self._memory = Memory(self._codes + rows * ROW.itemsize, -self._codes % Memory.MARGIN)
+        self.rows = self._memory.address + self._codes
+        self.codes = self._memory.address
 
-    def __post_init__(self) -> None:
-        self.codes = Memory(8 * self.units)
+    def decoded(self) -> Rows:
+        self._memory.view(np.uint8)
+        found = HostRows()
+        for _ in range(2):  # reading changes nothing
+            found = HostRows()
+            found.add_compacted(self.rows, (self._memory.bytes.size - self._codes) // ROW.itemsize)
+        return found.decode()
 
-    def packed(
-        self, library: ctypes.CDLL, *, seed: int, capacity: int = 10_000
-    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        count = self.rows.bytes.size // ROW.itemsize
-        heads, pairs = Memory(count * HEAD.itemsize), Memory(capacity * PAIR.itemsize)
-        floats = Memory(8 * self.units)
-        arguments = [self.rows, heads, self.codes, floats, 2 * self.units]
-        launch(library, "pack_heads", arguments, grid=count, seed=seed)
-        arguments = [self.rows, heads, pairs, capacity]
-        launch(library, "pack_pairs", arguments, grid=count, seed=seed)
-        return heads.view(HEAD), pairs.view(PAIR), floats.view(np.float32).reshape(-1, 2)
+
+def bits_of(rows: Rows) -> bytes:
+    return b"".join([rows.columns.tobytes(), rows.counts.tobytes(), rows.buckets.tobytes(),
+                     rows.units.tobytes()])  # fmt: skip
 
 
 def assert_equals_oracle(
-    head: Any, pairs: NDArray[Any], x: torch.Tensor, powers: int, unit_count: int = 0
+    rows: Rows, row: int, x: torch.Tensor, powers: int, unit_count: int = 0
 ) -> None:
     values = x.reshape(-1).double().numpy()
     expected = sketch_array(values)
-    counts = (expected.nan_count, expected.positive_inf_count, expected.negative_inf_count)
-    assert (head["nan"], head["positive_inf"], head["negative_inf"]) == counts
-    assert (head["count"], head["zero"]) == (expected.count, expected.zero_count)
-    np.testing.assert_array_equal([head["min"], head["max"]], [expected.min, expected.max])
-    assert (head["sampled"], head["unit_count"]) == (-1, unit_count)
-    assert head["bucket_count"] == len(pairs)
-    np.testing.assert_array_equal(pairs["bucket"], expected.buckets)
-    np.testing.assert_array_equal(pairs["count"], expected.counts)
+    for name in (*COUNTS, *EXTREMES):
+        np.testing.assert_array_equal(getattr(rows, name)[row], getattr(expected, name))
+    assert rows.unit_count[row] == unit_count
+    np.testing.assert_array_equal(rows.buckets[rows.span(row)], expected.buckets)
+    np.testing.assert_array_equal(rows.counts[rows.span(row)], expected.counts)
     finite = values[np.isfinite(values)]
-    for power in range(1, 5):
+    for power, name in enumerate(POWER_SUMS, 1):
         with np.errstate(over="ignore"):
             magnitude = float((np.abs(finite) ** power).sum())
-        got = head["sums"][power - 1]
+        got = getattr(rows, name)[row]
         if power > powers:
             assert np.isnan(got)
         elif np.isfinite(magnitude):
@@ -251,29 +238,30 @@ def check_measure(
     """Measures twice, in other orders of threads and blocks, and compares with the oracle."""
     name, unit_count = f"measure_{powers}", 0
     if axis != "none":
+        if axis == "wide":  # whole vectors
+            units, offset = -(-units * variant[0].itemsize // 16) * 16 // variant[0].itemsize, 0
         name, unit_count = f"measure_{axis}_{powers}", units
-        inner = 1 if axis == "last" else inner
+        inner = inner if axis == "middle" else 1
         size = units * inner * max(1, size // (units * inner))
-        grid = max(grid, -(-units // THREADS)) if axis == "last" else grid
+        grid = max(grid, -(-units // THREADS)) if axis != "middle" else grid
     x = make_values(kind, size, variant[0], seed, special)
     memory, results = tensor_memory(x, offset), []
     for order in (seed, seed + 1):
-        step, partials = Step(Memory(ROW.itemsize), units=unit_count), Memory(32 * grid)
+        step, partials = Step(1, units=unit_count), Memory(32 * grid)
         arguments = [memory, size, step.rows, partials, step.codes, units, inner]
-        arguments = arguments[: {"none": 4, "last": 6, "middle": 7}[axis]]
+        arguments = arguments[: {"none": 4, "last": 6, "wide": 6, "middle": 7}[axis]]
         launch(libraries(*variant), name, arguments, grid=grid, seed=order, tensors=[memory])
-        results.append(step.packed(libraries(None, 800), seed=order))
+        results.append(step.decoded())
         partials.view(np.float64)
-        step.codes.view(np.uint32)
-    (heads, pairs, floats), again = results
-    assert [part.tobytes() for part in results[0]] == [part.tobytes() for part in again]
-    assert_equals_oracle(heads[0], pairs[: heads[0]["bucket_count"]], x, powers, unit_count)
+    rows, again = results
+    assert bits_of(rows) == bits_of(again)
+    assert_equals_oracle(rows, 0, x, powers, unit_count)
     if unit_count:
-        np.testing.assert_array_equal(floats, unit_extremes(x, units, inner))
+        np.testing.assert_array_equal(rows.units, unit_extremes(x, units, inner))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("axis", ["none", "last", "middle"])
+@pytest.mark.parametrize("axis", ["none", "wide", "last", "middle"])
 def test_emulated_measure_equals_the_oracle_in_any_order_of_threads(
     libraries: Libraries, variant: tuple[torch.dtype, int], axis: str
 ) -> None:
@@ -300,7 +288,7 @@ def test_emulated_measure_of_each_kind_of_values_equals_the_oracle(
     libraries: Libraries, variant: tuple[torch.dtype, int]
 ) -> None:
     for kind in (*KINDS, "bits"):
-        for axis in ("none", "last", "middle"):
+        for axis in ("none", "wide", "last", "middle"):
             check_measure(libraries, variant, axis, kind=kind)
 
 
@@ -326,8 +314,6 @@ def test_emulated_measure_many_and_norms_equal_the_oracle_in_any_order(
     @settings(max_examples=15)
     @given(st.lists(tensor, min_size=1, max_size=6), st.integers(100, 3000), seeds)
     def check(drawn: list[tuple[str, float, int, int, int]], limit: int, seed: int) -> None:
-        # Those of several chunks first: a block for each; of the others every second one.
-        drawn.sort(key=lambda one: -one[4])
         tensors = [
             make_values(kind, size, variant[0], seed, special)
             for kind, special, seed, offset, size in drawn
@@ -336,29 +322,21 @@ def test_emulated_measure_many_and_norms_equal_the_oracle_in_any_order(
         table = chunk_table(memories, variant[0].itemsize, limit)
         chunks = Memory(table.nbytes)
         chunks.bytes[:] = table.view(np.uint8)
-        large = int((table["parts"] > 1).sum())
-        large += (len(table) - large) // 2
-        grid = large + -(-(len(table) - large) // (THREADS // 32))
-        packed, norms_of = [], []
+        found, norms_of = [], []
         for order in (seed, seed + 1):
-            step = Step(Memory(len(tensors) * ROW.itemsize))
-            partials = Memory(32 * len(table))
-            arguments = [chunks, large, len(table), step.rows, partials]
-            launch(libraries(*variant), "measure_many_4", arguments, grid=grid, seed=order,
-                   tensors=memories)  # fmt: skip
-            packed.append(step.packed(libraries(None, 800), seed=order))
+            step, partials = Step(len(tensors)), Memory(32 * len(table))
+            launch(libraries(*variant), "measure_many_4", [chunks, step.rows, partials],
+                   grid=len(table), seed=order, tensors=memories)  # fmt: skip
+            found.append(step.decoded())
             norms, partials = Memory(len(tensors) * NORM.itemsize), Memory(8 * len(table))
             launch(libraries(*variant), "norms", [chunks, norms, partials], grid=len(table),
                    seed=order, tensors=memories)  # fmt: skip
             norms_of.append(norms.view(NORM))
             partials.view(np.float64)
         assert norms_of[0].tobytes() == norms_of[1].tobytes()
-        assert packed[0][0].tobytes() == packed[1][0].tobytes()
-        heads, pairs, _ = packed[0]
-        ends = heads["bucket_count"].cumsum()
+        assert bits_of(found[0]) == bits_of(found[1])
         for i, x in enumerate(tensors):
-            own = pairs[ends[i] - heads[i]["bucket_count"] : ends[i]]
-            assert_equals_oracle(heads[i], own, x, 4)
+            assert_equals_oracle(found[0], i, x, 4)
             magnitudes = np.abs(x.double().numpy())
             np.testing.assert_array_equal(norms_of[0][i]["largest"], magnitudes.max())
             with np.errstate(over="ignore", invalid="ignore"):
@@ -367,20 +345,3 @@ def test_emulated_measure_many_and_norms_equal_the_oracle_in_any_order(
                 )
 
     check()
-
-
-def test_emulated_packing_leaves_out_the_rows_beyond_the_capacity(libraries: Libraries) -> None:
-    library = libraries(torch.float32, 800)
-    step, partials = Step(Memory(3 * ROW.itemsize)), Memory(32 * 3)
-    tensors = [torch.linspace(-4, 4, 500), torch.arange(500.0), torch.ones(3)]
-    memories = [tensor_memory(x, 0) for x in tensors]
-    table, chunks = chunk_table(memories, 4, 500), Memory(3 * CHUNK.itemsize)
-    chunks.bytes[:] = table.view(np.uint8)
-    arguments = [chunks, 3, 3, step.rows, partials]
-    launch(library, "measure_many_4", arguments, grid=3, seed=0, tensors=memories)
-    buckets = [sketch_array(x.numpy()).buckets.size for x in tensors]
-    for capacity, kept in ((sum(buckets), 3), (sum(buckets) - 1, 2), (buckets[0] + 1, 1), (0, 0)):
-        heads, pairs, _ = step.packed(libraries(None, 800), seed=0, capacity=capacity)
-        np.testing.assert_array_equal(heads["sampled"], [-1] * kept + [-2] * (3 - kept))
-        np.testing.assert_array_equal(heads["bucket_count"], buckets[:kept] + [0] * (3 - kept))
-        assert np.count_nonzero(pairs["count"]) == sum(buckets[:kept])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,8 @@ from telemetry.measure import nvrtc
 from telemetry.measure.nvrtc import DTYPES, NvrtcError, compile_kernels
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
-KERNELS = {f"measure{kind}_{n}" for kind in ("", "_last", "_middle", "_many") for n in (2, 4)}
+KINDS = ("", "_wide", "_last", "_middle", "_many")
+KERNELS = {"norms", *(f"measure{kind}_{powers}" for kind in KINDS for powers in (2, 4))}
 
 # Two blocks of 512 threads share a multiprocessor's 65,536 registers and, on sm_75, 64 kB.
 MOST_REGISTERS = 64
@@ -56,17 +59,15 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, str]:
 def test_nvrtc_compiles_every_kernel_without_spills_so_that_two_blocks_fit(
     architecture: str, tmp_path: Path, logs: dict[bytes, str]
 ) -> None:
-    def compiled(dtype: torch.dtype | None) -> bytes:
+    def compiled(dtype: torch.dtype) -> bytes:
         return compile_kernels(dtype, architecture, cache_folder=tmp_path)
 
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(compiled, [*DTYPES, None]))
-    for dtype, cubin in zip([*DTYPES, None], results, strict=True):
+        results = list(pool.map(compiled, DTYPES))
+    for dtype, cubin in zip(DTYPES, results, strict=True):
         log = logs[cubin]
         found = {match["kernel"]: match for match in _RESOURCES.finditer(log)}
-        assert set(found) == (
-            {"pack_heads", "pack_pairs"} if dtype is None else {*KERNELS, "norms"}
-        ), log
+        assert set(found) == KERNELS, (dtype, log)
         assert "warning" not in log
         assert cubin.startswith(b"\x7fELF")
         for kernel, match in found.items():
@@ -80,7 +81,7 @@ def test_nvrtc_compiles_once_per_source_and_architecture(
 ) -> None:
     def is_compiled(architecture: str = "sm_80") -> bool:
         logs.clear()
-        cubin = compile_kernels(None, architecture, cache_folder=tmp_path / "new")
+        cubin = compile_kernels(torch.float32, architecture, cache_folder=tmp_path / "new")
         results[architecture].add(cubin)
         return [*logs] == [cubin]
 
@@ -97,17 +98,44 @@ def test_nvrtc_compiles_once_per_source_and_architecture(
     assert names == [".cubin"] * 3  # and nothing half-written
 
 
+def test_nvrtc_compiles_for_a_later_minor_version_what_it_knows(
+    tmp_path: Path, logs: dict[bytes, str]
+) -> None:
+    """Machine code runs on all later ones of the same major version."""
+    cubin = compile_kernels(torch.float32, "sm_99", cache_folder=tmp_path)
+    assert "for 'sm_90'" in logs[cubin]
+
+
+def test_nvrtc_loads_without_what_pytorch_has_loaded(tmp_path: Path) -> None:
+    library = Path(nvrtc._library()._name)
+    if not library.is_absolute():
+        pytest.skip("the system's, which finds its parts")
+    version = f"import types\nversion = types.SimpleNamespace(cuda={torch.version.cuda!r})\n"
+    (tmp_path / "torch.py").write_text(f"{version}def __getattr__(name): return name\n")
+    program = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("nvrtc", {nvrtc.__file__!r})
+nvrtc = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(nvrtc)
+nvrtc.find_spec = lambda name: None
+nvrtc.torch.__file__ = {str(library.parents[1] / "torch.py")!r}
+cubin, _ = nvrtc._compile(b"__global__ void kernel() {{}}", ["--gpu-architecture=sm_90"])
+assert cubin.startswith(b"\x7fELF")
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+
+
 def test_nvrtc_compiles_where_nothing_can_be_kept(tmp_path: Path, logs: dict[bytes, str]) -> None:
     (tmp_path / "file").touch()
     for _ in range(2):
         logs.clear()
-        assert compile_kernels(None, "sm_80", cache_folder=tmp_path / "file") in logs
+        assert compile_kernels(torch.float32, "sm_80", cache_folder=tmp_path / "file") in logs
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda folder: compile_kernels(None, "sm_1", cache_folder=folder), "sm_1"),
+        (lambda folder: compile_kernels(torch.float32, "sm_1", cache_folder=folder), "sm_1"),
         (lambda folder: _compile_wrong(folder), "kernels.cu.*error"),
     ],
 )
@@ -123,11 +151,11 @@ def _compile_wrong(folder: Path) -> bytes:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvrtc, "SOURCE", folder / "kernels.cu")
         nvrtc.SOURCE.write_text("int wrong = ;")
-        return compile_kernels(None, "sm_80", cache_folder=folder)
+        return compile_kernels(torch.float32, "sm_80", cache_folder=folder)
 
 
 def test_nvrtc_is_missing_where_pytorch_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     nvrtc._library.cache_clear()
     with pytest.raises(NvrtcError, match="built without CUDA"):
-        compile_kernels(None, "sm_80")
+        compile_kernels(torch.float32, "sm_80")
