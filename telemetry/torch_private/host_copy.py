@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -13,6 +17,9 @@ from torch import Tensor
 
 # Types of devices with CUDA's streams; ROCm has the same name.
 _WITH_STREAMS = {"cuda"}
+
+DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class HostCopy:
@@ -57,7 +64,8 @@ class HostCopy:
             self._outbox.send()
         assert self._outbox is None, "the transfer has failed"
         if self._event is not None:
-            self._event.synchronize()
+            with relaxed_capture():
+                self._event.synchronize()
             self._event = None
         return self._values
 
@@ -66,6 +74,32 @@ def send(device: torch.device) -> None:
     """Start the transfer of all copies on this device."""
     if device.type in _WITH_STREAMS:
         _outbox(device).send()
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread wait without invalidating a capture of a CUDA graph by another thread.
+
+    In the default mode of ``torch.cuda.graph``, even a query of an event would.
+    """
+    exchange, mode = _exchange_capture_mode(), ctypes.c_int(_RELAXED)
+    if exchange is None:
+        yield
+        return
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@cache
+def _exchange_capture_mode() -> Any:
+    """The driver's function, which stores the mode before; None where there is no such driver."""
+    try:
+        return ctypes.CDLL(DRIVER).cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
 
 
 def current_stream(device: torch.device) -> Any:
@@ -110,7 +144,8 @@ class _Outbox:
             added = [self._waiting.popleft()() for _ in range(len(self._waiting))]
             copies = [copy for copy in added if copy is not None]
             if copies:
-                self._send(copies)
+                with relaxed_capture():  # pinned memory is allocated
+                    self._send(copies)
 
     def _send(self, copies: list[HostCopy]) -> None:
         # The widest dtypes first, so that all are aligned.

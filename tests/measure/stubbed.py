@@ -65,6 +65,12 @@ class Driver:
         (ctypes.c_char * 32).in_dll(self._library, "stub_failing").value = name.encode()
         ctypes.c_int.in_dll(self._library, "stub_error").value = error
 
+    def capture_mode(self, mode: int) -> int:
+        """Set how this thread's calls treat captures of other threads; the mode before."""
+        box = ctypes.c_int(mode)
+        self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(box))
+        return box.value
+
     def exchange(self) -> object:
         return self._library.stub_exchange(native.TENSORS)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from telemetry.measure import Measurer, cuda, native, nvrtc
 from telemetry.records import TensorRecord
+from telemetry.torch_private import host_copy
 
 pytestmark = [
     needs_tensor_reader,
@@ -408,6 +409,32 @@ def test_a_stream_that_is_captured_is_left_alone(driver: Driver) -> None:
         assert rows.add(tensors, None, 4, 0) == [False, False]
     assert rows.send() == 0
     assert driver.counts().keys() == {"cuEventRecord"} or driver.calls() == []
+
+
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)
+
+
+def test_another_thread_may_capture_meanwhile(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stub refuses all calls in the default mode, in which they invalidate that capture."""
+    monkeypatch.setattr(host_copy, "DRIVER", driver.path)
+    host_copy._exchange_capture_mode.cache_clear()
+    modes: list[int] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            modes.append(driver.capture_mode(RELAXED))
+
+    for before in (GLOBAL, THREAD_LOCAL):
+        driver.capture_mode(before)
+        assert_same(*measured(normal(10)), on_host(normal(10)))
+        copy = host_copy.HostCopy(normal(3))
+        copy._event = Event()  # type: ignore[assignment]
+        copy.wait()
+        assert modes.pop() == RELAXED
+        assert driver.capture_mode(GLOBAL) == before
+    host_copy._exchange_capture_mode.cache_clear()
 
 
 def test_without_memory_operations_measure(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
