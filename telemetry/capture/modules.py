@@ -16,7 +16,7 @@ from telemetry.capture.unseen import NEVER_RAN
 from telemetry.records import Layout, Module, Parameter
 from telemetry.selection import Selection, clean_name, cleaned, evenly, owners
 from telemetry.shared.plain_text import called_all
-from telemetry.torch_private import AroundModuleCalls
+from telemetry.torch_private import AfterModeChanges, AroundModuleCalls
 from telemetry.torch_private.compiler import (
     GRAPHS_CAN_BE_OBSERVED,
     BeforeCompilations,
@@ -52,6 +52,8 @@ class WatchedModules:
         self._selection = selection
         self._calls = AroundModuleCalls(self._before, self._after, self._compiler_comes)
         self._compilations = BeforeCompilations(self._compiler_comes)
+        self._modes = AfterModeChanges(self._mode_changed)
+        self._set_aside: set[ForwardHook] = set()  # while their layers are in evaluation mode
         self._input_hook = InputHook(capture, model)
         self._forward_hooks: dict[str, ForwardHook] = {}
         self._by_identity: dict[int, ForwardHook] = {}  # the same, of modules
@@ -91,11 +93,14 @@ class WatchedModules:
         for hook in self._forward_hooks.values():
             if not hook.traced and (hook.ran_eagerly or not compiling):
                 hook.remove()
+                self._set_aside.discard(hook)
 
     def detach(self) -> None:
         """Leave nothing behind; harmless when done twice."""
         self._observing = False
         self._compilations.remove()
+        self._modes.remove()
+        self._set_aside.clear()
         self._calls.remove()
         for hook in (self._input_hook, *self._forward_hooks.values()):
             hook.remove()
@@ -110,6 +115,11 @@ class WatchedModules:
         self._input_hook.install()
         for hook in self._forward_hooks.values():
             hook.install()
+        model = self._capture.model()
+        for layer in () if model is None else model.modules():
+            if isinstance(layer, nn.TransformerEncoderLayer):
+                self._modes.install()
+                self._mode_changed(layer)
 
     # --- what PyTorch calls -----------------------------------------------------------------------
 
@@ -129,6 +139,16 @@ class WatchedModules:
         hook = self._by_identity.get(id(module))
         if hook is not None and not hook.installed:
             hook(module, args, output)
+
+    def _mode_changed(self, layer: nn.Module) -> None:
+        found = (self._by_identity.get(id(module)) for module in layer.modules())
+        for hook in (hook for hook in found if hook is not None):
+            if layer.training and hook in self._set_aside:
+                self._set_aside.remove(hook)
+                hook.install()
+            elif not layer.training and hook.installed:
+                self._set_aside.add(hook)
+                hook.remove()
 
     def _compiler_comes(self) -> None:
         with self._capture.guard.failures.contained("to attach its hooks"):

@@ -16,7 +16,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch._utils
@@ -267,6 +267,39 @@ def _has_any_other_global_hook() -> bool:
     kinds = ("_global_forward", "_global_backward")
     hooks = (value for name, value in vars(nn_module).items() if name.startswith(kinds))
     return not _quiet.issuperset(itertools.chain(*hooks))
+
+
+class AfterModeChanges:
+    """Calls ``callback(layer)`` after ``train`` or ``eval`` of an ``nn.TransformerEncoderLayer``.
+
+    For hooks that have to be on its modules: in evaluation mode they keep it from being fused.
+    The class gets a ``train`` of its own for that, as long as anyone needs it.
+    """
+
+    _callbacks: ClassVar[list[Callable[[nn.Module], None]]] = []
+
+    def __init__(self, callback: Callable[[nn.Module], None]) -> None:
+        self._callback = callback
+
+    def install(self) -> None:
+        """Begin; harmless when done twice."""
+        if self._callback not in self._callbacks:
+            self._callbacks.append(self._callback)
+            nn.TransformerEncoderLayer.train = _train  # type: ignore[method-assign,assignment]
+
+    def remove(self) -> None:
+        """End; harmless when done twice."""
+        if self._callback in self._callbacks:
+            self._callbacks.remove(self._callback)
+            if not self._callbacks and vars(nn.TransformerEncoderLayer).get("train") is _train:
+                del nn.TransformerEncoderLayer.train
+
+
+def _train(layer: nn.Module, mode: bool = True) -> nn.Module:
+    nn.Module.train(layer, mode)
+    for callback in AfterModeChanges._callbacks:
+        callback(layer)
+    return layer
 
 
 def keywords_of_call() -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from require import needs_observable_graphs
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from twins import Recorder, assert_left_alone, run
 
 from telemetry import HookLogger
@@ -263,6 +264,49 @@ def test_a_module_that_calls_itself_is_measured_each_time(tmp_path: Path) -> Non
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert recorder.records[0].activations[""].calls == 3
         assert len(model._forward_hooks) == hooked
+
+
+def evaluated_eagerly(model: nn.Module, compiled: Any) -> Tensor:
+    return evaluate(model.eval(), None)
+
+
+def evaluated_in_a_graph(model: nn.Module, compiled: Any) -> Tensor:
+    compiled.eval()
+    with torch.no_grad():
+        return compiled(batch())
+
+
+@needs_observable_graphs
+@pytest.mark.parametrize("evaluated", [evaluated_eagerly, evaluated_in_a_graph])
+@pytest.mark.parametrize("every_n_steps", [1, 2])
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_a_compiled_encoder_is_fused_in_evaluation(
+    tmp_path: Path, evaluated: Callable[..., Tensor], every_n_steps: int
+) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        torch._dynamo.reset()
+        counters.clear()
+        if logger is not None:
+            logger.remove()
+            logger.attach()
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            yield evaluated(model, compiled)
+            compiled.train()
+            yield train_step(model, optimizer, compiled(batch()).square().mean())
+            yield evaluated(model, compiled)
+            if step == 2:
+                graphs.append(counters["stats"]["unique_graphs"])
+        graphs.append(counters["stats"]["unique_graphs"])
+
+    graphs: list[int] = []
+    outcome = assert_left_alone(Encoder, loop, tmp_path, every_n_steps=every_n_steps)
+    assert graphs[-2] == graphs[-1]  # nothing is compiled again
+    for record in outcome.full:
+        assert record.activations["encoder.layers.1.linear1"].calls == 1
+        assert record.activation_grads["head"].calls == 1
+    assert "train" not in vars(nn.TransformerEncoderLayer)
 
 
 @needs_observable_graphs
