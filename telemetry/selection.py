@@ -81,8 +81,10 @@ class Selection:
 
     def parameters(self, model: nn.Module) -> set[int]:
         """Identities of the parameters of ``model`` to record."""
-        watched = self.apply(model)
         found = set(map(id, model.parameters())) if self.modules is None else set()
+        if self.modules is None and not self.exclude:
+            return found
+        watched = self.apply(model)
         for name, module in _candidates(model).items():  # from the outside to the inside
             if name in watched:
                 found.update(map(id, module.parameters()))
