@@ -112,9 +112,12 @@ class WatchedModules:
     def _install(self) -> None:
         """Put hooks on the modules: graphs that contain such are valid without global ones only."""
         self._calls.remove()
-        self._input_hook.install()
+        if self._observing:
+            self._input_hook.install()
         for hook in self._forward_hooks.values():
-            hook.install()
+            # Elsewhere they would make steps slower that are not measured.
+            if self._observing or hook.traced or not hook.ran_eagerly:
+                hook.install()
         model = self._capture.model()
         for layer in () if model is None else model.modules():
             if isinstance(layer, nn.TransformerEncoderLayer):
@@ -124,7 +127,7 @@ class WatchedModules:
     # --- what PyTorch calls -----------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._capture.armed:
             return
         if module is self._input_hook.module():
             self._input_hook(module, args)

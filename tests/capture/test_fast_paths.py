@@ -329,6 +329,30 @@ def test_a_compiled_model_does_not_warn_of_global_hooks(tmp_path: Path) -> None:
     torch._dynamo.reset()
 
 
+@needs_observable_graphs
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_steps_that_are_not_measured_have_no_hooks_though_something_else_is_compiled(
+    tmp_path: Path,
+) -> None:
+    torch._dynamo.reset()
+    double = torch.compile(lambda x: x * 2, backend="eager")
+    hooks = []
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            loss = double(model(torch.randn(3, 4)).to([torch.float32, torch.float64][step % 2]))
+            yield train_step(model, optimizer, loss.sum().float())
+            double(torch.ones(2, dtype=[torch.int8, torch.int16, torch.int32][step % 3]))
+            hooks.append(hook_counts(model))
+
+    make = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))  # noqa: E731
+    outcome = assert_left_alone(make, loop, tmp_path, every_n_steps=3)
+    assert hooks == [0] * 10
+    assert [len(record.activations) for record in outcome.records] == [3, 0, 0, 3, 0]
+    torch._dynamo.reset()
+
+
 def test_a_watched_module_has_no_hooks_that_others_could_see(tmp_path: Path) -> None:
     seen = []
 
