@@ -11,15 +11,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
+from gpu import measure_host
 from machine import describe_machine
 
-from telemetry.measure import Measurer, cuda
+from telemetry import torch_private
+from telemetry.measure import Measurer, cuda, native
 
 CALLS = 500
 ROUNDS = 9
@@ -43,19 +46,25 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "measure"))
     stubbed = import_module("stubbed")
     with pytest.MonkeyPatch.context() as patches, tempfile.TemporaryDirectory() as folder:
-        driver = stubbed.install(patches, Path(folder))
+        driver = stubbed.install(patches, Path(folder), types=native.TYPES)
         driver.idle = 1
-        # A real tensor is of no subclass, whose attributes take longer.
-        stubbed.OnGpu.__torch_function__ = torch._C._disabled_torch_function_impl
-        tensor, many = stubbed.on_gpu(torch.rand(8, 8)), [torch.rand(30) for _ in range(148)]
-        of_gpu = [stubbed.on_gpu(one) for one in many]
+        patches.setattr(cuda, "_pinned_memory", partial(torch.zeros, dtype=torch.uint8))
+        # All tensors are in the stub's memory, and PyTorch is asked what it is asked on a GPU.
+        patches.setattr(torch.Tensor, "is_cuda", True)
+        patches.setattr(torch.Tensor, "is_cpu", False)
+        patches.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+        patches.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patches.setattr(torch.cuda, "is_initialized", lambda: True)
+        patches.setattr(torch_private, "_device_types", lambda: ("cpu", "cuda"))
+        tensor, many = torch.rand(8, 8), [torch.rand(30) for _ in range(148)]
         print(describe_machine(torch.device("cpu")))
         plain = microseconds(lambda measurer: measurer.add(tensor), CALLS)
         units = microseconds(lambda measurer: measurer.add(tensor, unit_axis=1), CALLS)
-        weights = microseconds(lambda measurer: measurer.add_all(of_gpu, powers=2), 20)
-        norms = microseconds(lambda measurer: cuda.norms(of_gpu), 20)
+        weights = microseconds(lambda measurer: measurer.add_all(many, powers=2), 3)
+        norms = microseconds(lambda measurer: cuda.norms(many), 20)
         print(f"a tensor {plain:.1f} us, with units {units:.1f} us")
         print(f"{len(many)} tensors at once {weights:.0f} us, their norms {norms:.0f} us")
+        measure_host(torch.device("cpu"), 300)
 
 
 if __name__ == "__main__":

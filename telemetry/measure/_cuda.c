@@ -492,10 +492,12 @@ static int launch_measure(Buffer *buffer, const Values *values, int powers, Stre
     if (!code)
         code = launch(buffer->device, module_of(values->dtype), kernel_for(values) + (powers == 4),
                       blocks, stream, arguments);
+    if (code)
+        return code;
     buffer->row_count++;
     buffer->unit_count += values->units;
     buffer->partial_count += blocks;
-    return code;
+    return 0;
 }
 
 /* Keeps the interpreter lock, which takes longer to get back than one launch takes. */

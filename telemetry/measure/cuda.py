@@ -345,7 +345,7 @@ class GpuRows:
     """The rows of one step's tensors on one GPU. Nothing here may be called while a thread does."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self.numbers: list[int] = []  # which tensor each row is of
+        self.numbers: list[int] = []  # which tensor each row is of; -1: none
         self._gpu = gpu
         self._buffer: _Buffer | None = None
         self._packs: list[_Pack] = []
@@ -376,8 +376,8 @@ class GpuRows:
             raise
 
     def _takes(self, tensor: Tensor, unit_axis: int | None, powers: int) -> bool:
-        [given] = _given([tensor], unit_axis)
-        while (buffer := self._lent()) is not None:
+        given = tensor if host.TENSORS and not tensor.is_neg() else _given([tensor], unit_axis)[0]
+        while (buffer := self._buffer or self._lent()) is not None:
             stream = raw_stream(self._gpu.index)
             taken = _cuda.measure(buffer.handle, given, unit_axis, powers, stream)
             if taken != _FULL:
@@ -391,9 +391,13 @@ class GpuRows:
         while len(found) < len(tensors) and (buffer := self._lent()) is not None:
             stream = raw_stream(self._gpu.index)
             taken, tables = _cuda.plan(self._gpu.handle, buffer.handle, rest, stream)
-            for table in tables:
-                _launch(self._gpu, buffer.handle, table, 0, powers, stream)
             known = taken[: taken.index(_FULL)] if _FULL in taken else taken
+            try:
+                for table in tables:
+                    _launch(self._gpu, buffer.handle, table, 0, powers, stream)
+            except (torch.OutOfMemoryError, MemoryError):
+                self.numbers += [-1] * sum(known)  # other tensors may follow
+                raise
             self.numbers += range(number, number + sum(known))
             number += sum(known)
             found += map(bool, known)

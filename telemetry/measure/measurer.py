@@ -53,7 +53,13 @@ class Measurer:
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
         """
-        return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
+        if not tensor.is_cuda:
+            return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
+        with self._lock:
+            step = self._step
+            if step.on_gpu(tensor.get_device(), (tensor,), unit_axis, powers)[0]:
+                return step.next_number()
+        return self._add_other(tensor, unit_axis, powers)
 
     def add_all(
         self, tensors: Sequence[Tensor], *, unit_axis: int | None = None, powers: int = 4
@@ -141,7 +147,9 @@ class Measurements:
         gpu = cuda.gpu(index)
         if gpu is None:
             return [False] * len(tensors)
-        rows = self.gpus.setdefault(index, cuda.GpuRows(gpu))
+        rows = self.gpus.get(index)
+        if rows is None:
+            rows = self.gpus[index] = cuda.GpuRows(gpu)
         return rows.add(tensors, unit_axis, powers, self.count)
 
     def takes_copy(self, values: Values, powers: int) -> bool:

@@ -532,6 +532,32 @@ def test_a_step_without_memory_is_skipped_and_the_next_measured(
     assert len(cuda.gpu(0)._buffers) == 2  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("lacking", ["table", "launch"])
+def test_what_is_measured_after_memory_was_lacking_is_that_tensor(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    measurer, tensors = Measurer(), [normal(10), normal(20), normal(30)]
+    measurer.add(on_gpu(tensors[0]))
+
+    def refuse(*arguments: object) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patches, pytest.raises((torch.OutOfMemoryError, MemoryError)):  # noqa: PT012
+        if lacking == "table":
+            patches.setattr(cuda, "_uploaded", refuse)
+            measurer.add_all([on_gpu(tensor) for tensor in tensors])
+        else:
+            driver.fail("cuLaunchKernel", 2)
+            measurer.add(on_gpu(tensors[1]))
+    driver.fail("")
+    numbers = measurer.add_all([on_gpu(tensor) for tensor in tensors[1:]])
+    records = measurer.finish().reduce()
+    assert len(records) == 3
+    for number, tensor in zip([0, *numbers], tensors, strict=True):
+        assert number is not None
+        assert_same(records[number], on_host(tensor))
+
+
 def test_memory_for_a_buffer_is_asked_for_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
