@@ -126,6 +126,12 @@ static int queue(Task task, void *stream)
     return 0;
 }
 
+/* Drop what is queued: its memory may be gone. */
+void stub_begin(void)
+{
+    memset(streams, 0, sizeof streams);
+}
+
 /* --- the driver's functions ------------------------------------------------------------------- */
 
 int cuGetErrorString(int code, const char **text)

@@ -50,6 +50,7 @@ class Driver:
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         self._library = ctypes.PyDLL(self.path)
+        self._library.stub_begin()
         self._library.stub_exchange.restype = ctypes.py_object
         self._library.stub_exchange.argtypes = (ctypes.py_object,)
         self.stream = 7

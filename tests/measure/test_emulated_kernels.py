@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -41,6 +43,9 @@ NORM = np.dtype([("square", "f8"), ("largest", "f8"), ("done", "u4"), ("padding"
 # sm_75 compares neither pairs nor NaN.
 VARIANTS = [*((dtype, 800) for dtype in DTYPES), (torch.float16, 750)]
 
+# Of addresses, too, in a process that has been started for that.
+SANITIZE = os.environ.get("TELEMETRY_SANITIZE", "undefined")
+
 Libraries = Callable[[torch.dtype, int], ctypes.CDLL]
 
 
@@ -58,7 +63,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
         lines = [f"EMULATE({kernel})" for kernel in KERNELS]
         source.write_text(f'#include "{SOURCE}"\n' + "\n".join(lines) + "\n")
         command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"]
-        command += ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-U_FORTIFY_SOURCE"]
+        command += [f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-U_FORTIFY_SOURCE"]
         command += [f"-D__CUDA_ARCH__={architecture}", f"-DTHREADS={THREADS}"]
         command += [f"-DDTYPE={list(DTYPES).index(dtype) + 1}"]
         command += ["-include", str(Path(__file__).with_name("emulated.h")), str(source)]
@@ -345,3 +350,22 @@ def test_emulated_measure_many_and_norms_equal_the_oracle_in_any_order(
                 )
 
     check()
+
+
+def test_sanitizers_find_nothing_in_the_kernels_nor_in_reading_their_rows() -> None:
+    runtime = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True).strip()
+    if not Path(runtime).is_file():
+        pytest.skip("no sanitizer of addresses")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__, "-k", "equals_the_oracle or norms_equal"],
+        env={
+            **os.environ,
+            "TELEMETRY_SANITIZE": "address,undefined",
+            "LD_PRELOAD": runtime,
+            # A coroutine's stack is not what the sanitizer takes for the thread's.
+            "ASAN_OPTIONS": "detect_leaks=0,detect_stack_use_after_return=0,handle_segv=0",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
