@@ -275,6 +275,15 @@ def _norms_of_group(pairs: Indexed, wide: torch.dtype) -> Norms:
     return Norms(indices, norms, square)
 
 
+def _sample(parameter: Tensor) -> Tensor | None:
+    """What :class:`Updates` compares, ``[k]`` or ``[k, 16]``; None if it has no values."""
+    values = plain(parameter)
+    if values is None or values.is_meta:
+        return None
+    sample = block_sample(values)
+    return sample if sample is not values else values.reshape(-1)
+
+
 class Updates:
     """``||after − before|| / ||before||`` of each parameter, over one optimizer step.
 
@@ -283,26 +292,43 @@ class Updates:
     """
 
     def __init__(self, parameters: Indexed) -> None:
-        self._before: list[tuple[int, Tensor, Tensor]] = []
-        for index, parameter in parameters:
-            values = plain(parameter)
-            if values is not None and values.numel() and not values.is_meta:
-                self._before.append((index, parameter, block_sample(values).clone()))
+        # Copies of samples of one shape, dtype and device, one after the other in one tensor.
+        self._before: list[tuple[Indexed, Tensor, list[int]]] = []
         self._moved: list[Norms] = []
         self._sizes: list[Norms] = []
+        groups: dict[object, list[tuple[int, Tensor, Tensor]]] = {}
+        for index, parameter in parameters:
+            sample = _sample(parameter)
+            if sample is not None and sample.numel():
+                # On an accelerator a few operations for all; on the CPU large copies take longer.
+                place = index if sample.is_cpu else None
+                key = place, sample.device, sample.dtype, sample.dim()
+                groups.setdefault(key, []).append((index, parameter, sample))
+        for group in groups.values():
+            indexed = [(index, parameter) for index, parameter, _ in group]
+            samples = [sample for _, _, sample in group]
+            lengths = [len(sample) for sample in samples]
+            self._before.append((indexed, torch.cat(samples), lengths))
 
     def compare(self) -> None:
         """The step has been taken; forget the parameters."""
         moved: list[tuple[int, Tensor]] = []
         sizes: list[tuple[int, Tensor]] = []
-        for index, parameter, old in self._before:
-            values = plain(parameter)
-            if values is None:
-                continue
-            new = block_sample(values)
-            if new.shape == old.shape:
-                moved.append((index, new - old))
-                sizes.append((index, old))
+        for indexed, before, lengths in self._before:
+            kept: list[int] = []
+            new: list[Tensor] = []
+            old: list[Tensor] = []
+            for (index, parameter), part in zip(indexed, before.split(lengths), strict=True):
+                sample = _sample(parameter)
+                if sample is not None and sample.shape == part.shape:
+                    kept.append(index)
+                    new.append(sample)
+                    old.append(part)
+            if kept:
+                before = before if len(kept) == len(indexed) else torch.cat(old)
+                parts = (torch.cat(new) - before).split([len(part) for part in new])
+                moved += zip(kept, parts, strict=True)
+                sizes += zip(kept, old, strict=True)
         self._moved, self._sizes = _norms_of_plain(moved), _norms_of_plain(sizes)
         self._before = []
 

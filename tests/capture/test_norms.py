@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry.capture.parameters import Updates, take_norms
 
@@ -65,6 +67,14 @@ def test_infinite_and_nan_are_told_from_huge(size: int, bits: int, is_finite: bo
     assert is_finite or bool(norms.nonfinite())
 
 
+@pytest.fixture(params=["CPU", "accelerator"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where parameters are said to be."""
+    monkeypatch.setattr(Tensor, "is_cpu", request.param == "CPU")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("device")
 def test_an_update_is_compared_with_its_own_parameter() -> None:
     parameters = [torch.ones(2000), torch.ones(10), torch.ones(10, dtype=torch.float64)]
     parameters += [torch.ones(300_000), torch.ones(9, 5)[:, ::2], torch.ones(10).to(torch.bfloat16)]
@@ -79,6 +89,30 @@ def test_an_update_is_compared_with_its_own_parameter() -> None:
     assert ratios[5] == pytest.approx(0.6, rel=2**-7)  # of bfloat16
 
 
+class Operations(TorchDispatchMode):
+    """Counts operations that make new tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("device", ["accelerator"], indirect=True)
+def test_updates_of_many_parameters_take_few_operations() -> None:
+    parameters = [torch.ones(40_000 * (1 + n % 2) if n % 3 else 10) for n in range(60)]
+    with Operations() as operations:
+        updates = Updates(list(enumerate(parameters)))
+        updates.compare()
+    # Copies of small ones and samples before and after, and their differences; four of norms each.
+    assert operations.count <= 6 + 2 * 4
+
+
+@pytest.mark.usefixtures("device")
 def test_the_update_of_a_parameter_that_becomes_another_size_is_unknown() -> None:
     parameters = [torch.ones(10), torch.ones(10)]
     updates = Updates(list(enumerate(parameters)))
