@@ -130,6 +130,8 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
     - The optimizer: it made a parameter so though gradients were finite, at this step or before it.
     - The inputs: the batch is bad, or what the first watched module is given, unless a good step
       had such values before.
+    - A buffer that is no running statistic: the first output that is bad is that of its module, or
+      one behind it.
     - The forward pass: the output of a module is bad.
     - The targets or the loss: the loss is bad, and no output is.
     - The backward pass: the loss is finite and gradients are not. A module began it if gradients
@@ -163,6 +165,11 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
             what += whose if name else "the batch itself"
             what += f", which reach {called(entered)}" if entered is not None else ""
             return Origin(entered, what, _BATCH)
+    for _, name in _constants(record) if record.outputs else ():
+        owner = name.rpartition(".")[0]
+        if _may_begin_in(record, owner, entered):
+            reached = f", which reaches {called(entered)}" if entered is not None else ""
+            return Origin(owner, f"the buffer {printable(name)}{reached}", _BUFFER)
     if entered is not None:
         what = f"the forward pass, in the output of {called(entered)}"
         return Origin(entered, what, _FORWARD)
@@ -204,11 +211,45 @@ def _broken_by_step(record: StepRecord) -> list[str]:
     ]
 
 
+def _constants(record: StepRecord) -> list[tuple[int, str]]:
+    """Buffers with NaN that are no statistics of what a batch norm is given, each with its place:
+    that of the last module in which it can be used.
+    """
+    found = []
+    for name in record.nan_buffers:
+        if not name.endswith(_STATISTICS):
+            owner, modules = name.rpartition(".")[0], record.layout.modules
+            inside = [i for i, m in enumerate(modules) if _is_inside(m.name, owner)]
+            found.append((max(inside, default=len(modules)), name))
+    return sorted(found)
+
+
+def _is_inside(name: str, owner: str) -> bool:
+    return not owner or f"{name}.".startswith(f"{owner}.")
+
+
+def _may_begin_in(record: StepRecord, owner: str, entered: str | None) -> bool:
+    """Whether a module's own arithmetic may be why ``entered`` is the first whose output is bad."""
+    order = [*record.activations]
+    inside = [name for name in order if _is_inside(name, owner)]
+    if owner in inside:  # its own output is known
+        return entered in inside
+    return entered is None or not inside or order.index(entered) >= order.index(inside[0])
+
+
 def _by_statistics(record: StepRecord) -> Origin | None:
-    """Batch norms note in the forward pass what they are given, also at steps not measured."""
+    """Batch norms note in the forward pass what they are given, also at steps not measured.
+
+    Where another buffer is NaN, and none of theirs before it, it is named.
+    """
     modules = record.layout.modules
-    noted = {name.rpartition(".")[0] for name in record.nan_buffers}
+    noted = {name.rpartition(".")[0] for name in record.nan_buffers if name.endswith(_STATISTICS)}
     first = next((i for i, module in enumerate(modules) if module.name in noted), None)
+    for place, name in _constants(record)[:1]:
+        if first is None or place < first:
+            owner = name.rpartition(".")[0]
+            what = f"the forward pass, in or before {called(owner)}, whose buffer "
+            return Origin(owner, f"{what}{printable(name)} is NaN,{_NOT_MEASURED}", _BUFFER)
     if first is None:
         return None
     kind, name = modules[first].type_name, modules[first].name
@@ -286,6 +327,7 @@ def _perhaps(suspects: Sequence[str]) -> str:
     return f", perhaps in {named}" if named else ""
 
 
+_STATISTICS = "running_mean", "running_var"
 _NOT_MEASURED = " of a step that was not measured in full"
 _OPTIMIZER = (
     "Look for eps=0 in Adam, for a learning rate or weight decay that is far too large, and for "

@@ -255,3 +255,62 @@ def test_a_scaler_that_skips_every_step_is_named_only_if_there_is_one() -> None:
 
 def test_steps_without_a_record_are_steps() -> None:
     assert logged(at=lambda i: 5 + i) == []
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer of its own."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner or nn.Identity()
+        self.register_buffer("gain", torch.ones(()))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x) * self.gain
+        with torch.no_grad():
+            self.mean.lerp_(y.mean(), 0.1)
+        return y
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+@pytest.mark.parametrize("at", [10, 13])
+@pytest.mark.parametrize(
+    ("buffer", "module", "named"),
+    [
+        ("gain", "", "the model"),
+        ("inner.1.gain", "inner.1", "inner.1"),
+        ("inner.2.gain", "inner.2", "inner.2"),
+    ],
+)
+def test_a_buffer_is_named(at: int, buffer: str, module: str, named: str) -> None:
+    parts = nn.Linear(8, 8), Scale(), Scaled(nn.Linear(8, 8)), nn.Linear(8, 3)
+    broken = Scaled(nn.Sequential(*parts))
+
+    def spoil(step: int) -> None:
+        if step == at:
+            broken.get_buffer(buffer).fill_(math.nan)
+
+    alert = first(at, model=broken, before=spoil)
+    assert (alert.step, alert.module_name) == (at, module)
+    seen = f"in or before {named}, whose buffer {buffer} is NaN" if at == 13 else f"buffer {buffer}"
+    assert seen in alert.message
+
+
+def test_a_bad_batch_that_buffers_have_noted_is_no_fault_of_theirs() -> None:
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        points, classes = draw()
+        points[5] = math.nan if step == 10 else points[5]
+        return points, classes
+
+    model = Scaled(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    alert = first(10, model=model, batch=batch)
+    assert "the inputs: 8 of 256 values" in alert.message
