@@ -1,4 +1,4 @@
-"""The training thread's time for a tensor on a GPU, without a GPU: the driver is a stub.
+"""The training thread's time for a tensor on a GPU, and in hooks: the driver is a stub, no GPU.
 
     python benchmarks/launches.py
 
@@ -64,6 +64,7 @@ def main() -> None:
         norms = microseconds(lambda measurer: cuda.norms(many), 20)
         print(f"a tensor {plain:.1f} us, with units {units:.1f} us")
         print(f"{len(many)} tensors at once {weights:.0f} us, their norms {norms:.0f} us")
+        torch.set_num_threads(1)
         measure_host(torch.device("cpu"), 300)
 
 

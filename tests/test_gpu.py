@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -227,6 +228,20 @@ def test_a_captured_step_is_left_alone(tmp_path: Path) -> None:
     first, *_, last = outcome.yielded
     assert last < first
     assert [record.step for record in outcome.full if record.activations] == [0, 1, 2]
+
+
+def test_another_thread_waits_while_a_graph_is_captured() -> None:
+    """In the default mode, what another thread asks of an event would invalidate the capture."""
+    tensor, measurer, graph = torch.ones(1000, device=DEVICE), Measurer(), torch.cuda.CUDAGraph()
+    (tensor * 2).sum()  # what is loaded and allocated once may wait
+    measurer.add(tensor)
+    measurements, copy = measurer.finish(), HostCopy(tensor)
+    with ThreadPoolExecutor(1) as pool, torch.cuda.graph(graph):
+        doubled = (tensor * 2).sum()
+        record = pool.submit(measurements.reduce).result()[0]
+        copied = pool.submit(copy.wait).result()
+    graph.replay()
+    assert (record.sketch.sum, copied.sum(), doubled.item()) == (1000, 1000, 2000)
 
 
 def test_images_of_a_network_are_drawn(tmp_path: Path) -> None:
