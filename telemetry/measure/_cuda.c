@@ -86,7 +86,8 @@ static PyObject *raise_error(const char *doing, int code)
     const char *text = NULL;
     if (driver.get_error_string(code, &text) || text == NULL)
         text = "unknown";
-    return PyErr_Format(code == OUT_OF_MEMORY ? PyExc_MemoryError : PyExc_RuntimeError, "CUDA, to %s: error %d, %s", doing, code, text);
+    return PyErr_Format(code == OUT_OF_MEMORY ? PyExc_MemoryError : PyExc_RuntimeError,
+                        "CUDA, to %s: error %d, %s", doing, code, text);
 }
 
 static PyObject *tensor_types; /* classes that tensors may be of */
@@ -134,7 +135,7 @@ static PyObject *python_load(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* --- a device --------------------------------------------------------------------------------- */
 
-/* As kernels.cu describes them, of one module for each dtype. Of most there are two, for 2 and 4 powers. */
+/* As kernels.cu describes them, of one module for each dtype; of most two, for 2 and 4 powers. */
 enum { MEASURE = 0, MEASURE_WIDE = 2, MEASURE_LAST = 4, MEASURE_MIDDLE = 6, MEASURE_MANY = 8, NORMS = 10,
        KERNELS };
 static const char *const NAMES[KERNELS] = {
@@ -407,7 +408,8 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* A tensor of the device, or what describes one: address, elements, letter of the dtype, units, inner. */
+/* A tensor of the device, or what describes one: address, elements, letter of the dtype, units,
+ * inner. */
 static int describe_any(PyObject *object, PyObject *axis, const Device *device, Values *values)
 {
     unsigned long long address;
@@ -544,8 +546,9 @@ static uint32_t fill_chunks(const Values *tensors, const int64_t *rows, Py_ssize
         uint32_t parts = (uint32_t)round_up(values->count, CHUNK);
         for (uint32_t part = 0; chunks && part < parts; part++) {
             int64_t first = (int64_t)part * CHUNK;
-            Chunk chunk = {values->values + first * size_of(values),
-                           (uint32_t)least(CHUNK, values->count - first), (uint32_t)rows[i], part, parts};
+            uint32_t elements = (uint32_t)least(CHUNK, values->count - first);
+            Chunk chunk = {values->values + first * size_of(values), elements, (uint32_t)rows[i], part,
+                           parts};
             chunks[count + part] = chunk;
         }
         count += parts;
@@ -635,7 +638,8 @@ static PyObject *python_launch_table(PyObject *module, PyObject *const *args, Py
             PyErr_SetString(PyExc_TypeError, "launch_table() takes a device, a buffer, 7 numbers");
         return NULL;
     }
-    void *arguments[] = {&numbers[2], buffer ? &buffer->rows : (Address *)&numbers[3], &numbers[4], NULL};
+    void *rows = buffer ? (void *)&buffer->rows : (void *)&numbers[3];
+    void *arguments[] = {&numbers[2], rows, &numbers[4], NULL};
     int kernel = buffer ? MEASURE_MANY + (numbers[5] == 4) : NORMS;
     Stream stream = (Stream)(uintptr_t)numbers[6];
     Entered entered;
