@@ -127,11 +127,11 @@ def test_a_tensor_that_cannot_be_reduced_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(tensor: object, axis: int | None) -> Tensor:
-        raise torch.OutOfMemoryError
+        raise torch.cuda.OutOfMemoryError
 
     measurer = Measurer()
     monkeypatch.setattr(device, "_statistics", fail)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.cuda.OutOfMemoryError):
         measurer.add(normal(5).as_subclass(Elsewhere))
     measurer.add(normal(5))
     (record,) = measurer.finish().reduce().values()

@@ -108,7 +108,7 @@ def give_up(index: int, error: Exception) -> None:
 
 def _failed(index: int, error: RuntimeError) -> None:
     """Give up, unless the GPU only lacks memory now."""
-    if not isinstance(error, torch.OutOfMemoryError):
+    if not isinstance(error, torch.cuda.OutOfMemoryError):
         give_up(index, error)
 
 
@@ -212,7 +212,7 @@ class Gpu:
         while size >= _LEAST_BYTES:
             try:
                 memory = _device_memory(size, self.index)
-            except torch.OutOfMemoryError:
+            except torch.cuda.OutOfMemoryError:
                 if not self._retry_at:
                     log.warning(
                         "telemetry: GPU %d lacks memory to measure many tensors at once, so it "
@@ -329,7 +329,7 @@ def _pinned_memory(size: int) -> Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
-        raise torch.OutOfMemoryError(str(error)) from error
+        raise torch.cuda.OutOfMemoryError(str(error)) from error
 
 
 def _uploaded(data: bytearray, index: int) -> Tensor:
@@ -359,7 +359,7 @@ class GpuRows:
 
         Raises:
             RuntimeError: The driver refuses; then PyTorch's operations measure what comes next.
-            torch.OutOfMemoryError, MemoryError: It lacks memory now.
+            torch.cuda.OutOfMemoryError, MemoryError: It lacks memory now.
         """
         try:
             if len(tensors) > 1 and unit_axis is None:
@@ -395,7 +395,7 @@ class GpuRows:
             try:
                 for table in tables:
                     _launch(self._gpu, buffer.handle, table, 0, powers, stream)
-            except (torch.OutOfMemoryError, MemoryError):
+            except (torch.cuda.OutOfMemoryError, MemoryError):
                 self.numbers += [-1] * sum(known)  # other tensors may follow
                 raise
             self.numbers += range(number, number + sum(known))

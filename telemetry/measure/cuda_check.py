@@ -106,7 +106,7 @@ def main(index: int) -> None:
         impossible(error)
     try:
         compare(gpu, put)
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         impossible(error)
     cuda.note_passed(index, gpu.kernels)
 

@@ -165,7 +165,7 @@ class Measurements:
         try:
             plain = tensor if tensor.dtype in cuda.DTYPES else tensor.to(torch.float32)
             plain = plain.contiguous()
-        except torch.OutOfMemoryError:  # operations need memory for a piece at a time
+        except torch.cuda.OutOfMemoryError:  # operations need memory for a piece at a time
             return False
         plain = plain if type(plain) in native.TYPES else plain.as_subclass(native.TYPES[0])
         return self.on_gpu(index, [plain], axis, powers)[0]

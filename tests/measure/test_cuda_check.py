@@ -108,7 +108,7 @@ def test_a_check_that_lacks_memory_says_nothing_of_the_kernels(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacks(gpu: cuda.Gpu, put: object) -> None:
-        raise torch.OutOfMemoryError
+        raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(cuda_check, "compare", lacks)
     monkeypatch.setattr(Tensor, "to", lambda tensor, target: tensor)

@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 LAUNCHES = ("cuLaunchKernel",)
+LACKING = (torch.cuda.OutOfMemoryError, MemoryError)  # memory, now
 
 
 @pytest.fixture
@@ -442,7 +443,7 @@ def test_without_memory_operations_measure(driver: Driver, monkeypatch: pytest.M
 
     def refuse(size: int, index: int) -> Tensor:
         asked.append(size)
-        raise torch.OutOfMemoryError
+        raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(cuda, "_gpus", {})
     monkeypatch.setattr(cuda, "_device_memory", refuse)
@@ -510,9 +511,9 @@ def test_a_step_without_memory_is_skipped_and_the_next_measured(
     tensors = [on_gpu(normal(10)), on_gpu(normal(20))]
 
     def refuse(*arguments: object) -> Tensor:
-        raise torch.OutOfMemoryError
+        raise torch.cuda.OutOfMemoryError
 
-    with monkeypatch.context() as patches, pytest.raises((torch.OutOfMemoryError, MemoryError)):  # noqa: PT012
+    with monkeypatch.context() as patches, pytest.raises(LACKING):  # noqa: PT012
         if lacking == "cuLaunchKernel":
             driver.fail(lacking, 2)
         elif lacking == "norms":
@@ -540,9 +541,9 @@ def test_what_is_measured_after_memory_was_lacking_is_that_tensor(
     measurer.add(on_gpu(tensors[0]))
 
     def refuse(*arguments: object) -> Tensor:
-        raise torch.OutOfMemoryError
+        raise torch.cuda.OutOfMemoryError
 
-    with monkeypatch.context() as patches, pytest.raises((torch.OutOfMemoryError, MemoryError)):  # noqa: PT012
+    with monkeypatch.context() as patches, pytest.raises(LACKING):  # noqa: PT012
         if lacking == "table":
             patches.setattr(cuda, "_uploaded", refuse)
             measurer.add_all([on_gpu(tensor) for tensor in tensors])
@@ -562,7 +563,7 @@ def test_memory_for_a_buffer_is_asked_for_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(size: int, index: int) -> Tensor:
-        raise torch.OutOfMemoryError
+        raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(cuda, "_gpus", {})
     with monkeypatch.context() as patches:
