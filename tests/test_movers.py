@@ -29,6 +29,16 @@ def test_layers_are_ranked_by_when_and_then_by_how_far_they_left_their_past() ->
     assert (falls.factor, late.factor) == (0, pytest.approx(100, rel=0.15))
 
 
+def test_a_layer_that_falls_through_its_usual_norm_left_it_where_it_rose() -> None:
+    values = norms()
+    values[60:, 0] *= [30, 30, 1, *[0.1] * 37]
+    found = movers(NAMES, range(100), values, 63)
+    assert found is not None
+    (calm,) = (mover for mover in found if mover.name == "calm")
+    assert calm.step == 60
+    assert calm.factor == pytest.approx(30, rel=0.15)
+
+
 def test_an_infinite_norm_is_the_farthest() -> None:
     values = norms()
     values[62:, 0] = np.inf

@@ -38,15 +38,26 @@ def quiet() -> Iterator[None]:
         ("mixture_density", 10),
         ("actor_critic", 10),
         ("triplet_siamese", 10),
+        ("policy_optimized_by_default", 10),  # its last layer begins small
+        ("regression_at_its_floor", 100),
+        ("experts_rate_jumps_ok", 1),  # some experts are given one token
     ],
 )
 def test_a_healthy_run_is_silent(name: str, every: int) -> None:
-    assert realruns.run_once("runs", name, every, 0).verdict == "ok"
+    assert realruns.run_once("runs", name, every, 0).verdict in ("ok", "note")
 
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("encoder_under_no_grad", 100), ("student_left_in_eval", 100), ("target_spike", 100)],
+    [
+        ("encoder_under_no_grad", 100),
+        ("student_left_in_eval", 100),
+        ("target_spike", 100),
+        ("mask_hides_everything", 100),
+        ("classes_random_from_a_step", 100),
+        ("distance_of_zero", 100),
+        ("temperature_of_zero", 10),
+    ],
 )
 def test_a_fault_is_told_rightly(name: str, every: int) -> None:
     outcome = realruns.run_once("runs", name, every, 0)

@@ -36,6 +36,7 @@ FAR_ABOVE = 0.7  # decades: a factor of 5; tried 0.14 and 3.5
 TENFOLD = 1.0  # decades: most healthy spikes of faultbench stay below it; tried 0.2 and 5
 FEW = 0.1  # of all layers, so that one noisy layer is none
 NOISE = 0.03  # of the first loss: less may be noise
+FEW_SAMPLES = 8  # fewer may all be the same token, or happen to be alike; tried 2
 NEVER = 10**9  # steps since an event that has not happened
 
 
@@ -109,6 +110,15 @@ class Logged(NamedTuple):
     loss: float
 
 
+class Jump(NamedTuple):
+    """A rise of the loss."""
+
+    before: float  # median of the last losses before it
+    limit: float  # above which a loss is far above them
+    first: Logged  # the first that was far above them
+    peak: Logged
+
+
 class Loss:
     """Whether the loss rises or falls. It may have any unit and sign.
 
@@ -120,6 +130,7 @@ class Loss:
 
     past: Past  # of all losses that are not far above it
     high: deque[Logged]  # the losses in a row that are
+    latest: deque[Logged]  # the last ones, whatever they are
     first: float = math.nan  # median of the first five that were not far above
     best: float = math.inf  # the lowest median of five
     is_worse: bool = False  # the recent median is four standard deviations above the past
@@ -127,16 +138,38 @@ class Loss:
     excess: float = 0.0  # of the last loss over the highest of the past, by the magnitude of that
     losses_lost: int = 0  # in a row, after which half of what was learned had been lost
     _firsts: tuple[float, ...] = ()
-    _recent: deque[float]
 
     def __init__(self) -> None:
         self.past, self.high = Past(), deque(maxlen=LATEST + 1)
-        self._recent = deque(maxlen=RECENT)
+        self.latest = deque(maxlen=3 * LATEST)
 
     @property
     def recent(self) -> float:
         """Median of the last five losses; NaN before the first."""
-        return median_high(self._recent) if self._recent else math.nan
+        return self.median_of(RECENT)
+
+    def median_of(self, count: int) -> float:
+        """Median of so many of the last losses; NaN before the first."""
+        latest = [loss for _, loss in self.latest][-count:]
+        return median_high(latest) if latest else math.nan
+
+    def is_floor(self, loss: float) -> bool:
+        """Whether a loss is next to nothing beside the first: what rises to it has lost nothing.
+
+        Adam wanders by a factor of 300 where a regression without noise has come to a
+        ten-thousandth (regression_at_its_floor), and spikes (curve_at_its_floor).
+        """
+        return 0 <= loss < NOISE * abs(self.first)
+
+    def jump(self, since: int) -> Jump:
+        """Where the loss rose at step ``since`` or later, and how far."""
+        before = [loss for step, loss in self.latest if step < since][-LATEST:]
+        after = [logged for logged in self.latest if logged.step >= since]
+        limit = max(before) + _FAR * (max(before) - min(before)) if before else -math.inf
+        peak = max(after, key=lambda logged: logged.loss)
+        first = next((logged for logged in after if logged.loss > limit), peak)
+        usual = median_high(before) if before else math.nan
+        return Jump(before=usual, limit=limit, first=first, peak=peak)
 
     @property
     def is_unbounded(self) -> bool:
@@ -145,14 +178,14 @@ class Loss:
 
     def add(self, step: int, loss: float) -> None:
         """Add the finite loss of one step."""
-        self._recent.append(loss)
+        self.latest.append(Logged(step, loss))
         recent = self.recent
         if len(self.past) >= RECENT:
             usual, deviation = self.past.of_latest(LATEST)
             deviation = max(deviation, 1e-3 * abs(usual))  # so that a constant has one
             self.is_worse = recent > usual + _WORSE * deviation
             self.is_better = recent < usual - _BETTER * deviation
-        if len(self._recent) == RECENT and self._firsts:
+        if len(self.latest) >= RECENT and self._firsts:
             self.best = min(self.best, recent)
             has_learned = self.first - self.best > NOISE * abs(self.first)
             is_lost = has_learned and recent > (self.first + self.best) / 2
@@ -303,6 +336,9 @@ class Baseline:
     # The module of one matrix that began far too large, if one did; and how many times as large as
     # He initialization makes it. None before the first full measurement.
     too_large: tuple[str, float] | None = None
+    # Modules whose matrices began far smaller than most, as the last layer of a policy: gradients
+    # before them begin small and grow, and a step moves them by many times their size.
+    began_small: tuple[str, ...] = ()
     _ratio_rate: float = 0.0
     _survived_rate: float = 0.0
     _rates: deque[float]
@@ -333,7 +369,8 @@ class Baseline:
             if self.step_ratio >= LARGE_STEP:
                 self.since_large_step = 0
         if record.weights and self.too_large is None:
-            self.too_large = _too_large(record)
+            sized = _sizes_beside_he(record)
+            self.too_large, self.began_small = _too_large(sized), _small(sized)
 
     @property
     def wants_full(self) -> bool:
@@ -444,8 +481,8 @@ def matrix_sizes(record: StepRecord) -> dict[str, float]:
     return {name: size for name, size in sizes.items() if name in record.layout.matrices}
 
 
-def _too_large(record: StepRecord) -> tuple[str, float]:
-    """The module of the one matrix that stands out, and how large it is.
+def _sizes_beside_he(record: StepRecord) -> list[tuple[float, str]]:
+    """How large each weight matrix is beside He initialization, and its module.
 
     He initialization makes the root mean square of a matrix ``sqrt(2 / fan_in)`` (He et al.,
     "Delving Deep into Rectifiers", 2015).
@@ -454,16 +491,28 @@ def _too_large(record: StepRecord) -> tuple[str, float]:
     for name, size in matrix_sizes(record).items():
         parameter = layout.parameters[layout.parameter_position[name]]
         module = layout.modules[layout.position[parameter.module_name]]
-        if module.type_name not in LOOKUPS and size > 0:
-            usual = math.sqrt(2 / math.prod(parameter.shape[1:]))
-            sized.append((size / usual, module.name))
+        if module.type_name not in LOOKUPS:
+            sized.append((size * math.sqrt(math.prod(parameter.shape[1:]) / 2), module.name))
+    return sized
+
+
+def _too_large(sized: Sequence[tuple[float, str]]) -> tuple[str, float]:
+    """The module of the one matrix that stands out, and how large it is."""
     largest = max(sized, default=(0.0, ""))
     others = [size for size, name in sized if name != largest[1]]
     stands_out = others and largest[0] >= _FAR_TOO_LARGE * max(1.0, max(others))
     return (largest[1], largest[0]) if stands_out else ("", 0.0)
 
 
-_FAR_TOO_LARGE = 10.0  # as He initialization, and as any other matrix; PyTorch's defaults are 0.4
+def _small(sized: Sequence[tuple[float, str]]) -> tuple[str, ...]:
+    """The modules of matrices that are far smaller than most."""
+    usual = median([size for size, _ in sized] or [0.0])
+    return tuple([name for size, name in sized if size * _FAR_TOO_LARGE < usual])
+
+
+_FAR_TOO_LARGE = (
+    10.0  # beside He initialization, and beside any other matrix; PyTorch's defaults are 0.4
+)
 
 
 @dataclass(kw_only=True)

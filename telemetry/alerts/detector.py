@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from telemetry.alert import Alert, Severity
-from telemetry.alerts.baseline import Baseline, finite_loss
+from telemetry.alerts.baseline import LATEST, Baseline, finite_loss
 from telemetry.alerts.memory import restore, to_plain
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
@@ -55,7 +55,9 @@ class Detector(Rule):
     lasting: ClassVar[bool] = False  # does not pass with what caused it
     by_large_steps: ClassVar[bool] = False  # a learning rate that has just jumped explains it
     confirm: ClassVar[int | str] = 1  # findings in a row that make an alert, or the limit that says
-    over_after: ClassVar[int] = 1  # looks without a finding after which a fault is over
+    # Looks without a finding after which a fault is over; of several full steps, in 20 steps at
+    # least: what comes and goes with each batch is one fault.
+    over_after: ClassVar[int] = 1
 
     # A full measurement would help; to be set by find(). While a finding of a full step waits to be
     # confirmed, one is asked for anyway.
@@ -63,6 +65,7 @@ class Detector(Rule):
     alert: Alert | None = None  # of the fault that is on
     _findings: int = 0
     _looks_without: int = 0
+    _found_at: int = 0  # the last step at which it was there
 
     def __init__(self, **limits: float) -> None:
         known = self.limits()
@@ -115,15 +118,17 @@ class Detector(Rule):
             return
         if (found := self.find(record, base)) is not None:
             self._findings += 1
-            self._looks_without = 0
+            self._looks_without, self._found_at = 0, record.step
             if found.certain or self._findings >= self._enough:
                 yield from self._tell(record.step, found)
         elif self.alert is not None and self.lasts(record, base):
-            self._looks_without = 0
+            self._looks_without, self._found_at = 0, record.step
         else:
             self._findings = 0
             self._looks_without += 1
-            if self.alert is not None and self._looks_without >= self.over_after:
+            is_brief = record.step - self._found_at < LATEST
+            waits = self.on == "full" and self.over_after > 1 and is_brief
+            if self.alert is not None and self._looks_without >= self.over_after and not waits:
                 ended, self.alert = _ended(self.alert, record.step), None
                 yield ended
 

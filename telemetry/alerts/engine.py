@@ -110,7 +110,8 @@ class Engine(Rule):
 
     def _reportable(self, alerts: list[Alert]) -> list[Alert]:
         reported: list[Alert] = []
-        for alert in map(self._graded, alerts):
+        # A note explains nothing. So it comes after what may explain it at the same step.
+        for alert in sorted(map(self._graded, alerts), key=lambda alert: alert.severity == "note"):
             if alert.stage == "end":
                 reported += self._end(alert)
             elif (cause := self._cause_of(alert)) is None:
@@ -175,7 +176,8 @@ class Engine(Rule):
         self._reported[before.kind] = replace(cause, alert=after, last=alert.step)
         for index, item in enumerate(reported):
             if item.kind == before.kind and item.stage != "end":
-                seen = _seen(item, alert) if is_new and item.stage == "worse" else item
+                is_seen = is_new and item.stage == "worse" and alert.severity != "note"
+                seen = _seen(item, alert) if is_seen else item
                 reported[index] = replace(
                     seen, severity=after.severity, consequences=after.consequences
                 )

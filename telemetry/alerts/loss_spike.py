@@ -14,6 +14,7 @@ from telemetry.alerts.baseline import (
     NEVER,
     RECENT,
     Baseline,
+    Jump,
     Logged,
     Rise,
 )
@@ -28,8 +29,10 @@ class LossSpike(Detector):
 
     How far a loss lies above its past is counted in ranges: highest minus lowest of a hundred
     losses, the latest ones left out. A jump alone is no fault: a harder task, other data or another
-    weight of a term do the same, so it gives a note, one in a hundred steps. A warning takes one of
-    three reasons:
+    weight of a term do the same, so it gives a note, one in a hundred steps. A loss that jumps and
+    stays for 20 steps where half of what was learned is lost gives one, too, however wide its range
+    was. What remains below 3 % of the first loss is no spike. A warning takes one of three
+    reasons:
 
     - The learning rate has just jumped to three times all that the run has survived, and two losses
       are far above the past, or the last five are worse than that (a range is wide where the loss
@@ -64,49 +67,68 @@ class LossSpike(Detector):
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         high, before = tuple(base.loss.high), self._before
         self._before = high
+        if base.loss.is_floor(max(loss for _, loss in (*before, *high, base.loss.latest[-1]))):
+            return None
         jumped_at = record.step - base.since_rate_jump
         is_new = base.since_rate_jump <= FEWEST and jumped_at != self._jumped_at
         if is_new and (len(high) >= 2 or base.loss.is_worse):
             self._jumped_at = jumped_at
-            high = high or (Logged(record.step, record.loss or 0.0),)
+            jump = base.loss.jump(jumped_at + 1)
             times = base.rate_after_jump / base.rate_before_jump
             reason = f"after the learning rate had jumped {times:.3g}-fold to "
             if self.alert is None:
-                self._rise = _rise(high, base)
+                self._rise = _rise(jump, base)
             return _found(
-                high,
+                jump,
                 base,
                 reason=f"{reason}{base.jump}",
                 module_name=base.jumped[0] if base.jumped else None,
-                advice="People usually limit what a schedule can return, lower the learning rate "
-                "or warm it up, and go on from a checkpoint before the spike.",
+                advice="Limit what the schedule can return, lower the learning rate or warm it up, "
+                "and go on from a checkpoint before the spike.",
                 is_worse=self.alert is not None,
             )
         if not high:
-            return self._of_batch(before, base) if before else None
+            return self._of_batch(before, base) if before else self._for_good(record, base)
         past = base.loss.past
         least = min(past.ranges_above(loss) for _, loss in high) * len(past) / LENGTH
         if self.alert is not None or len(high) != _IN_A_ROW or least < self.distance:
-            return None
-        since = high[0][0]
+            return self._for_good(record, base)
+        since = high[0].step
+        jump = base.loss.jump(since)
         early = [mover for mover in base.layers.movers(since) if mover.step < since]
         if len(early) >= FEW * len(base.layers.names):
-            self._rise = _rise(high, base)
+            self._rise = _rise(jump, base)
             ago = steps_in_words(since - early[0].step)
             return _found(
-                high,
+                jump,
                 base,
                 reason=f"and gradients had left their past {ago} before",
                 advice="People usually clip gradients, lower the learning rate or Adam's beta2, "
                 "and go on from a checkpoint before the spike without the batches around it.",
             )
+        return self._of_others(jump, record, base)
+
+    def _for_good(self, record: StepRecord, base: Baseline) -> Finding | None:
+        """The loss has lost half of what was learned, for as many steps as make a past."""
+        is_lost = (
+            base.loss.losses_lost == LATEST and base.age > LENGTH
+        )  # of fewer, the best is luck
+        if self.alert is not None or not is_lost:
+            return None
+        jump = base.loss.jump(record.step - LATEST - RECENT // 2)
+        if not base.loss.median_of(LATEST) > jump.limit:  # it wanders, as a GAN's
+            return None
+        return self._of_others(jump, record, base)
+
+    def _of_others(self, jump: Jump, record: StepRecord, base: Baseline) -> Finding | None:
+        """A rise that nothing explains but what the model is given."""
         is_known, self._noted_at = record.step - self._noted_at <= LENGTH, record.step
         if base.since_rate_jump <= FEWEST or is_known:
             return None
         return _found(
-            high,
+            jump,
             base,
-            reason="at once, though neither the learning rate nor gradients had changed before: "
+            reason="though neither the learning rate nor gradients had changed before: "
             "the batches, their targets, the loss or the weights are others",
             advice="A new task, harder data or another weight of a term do that. If that is not "
             "meant, look at inputs and labels from this step on, their order and their unit, and "
@@ -136,7 +158,7 @@ class LossSpike(Detector):
         if past.ranges_above(highest) < least or highest - known < least * (known - lowest):
             return None
         return _found(
-            high,
+            base.loss.jump(high[0].step),
             base,
             reason=f"and was back {steps_in_words(len(high))} later: it was the batch",
             advice="Look at that batch: inputs and targets in another unit, a wrong label or mask. "
@@ -155,7 +177,8 @@ class LossBurst(Detector):
 
     It jumps up at once and comes back at once, by half of the range of the hundred losses before;
     so it was not the weights, but other data, targets or masks: a broken shard, a batch of another
-    task. Single hard batches are none, nor is what comes again and again: the third is not told.
+    task. It is over after ten losses that are no higher than three quarters of those before it.
+    Single hard batches are none, nor is what comes again and again: the third is not told.
 
     Args:
         losses: Number of high losses in a row, at least; at most 20.
@@ -187,12 +210,14 @@ class LossBurst(Detector):
                 self._longest = max(self._longest, len(latest))
             self._latest = ()
         self._before = loss
-        if self._normal != RECENT or not self._high:
+        if self._normal != FEWEST or not self._high:
             return None
         first, last = self._high[0].step, self._high[-1].step
         highest, self._high = max(loss for _, loss in self._high), ()
         longest, self._longest = self._longest, 0
-        if longest < self.losses:
+        usual = sorted(past.values)[3 * len(past) // 4]
+        is_over = base.loss.median_of(FEWEST) <= usual and not base.loss.is_floor(highest)
+        if longest < self.losses or not is_over:
             return None
         self._bursts += 1
         if self._bursts > _TOLD or base.since_rate_jump < record.step - first + FEWEST:
@@ -213,23 +238,19 @@ class LossBurst(Detector):
 _TOLD = 2  # bursts; more are how the data are
 
 
-def _rise(high: Sequence[Logged], base: Baseline) -> Rise:
-    peak = max(loss for _, loss in high)
-    return Rise(first=base.loss.first, usual=base.loss.past.usual, peak=peak)
+def _rise(jump: Jump, base: Baseline) -> Rise:
+    return Rise(first=base.loss.first, usual=base.loss.past.usual, peak=jump.peak.loss)
 
 
-def _found(
-    high: Sequence[Logged], base: Baseline, *, reason: str, advice: str, **more: Any
-) -> Finding:
-    (step, loss), past = high[0], base.loss.past
-    peak_step, peak = max(high, key=lambda logged: logged.loss)
-    rise = f", and to {peak:.4g} at step {peak_step}" if peak > loss else ""
+def _found(jump: Jump, base: Baseline, *, reason: str, advice: str, **more: Any) -> Finding:
+    (step, loss), peak = jump.first, jump.peak
+    rise = f", and to {peak.loss:.4g} at step {peak.step}" if peak.loss > loss else ""
     return Finding(
-        seen=f"The loss, usually {past.usual:.4g}, jumped to {loss:.4g} at step {step}{rise}, "
+        seen=f"The loss, {jump.before:.4g} before, jumped to {loss:.4g} at step {step}{rise}, "
         f"{reason}{_in_words(base.layers.movers(step), len(base.layers.names))}",
         advice=advice,
-        value=loss,
-        limit=past.highest,
+        value=peak.loss,
+        limit=base.loss.past.highest,
         begun_at=step,
         **more,
     )

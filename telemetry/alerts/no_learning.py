@@ -9,7 +9,7 @@ from statistics import median_high
 import numpy as np
 
 from telemetry.alerts.baseline import FEWEST, RECENT, Baseline, Figures, finite_loss, matrix_ratios
-from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.records import StepRecord
 
 
@@ -20,24 +20,34 @@ class NoLearning(Detector):
     the gradients have faded. So the gradients must be as large as usual, and the learning rate must
     not have risen. It is over as soon as a weight moves.
 
+    It alerts, too, when all gradients have become exactly zero, which rounding does not do: a mask
+    that hides all targets, a hinge that no example reaches.
+
     Args:
         update_ratio: Largest update ratio over all weight matrices that counts as no movement.
         steps: Number of steps from the beginning.
+        zero_steps: Number of steps in a row with gradients that are all zero.
         losses: Number of losses that are logged before any optimizer of this model has stepped.
     """
 
     kind = "no_learning"
-    explained_by = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"})
+    explained_by = (
+        EXPLOSIONS
+        | RISEN_LOSSES
+        | {"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"}
+    )
     # A thousand such steps move a weight by 0.3 % of its size. At 3e-7 mlp_lr_low is missed;
     # tried 3e-5.
     update_ratio = 3e-6
     steps = 30  # by eye; tried 15 and 60, by which the alert comes earlier or later
+    zero_steps = 50  # triplet_siamese, which knows all it is shown, has 4
     losses = 100  # by eye: more micro-batches per step are unusual
     _norms: deque[float]
     _before: float = 0.0
     _largest_ratio: float = 0.0
     _looks: int = 0
     _losses: int = 0
+    _zeros: int = 0
 
     def set_up(self) -> None:
         self._norms = deque(maxlen=RECENT)
@@ -49,9 +59,11 @@ class NoLearning(Detector):
         if self._losses != self.losses:
             return None
         return Finding(
-            seen=f"{self._losses} losses were logged, but no optimizer has stepped this model",
+            seen=f"{self._losses} losses were logged, and no step of this model has ended: no "
+            "optimizer of its parameters has stepped, and logger.step() was not called",
             advice="Check that the optimizer was given the parameters of this very model, not of "
-            "one that was replaced or copied since, and that step() is called.",
+            "one that was replaced or copied since. Call logger.step() after each step of an "
+            "optimizer that is not PyTorch's.",
             value=0.0,
             limit=self.update_ratio,
             told_once=True,
@@ -63,6 +75,10 @@ class NoLearning(Detector):
         if record.update_ratios:
             self._looks += 1
             self._largest_ratio = max(self._largest_ratio, *matrix_ratios(record).values(), 0.0)
+        is_zero = record.total_grad_norm == 0 and bool(record.grad_present.any())
+        self._zeros = self._zeros + 1 if is_zero else 0
+        if self._zeros >= self.zero_steps:
+            return self._all_zero(record)
         ratio, steps, now = self._largest_ratio, base.age + 1, median_high(self._norms)
         few = self._looks < _LOOKS and ratio <= self.update_ratio
         self.undecided = few and steps >= self.steps - _LOOKS
@@ -81,6 +97,16 @@ class NoLearning(Detector):
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
         return self._largest_ratio <= self.update_ratio
+
+    def _all_zero(self, record: StepRecord) -> Finding:
+        loss = "" if record.loss is None else f"The loss is {record.loss:.4g}. "
+        return Finding(
+            seen=f"{loss}All gradients have been exactly 0 for {self._zeros} steps",
+            advice="Check masks and weights of the loss, and that it depends on the parameters. If "
+            "nothing is left to learn, training can end.",
+            value=self._zeros,
+            limit=self.zero_steps,
+        )
 
 
 _LOOKS = 3  # by eye; tried 1 and 6
@@ -168,7 +194,7 @@ class LossStuck(Detector):
             return None
         least = min(map(np.median, np.array_split(losses, FEWEST)))
         guess = math.log(self._classes) if self._classes > 2 else math.nan
-        moves = f"though the weights move by {base.step_ratio:.1g} of their norm at each step"
+        moves = f"though an optimizer step moves the weights by {base.step_ratio:.1g} of their norm"
         if abs(now - guess) < self.reduction * guess:
             what = f"which is ln {self._classes}: a guess among {self._classes} classes"
             return self._found(now, guess, f"{what}, {moves}")
@@ -180,8 +206,9 @@ class LossStuck(Detector):
         return Finding(
             seen=f"The loss of the last {self.steps} steps is {now:.4g}, {what}",
             advice="Check that each target belongs to its input, that the output depends on the "
-            "input, weight decay and learning rate; a small part of the data should be learned by "
-            "heart within some hundred steps.",
+            "input, weight decay and learning rate, and that nothing writes the weights back, as a "
+            "copy or an average in the wrong direction. A small part of the data should be learned "
+            "by heart within some hundred steps.",
             value=now,
             limit=(1 - self.reduction) * reference,
         )

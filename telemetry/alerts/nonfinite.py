@@ -290,8 +290,8 @@ def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
     if culprit != last:
         return Origin(culprit, f"the backward pass, in that of {called(culprit)}", _BACKWARD)
     if behind is None and not record.outputs:  # zero times NaN is NaN
-        what = "the backward pass of the loss, or in outputs that the loss leaves out,"
-        return Origin(None, what + _NOT_MEASURED, _BACKWARD)
+        what = f"the gradient that {called(last)} gets from the loss, or in outputs that the loss "
+        return Origin(last, f"{what}leaves out,{_NOT_MEASURED}", _BACKWARD)
     beyond = called(behind) if behind is not None else "the loss"
     what = f"the backward pass, between {beyond} and {called(last)}{_perhaps(suspects)}"
     return Origin(last, what, _BACKWARD)
@@ -319,7 +319,9 @@ def _own(record: StepRecord, modules: Sequence[Module]) -> list[str]:
     owners = {parameter.module_name for parameter in record.layout.parameters}
     functions = [name for name in others if name not in owners]
     insides = {m.name.rpartition(".")[0] for m in record.layout.modules}
-    return functions or [name for name in others if name and name not in insides]
+    return functions or [
+        name for name in others if name and (name in owners or name not in insides)
+    ]
 
 
 def _perhaps(suspects: Sequence[str]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 
-from telemetry.alerts.baseline import LATEST, RECENT, Baseline, Figures
+from telemetry.alerts.baseline import FEW_SAMPLES, LATEST, RECENT, Baseline, Figures
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.layers.module_types import AFFINE
 from telemetry.records import Output, StepRecord
@@ -103,12 +105,17 @@ class OutputCollapse(Detector):
         self._highest = {}
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        sizes, units = (figures_of(record.outputs, of) for of in (rms_of, lambda r: r.unit_count))
+        sizes, units, counts = (
+            figures_of(record.outputs, of)
+            for of in (rms_of, lambda r: r.unit_count, attrgetter("count"))
+        )
         collapsed = []
         for output, variation in figures_of(record.outputs, lambda r: r.variation).items():
             if units[output] >= _UNITS and sizes[output] == 0:
                 break  # dead, and what follows constant because of it
             if units[output] < _UNITS or not sizes[output] > 0:
+                continue
+            if counts[output] < FEW_SAMPLES * units[output]:  # an expert that few tokens reach
                 continue
             share = variation / sizes[output]
             highest = self._highest[output] = max(share, self._highest.get(output, 0.0))

@@ -27,8 +27,8 @@ class ExponentialTrend(Detector):
 
     - *Weights*: the median weight matrix has shrunk to one part in ``shrinkage``, and the loss is
       that of the first steps; or it has grown ``weight_growth``-fold, and the loss does not fall.
-    - *Loss*: medians of ten have risen ``loss_growth``-fold, and those of the gradient norm by at
-      least a third of that.
+    - *Loss*: medians of ten have risen ``loss_growth``-fold, to 3 % of the first loss or
+      more, and those of the gradient norm by at least a third of that.
     - *Learning rate*: it was multiplied by one number at least four times in a row and has grown
       ``rate_growth``-fold by that, and one step now moves the median weight matrix by 2 % of its
       norm: a warm-up ends below that.
@@ -55,7 +55,7 @@ class ExponentialTrend(Detector):
         self._rates, self._block = deque(maxlen=LENGTH), []
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        found = self._of_rate(base) or self._of_loss(record)
+        found = self._of_rate(base) or self._of_loss(record, base)
         if record.weights:
             found = self._of_weights(record, base) or found
         return found
@@ -99,7 +99,7 @@ class ExponentialTrend(Detector):
             )
         return None
 
-    def _of_loss(self, record: StepRecord) -> Finding | None:
+    def _of_loss(self, record: StepRecord, base: Baseline) -> Finding | None:
         if record.loss is not None:
             self._block.append((record.loss, record.total_grad_norm))
         if len(self._block) < FEWEST:
@@ -114,7 +114,7 @@ class ExponentialTrend(Detector):
         steps = FEWEST * np.arange(len(losses), dtype=float)
         least = math.log10(self.loss_growth)
         rate = _steady(steps, losses, least)
-        if not rate or not _steady(steps, norms, least / 3):
+        if not rate or not _steady(steps, norms, least / 3) or base.loss.is_floor(loss):
             return None
         return self._found(
             "loss",
@@ -213,7 +213,9 @@ class UnboundedLoss(Detector):
         guess = -math.log(self._classes) if self._classes > 2 else math.nan
         if abs(first - guess) < _NEAR * -guess and recent < (1 + _FALLEN) * min(first, guess):
             return self._found(
-                recent, guess, f"began at {first:.3g}, which is -ln {self._classes}, and falls"
+                recent,
+                guess,
+                f"began at {first:.3g}, near -ln {self._classes} = {guess:.4g}, and falls",
             )
         if not recent < 0 or not measured or len(self._looks) < _LOOKS:
             return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telemetry.alerts.baseline import LATEST, Baseline, Marks
+from telemetry.alerts.baseline import FEW_SAMPLES, LATEST, Baseline, Marks
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.layers import table
 from telemetry.layers.module_types import (
@@ -322,6 +322,8 @@ class SaturatedUnits(Detector):
         rms = rms_of(forward.rows).tolist()
         for index in forward.hidden:
             output, type_name = forward.outputs[index], forward.types[index]
+            if forward.positions[index] < FEW_SAMPLES:  # an expert that few tokens reach
+                continue
             after = forward.outputs[index + 1]
             if type_name in BOUNDED:
                 # An RNN may have been made with ReLU, which shows by outputs above 1.

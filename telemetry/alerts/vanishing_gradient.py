@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 
@@ -37,6 +38,9 @@ class VanishingGradient(Detector):
 
     An optimizer that scales its steps (Adam) moves a module nevertheless. Then its gradient must be
     ``branch_factor`` smaller still, and the loss not have fallen in the first ``stuck_steps``.
+
+    If matrices began far smaller than most, it takes ``branch_steps`` steps, and what they move by
+    is not compared with: the last layer of a policy, which hands back little at first.
 
     Silent where all norms are small together, because the loss is small or has a large unit; where
     a small norm was exactly zero within the last ten steps (an expert that is not chosen); where
@@ -114,13 +118,15 @@ class VanishingGradient(Detector):
     ) -> Finding | None:
         """Modules whose gradients are small and not zero."""
         limit, update_limit = -math.log10(self.factor), -math.log10(self.update_factor)
-        updates = _update_share(record) if record.update_ratios else self._update_share
+        small = base.began_small
+        updates = _update_share(record, small) if record.update_ratios else self._update_share
         self._update_share = np.where(faint, updates, np.nan)
         levels, rows = base.layers.levels, len(base.layers.levels) - 1
         faint = faint & ~(levels[-FEWEST:] == -np.inf).any(axis=0)
         self.undecided = self.alert is None and bool((faint & np.isnan(updates)).any())
 
-        fading = faint & (self._faint_steps >= self.steps) & (self._update_share < update_limit)
+        steps = self.branch_steps if small else self.steps
+        fading = faint & (self._faint_steps >= steps) & (self._update_share < update_limit)
         fading &= np.logical_and.accumulate(fading | (share == -np.inf))  # no gap from the first on
         # The middle of the steps in which each has been small.
         middle = rows - np.minimum((self._faint_steps.astype(int) + 1) // 2, rows)
@@ -158,6 +164,8 @@ class VanishingGradient(Detector):
         """Modules that ran and have had no gradient for long, though layers behind them have."""
         zero = self._zero_steps >= self.zero_steps
         if not zero.any() or len(record.trainable) != len(record.grad_present):
+            return None
+        if record.learning_rates and not any(record.learning_rates):  # nothing learns, nor can it
             return None
         layout = record.layout
 
@@ -214,14 +222,15 @@ def _unless_rising(fading: Marks, share: Figures, before: Figures) -> Marks:
     return np.zeros_like(fading) if growth.size and growth.mean() > _STEADY else fading
 
 
-def _update_share(record: StepRecord) -> Figures:
+def _update_share(record: StepRecord, small: Collection[str]) -> Figures:
     """log10 of the modules' update ratios over the largest of those that own matrices, if any do.
 
-    A scale of a branch that begins near zero moves by many times its size.
+    A scale of a branch that begins near zero moves by many times its size, and so do matrices that
+    began ``small``.
     """
     ratios, layout = table(record).column("update_ratio")[record.layout.owning], record.layout
     known = np.isfinite(ratios)
-    own = [parameter.name in layout.matrices for parameter in layout.parameters]
+    own = [p.name in layout.matrices and p.module_name not in small for p in layout.parameters]
     with_matrix = known & np.isin(layout.owning, layout.owners[own])
     moved = ratios[with_matrix if with_matrix.any() else known]
     if not moved.size or moved.max() <= 0:

@@ -199,7 +199,7 @@ class FlightRecorder:
         if path not in self._files:
             self._files.add(path)
             log.warning(
-                "telemetry: the steps before the fault at step %d are in %s",
+                "telemetry: the last steps up to step %d are in %s",
                 self._fault.step,
                 path,
             )

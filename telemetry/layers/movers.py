@@ -25,8 +25,8 @@ class Mover:
     """A layer whose gradient norm left its past.
 
     Attributes:
-        step: The first step from which on its norm was unusual.
-        factor: How many times the usual norm it reached; below 1 if it fell.
+        step: The step at which its norm left its past.
+        factor: How many times the usual norm it reached on that side; below 1 if it fell.
     """
 
     name: str
@@ -45,7 +45,8 @@ def movers(
     """The layers whose norm was unusual at step ``since`` or soon after it, earliest first.
 
     Usual is what lay within four standard deviations and a factor of two of the median, more than
-    ten steps before ``since``.
+    ten steps before ``since``. One that rises, falls through what is usual and stays below
+    left its past where it rose.
 
     Args:
         steps: Ascending, shape ``[k]``.
@@ -72,20 +73,23 @@ def movers(
     for column in np.flatnonzero(np.isfinite(usual)).tolist():
         first = _begins(is_off[:, column], steps, since)
         if first is not None:
-            reached = off[first:, column]
-            farthest = reached[np.nanargmax(np.abs(reached))]
-            factor = float(10**farthest)
-            mover = Mover(name=names[column], step=int(steps[first]), factor=factor)
+            side = np.sign(off[first, column])
+            farthest = side * np.nanmax(side * off[first:, column])
+            mover = Mover(name=names[column], step=int(steps[first]), factor=float(10**farthest))
             found.append((mover.step, -abs(farthest), mover))
     return [mover for *_, mover in sorted(found, key=lambda item: item[:2])]
 
 
+_CROSSES = 3  # steps: what rises far and then falls far is usual for one or two in between
+
+
 def _begins(is_off: NDArray[np.bool_], steps: NDArray[np.int64], since: int) -> int | None:
-    """Where the first unusual step after ``since`` has its beginning, without a gap."""
-    later = np.flatnonzero(is_off & (steps >= since))
+    """Where the first unusual step after ``since`` has its beginning, without a long gap."""
+    unusual = np.flatnonzero(is_off)
+    later = np.flatnonzero(steps[unusual] >= since)
     if not later.size:
         return None
     first = int(later[0])
-    while first > 0 and is_off[first - 1]:
+    while first > 0 and unusual[first] - unusual[first - 1] <= _CROSSES:
         first -= 1
-    return first
+    return int(unusual[first])

@@ -187,15 +187,20 @@ def _exception(text: object) -> str | None:
 
 
 def _first_alert(texts: Iterable[object]) -> dict[str, Any] | None:
-    """The first alert that is more than a note; else the first note."""
+    """The first alert above a note, or the note shortly before it; else the first note."""
     alerts: list[Alert] = []
     for text in texts:
         with suppress(ValueError):  # the run's own page tells it
             alerts += [decode_alert(text)] if isinstance(text, bytes) else []
-    found = next((alert for alert in alerts if alert.severity != "note"), next(iter(alerts), None))
+    loud = next((alert.step for alert in alerts if alert.severity != "note"), None)
+    since = -math.inf if loud is None else loud - _NAMES_CAUSE
+    found = next((alert for alert in alerts if alert.step >= since), None)
     if found is None:
         return None
     return {name: getattr(found, name) for name in ("kind", "severity", "step", "module_name")}
+
+
+_NAMES_CAUSE = 100  # steps: other batches kill units 23 steps later
 
 
 def hparams_content(source: RunSource) -> bytes | None:
