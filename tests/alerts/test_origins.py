@@ -273,7 +273,7 @@ class Scaled(nn.Module):
         return y
 
 
-class Scale(nn.Module):
+class Gain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("gain", torch.ones(()))
@@ -292,7 +292,7 @@ class Scale(nn.Module):
     ],
 )
 def test_a_buffer_is_named(at: int, buffer: str, module: str, named: str) -> None:
-    parts = nn.Linear(8, 8), Scale(), Scaled(nn.Linear(8, 8)), nn.Linear(8, 3)
+    parts = nn.Linear(8, 8), Gain(), Scaled(nn.Linear(8, 8)), nn.Linear(8, 3)
     broken = Scaled(nn.Sequential(*parts))
 
     def spoil(step: int) -> None:
