@@ -11,6 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import nn
 
+from telemetry.records.step import is_inside
 from telemetry.shared.plain_text import called_all, type_of
 
 T = TypeVar("T")
@@ -183,7 +184,7 @@ def cleaned(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     chosen: dict[str, str] = {}
     for name in full:
         other = chosen.get(clean_name(name))
-        if other is not None and not f"{name}.".startswith(f"{other}." if other else ""):
+        if other is not None and not is_inside(name, other):
             return full
         chosen[clean_name(name)] = name
     return {short: full[name] for short, name in chosen.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -107,3 +109,15 @@ def draw() -> tuple[float, float, float]:
 
 def _copy(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def by_pickle(model: nn.Module) -> nn.Module:
+    """A copy of a model by ``pickle``."""
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_saving(model: nn.Module) -> nn.Module:
+    """A copy of a model that was saved whole."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)

@@ -62,12 +62,15 @@ class Tokens(nn.Module):
 class Rows(nn.Module):
     """Classes of digits, whose eight rows are the tokens."""
 
-    def __init__(self, depth: int = 3, rezero: bool = False) -> None:
+    def __init__(self, depth: int = 3, rezero: bool = False, width: int = 32) -> None:
         super().__init__()
-        self.embed = nn.Linear(8, 32)
-        self.place = nn.Parameter(0.02 * torch.randn(8, 32))
-        self.blocks = nn.ModuleList(Block(32, False, rezero) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 10)
+        self.embed = nn.Linear(8, width)
+        self.place = nn.Parameter(0.02 * torch.randn(8, width))
+        self.blocks = nn.ModuleList(self.block(width, rezero) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def block(self, width: int, rezero: bool) -> nn.Module:
+        return Block(width, False, rezero)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.embed(images[:, 0]) + self.place

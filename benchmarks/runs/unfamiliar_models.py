@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runs.further_models import Rows
+
 
 class MixerBlock(nn.Module):
     """Mixes tokens, then channels."""
@@ -482,21 +484,14 @@ class GatedBlock(nn.Module):
         return y
 
 
-class GatedRows(nn.Module):
-    """Classes of digits, whose rows are the tokens."""
+class GatedRows(Rows):
+    """The same of gated blocks."""
 
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Linear(8, 24), nn.Parameter(0.02 * torch.randn(8, 24))
-        self.blocks = nn.ModuleList(GatedBlock(24) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 10)
+    def __init__(self) -> None:
+        super().__init__(width=24)
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.embed(images[:, 0]) + self.place
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x).mean(1))
-        return logits
+    def block(self, width: int, rezero: bool) -> nn.Module:
+        return GatedBlock(width)
 
 
 class TopExpert(nn.Module):

@@ -150,7 +150,8 @@ class Loss:
 
     def median_of(self, count: int) -> float:
         """Median of so many of the last losses; NaN before the first."""
-        latest = [loss for _, loss in self.latest][-count:]
+        size = len(self.latest)
+        latest = [self.latest[place].loss for place in range(max(size - count, 0), size)]
         return median_high(latest) if latest else math.nan
 
     def is_floor(self, loss: float) -> bool:
@@ -510,9 +511,8 @@ def _small(sized: Sequence[tuple[float, str]]) -> tuple[str, ...]:
     return tuple([name for size, name in sized if size * _FAR_TOO_LARGE < usual])
 
 
-_FAR_TOO_LARGE = (
-    10.0  # beside He initialization, and beside any other matrix; PyTorch's defaults are 0.4
-)
+# Compared with He initialization, and with any other matrix; PyTorch's defaults are 0.4.
+_FAR_TOO_LARGE = 10.0
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,7 @@ from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.memory import lacks, restore, to_plain
 from telemetry.records import StepRecord
+from telemetry.records.step import is_inside
 from telemetry.rule import Rule
 from telemetry.shared.plain_text import steps_in_words
 
@@ -230,7 +231,7 @@ def _may_explain(reported: _Reported, alert: Alert) -> bool:
     if "untrained_parameters" not in (cause.kind, alert.kind):
         return True
     inner, outer = sorted((cause.module_name or "", alert.module_name or ""), key=len)[::-1]
-    return f"{inner}.".startswith(f"{outer}.") or not outer
+    return is_inside(inner, outer)
 
 
 def _seen(item: Alert, consequence: Alert) -> Alert:

@@ -110,9 +110,8 @@ class LossSpike(Detector):
 
     def _for_good(self, record: StepRecord, base: Baseline) -> Finding | None:
         """The loss has lost half of what was learned, for as many steps as make a past."""
-        is_lost = (
-            base.loss.losses_lost == LATEST and base.age > LENGTH
-        )  # of fewer, the best is luck
+        # The best of fewer losses is luck.
+        is_lost = base.loss.losses_lost == LATEST and base.age > LENGTH
         if self.alert is not None or not is_lost:
             return None
         jump = base.loss.jump(record.step - LATEST - RECENT // 2)

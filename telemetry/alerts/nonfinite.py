@@ -13,6 +13,7 @@ from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Findin
 from telemetry.layers.module_types import STANDARD
 from telemetry.measure.sampling import SAMPLE_ELEMENTS
 from telemetry.records import Module, StepRecord
+from telemetry.records.step import is_inside
 from telemetry.records.tensor import bad_among
 from telemetry.shared.plain_text import called, printable
 
@@ -219,19 +220,15 @@ def _constants(record: StepRecord) -> list[tuple[int, str]]:
     for name in record.nan_buffers:
         if not name.endswith(_STATISTICS):
             owner, modules = name.rpartition(".")[0], record.layout.modules
-            inside = [i for i, m in enumerate(modules) if _is_inside(m.name, owner)]
+            inside = [i for i, m in enumerate(modules) if is_inside(m.name, owner)]
             found.append((max(inside, default=len(modules)), name))
     return sorted(found)
-
-
-def _is_inside(name: str, owner: str) -> bool:
-    return not owner or f"{name}.".startswith(f"{owner}.")
 
 
 def _may_begin_in(record: StepRecord, owner: str, entered: str | None) -> bool:
     """Whether a module's own arithmetic may be why ``entered`` is the first whose output is bad."""
     order = [*record.activations]
-    inside = [name for name in order if _is_inside(name, owner)]
+    inside = [name for name in order if is_inside(name, owner)]
     if owner in inside:  # its own output is known
         return entered in inside
     return entered is None or not inside or order.index(entered) >= order.index(inside[0])

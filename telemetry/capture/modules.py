@@ -14,6 +14,7 @@ from telemetry.capture.hooks import ForwardHook, InputHook
 from telemetry.capture.step import Step
 from telemetry.capture.unseen import NEVER_RAN
 from telemetry.records import Layout, Module, Parameter
+from telemetry.records.step import is_inside
 from telemetry.selection import Selection, clean_name, cleaned, evenly, owners
 from telemetry.shared.plain_text import called_all
 from telemetry.torch_private import AfterModeChanges, AroundModuleCalls
@@ -315,7 +316,7 @@ def _modules_unseen(
         message = f"no watched module was seen running at step {step}, so activations are missing"
         return logging.WARNING, f"{message}. {_why_none(model, silent, uncalled)}"
     compiled = [clean_name(n) for n, m in model.named_modules() if is_compiled(m)]
-    in_graphs = [n for n in silent if any(not p or f"{n}.".startswith(f"{p}.") for p in compiled)]
+    in_graphs = [n for n in silent if any(is_inside(n, p) for p in compiled)]
     if not set(uncalled).isdisjoint(in_graphs):
         message = _did_not_run(in_graphs, len(watched), step)
         return logging.WARNING, f"{message}. They were {_COMPILED}"

@@ -130,6 +130,7 @@ class Optimizers:
         if capture is None:
             return
         if capture.after_light_step(optimizer):
+            self._stepping = None
             capture.safe_point()
             return
         if not capture.table.are_stepped_by(optimizer):

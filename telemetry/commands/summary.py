@@ -43,7 +43,8 @@ def summary(args: argparse.Namespace, console: Console) -> int:
     def shown(run: RunData) -> list[dict[str, Any]]:
         layers = list(summarize(run, statistic))
         if is_sorted:
-            lasts = {of["module_name"]: of["last"] for of in summarize(run, sort)}
+            by = layers if sort is statistic else summarize(run, sort)
+            lasts = {of["module_name"]: of["last"] for of in by}
             layers = _sorted(layers, lasts, args.reverse)
         return layers[: args.top]
 

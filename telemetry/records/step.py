@@ -44,6 +44,11 @@ class Module:
         return self.user_code or ("" if self.forward.startswith("torch/") else self.forward)
 
 
+def is_inside(name: str, module_name: str) -> bool:
+    """Whether a name is that of a module or of a part of it; the root has all names inside."""
+    return not module_name or f"{name}.".startswith(f"{module_name}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
     """One parameter: its name in ``named_parameters()``, its module, its shape and its type.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -20,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optim_module
-from twins import Recorder, assert_left_alone, assert_same, run
+from twins import Recorder, assert_left_alone, assert_same, by_pickle, by_saving, run
 
 from telemetry import HookLogger
 
@@ -46,16 +45,6 @@ def train(model: nn.Module, steps: int) -> torch.optim.Optimizer:
         model(batch()).sum().backward()
         optimizer.step()
     return optimizer
-
-
-def by_pickle(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def by_saving(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 COPIES = [copy.deepcopy, by_pickle, by_saving]

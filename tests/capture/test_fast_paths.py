@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from require import needs_observable_graphs
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from twins import Recorder, assert_left_alone, run
+from twins import Recorder, assert_left_alone, by_pickle, by_saving, run
 
 from telemetry import HookLogger
 
@@ -168,16 +166,6 @@ def test_a_single_layer_is_the_model(tmp_path: Path, modules: Any) -> None:
 
     outcome = assert_left_alone(Layer, loop, tmp_path, modules=modules)
     assert ("" in outcome.full[0].activations) == (modules is not None)
-
-
-def by_pickle(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def by_saving(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 def averaged(model: nn.Module) -> nn.Module:
