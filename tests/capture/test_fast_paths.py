@@ -108,6 +108,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor)
     return loss.detach()
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.4."), reason="PyTorch 2.4 rounds alike on both paths"
+)
 def test_hooks_change_the_bits_of_these_models() -> None:
     torch.manual_seed(0)
     model = Encoder().eval()
@@ -122,6 +125,9 @@ def test_hooks_change_the_bits_of_these_models() -> None:
 def test_evaluation_inside_of_a_measured_step(
     tmp_path: Path, evaluation: Callable[..., Tensor], every_n_steps: int
 ) -> None:
+    if evaluation is evaluate_in_half_precision and torch.__version__.startswith("2.4."):
+        pytest.skip("PyTorch 2.4 itself cannot evaluate the fused layer under autocast on a CPU")
+
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
