@@ -15,8 +15,8 @@ from telemetry.capture import CapturedStep, LightStep
 from telemetry.events import summaries
 from telemetry.events.sink import Sink
 from telemetry.failures import Failures
-from telemetry.pipeline.rank_exchange import RankExchange
 from telemetry.pipeline.schedule import FullSteps
+from telemetry.ranks.exchange import Exchange
 from telemetry.ranks.first_rank import is_first_rank
 from telemetry.ranks.measured import Measured
 from telemetry.records import Layout, StepRecord
@@ -81,8 +81,7 @@ class Processor:
         loss: Which of what the user logs is the loss.
 
     Attributes:
-        ranks: Where several ranks write one run: a step is sent there, and recorded when it comes
-            back merged.
+        ranks: The exchange with the other ranks, through which each step passes.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Processor:
         failures: Failures,
         loss: LossChoice,
     ) -> None:
-        self.ranks: RankExchange | None = None
+        self.ranks = Exchange()
         self._loss = loss
         self._loss_is_written = False
         self._await_loss: list[Callable[[str], bytes]] = []
@@ -127,10 +126,8 @@ class Processor:
             record = item.record(self._scalars.get(item.step, {}), self._loss.tag)
             if not record.phase:
                 self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
-            if self.ranks is None:
-                self._record(record)
-            else:
-                self.ranks.send(record, item)
+            if (due := self.ranks.send(record, item)) is not None:
+                self._record(due)
 
     def pending_s(self) -> float | None:
         """Seconds until :meth:`write_pending` is due; None if nothing is held back."""
@@ -165,8 +162,7 @@ class Processor:
         self._loss.load_state_dict(state.get("loss"))
         self._loss_is_written = False  # the file may have lost it
         self._full_steps.load_state_dict(state, step)
-        judges = self.ranks is None or self.ranks.is_first
-        return self._judge.load_state_dict(state.get("rules")) if judges else []
+        return self._judge.load_state_dict(state.get("rules")) if self.ranks.records else []
 
     def _write(
         self,
@@ -188,35 +184,31 @@ class Processor:
             for name, value in item.values.items()
         }
         self._scalars.setdefault(item.step, {}).update(values)
-        if self.ranks is None:
-            self._record_logged(item.step, item.wall_time, values)
-        else:
-            self._loss.see(item.step, values)
+        self._loss.see(item.step, values)
+        self._record_logged(item.step, item.wall_time, self.ranks.logged(values))
 
     def _record_logged(self, step: int, wall_time: float, values: dict[str, float]) -> None:
-        """Write what the user logged, and judge the loss, if it is among that."""
+        """Write logged scalars, and judge the loss if it is one of them."""
+        if not values:
+            return
         points = [summaries.scalar(name, value) for name, value in values.items()]
         with self._failures.contained("to write what was logged"):
             self._write(points, step, wall_time)
-        self._loss.see(step, values)
         if (tag := self._loss.tag) in values:
             self._report(self._judge.judge_loss(step, values[tag]), wall_time)
 
     def send_rest(self) -> None:
-        """To the other ranks: what was logged for a step that did not end, for it will not."""
-        for step, values in sorted(self._scalars.items()):
-            if self.ranks is not None:
-                self.ranks.send_logged(step, values)
-        self._scalars = {}
+        """Send the other ranks what was logged for a step that did not end."""
+        self.ranks.send_rest(self._scalars)
 
     def _record_merged(self, merged: Measured) -> None:
-        """Judge and write what the ranks measured at a step, and what they logged."""
-        assert self.ranks is not None
+        """Judge and write a step of all ranks, and what they logged."""
         try:
-            means = merged.scalars.means()
-            if means and not merged.phase:
+            if not merged.phase:
+                means = merged.scalars.means()
+                self._loss.see(merged.step, means)
                 self._record_logged(merged.step, merged.wall_time, means)
-            if (record := self.ranks.record(merged)) is not None:
+            if (record := self.ranks.merged(merged)) is not None:
                 self._record(replace(record, loss_tag=self._loss.tag))
         finally:
             self.ranks.note_recorded(merged)
@@ -248,9 +240,7 @@ class Processor:
             try:
                 self._report(self._judge.judge(record), record.wall_time)
             finally:
-                if self._judge.wants_full and self.ranks is not None:
-                    self.ranks.announce(record.step)
-                elif self._judge.wants_full:
+                if self._judge.wants_full and not self.ranks.request_full(record.step):
                     self._full_steps.want()
         record = record.recorded()
         is_needed = self._board.page.begins_layout(record)

@@ -29,7 +29,7 @@ from telemetry.pipeline import (
     ReadyValues,
     every,
 )
-from telemetry.pipeline.rank_exchange import RankExchange
+from telemetry.ranks.exchange import Exchange, RankExchange
 from telemetry.ranks.first_rank import Ranks, rank_and_world_size, role_of
 from telemetry.ranks.observer import RankObserver
 from telemetry.records.loss import LossChoice
@@ -193,10 +193,8 @@ class HookLogger:
         self._full_steps = FullSteps(every(every_n_steps))
         role_is_final = rank_and_world_size() is not None
         self._role = role_of(ranks)
-        self._ranks: RankExchange | None = None  # None: nothing is exchanged with other ranks
         self._on_alert = on_alert
         self._alerts: list[Alert] = []
-        self._pending: Alert | None = None  # the first that is to stop training
         self._should_stop = False
         self._ending = RLock()  # a signal handler may close on the thread that closes
         self._ended = False
@@ -242,7 +240,7 @@ class HookLogger:
         )
         if role_is_final:
             self._join_ranks()
-            if self._ranks is not None:
+            if self._ranks.observer is not None:
                 self._ranks.observer.standing.look_at(model)
         # Closes when the model is garbage-collected and when the process exits; until then it keeps
         # the logger. Unlike atexit, also in a process of multiprocessing; before the writer's, of
@@ -337,7 +335,7 @@ class HookLogger:
         self._log(values, self.current_step)
         if refused:
             raise refused[0]
-        if self._ranks is None:
+        if not self._role.merges:
             self._stop_if_asked(None)
 
     def hparams(
@@ -521,20 +519,24 @@ class HookLogger:
 
     def _find_ranks(self) -> RankObserver | None:
         """Join the others, if that was not possible before; nothing has been measured so far."""
-        if self._ranks is None and self._role.size == 1:
+        if self._role.size == 1:
             self._role = role_of(self._role.ranks)
             self._join_ranks()
-        return None if self._ranks is None else self._ranks.observer
+        return self._ranks.observer
+
+    @property
+    def _ranks(self) -> Exchange:
+        return self._processor.ranks
 
     def _join_ranks(self) -> None:
         """Do what the role says, which is final."""
         self._files.open_for(self._role)
         if self._role.merges:
-            self._ranks = self._processor.ranks = RankExchange(
+            self._processor.ranks = RankExchange(
                 rank=self._role.rank,
                 size=self._role.size,
                 put=self._pipeline.put_now,
-                full_steps=self._full_steps,
+                ask=self._full_steps.ask,
                 current_step=lambda: self._capture.step,
                 failures=self._failures,
             )
@@ -550,7 +552,7 @@ class HookLogger:
     def _await_steps(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Wait until the rules have seen all steps so far, those of all ranks included."""
         waits: list[Callable[[float], None]] = [self._pipeline.flush]
-        if self._ranks is not None and not self._pipeline.on_own_thread():
+        if self._role.merges and not self._pipeline.on_own_thread():
             waits += [self._ranks.wait, self._pipeline.flush]
         each_within(timeout_s, *waits)
 
@@ -565,10 +567,8 @@ class HookLogger:
             self._on_alert(alert)
             return
         stops = self._on_alert is not None and alert.stage != "end" and alert.severity != "note"
-        if stops and self._pending is None:
-            self._pending = alert
-            if self._ranks is not None:
-                self._ranks.raise_together(alert)
+        if stops:
+            self._ranks.raise_on_all(alert)
 
     def _step_ended(self) -> None:
         """The step before the one in progress has ended."""
@@ -580,13 +580,9 @@ class HookLogger:
         Args:
             step: The one that has ended; None: no other will.
         """
-        alert = self._pending
-        if self._ranks is not None:
-            alert = self._ranks.to_raise(step)
-        elif alert is not None and self._pipeline.on_own_thread():
+        if self._pipeline.on_own_thread():
             return
-        if alert is not None:
-            self._pending = None
+        if (alert := self._ranks.to_raise(step)) is not None:
             if self._on_alert == "raise":
                 raise TelemetryAlert(alert)
             self._should_stop = True
@@ -623,7 +619,7 @@ class HookLogger:
 
     def _end_exchange(self, timeout_s: float) -> None:
         """Send what other ranks lack, and have what they sent."""
-        if self._ranks is not None and self._role.measures:
+        if self._role.merges:
             self._pipeline.in_turn(self._processor.send_rest)
             self._ranks.close(timeout_s / 2)
 

@@ -30,11 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 from twins import draw, seed
 
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
-from telemetry.capture.measured import MeasuredMaker
 from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, every
 from telemetry.ranks.messages import Message, encode
 from telemetry.ranks.observer import RankObserver
+from telemetry.ranks.part import MeasuredMaker
 from telemetry.records import StepRecord
 from telemetry.selection import Selection
 

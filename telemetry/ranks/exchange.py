@@ -1,4 +1,4 @@
-"""Where several ranks write one run: a step is sent, comes back merged, and is recorded once."""
+"""Exchange of steps between the ranks that write one run: sent, merged on rank 0, recorded once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 
 from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.capture import CapturedStep, LightStep
-from telemetry.capture.measured import MeasuredMaker
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
-from telemetry.pipeline.schedule import FullSteps
 from telemetry.ranks.channel import CLOSE_S, Channel
 from telemetry.ranks.measured import Measured
 from telemetry.ranks.messages import News
 from telemetry.ranks.observer import RankObserver
+from telemetry.ranks.part import MeasuredMaker
 from telemetry.ranks.whole import WholeRecords
 from telemetry.records import StepRecord
 from telemetry.shared.plain_text import ranks_in_words
@@ -36,17 +35,66 @@ _LEAD_S = 2.0
 _numbers = itertools.count()
 
 
-class RankExchange:
-    """Sends what this rank measured to the first rank; there, makes records of what comes back.
-
-    Those of several loggers are told apart by the order in which each process makes its loggers.
-
-    Args:
-        put: Queues what comes back, on the first rank.
+class Exchange:
+    """Exchange of a process that trains alone: each step is recorded here and at once.
 
     Attributes:
-        observer: Tells the capture what this rank is to measure.
-        is_first: Whether this rank records what comes back.
+        observer: Tells the capture what this rank measures; None: everything.
+        records: Whether this process records steps, so that its rules judge them.
+    """
+
+    observer: RankObserver | None = None
+    records = True
+
+    def __init__(self) -> None:
+        self._alert: Alert | None = None  # to raise
+
+    def send(self, record: StepRecord, step: CapturedStep | LightStep) -> StepRecord | None:
+        """The record to judge and write now; None: it returns merged, see :meth:`merged`."""
+        return record
+
+    def logged(self, values: dict[str, float]) -> dict[str, float]:
+        """Logged scalars to judge and write now; others return merged with their step."""
+        return values
+
+    def send_rest(self, logged: Mapping[int, Mapping[str, float]]) -> None:
+        """Send the scalars that were logged for steps that did not end."""
+
+    def merged(self, merged: Measured) -> StepRecord | None:
+        """The record of a merged step; None if the step did not end or its layout is unknown."""
+        raise NotImplementedError
+
+    def note_recorded(self, merged: Measured) -> None:
+        """A merged step is written, or left out."""
+
+    def request_full(self, step: int) -> bool:
+        """Have all ranks measure a step after this one in full; False: this process decides."""
+        return False
+
+    def raise_on_all(self, alert: Alert) -> None:
+        """Have all ranks raise this alert at the end of the same step; the first alert counts."""
+        self._alert = self._alert or alert
+
+    def to_raise(self, step: int | None) -> Alert | None:
+        """The alert to raise now that this step has ended; None as a step: no other will."""
+        alert, self._alert = self._alert, None
+        return alert
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all sent steps are recorded; on other ranks than 0, return at once."""
+
+    def close(self, timeout_s: float) -> None:
+        """End the exchange; rank 0 first records what the others send in time."""
+
+
+class RankExchange(Exchange):
+    """Sends the steps of this rank to rank 0, and makes records of merged steps there.
+
+    Several loggers are paired by the order in which each process makes them.
+
+    Args:
+        put: Queues a merged step, on rank 0.
+        ask: Has this rank measure a step in full.
     """
 
     def __init__(
@@ -55,15 +103,16 @@ class RankExchange:
         rank: int,
         size: int,
         put: Callable[[Measured], None],
-        full_steps: FullSteps,
+        ask: Callable[[int], None],
         current_step: Callable[[], int],
         failures: Failures,
     ) -> None:
+        super().__init__()
         self.observer = RankObserver(rank=rank, size=size)
-        self.is_first = rank == 0
+        self.records = rank == 0
         self._maker = MeasuredMaker(self.observer.standing)
         self._put = put
-        self._full_steps = full_steps
+        self._ask = ask
         self._current_step = current_step
         self._first_step = current_step()
         self._announced: set[int] = set()  # of these, late ranks have nothing in full
@@ -75,7 +124,6 @@ class RankExchange:
         self._changed = threading.Condition()
         self._bytes = 0  # of those that came back and are yet to be recorded
         self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
-        self._alert: Alert | None = None
         self._channel = Channel(
             name=str(next(_numbers)),
             rank=rank,
@@ -88,25 +136,27 @@ class RankExchange:
 
     # --- on the background thread ----------------------------------------------------------------
 
-    def send(self, record: StepRecord, step: CapturedStep | LightStep) -> None:
-        """What this rank measured, and the record of it."""
-        if self.is_first and (record.full or record.phase):
+    def send(self, record: StepRecord, step: CapturedStep | LightStep) -> StepRecord | None:
+        if self.records and (record.full or record.phase):
             self._own[record.step, record.phase] = record
             while len(self._own) > _OWN_KEPT:
                 del self._own[next(iter(self._own))]
         captured = step if isinstance(step, CapturedStep) else None
         self._send(self._maker.part(record, captured))
+        return None
 
-    def send_logged(self, step: int, values: Mapping[str, float]) -> None:
-        """What was logged for a step that did not end."""
-        self._send(self._maker.logged(step, values))
+    def logged(self, values: dict[str, float]) -> dict[str, float]:
+        return {}
+
+    def send_rest(self, logged: Mapping[int, Mapping[str, float]]) -> None:
+        for step, values in sorted(logged.items()):
+            self._send(self._maker.logged(step, values))
 
     def _send(self, part: Measured) -> None:
         self._awaited = part.step, not part.phase  # phases of a step come before it
         self._channel.send(part)
 
-    def record(self, merged: Measured) -> StepRecord | None:
-        """Of what came back; None if the step did not end, or nothing says what its layers are."""
+    def merged(self, merged: Measured) -> StepRecord | None:
         own = self._own.pop((merged.step, merged.phase), None)
         record = self._whole.record(merged, own) if merged.stages else None
         if record is not None:
@@ -114,7 +164,7 @@ class RankExchange:
         return record
 
     def take(self, merged: Measured) -> None:
-        """On the thread of the channel; what there is no room for is not recorded."""
+        """Queue a merged step, on the thread of the channel; drop it above the byte limit."""
         with self._changed:
             fits = self._bytes <= MAX_BYTES
             self._bytes += merged.nbytes
@@ -129,7 +179,6 @@ class RankExchange:
         self.note_recorded(merged)
 
     def note_recorded(self, merged: Measured) -> None:
-        """It is judged and written, or left out."""
         with self._changed:
             self._bytes -= merged.nbytes
             if self._awaited is not None and (merged.step, not merged.phase) >= self._awaited:
@@ -138,20 +187,17 @@ class RankExchange:
 
     # --- news for all ranks ----------------------------------------------------------------------
 
-    def announce(self, step: int) -> None:
-        """Rules that have judged a step want a full one; the next is the same on all ranks.
-
-        Nothing is done if one that comes later has been announced, or while nobody knows how long a
-        step takes.
-        """
+    def request_full(self, step: int) -> bool:
+        """Announce a full step; not if a later one is announced, or a step's time is unknown."""
         if step <= max(self._announced, default=-1) or self._step_s <= 0:
-            return
+            return True
         now, step_s, (last, wall_time) = self._current_step(), self._step_s, self._last
         if now > last + 1:  # the first steps are slow
             step_s = min(step_s, max(1e-6, time.time() - wall_time) / (now - last - 1))
         at = now + max(_LEAD_STEPS, math.ceil(_LEAD_S / step_s))
         self._announced.add(at)
         self._channel.announce(at)
+        return True
 
     def _see(self, part: Measured, record: StepRecord) -> None:
         """Note how long steps take; report ranks that measure other steps in full than the rest."""
@@ -178,26 +224,22 @@ class RankExchange:
                 kind="first step",
             )
         if news.full_step > self._current_step():  # else this rank is too late
-            self._full_steps.ask(news.full_step)
+            self._ask(news.full_step)
         if news.message and self._alert is None:
             self._alert = parse_alert(json.loads(news.message))
 
     # --- on the training thread ------------------------------------------------------------------
 
-    def raise_together(self, alert: Alert) -> None:
-        """Have all ranks raise this alert at the end of the same step; on the first rank."""
+    def raise_on_all(self, alert: Alert) -> None:
         self._channel.raise_together(json.dumps(alert_fields(alert)))
 
     def to_raise(self, step: int | None) -> Alert | None:
-        """The alert to raise now that this step has ended; None as a step: no other will."""
         return self._alert if self._channel.agreement.step_ended(step) else None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all that was sent has come back merged; only on the first rank."""
-        if self.is_first and self._channel.is_in_own_process:
+        if self.records and self._channel.is_in_own_process:
             with self._changed:
                 self._changed.wait_for(lambda: self._awaited is None, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """End the exchange; on the first rank, after all that others sent in time is recorded."""
         each_within(min(CLOSE_S, timeout_s), self.wait, self._channel.close)

@@ -12,9 +12,10 @@ from serialized import summary_of
 
 from telemetry.alert import Alert
 from telemetry.failures import Failures
-from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every, rank_exchange
-from telemetry.pipeline.rank_exchange import RankExchange
+from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every
+from telemetry.ranks import exchange
 from telemetry.ranks.columns import Table
+from telemetry.ranks.exchange import RankExchange
 from telemetry.ranks.measured import Measured, MeasuredParameters
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
@@ -84,7 +85,7 @@ class FirstRank:
             rank=0,
             size=2,
             put=self.pipeline.put_now,
-            full_steps=full_steps,
+            ask=full_steps.ask,
             current_step=lambda: 0,
             failures=failures,
         )
@@ -133,7 +134,7 @@ def test_merged_steps_are_judged_and_written(first: FirstRank) -> None:
 def test_merged_steps_that_wait_are_bounded_and_told(
     first: FirstRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_exchange, "MAX_BYTES", 3 * merged(0).nbytes)
+    monkeypatch.setattr(exchange, "MAX_BYTES", 3 * merged(0).nbytes)
     for step in range(10):
         first.ranks.take(merged(step))
     first.gate.set()
