@@ -88,14 +88,9 @@ def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) 
 def _page(name: str, overview: Overview, data: dict[str, Any], faults: str) -> str:
     files = read_static_files()
     alerts = len(overview.alerts)
-    facts = [
-        f"{len(overview.layers)} layers",
-        f"steps {overview.first_step} to {overview.last_step}",
-        f"{alerts or 'no'} alert{'' if alerts == 1 else 's'}",
-    ]
     return _TEMPLATE.format(
         title=html.escape(f"Telemetry: {name}"),
-        facts=", ".join(facts),
+        facts=f"{overview.extent}, {alerts or 'no'} alert{'' if alerts == 1 else 's'}",
         style=files["style.css"].decode(),
         faults=faults,
         script=_base64(f"{bundle(files, 'report_page.js')}\nrender();".encode()),
@@ -147,7 +142,7 @@ def _layers_in_detail(overview: Overview) -> list[Layer]:
     layers = overview.layers
     faulty = {alert.module_name for alert in overview.alerts}
     places = [place for place, layer in enumerate(layers) if layer.name in faulty]
-    stride = -(-len(layers) // MAX_LAYERS_IN_DETAIL)
+    stride = max(1, -(-len(layers) // MAX_LAYERS_IN_DETAIL))
     shown = {*places[:MAX_LAYERS_IN_DETAIL], *range(0, len(layers), stride)}
     return [layers[place] for place in sorted(shown)]
 

@@ -127,8 +127,7 @@ def _print_run(
     statistic: Statistic,
     console: Console,
 ) -> None:
-    counts = f"{len(found.layers)} layers, steps {found.first_step} to {found.last_step}"
-    console.print(f"{head}{counts}, alerts: {len(found.alerts) or 'none'}")
+    console.print(f"{head}{found.extent}, alerts: {len(found.alerts) or 'none'}")
     if not layers:
         console.print(f"{statistic.title}: not measured in this run")
         return

@@ -61,7 +61,7 @@ def find_log_dirs(
 
 
 def open_run(log_dir: str | os.PathLike[str]) -> RunData:
-    """The run in a directory.
+    """Open the run in a directory; a run that ended before its first step may have alerts alone.
 
     Raises:
         FileNotFoundError: There are no event files.
@@ -69,7 +69,8 @@ def open_run(log_dir: str | os.PathLike[str]) -> RunData:
         NewerFormatError: They hold data of a later version only.
     """
     run = RunData(FileSource(log_dir))
-    if not run.overview().layers:
+    found = run.overview()
+    if not found.layers and not found.alerts:
         raise NoTelemetryError(log_dir)
     return run
 

@@ -34,9 +34,7 @@ class Run:
         self.alerts: tuple[Alert, ...] = self._data.overview().alerts
 
     def __repr__(self) -> str:
-        found = self._data.overview()
-        steps = f"steps {found.first_step} to {found.last_step}"
-        return f"<Run {str(self.log_dir)!r} {steps}, {len(found.layers)} layers>"
+        return f"<Run {str(self.log_dir)!r} {self._data.overview().extent}>"
 
     @property
     def problems(self) -> tuple[str, ...]:

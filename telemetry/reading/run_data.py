@@ -69,6 +69,13 @@ class Overview:
     session_count: int
     of_ranks: bool
 
+    @property
+    def extent(self) -> str:
+        """The number of layers and the range of steps, for a heading."""
+        if not self.layers:
+            return "no steps"
+        return f"{len(self.layers)} layers, steps {self.first_step} to {self.last_step}"
+
 
 class RunData:
     """One run. Each call looks for new data; calls may come from any thread."""

@@ -116,7 +116,9 @@ def run_entry(name: str, tags: Mapping[str, Any]) -> RunEntry:
         elif tag.startswith(ALERT_PREFIX):
             end = sessions.end_of(session_of(tag, ALERT_PREFIX))
             alerts += [(series.max_step, tag)] if series.max_step < end else []
-    newest = max(sessions.begins, default="")
+    # A session that ended before its first step may have alerts and no layout.
+    alerting = {session_of(tag, ALERT_PREFIX) for tag in tags if tag.startswith(ALERT_PREFIX)}
+    newest = max(sessions.begins or alerting, default="")
     first_step, last_step = sessions.begins.get(newest, 0), max(lasts, default=0)
     laid_out_s = [_time(series) for session, series in starts if session == newest]
     started_s, written_s = min(laid_out_s, default=0.0), max(map(_time, tags.values()))

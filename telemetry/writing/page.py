@@ -53,6 +53,7 @@ class PageWriter:
         self._first_session = self._session = session_id or new_session_id()
         self._restarts = 0
         self.layout: Layout | None = None
+        self._has_alerts = False
         self._columns = MATRIX_STATISTICS
         self._layout_number = -1
         self._written: dict[ChunkKind, int] = {}
@@ -99,6 +100,7 @@ class PageWriter:
 
     def alert_value(self, alert: Alert, number: int) -> bytes:
         """An alert, under its own tag."""
+        self._has_alerts = True
         tag = alert_tag(self._session, number)
         return summaries.tensor(tag, encode_alert(alert), PLUGIN_NAME)
 
@@ -109,10 +111,10 @@ class PageWriter:
         return summaries.tensor(loss_tag(self._session, tag), b"", PLUGIN_NAME)
 
     def end_value(self, exception: BaseException | None) -> bytes | None:
-        """That the logger is closed, to write in an event with :attr:`last_step`; None if nothing
-        was recorded. ``exception`` is what the training ended in, if it did.
+        """That the logger is closed, to write in an event with :attr:`last_step`; None if there is
+        neither a step nor an alert. ``exception`` is what the training ended in, if it did.
         """
-        if self.layout is None:
+        if self.layout is None and not self._has_alerts:
             return None
         return summaries.tensor(end_tag(self._session), encode_end(exception), PLUGIN_NAME)
 

@@ -384,6 +384,28 @@ def test_a_directory_that_others_wrote_is_not_called_healthy(tmp_path: Path) -> 
         assert "has event files, but no telemetry data" in done.stderr
 
 
+def test_commands_show_a_run_that_has_an_alert_and_no_step(tmp_path: Path) -> None:
+    log_dir, model = tmp_path / "run", nn.Linear(2, 1)
+    with HookLogger(model, log_dir) as logger:
+        for _ in range(100):
+            logger.log(loss=0.5)
+    report = tmp_path / "report.html"
+    for status, *arguments in (
+        (0, "summary", log_dir), (1, "alerts", log_dir), (0, "explain", log_dir),
+        (0, "runs", log_dir), (0, "export", log_dir), (0, "report", log_dir, "-o", report),
+    ):  # fmt: skip
+        done = run(*arguments)
+        assert (done.returncode, done.stderr) == (status, ""), arguments
+        assert done.stdout
+    [alert] = records(run("alerts", log_dir, "--json").stdout)
+    assert (alert["kind"], alert["step"], alert["module_name"]) == ("no_learning", 0, None)
+    assert records(run("summary", log_dir, "--json").stdout) == []
+    assert "no_learning" in report.read_text(encoding="utf-8")
+    for arguments in (("units", log_dir, "0"), ("diff", log_dir, log_dir)):
+        done = run(*arguments)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
 def test_explain_of_devices_and_nothing_is_one_line() -> None:
     for wrong, said in (("/dev/zero", "not a regular file"), ("/no/such", "no such directory")):
         done = run("explain", wrong)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from telemetry.reading import payloads
 from telemetry.reading.files import FileSource
 from telemetry.reading.last_step import event_files, last_step
 from telemetry.reading.log_dirs import open_run
+from telemetry.reading.run_table import read_row
 from telemetry.shared.tag_names import plain
 
 
@@ -102,8 +104,27 @@ def test_a_run_with_tags_of_before_they_had_groups_gives_the_same(
 def test_alerts_are_those_of_the_run(log_dir: Path) -> None:
     run = telemetry.read(log_dir.parent)  # the only one below
     assert "nonfinite" in {alert.kind for alert in run.alerts}
-    assert "steps 0 to 11, 3 layers" in repr(run)
+    assert "3 layers, steps 0 to 11" in repr(run)
     assert run.problems == ()
+
+
+def test_a_run_without_a_step_has_its_alert_and_empty_tables(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with HookLogger(model, tmp_path) as logger:
+        for _ in range(100):
+            logger.log(loss=0.5)
+    run = telemetry.read(tmp_path)
+    assert [(alert.kind, alert.step) for alert in run.alerts] == [("no_learning", 0)]
+    assert [len(table) for table in (run.layers, run.modules)] == [0, 0]
+    assert run.scalars.tag.tolist().count("loss") == 1
+    assert list(run.layers.columns) == ["statistic", "step", "module_name", "type_name", "value"]
+    assert run.histogram_tags == run.problems == ()
+    with pytest.raises(KeyError):
+        run.units("")
+    row = read_row(tmp_path, "run", time.time())
+    assert row is not None
+    assert (row["status"], row["lastStep"], row["alert"]["kind"]) == ("ended", 0, "no_learning")
+    assert time.time() - 600 < row["started"] <= time.time()
 
 
 def test_reading_loads_no_torch_and_does_without_pandas(log_dir: Path) -> None:

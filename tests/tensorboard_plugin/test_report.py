@@ -18,6 +18,7 @@ from telemetry.commands import report as report_module
 from telemetry.commands.report import write_report
 from telemetry.events import FileWriter, summaries
 from telemetry.layers import MATRIX_STATISTICS
+from telemetry.writing.page import PageWriter
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -186,6 +187,24 @@ def test_files_without_our_data_are_reported(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ValueError, match="no telemetry data"):
         write_report(tmp_path, tmp_path / "report.html")
+
+
+def test_a_run_with_an_alert_and_no_step_has_a_report(tmp_path: Path, browser: Browser) -> None:
+    writer = FileWriter(tmp_path)
+    writer.write_values([PageWriter().alert_value(alert_at(0, None), 0)], 0)
+    writer.close()
+    write_report(tmp_path, tmp_path / "report.html")
+    page = browser.new_page(viewport={"width": 1300, "height": 800})
+    failed: list[object] = []
+    page.on("pageerror", lambda error: failed.append(error))
+    page.goto((tmp_path / "report.html").as_uri())
+    page.locator(".panel[data-layers='0'][data-steps='0']").wait_for()
+    for key in ("n", "w", "Escape", "ArrowDown", "+", "0"):
+        page.keyboard.press(key)
+    notices = page.locator(".notice").all_inner_texts()
+    page.close()
+    assert failed == []
+    assert [notice for notice in notices if "matches" in notice] == []
 
 
 def test_pictures_beyond_the_limit_are_left_out(

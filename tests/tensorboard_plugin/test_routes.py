@@ -25,6 +25,7 @@ from telemetry.shared.page_format import PLUGIN_NAME, Chunk, layout_tag
 from telemetry.tensorboard_plugin import plugin
 from telemetry.tensorboard_plugin.loader import TelemetryLoader
 from telemetry.writing import hparams
+from telemetry.writing.page import PageWriter
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 PNG = png(1, 1)
@@ -268,6 +269,24 @@ def test_a_log_directory_without_our_data_has_no_runs(
     client = open_client(tmp_path)
     assert client.json("runs") == []
     assert client.ask("run", {"run": "other"}).status_code == 404
+
+
+def test_a_run_with_an_alert_and_no_step_is_served(tmp_path: Path, open_client: OpenClient) -> None:
+    page, writer = PageWriter(), FileWriter(tmp_path / "early")
+    writer.write_values([page.alert_value(alert_at(0, None), 0)], 0)
+    end = page.end_value(None)
+    assert end is not None
+    writer.write_values([end], 0)
+    writer.close()
+    client = open_client(tmp_path)
+    run = client.json("run", run="early")
+    assert (run["layers"], len(run["alerts"])) == ([], 1)
+    [row] = client.json("run_table")
+    assert (row["status"], row["alertCount"]) == ("ended", 1)
+    assert row["started"] > 1e9
+    matrix = {"run": "early", "statistic": "grad_norm"}
+    assert client.ask("matrix", matrix).status_code == 200
+    assert client.json("movers", run="early", step=0)["layers"] == 0
 
 
 def test_the_page_is_in_the_list_of_plugins(client: Client) -> None:

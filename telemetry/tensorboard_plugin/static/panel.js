@@ -297,7 +297,8 @@ export class Panel {
   }
 
   #drawNotice(field, { statistic, rows, search }) {
-    const text = rows.length ? noticeOf(field, statistic) : `No layer matches “${search}”.`;
+    const isFound = rows.length || !search;
+    const text = isFound ? noticeOf(field, statistic) : `No layer matches “${search}”.`;
     this.notice.hidden = !text;
     if (this.notice.textContent !== text) this.notice.textContent = text;
   }
