@@ -55,9 +55,17 @@ class Stream:
 class Event:
     def __init__(self, blocking: bool = False) -> None:
         self.seen: Counter[Stream] = Counter()
+        self.queries = 0
 
     def record(self, stream: Stream) -> None:
-        self.seen = stream.seen.copy()
+        self.seen, self.queries = stream.seen.copy(), 0
+
+    def query(self) -> bool:
+        """Whether the work is done: the third query says so."""
+        self.queries += 1
+        if self.queries == 3:
+            self.synchronize()
+        return self.queries >= 3
 
     def synchronize(self) -> None:
         copied_to_host.update(self.seen)
@@ -209,6 +217,12 @@ def _memory_of(inner: Tensor, *, new: bool = False) -> _Memory:
     return _memories[place]
 
 
+def made(inner: Tensor) -> SimulatedTensor:
+    """A tensor on the device in memory that the current stream has just taken."""
+    _memory_of(inner, new=True)
+    return SimulatedTensor(inner)
+
+
 def _note_accesses(func: Any, args: Any, kwargs: Any) -> None:
     stream = backend.current_stream()
     now = stream.tick()
@@ -251,8 +265,7 @@ def _made_on_device(function: Any) -> Any:
         *args: Any, device: object = None, pin_memory: object = None, **options: Any
     ) -> Tensor:
         inner = function(*args, **{k: v for k, v in options.items() if v is not None})
-        _memory_of(inner, new=True)
-        return SimulatedTensor(inner)
+        return made(inner)
 
     return make
 

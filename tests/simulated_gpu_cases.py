@@ -48,7 +48,7 @@ def measured_by(
 
         def norms(tensors: Sequence[Tensor]) -> Tensor | None:
             found = take_norms(tensors)
-            return None if found is None else gpu.SimulatedTensor(found)
+            return None if found is None else gpu.made(found)
 
         monkeypatch.setattr(cuda, "norms", norms)
         monkeypatch.setattr(gpu.SimulatedTensor, "is_cuda", True)
@@ -217,6 +217,34 @@ def test_a_copy_has_the_values_of_its_time() -> None:
     assert [v.tolist() for v in values] == [[1, 1, 1], 3, [[5, 5], [5, 5]], True, []]
     assert values[1].dtype == torch.float16
     assert {v.device.type for v in values} == {"cpu"}
+    assert gpu.given_away() == 0
+
+
+def test_whether_a_copy_has_arrived_is_known_without_waiting() -> None:
+    copy = HostCopy(torch.ones(3))
+    with gpu.no_syncs():
+        assert [copy.arrived() for _ in range(4)] == [False, False, True, True]
+    assert gpu.transfers == [3 * 4]
+    assert copy.wait().tolist() == [1, 1, 1]
+
+
+def test_parameters_that_change_without_a_step_are_logged_when_that_is_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes: list[int] = []
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
+        for number in range(1, 31):
+            model(torch.randn(3, 4)).square().mean().backward()
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+                parameter.grad.zero_()
+            passes.extend([number] * len(caplog.records))
+            yield
+
+    assert_left_alone(mlp, guarded(loop, gpu.no_syncs), tmp_path)
+    assert "logger.step()" in caplog.records[0].getMessage()
+    assert 20 < passes[0] < 25
     assert gpu.given_away() == 0
 
 

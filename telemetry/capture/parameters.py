@@ -275,7 +275,7 @@ def _norms_of_group(pairs: Indexed, wide: torch.dtype) -> Norms:
     return Norms(indices, norms, square)
 
 
-def _sample(parameter: Tensor) -> Tensor | None:
+def sample_of(parameter: Tensor) -> Tensor | None:
     """What :class:`Updates` compares, ``[k]`` or ``[k, 16]``; None if it has no values."""
     values = plain(parameter)
     if values is None or values.is_meta:
@@ -298,7 +298,7 @@ class Updates:
         self._sizes: list[Norms] = []
         groups: dict[object, list[tuple[int, Tensor, Tensor]]] = {}
         for index, parameter in parameters:
-            sample = _sample(parameter)
+            sample = sample_of(parameter)
             if sample is not None and sample.numel():
                 # On an accelerator a few operations for all; on the CPU large copies take longer.
                 place = index if sample.is_cpu else None
@@ -319,7 +319,7 @@ class Updates:
             new: list[Tensor] = []
             old: list[Tensor] = []
             for (index, parameter), part in zip(indexed, before.split(lengths), strict=True):
-                sample = _sample(parameter)
+                sample = sample_of(parameter)
                 if sample is not None and sample.shape == part.shape:
                     kept.append(index)
                     new.append(sample)

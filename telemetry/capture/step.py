@@ -356,7 +356,7 @@ class Step:
                 captured.overflow_ends.append((HostCopy(nonfinite), len(observations)))
             for place, index in enumerate(group.indices):
                 captured.before_clipping[index] = group, place
-        message = self.unseen.after_pass(captured.passes, next(iter(parameters)))
+        message = self.unseen.after_pass(captured.passes, ended.accumulated)
         if message is not None:
             self.guard.failures.log_once(message)
             capture.observe(training=False)

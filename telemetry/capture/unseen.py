@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from torch import Tensor
 
+from telemetry.capture.parameters import sample_of
 from telemetry.torch_private import scaler_exists
+from telemetry.torch_private.host_copy import HostCopy
 
 # Backward passes of one step after which something is wrong, if in half of them there is evidence
 # of it. Gradients may be accumulated over as many.
 PASSES_WITHOUT_STEP = 20
+
+# A parameter is compared with itself after each quarter of these passes. Its values show what its
+# version does not: ``parameter.data.add_()`` changes it, and so do fastai's optimizers.
+_COMPARE_EVERY = PASSES_WITHOUT_STEP // 4
 
 NEVER_RAN = "the model never ran"
 
@@ -22,31 +29,45 @@ class StepsUnseen:
 
     def __init__(self) -> None:
         self.other_steps = 0  # of optimizers with none of the model's parameters
-        self._told = False
-        self._passes = self._cleared = self._changed = 0
-        self._version: int | None = None
+        self._judged = self._told = False
+        self._passes = self._cleared = 0
+        self._compared = 0  # identity of the parameter that is
+        self._sample: Tensor | None = None  # of its values
+        self._changes: list[HostCopy] = []
 
-    def after_pass(self, passes: int, parameter: Tensor) -> str | None:
-        """So many backward passes have ended, this one at a parameter; what to log, if anything."""
+    def after_pass(self, passes: int, accumulated: Mapping[int, Tensor]) -> str | None:
+        """Record the end of a backward pass.
+
+        Args:
+            passes: How many have ended.
+            accumulated: The parameters that it has reached, at least one, by identity.
+
+        Returns:
+            What to log, if anything.
+        """
         self._passes = passes
+        first = next(iter(accumulated.values()))
         # The first gradient after clearing is new, further ones are added to it in place.
-        if passes > 1 and parameter.grad is not None:
-            self._cleared += parameter.grad._version == 0
-        if self._version is not None:
-            self._changed += parameter._version != self._version
-        self._version = parameter._version
-        if passes != PASSES_WITHOUT_STEP:
+        if passes > 1 and first.grad is not None:
+            self._cleared += first.grad._version == 0
+        if passes % _COMPARE_EVERY == 0 and passes <= PASSES_WITHOUT_STEP:
+            self._compare(accumulated.get(self._compared or id(first)))
+            self._compared = self._compared or id(first)
+        # An accelerator may say later whether a parameter has changed.
+        is_known = all(change.arrived() for change in self._changes)
+        if passes < PASSES_WITHOUT_STEP or self._judged or not is_known:
             return None
+        self._judged = True
         few = PASSES_WITHOUT_STEP // 2
         if self.other_steps >= few:
             cause = (
                 "An optimizer with other parameters does step: it was made for a copy of the "
                 "model, or before its parameters were replaced."
             )
-        elif self._changed >= few:
+        elif self._changes and all(change.wait() for change in self._changes):
             cause = (
                 "The parameters do change: without a torch.optim.Optimizer, call logger.step() "
-                "after each update."
+                "after each update; for fastai, use the callback in telemetry.integrations.fastai."
             )
         elif self._cleared >= few:
             skips = ", unless a GradScaler, of which there is one, skips every step"
@@ -58,6 +79,15 @@ class StepsUnseen:
             f"{passes} backward passes have reached this model without a step of an optimizer "
             f"that holds its parameters, and nothing is logged until there is one. {cause}"
         )
+
+    def _compare(self, parameter: Tensor | None) -> None:
+        """Compare a parameter with what it was at the last call."""
+        sample = None if parameter is None else sample_of(parameter)
+        if sample is None:
+            return
+        before, self._sample = self._sample, sample.nan_to_num()  # a copy; NaN equals NaN
+        if before is not None and before.shape == sample.shape:
+            self._changes.append(HostCopy((self._sample != before).any()))
 
     def at_the_end(self, ran: str) -> tuple[int, str]:
         """The level and the message, if any, to log if the run ends before its first step.

@@ -58,6 +58,16 @@ class HostCopy:
             self._event = torch.Event(device=device)
             self._event.record()
 
+    def arrived(self) -> bool:
+        """Start the transfer; whether :meth:`wait` returns at once."""
+        if self._outbox is not None:
+            self._outbox.send()
+        if self._event is not None:
+            with relaxed_capture():
+                if self._event.query():
+                    self._event = None
+        return self._event is None
+
     def wait(self) -> Tensor:
         """The values, on the CPU; same shape and dtype."""
         if self._outbox is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fastai.optimizer import Adam, OptimWrapper
 from frameworks import AlertFrom, assert_same_weights, batches, curve, mlp, run_example, tags
 from torch import nn
 
+from telemetry import HookLogger
 from telemetry.integrations.fastai import TelemetryCallback
 
 
@@ -41,6 +43,19 @@ def test_it_logs_several_fits_as_one_run_and_leaves_training_alone(
     later.fit(1)
     assert sorted(curve(tmp_path, "loss")) == list(range(18))
     assert not [record for record in caplog.records if record.name.startswith("telemetry")]
+
+
+def test_a_logger_without_the_callback_says_early_that_it_sees_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare, watched = learner(), learner()
+    bare.fit(6)
+    with HookLogger(watched.model, tmp_path):
+        watched.fit(6)
+    assert_same_weights(bare.model, watched.model)
+    [record] = [record for record in caplog.records if record.name.startswith("telemetry")]
+    assert record.levelno == logging.WARNING
+    assert TelemetryCallback.__module__ in record.getMessage()
 
 
 def test_an_alert_cancels_the_fit(tmp_path: Path) -> None:
