@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runs import drifting, faulty, further, further_faulty, healthy, unfamiliar  # noqa: F401
+from runs import drifting, faulty, further, further_faulty, healthy, uncommon, unfamiliar  # noqa: F401
 from runs.labels import LABELS, Label
 from runs.training import RUNS, Log
 

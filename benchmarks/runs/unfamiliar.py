@@ -47,7 +47,7 @@ def _run(train: Callable[[Log, bool], None], faulty: bool, log: Log) -> None:
     train(log, faulty)
 
 
-def _classes(
+def class_loss(
     log: Log,
     predict: Callable[[Tensor], Tensor],
     alter: Callable[[int, Tensor, Tensor], None] = lambda step, images, classes: None,
@@ -63,7 +63,7 @@ def _classes(
     return loss
 
 
-def _at(step: int, faulty: bool, act: Callable[[], object]) -> Callable[[int], None]:
+def at_step(step: int, faulty: bool, act: Callable[[], object]) -> Callable[[int], None]:
     """Act once, before a step of the faulty run."""
 
     def before(now: int) -> None:
@@ -78,12 +78,12 @@ def _from(step: int, faulty: bool, act: Callable[[], object]) -> Callable[[int],
     """Act before each step from one on."""
 
     def before(now: int) -> None:
-        _at(now, faulty and now >= step, act)(now)
+        at_step(now, faulty and now >= step, act)(now)
 
     return before
 
 
-def _times(model: nn.Module, name: str, factor: float) -> Callable[[], object]:
+def times(model: nn.Module, name: str, factor: float) -> Callable[[], object]:
     return lambda: model.get_parameter(name).mul_(factor)
 
 
@@ -97,8 +97,8 @@ def _times(model: nn.Module, name: str, factor: float) -> Callable[[], object]:
 )  # fmt: skip
 def mixer_tokens_scaled(log: Log, faulty: bool) -> None:
     model = models.Mixer()
-    scale = _at(118, faulty, _times(model, "blocks.1.tokens.0.weight", 300))
-    fit(log, model, AdamW(model.parameters(), 2e-3), _classes(log, model), 230, before=scale)
+    scale = at_step(118, faulty, times(model, "blocks.1.tokens.0.weight", 300))
+    fit(log, model, AdamW(model.parameters(), 2e-3), class_loss(log, model), 230, before=scale)
 
 
 @twins(
@@ -108,9 +108,9 @@ def mixer_tokens_scaled(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def iterated_cell_drifts(log: Log, faulty: bool) -> None:
     model = models.Iterated()
-    drift = _from(121, faulty, _times(model, "cell.weight", 1.03))
+    drift = _from(121, faulty, times(model, "cell.weight", 1.03))
     optimizer = SGD(model.parameters(), 0.02, 0.9)
-    fit(log, model, optimizer, _classes(log, model), 260, clip=1.0, before=drift)
+    fit(log, model, optimizer, class_loss(log, model), 260, clip=1.0, before=drift)
 
 
 @twins(
@@ -119,8 +119,8 @@ def iterated_cell_drifts(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def dense_convolution_scaled(log: Log, faulty: bool) -> None:
     model = models.Dense()
-    scale = _at(109, faulty, _times(model, "layers.2.weight", 200))
-    fit(log, model, SGD(model.parameters(), 0.05, 0.9), _classes(log, model), 210, before=scale)
+    scale = at_step(109, faulty, times(model, "layers.2.weight", 200))
+    fit(log, model, SGD(model.parameters(), 0.05, 0.9), class_loss(log, model), 210, before=scale)
 
 
 @twins(
@@ -130,7 +130,7 @@ def dense_convolution_scaled(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def neighbors_added_up(log: Log, faulty: bool) -> None:
     g, model = generator(log), models.SumGraph()
-    strong = _at(133, faulty, lambda: setattr(model, "share", 30.0))
+    strong = at_step(133, faulty, lambda: setattr(model, "share", 30.0))
     optimizer = Adam(model.parameters(), 3e-3)
     fit(log, model, optimizer, lambda: node_loss(model, graphs(g)), 230, before=strong)
 
@@ -141,8 +141,8 @@ def neighbors_added_up(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def norm_gain_scaled(log: Log, faulty: bool) -> None:
     model = models.PowerPooled()
-    scale = _at(141, faulty, _times(model, "norm1.weight", 1000))
-    fit(log, model, AdamW(model.parameters(), 2e-3), _classes(log, model), 230, before=scale)
+    scale = at_step(141, faulty, times(model, "norm1.weight", 1000))
+    fit(log, model, AdamW(model.parameters(), 2e-3), class_loss(log, model), 230, before=scale)
 
 
 def _restored(log: Log, model: nn.Module) -> Callable[[], Tensor]:
@@ -161,7 +161,7 @@ def _restored(log: Log, model: nn.Module) -> Callable[[], Tensor]:
 )  # fmt: skip
 def deconvolution_scaled(log: Log, faulty: bool) -> None:
     model = models.ConvAutoencoder()
-    scale = _at(97, faulty, _times(model, "decoder.2.weight", 300))
+    scale = at_step(97, faulty, times(model, "decoder.2.weight", 300))
     fit(log, model, Adam(model.parameters(), 2e-3), _restored(log, model), 200, before=scale)
 
 
@@ -181,7 +181,7 @@ def _topics(log: Log, model: nn.Module) -> Callable[[], Tensor]:
 )  # fmt: skip
 def embedding_scaled(log: Log, faulty: bool) -> None:
     model = models.BagOfTokens()
-    scale = _at(113, faulty, _times(model, "embedding.weight", 3000))
+    scale = at_step(113, faulty, times(model, "embedding.weight", 3000))
     fit(log, model, SGD(model.parameters(), 0.1, 0.9), _topics(log, model), 210, before=scale)
 
 
@@ -191,8 +191,8 @@ def embedding_scaled(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def bilinear_scaled(log: Log, faulty: bool) -> None:
     model = models.TwoViews()
-    scale = _at(131, faulty, _times(model, "meet.weight", 500))
-    fit(log, model, SGD(model.parameters(), 0.02, 0.9), _classes(log, model), 220, before=scale)
+    scale = at_step(131, faulty, times(model, "meet.weight", 500))
+    fit(log, model, SGD(model.parameters(), 0.02, 0.9), class_loss(log, model), 220, before=scale)
 
 
 @twins(
@@ -204,7 +204,7 @@ def dilated_begin_large(log: Log, faulty: bool) -> None:
     with torch.no_grad():
         for block in model.blocks:
             block.get_parameter("0.weight").mul_(20.0 if faulty else 1.0)
-    fit(log, model, Adam(model.parameters(), 2e-3), _classes(log, model), 150)
+    fit(log, model, Adam(model.parameters(), 2e-3), class_loss(log, model), 150)
 
 
 @twins(
@@ -223,7 +223,7 @@ def reversal_far_too_strong(log: Log, faulty: bool) -> None:
         error = F.binary_cross_entropy_with_logits(domain, mirrored)
         return F.cross_entropy(logits, classes) + error
 
-    change = _at(125, faulty, lambda: setattr(model.reverse, "factor", -1e5))
+    change = at_step(125, faulty, lambda: setattr(model.reverse, "factor", -1e5))
     fit(log, model, SGD(model.parameters(), 0.05, 0.9), loss, 220, before=change)
 
 
@@ -246,7 +246,7 @@ def variance_below_zero(log: Log, faulty: bool) -> None:
         if step == 127:
             images[:16] = torch.linspace(1.01, 3.77, 16)[:, None, None, None]
 
-    fit(log, model, Adam(model.parameters(), 1e-3), _classes(log, model, alter), 190)
+    fit(log, model, Adam(model.parameters(), 1e-3), class_loss(log, model, alter), 190)
 
 
 @twins(
@@ -266,7 +266,7 @@ def mean_of_nothing(log: Log, faulty: bool) -> None:
         logits: Tensor = model(images, mask)
         return logits
 
-    fit(log, model, AdamW(model.parameters(), 2e-3), _classes(log, predict), 180)
+    fit(log, model, AdamW(model.parameters(), 2e-3), class_loss(log, predict), 180)
 
 
 def _similarities(log: Log, model: models.Towers) -> Callable[[], Tensor]:
@@ -308,7 +308,7 @@ def center_at_an_example(log: Log, faulty: bool) -> None:
             with torch.no_grad():
                 model.prototypes.centers[classes[3]] = model.embed(images)[3]
 
-    fit(log, model, Adam(model.parameters(), 1e-3), _classes(log, model, alter), 190)
+    fit(log, model, Adam(model.parameters(), 1e-3), class_loss(log, model, alter), 190)
 
 
 @twins(
@@ -318,8 +318,8 @@ def center_at_an_example(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def power_of_negative(log: Log, faulty: bool) -> None:
     model = models.PowerPooled()
-    change = _at(117, faulty, lambda: setattr(model.gem, "least", -torch.inf))
-    fit(log, model, AdamW(model.parameters(), 2e-3), _classes(log, model), 180, before=change)
+    change = at_step(117, faulty, lambda: setattr(model.gem, "least", -torch.inf))
+    fit(log, model, AdamW(model.parameters(), 2e-3), class_loss(log, model), 180, before=change)
 
 
 @twins(
@@ -329,8 +329,8 @@ def power_of_negative(log: Log, faulty: bool) -> None:
 def recurrent_bit_flip(log: Log, faulty: bool) -> None:
     model = models.Reader()
     weight = model.get_parameter("gru.weight_hh_l0")
-    flip = _at(137, faulty, lambda: weight[3, 5].fill_(torch.inf))
-    fit(log, model, Adam(model.parameters(), 3e-3), _classes(log, model), 190, before=flip)
+    flip = at_step(137, faulty, lambda: weight[3, 5].fill_(torch.inf))
+    fit(log, model, Adam(model.parameters(), 3e-3), class_loss(log, model), 190, before=flip)
 
 
 @twins(
@@ -339,8 +339,8 @@ def recurrent_bit_flip(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def temperature_of_zero(log: Log, faulty: bool) -> None:
     model = models.Perceiver()
-    freeze = _at(129, faulty, lambda: model.attend.temperature.zero_())
-    fit(log, model, AdamW(model.parameters(), 2e-3), _classes(log, model), 190, before=freeze)
+    freeze = at_step(129, faulty, lambda: model.attend.temperature.zero_())
+    fit(log, model, AdamW(model.parameters(), 2e-3), class_loss(log, model), 190, before=freeze)
 
 
 @twins(
@@ -357,7 +357,7 @@ def table_with_a_gap(log: Log, faulty: bool) -> None:
         logits: Tensor = model(images, table)
         return logits
 
-    fit(log, model, Adam(model.parameters(), 1e-3), _classes(log, predict), 200)
+    fit(log, model, Adam(model.parameters(), 1e-3), class_loss(log, predict), 200)
 
 
 def _elbo(log: Log, model: models.Variational) -> Callable[[], Tensor]:
@@ -381,7 +381,7 @@ def _elbo(log: Log, model: models.Variational) -> Callable[[], Tensor]:
 )  # fmt: skip
 def log_variance_overflows(log: Log, faulty: bool) -> None:
     model = models.Variational()
-    raise_bias = _at(133, faulty, lambda: model.log_variance.bias.fill_(300.0))
+    raise_bias = at_step(133, faulty, lambda: model.log_variance.bias.fill_(300.0))
     optimizer = Adam(model.parameters(), 1e-3)
     fit(log, model, optimizer, _elbo(log, model), 190, before=raise_bias)
 
@@ -393,8 +393,8 @@ def log_variance_overflows(log: Log, faulty: bool) -> None:
 def rate_infinite(log: Log, faulty: bool) -> None:
     model = models.Mixer(depth=2)
     optimizer = SGD(model.parameters(), 0.05, 0.9)
-    change = _at(121, faulty, lambda: optimizer.param_groups[0].update(lr=math.inf))
-    fit(log, model, optimizer, _classes(log, model), 170, before=change)
+    change = at_step(121, faulty, lambda: optimizer.param_groups[0].update(lr=math.inf))
+    fit(log, model, optimizer, class_loss(log, model), 170, before=change)
 
 
 @twins(
@@ -433,7 +433,7 @@ def distance_of_zero(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def sigmoid_convolutions(log: Log, faulty: bool) -> None:
     model = models.SigmoidNet(norm=not faulty)
-    fit(log, model, SGD(model.parameters(), 0.1, 0.9), _classes(log, model), 180)
+    fit(log, model, SGD(model.parameters(), 0.1, 0.9), class_loss(log, model), 180)
 
 
 @twins(
@@ -443,7 +443,7 @@ def sigmoid_convolutions(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def softsign_small(log: Log, faulty: bool) -> None:
     model = models.Softsigns(14, 0.3 if faulty else 1.2)
-    fit(log, model, SGD(model.parameters(), 0.05, 0.9), _classes(log, model), 180)
+    fit(log, model, SGD(model.parameters(), 0.05, 0.9), class_loss(log, model), 180)
 
 
 @twins(
@@ -452,7 +452,7 @@ def softsign_small(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def encoder_gated_off(log: Log, faulty: bool) -> None:
     model = models.ConvAutoencoder()
-    shut = _at(101, faulty, lambda: setattr(model, "gate", 1e-7))
+    shut = at_step(101, faulty, lambda: setattr(model, "gate", 1e-7))
     optimizer = SGD(model.parameters(), 0.1, 0.9)
     fit(log, model, optimizer, _restored(log, model), 220, before=shut)
 
@@ -464,9 +464,9 @@ def encoder_gated_off(log: Log, faulty: bool) -> None:
 def detached_midway(log: Log, faulty: bool) -> None:
     model, cut = models.Reader(), [False]
     model.embed.register_forward_hook(lambda _, __, y: y.detach() if cut[0] else y)
-    change = _at(141, faulty, lambda: cut.__setitem__(0, True))
+    change = at_step(141, faulty, lambda: cut.__setitem__(0, True))
     optimizer = SGD(model.parameters(), 0.1, 0.9)
-    fit(log, model, optimizer, _classes(log, model), 280, clip=1.0, before=change)
+    fit(log, model, optimizer, class_loss(log, model), 280, clip=1.0, before=change)
 
 
 # --- units die -----------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ def residual_branch_dead(log: Log, faulty: bool) -> None:
     model = models.Temporal()
     if faulty:
         nn.init.constant_(model.get_parameter("blocks.1.0.bias"), -30.0)
-    fit(log, model, Adam(model.parameters(), 3e-3), _classes(log, model), 160)
+    fit(log, model, Adam(model.parameters(), 3e-3), class_loss(log, model), 160)
 
 
 @twins(
@@ -495,7 +495,7 @@ def tower_dies(log: Log, faulty: bool) -> None:
         users, items = (torch.randint(n, (64,), generator=g) for n in (60, 80))
         return F.mse_loss(model(users, items), (a[users] * b[items]).sum(1) / 2)
 
-    kill = _at(112, faulty, lambda: model.get_parameter("item_tower.0.bias").fill_(-30.0))
+    kill = at_step(112, faulty, lambda: model.get_parameter("item_tower.0.bias").fill_(-30.0))
     fit(log, model, Adam(model.parameters(), 5e-3), loss, 220, before=kill)
 
 
@@ -506,9 +506,9 @@ def tower_dies(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def gates_shut(log: Log, faulty: bool) -> None:
     model = models.GatedRows()
-    kill = _at(126, faulty, lambda: model.get_parameter("blocks.1.gate.bias").fill_(-50.0))
+    kill = at_step(126, faulty, lambda: model.get_parameter("blocks.1.gate.bias").fill_(-50.0))
     optimizer = SGD(model.parameters(), 0.05, 0.9)
-    fit(log, model, optimizer, _classes(log, model), 220, before=kill)
+    fit(log, model, optimizer, class_loss(log, model), 220, before=kill)
 
 
 @twins(
@@ -558,8 +558,8 @@ def hard_code(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def softsign_scaled(log: Log, faulty: bool) -> None:
     model = nn.Sequential(nn.Flatten(), *mlp(64, 40, 40, 40, 40, 10, activation=nn.Softsign))
-    scale = _at(122, faulty, _times(model, "5.weight", 3000))
-    fit(log, model, SGD(model.parameters(), 0.1, 0.9), _classes(log, model), 220, before=scale)
+    scale = at_step(122, faulty, times(model, "5.weight", 3000))
+    fit(log, model, SGD(model.parameters(), 0.1, 0.9), class_loss(log, model), 220, before=scale)
 
 
 @twins(
@@ -574,7 +574,7 @@ def inputs_of_large_unit(log: Log, faulty: bool) -> None:
         logits: Tensor = model(3000 * (images + 2) if faulty else images)
         return logits
 
-    fit(log, model, SGD(model.parameters(), 0.02, 0.9), _classes(log, predict), 160)
+    fit(log, model, SGD(model.parameters(), 0.02, 0.9), class_loss(log, predict), 160)
 
 
 @twins(
@@ -587,8 +587,8 @@ def relu6_full(log: Log, faulty: bool) -> None:
         model.add_module(f"conv{i}", nn.Conv2d(given, width, 3, 2 if i > 1 else 1, 1))
         model.add_module(f"act{i}", nn.ReLU6())
     model.add_module("head", nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-    fill = _at(107, faulty, lambda: model.get_parameter("conv2.bias").fill_(60.0))
-    fit(log, model, SGD(model.parameters(), 0.05, 0.9), _classes(log, model), 200, before=fill)
+    fill = at_step(107, faulty, lambda: model.get_parameter("conv2.bias").fill_(60.0))
+    fit(log, model, SGD(model.parameters(), 0.05, 0.9), class_loss(log, model), 200, before=fill)
 
 
 @twins(
@@ -634,7 +634,7 @@ def _next_tokens(log: Log, model: nn.Module, size: int = 4) -> Callable[[], Tens
 def experts_rate_jumps(log: Log, faulty: bool) -> None:
     model = models.ExpertText()
     optimizer = AdamW(model.parameters(), 1e-3)
-    change = _at(151, faulty, lambda: optimizer.param_groups[0].update(lr=0.5))
+    change = at_step(151, faulty, lambda: optimizer.param_groups[0].update(lr=0.5))
     fit(log, model, optimizer, _next_tokens(log, model), 260, before=change)
 
 
@@ -663,7 +663,7 @@ def rate_of_the_head(log: Log, faulty: bool) -> None:
     body = [*model.embed.parameters(), *model.layers.parameters()]
     groups: list[dict[str, Any]] = [{"params": body}, {"params": model.head.parameters()}]
     optimizer = Adam(groups, 2e-3)
-    change = _at(123, faulty, lambda: optimizer.param_groups[1].update(lr=2.0))
+    change = at_step(123, faulty, lambda: optimizer.param_groups[1].update(lr=2.0))
     fit(log, model, optimizer, lambda: node_loss(model, graphs(g)), 220, before=change)
 
 
@@ -678,7 +678,7 @@ def classes_random_from_a_step(log: Log, faulty: bool) -> None:
         if faulty and step >= 171:
             classes[:] = torch.randint(10, (32,), generator=g)
 
-    fit(log, model, AdamW(model.parameters(), 2e-3), _classes(log, model, alter), 300)
+    fit(log, model, AdamW(model.parameters(), 2e-3), class_loss(log, model, alter), 300)
 
 
 @twins(
@@ -687,7 +687,7 @@ def classes_random_from_a_step(log: Log, faulty: bool) -> None:
 )  # fmt: skip
 def adapters_rate_zero(log: Log, faulty: bool) -> None:
     model = nn.Sequential(nn.Flatten(), *mlp(64, 48, 48, 10))
-    loss = _classes(log, model)
+    loss = class_loss(log, model)
     optimizer: Optimizer = Adam(model.parameters(), 2e-3)
     for _ in range(60):
         optimizer.zero_grad()
