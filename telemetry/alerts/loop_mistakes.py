@@ -184,9 +184,10 @@ class LearningRateZero(Detector):
         limit = self.fraction * self._highest
         if rate > limit:
             return None
+        before = f", after up to {self._highest:.3g}" if self._highest else ""
         return Finding(
-            seen=f"The learning rate is {rate:.3g} since step {record.step - int(self.steps) + 1}, "
-            f"after up to {self._highest:.3g}: steps go on and change nothing",
+            seen=f"The learning rate is {rate:.3g} since step {record.step - int(self.steps) + 1}"
+            f"{before}: steps go on and change nothing",
             advice="Check how many steps the schedule was made for, and that it is advanced once "
             "for each of them.",
             value=rate,

@@ -8,7 +8,15 @@ from statistics import median_high
 
 import numpy as np
 
-from telemetry.alerts.baseline import FEWEST, RECENT, Baseline, Figures, finite_loss, matrix_ratios
+from telemetry.alerts.baseline import (
+    FEWEST,
+    RECENT,
+    Baseline,
+    Figures,
+    finite_loss,
+    matrix_ratios,
+    matrix_sizes,
+)
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.records import StepRecord
 
@@ -60,10 +68,10 @@ class NoLearning(Detector):
             return None
         return Finding(
             seen=f"{self._losses} losses were logged, and no step of this model has ended: no "
-            "optimizer of its parameters has stepped, and logger.step() was not called",
-            advice="Check that the optimizer was given the parameters of this very model, not of "
-            "one that was replaced or copied since. Call logger.step() after each step of an "
-            "optimizer that is not PyTorch's.",
+            "torch.optim.Optimizer of its parameters has stepped, and logger.step() was not called",
+            advice="Call logger.step() after each step of an optimizer that is not PyTorch's. Else "
+            "check that the optimizer was given the parameters of this very model, not of one that "
+            "was replaced or copied since.",
             value=0.0,
             limit=self.update_ratio,
             told_once=True,
@@ -88,8 +96,10 @@ class NoLearning(Detector):
             return None
         seen, advice = "No parameter gets a gradient", _GRADIENT
         if now > 0:
-            seen = f"In {steps} steps no step moved any weight by more than "
-            seen, advice = f"{seen}{ratio:.1g} of its size", _RATE
+            seen = f"In {steps} steps no step moved any weight"
+            seen, advice = f"{seen} by more than {ratio:.1g} of its size" if ratio else seen, _RATE
+            if record.learning_rates and not any(record.learning_rates):
+                seen += ": the learning rate is 0"
         if now < _CLIPPED * self._before:
             left, advice = (f"clipping leaves {now:.2g}", _CLIP) if now > 0 else _GONE
             seen += f": of a gradient norm of {self._before:.2g} after backward(), {left}"
@@ -142,6 +152,9 @@ class LossStuck(Detector):
     The losses of the last ``steps`` steps must be noise: their halves have the same mean, and each
     is independent of the one before. The losses of GANs and of reinforcement learning wander.
 
+    Weights whose size is exactly the same at two full measurements, though steps move them, are
+    written back by something else.
+
     A loss that is far from 0 and the same at every step, though the batches differ, depends on
     neither inputs nor targets, whatever its value: the network's output has become a constant, at
     the flat end of a sigmoid for example.
@@ -163,14 +176,18 @@ class LossStuck(Detector):
     _classes: int = 0
     _given: tuple[float, ...] = ()
     _varies: bool = False
+    _sizes: dict[str, float]
+    _is_written_back: bool = False
 
     def set_up(self) -> None:
-        self._losses = deque(maxlen=int(2 * self.steps))
+        self._losses, self._sizes = deque(maxlen=int(2 * self.steps)), {}
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         if record.update_ratios:
             counts = record.activations.rows.unit_count  # 0 where units are not told apart
             self._classes = int(counts[-1]) if len(counts) else 0
+            sizes = matrix_sizes(record)
+            self._is_written_back, self._sizes = sizes == self._sizes != {}, sizes
         if record.fingerprints:
             self._varies = self._given != () and record.fingerprints != self._given
             self._given = record.fingerprints
@@ -195,8 +212,10 @@ class LossStuck(Detector):
         least = min(map(np.median, np.array_split(losses, FEWEST)))
         guess = math.log(self._classes) if self._classes > 2 else math.nan
         moves = f"though an optimizer step moves the weights by {base.step_ratio:.1g} of their norm"
+        if self._is_written_back:
+            moves += ". Something else writes them back: they are the same at each measurement"
         if abs(now - guess) < self.reduction * guess:
-            what = f"which is ln {self._classes}: a guess among {self._classes} classes"
+            what = f"near ln {self._classes} = {guess:.4g}: a guess among {self._classes} classes"
             return self._found(now, guess, f"{what}, {moves}")
         if least > (1 - self.reduction) * first and now < (1 + self.reduction) * first:
             return self._found(now, first, f"as in the first steps, {moves}")

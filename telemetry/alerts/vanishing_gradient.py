@@ -192,18 +192,29 @@ class VanishingGradient(Detector):
             return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
+        # What follows them in the same group of parameters stays zero, as in LoRA.
+        rates = np.array([*record.learning_rates, math.nan])
+        is_still = not np.isin(layout.owners[rates[record.groups] != 0], layout.owning[gone]).any()
+        still = ". The learning rate of its parameter group is 0" if is_still else ""
         return Finding(
             seen=f"No gradient reaches {Stretch(names[0], names[-1])}: for {steps} steps it is "
-            f"exactly zero, while layers behind learn ({len(names)} of {len(gone)} do not)",
-            advice="Check what lies between: detach(), no_grad(), a state that is not handed on, a "
-            "factor of zero, activations that let nothing through; a part that should stay as it "
-            "is is better frozen by requires_grad_(False).",
+            f"exactly zero, while layers behind learn ({len(names)} of {len(gone)} do not){still}",
+            advice=_STILL if is_still else _CUT_OFF,
             value=0.0,
             limit=1 / self.factor,
             module_name=names[0],
         )
 
 
+_STILL = (
+    "Raise the rate of that group: what has a scale that begins at 0 passes no gradient on until "
+    "it moves. A part that should stay as it is is better frozen by requires_grad_(False)."
+)
+_CUT_OFF = (
+    "Check what lies between: detach(), no_grad(), a state that is not handed on, a factor of "
+    "zero, activations that let nothing through; a part that should stay as it is is better frozen "
+    "by requires_grad_(False)."
+)
 _FALLEN = 0.03  # of the first loss, as in LossStuck
 # Decades: branches whose scale begins at zero change by more. At 0.3 init_div100 is found 4 steps
 # earlier.

@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_form(of_alerts)
 
-    does = "print what was recorded around faults"
+    does = "print what was recorded around alerts and exceptions"
     of_explain = _command(commands, "explain", explain_faults, does)
     _add_runs(of_explain, ", or a flight-<step>.json from it")
     _add_form(of_explain)

@@ -99,7 +99,7 @@ def _page(name: str, overview: Overview, data: dict[str, Any], faults: str) -> s
 
 
 def _faults(log_dir: str | os.PathLike[str]) -> str:
-    """A section with what the flight recorder kept around faults; empty without flight files."""
+    """Return the section of the flight files; empty without any."""
     if not flight_files(log_dir):
         return ""
     try:
@@ -107,7 +107,7 @@ def _faults(log_dir: str | os.PathLike[str]) -> str:
     except (OSError, ValueError) as error:
         text = str(error)
     return (
-        '<section class="faults" aria-label="Around the faults"><h2>Around the faults</h2>'
+        '<section class="faults" aria-label="Flight records"><h2>Around alerts and exceptions</h2>'
         f"<pre>{html.escape(text)}</pre></section>"
     )
 

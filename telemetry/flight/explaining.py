@@ -85,7 +85,10 @@ def _story(flight: Mapping[str, Any]) -> Iterator[str]:
     where = "" if module is None else f"; first bad module: {called(module)}"
     complete = flight["complete"]
     missing = "" if complete else " (not complete: the run is still going on or was killed)"
-    yield f"Something went wrong at step {flight['step']}{where}{missing}"
+    exception, what = flight["exception"], "Something went wrong"
+    if exception is not None and not flight["alerts"]:
+        what = f"{exception['type']} ended the training"
+    yield f"{what} at step {flight['step']}{where}{missing}"
     modules = flight["modules"]
     code = dict(zip(modules["name"], modules["code"], strict=True)).get(module)
     if code and not any(code in alert.message for alert in flight["alerts"]):
@@ -94,7 +97,6 @@ def _story(flight: Mapping[str, Any]) -> Iterator[str]:
         stage = "" if alert.stage == "begin" else f", {alert.stage}"
         yield f"\n{alert.severity}: {alert.kind}{alert.where} at step {alert.step}{stage}"
         yield from (f"  {line}" for line in alert.message.splitlines())
-    exception = flight["exception"]
     if exception is not None:
         yield f"\nThe training ended in {exception['type']}: {exception['message']}"
         yield from (f"  {line}" for line in exception["traceback"].splitlines())

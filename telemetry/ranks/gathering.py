@@ -89,7 +89,7 @@ class Gathering:
         lack = f"{hold} {len(here)} of {len(self._last)} ranks: %s"
         for ranks, reason in (
             (_ranks(self._heard < 0), "made no HookLogger for this run so far"),
-            (self.silent, "sent nothing in time: they hang, died or have fewer batches"),
+            (self.silent, "sent nothing in time: they ended with fewer batches, hang or died"),
         ):
             self._tell("missed", ranks - here, f"{lack} {reason}")
         self._tell("back", self._told["missed"] & here, f"{hold} what %s measured")

@@ -167,3 +167,20 @@ def test_a_deep_network_that_adam_trains_is_silent() -> None:
     model = deep(normalized=True)
     optimizer = Adam(model.parameters(), 1e-4)
     assert train(VanishingGradient(), 80, model=model, optimizer=optimizer) == []
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-7])
+def test_a_learning_rate_of_zero_is_named_where_nothing_behind_it_moves(rate: float) -> None:
+    """The second of two layers begins at 0, as in LoRA, so that none reaches the first."""
+    tower = TwoTowers(usual)
+    down, up = tower.tower[0], tower.tower[2]
+    nn.init.zeros_(up.weight)
+    up.weight.register_hook(
+        lambda grad: grad * (rate == 0)
+    )  # at another rate it stays all the same
+    still = [*down.parameters(), *up.parameters()]
+    moving = [*tower.other.parameters(), *tower.head.parameters()]
+    groups = [{"params": moving}, {"params": still, "lr": rate}]
+    [alert] = train(VanishingGradient(), 60, model=tower, optimizer=SGD(groups, 0.1), every=10)
+    assert alert.module_name == "tower.0"
+    assert ("learning rate" in alert.message) == (rate == 0)

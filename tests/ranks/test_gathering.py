@@ -191,8 +191,8 @@ def test_attendance_is_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
     assert [message.partition(": ")[2] for message in caplog.messages] == [
         "from step 0 on, the records hold 2 of 6 ranks: ranks 3-5 made no HookLogger for this run "
         "so far",
-        "from step 0 on, the records hold 2 of 6 ranks: rank 2 sent nothing in time: they hang, "
-        "died or have fewer batches",
+        "from step 0 on, the records hold 2 of 6 ranks: rank 2 sent nothing in time: they "
+        "ended with fewer batches, hang or died",
         "from step 2 on, the records hold what rank 2 measured",
     ]
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from telemetry import Alert
 from telemetry.reading.run_table import RunEntry, run_entry
-from telemetry.shared.page_format import Chunk, alert_tag, end_tag, layout_tag
+from telemetry.shared.page_format import Chunk, alert_tag, encode_alert, end_tag, layout_tag
 
 FIRST, SECOND = "20260101-120000.000000-aaaa", "20260102-120000.000000-bbbb"
 FIRST_S = 1767268800.0  # 2026-01-01, 12:00 UTC
@@ -82,3 +83,26 @@ def test_what_a_later_session_replaces_does_not_count() -> None:
     entry = run_entry("run", tags)
     assert entry.last_step == 60
     assert entry.alert_tags == (alert_tag(FIRST, 1),)
+
+
+@pytest.mark.parametrize(
+    ("steps", "first"), [((300, 323), 300), ((200, 323), 323), ((323, 330), 323), ((300,), 300)]
+)
+def test_the_first_alert_is_a_note_that_came_shortly_before_a_fault(
+    steps: tuple[int, ...], first: int
+) -> None:
+    """Notes are at steps below 323, a warning at 323 and later."""
+    tags, texts = tags_of(FIRST), {}
+    for number, step in enumerate(steps):
+        tag = alert_tag(FIRST, number)
+        tags[tag] = series(step)
+        texts[tag] = encode_alert(
+            Alert(
+                kind="loss_spike" if step < 323 else "dead_units",
+                severity="note" if step < 323 else "warning",
+                step=step, module_name=None, value=1.0, threshold=0.0, message="",
+            )
+        )  # fmt: skip
+    tags[norms(FIRST)] = series(400)
+    row = run_entry("run", tags).row(FIRST_S, texts, None, None)
+    assert row["alert"]["step"] == first

@@ -177,7 +177,7 @@ def test_what_was_recorded_around_a_fault_is_in_the_report(
     write_demo(tmp_path / "demo")
     write_report(tmp_path / "demo", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "Around the faults" in text
+    assert "Around alerts and exceptions" in text
     assert HOSTILE not in text
 
 
