@@ -350,40 +350,42 @@ class GpuRows:
         self._buffer: _Buffer | None = None
         self._packs: list[_Pack] = []
 
-    def add(
-        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int, number: int
-    ) -> list[bool]:
-        """Measure tensors as they are in the current stream; whether the kernels take each.
-
-        Those that are taken are numbered from ``number`` on.
+    def add(self, tensor: Tensor, unit_axis: int | None, powers: int, number: int) -> bool:
+        """Measure a tensor as it is in the current stream; whether the kernels take it.
 
         Raises:
             RuntimeError: The driver refuses; then PyTorch's operations measure what comes next.
             torch.cuda.OutOfMemoryError, MemoryError: It lacks memory now.
         """
+        given = tensor if host.TENSORS and not tensor.is_neg() else _given([tensor], unit_axis)[0]
+        index, taken = self._gpu.index, 0
         try:
-            if len(tensors) > 1 and unit_axis is None:
-                return self._add_many(tensors, powers, number)
-            taken = []
+            while (buffer := self._buffer or self._lent()) is not None:
+                taken = _cuda.measure(buffer.handle, given, unit_axis, powers, raw_stream(index))
+                if taken != _FULL:
+                    break
+                self.send()
+        except RuntimeError as error:
+            _failed(index, error)
+            raise
+        if taken > 0:
+            self.numbers.append(number)
+        return taken > 0
+
+    def add_all(
+        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int, number: int
+    ) -> list[bool]:
+        """The same for many tensors; those that are taken are numbered from ``number`` on."""
+        if len(tensors) == 1 or unit_axis is not None:
+            taken: list[bool] = []
             for tensor in tensors:
-                taken.append(self._takes(tensor, unit_axis, powers))
-                if taken[-1]:
-                    self.numbers.append(number)
-                    number += 1
+                taken.append(self.add(tensor, unit_axis, powers, number + sum(taken)))
             return taken
+        try:
+            return self._add_many(tensors, powers, number)
         except RuntimeError as error:
             _failed(self._gpu.index, error)
             raise
-
-    def _takes(self, tensor: Tensor, unit_axis: int | None, powers: int) -> bool:
-        given = tensor if host.TENSORS and not tensor.is_neg() else _given([tensor], unit_axis)[0]
-        while (buffer := self._buffer or self._lent()) is not None:
-            stream = raw_stream(self._gpu.index)
-            taken = _cuda.measure(buffer.handle, given, unit_axis, powers, stream)
-            if taken != _FULL:
-                return taken > 0
-            self.send()
-        return False
 
     def _add_many(self, tensors: Sequence[Tensor], powers: int, number: int) -> list[bool]:
         found: list[bool] = []

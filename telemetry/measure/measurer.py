@@ -57,7 +57,8 @@ class Measurer:
             return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
         with self._lock:
             step = self._step
-            if step.on_gpu(tensor.get_device(), (tensor,), unit_axis, powers)[0]:
+            rows = step.on_gpu(tensor.get_device())
+            if rows is not None and rows.add(tensor, unit_axis, powers, step.count):
                 return step.next_number()
         return self._add_other(tensor, unit_axis, powers)
 
@@ -93,9 +94,12 @@ class Measurer:
             if tensor.is_cuda:
                 places.setdefault(tensor.get_device(), []).append(place)
         for index, some in places.items():
-            taken = step.on_gpu(index, [tensors[place] for place in some], unit_axis, powers)
-            for place in itertools.compress(some, taken):
-                found[place] = step.next_number()
+            rows = step.on_gpu(index)
+            if rows is not None:
+                those = [tensors[place] for place in some]
+                taken = rows.add_all(those, unit_axis, powers, step.count)
+                for place in itertools.compress(some, taken):
+                    found[place] = step.next_number()
         return found
 
     def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
@@ -140,17 +144,12 @@ class Measurements:
         self.gpus: dict[int, cuda.GpuRows] = {}
         self._tensors: Tensors[int] | None = None
 
-    def on_gpu(
-        self, index: int, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
-    ) -> list[bool]:
-        """Have kernels measure tensors on an NVIDIA GPU; whether they take each."""
-        gpu = cuda.gpu(index)
-        if gpu is None:
-            return [False] * len(tensors)
-        rows = self.gpus.get(index)
-        if rows is None:
+    def on_gpu(self, index: int) -> cuda.GpuRows | None:
+        """The rows of an NVIDIA GPU whose tensors kernels measure; None where none do."""
+        gpu, rows = cuda.gpu(index), self.gpus.get(index)
+        if gpu is not None and rows is None:
             rows = self.gpus[index] = cuda.GpuRows(gpu)
-        return rows.add(tensors, unit_axis, powers, self.count)
+        return None if gpu is None else rows
 
     def takes_copy(self, values: Values, powers: int) -> bool:
         """Whether kernels measure what they did not take as it is: without gaps, a plain tensor of
@@ -159,8 +158,8 @@ class Measurements:
         tensor, axis, _ = values
         if not tensor.is_cuda or WORKING_DTYPE[tensor.dtype] is not torch.float32:
             return False
-        index = tensor.get_device()
-        if cuda.gpu(index) is None:
+        rows = self.on_gpu(tensor.get_device())
+        if rows is None:
             return False
         try:
             plain = tensor if tensor.dtype in cuda.DTYPES else tensor.to(torch.float32)
@@ -168,7 +167,7 @@ class Measurements:
         except torch.cuda.OutOfMemoryError:  # operations need memory for a piece at a time
             return False
         plain = plain if type(plain) in native.TYPES else plain.as_subclass(native.TYPES[0])
-        return self.on_gpu(index, [plain], axis, powers)[0]
+        return rows.add(plain, axis, powers, self.count)
 
     def next_number(self) -> int:
         self.count += 1

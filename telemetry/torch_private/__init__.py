@@ -93,6 +93,10 @@ def at_end_of_backward(callback: Callable[[], object], *, deferred: int = 0) -> 
 # --- modes ---------------------------------------------------------------------------------------
 
 
+# The public one makes a context manager, too.
+_set_grad_enabled = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
+
+
 class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
     """Run PyTorch operations that autograd and the modes of the caller do not see.
 
@@ -114,21 +118,19 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
         try:  # each call costs, for each hook enters
             stacks = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
             in_mode = stacks > 0 or torch.is_inference_mode_enabled()
+            casts = torch._C._is_any_autocast_enabled()
         except AttributeError:
             in_mode = _in_dispatch_mode() or in_function_mode() or torch.is_inference_mode_enabled()
+            casts = True
         # First, because torch-function modes see what follows.
         self._stack = _without_modes() if in_mode else None
         if self._grad_enabled or self._stack is not None:  # leaving inference mode enables them
-            torch.set_grad_enabled(False)
-        types = _device_types()
+            _set_grad_enabled(False)
+        types = _device_types() if casts else ()
         self._autocast = tuple(filter(torch.is_autocast_enabled, types))
         for device_type in self._autocast:
             torch.set_autocast_enabled(device_type, False)
-        if (
-            len(types) > 1
-            and torch.cuda.is_initialized()
-            and torch.cuda.is_current_stream_capturing()
-        ):
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return False
         return self._stack is None or _leave_dispatch_modes() is not None or not _in_dispatch_mode()
 
@@ -136,7 +138,7 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
         for device_type in self._autocast:
             torch.set_autocast_enabled(device_type, True)
         if self._grad_enabled:
-            torch.set_grad_enabled(True)
+            _set_grad_enabled(True)
         if self._stack is not None:
             self._stack.close()
 

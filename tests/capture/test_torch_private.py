@@ -63,6 +63,7 @@ GONE = [
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_len_torch_dispatch_stack"),
     (torch._C, "_len_torch_function_stack"),
+    (torch._C, "_is_any_autocast_enabled"),
     (torch._C, "DisableTorchFunction"),
     (torch._C._functorch, "maybe_current_level"),
     (torch, "_foreach_norm"),

@@ -406,8 +406,8 @@ def test_a_stream_that_is_captured_is_left_alone(driver: Driver) -> None:
     tensors = [on_gpu(normal(10)), on_gpu(normal(20))]
     for stream in (0, 7):
         driver.stream = stream
-        assert rows.add(tensors[:1], None, 4, 0) == [False]
-        assert rows.add(tensors, None, 4, 0) == [False, False]
+        assert not rows.add(tensors[0], None, 4, 0)
+        assert rows.add_all(tensors, None, 4, 0) == [False, False]
     assert rows.send() == 0
     assert driver.counts().keys() == {"cuEventRecord"} or driver.calls() == []
 
@@ -610,7 +610,7 @@ def test_where_pytorch_does_not_describe_tensors_to_c_python_does(
         monkeypatch.setattr(cuda, "_gpus", {})
         rows = cuda.GpuRows(cuda.gpu(0))  # type: ignore[arg-type]
         driver.forget()
-        taken = [rows.add([on_gpu(view)], axis, 4, 0)[0] for view in views]
+        taken = [rows.add(on_gpu(view), axis, 4, 0) for view in views]
         calls = driver.calls(*LAUNCHES)
         described[exchange is None] = (
             taken,
