@@ -78,7 +78,7 @@ typedef struct {
 } Functions;
 static Functions driver;
 
-enum { OUT_OF_MEMORY = 2, NOT_READY = 600, TOO_FEW_RESOURCES = 701 }; /* errors */
+enum { OUT_OF_MEMORY = 2, NOT_READY = 600 }; /* errors */
 
 /* Raise what a call of the driver has returned. */
 static PyObject *raise_error(const char *doing, int code)
@@ -90,16 +90,22 @@ static PyObject *raise_error(const char *doing, int code)
                         "CUDA, to %s: error %d, %s", doing, code, text);
 }
 
+/* Raise that a function takes other arguments, unless something is raised already. */
+static PyObject *misused(const char *takes)
+{
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_TypeError, takes);
+    return NULL;
+}
+
 static PyObject *tensor_types; /* classes that tensors may be of */
 static const Exchange *exchange;
 
 static PyObject *python_load(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;
-    if (arg_count != 3 || !PyTuple_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "load() takes a path, a tuple of types and a capsule");
-        return NULL;
-    }
+    if (arg_count != 3 || !PyTuple_Check(args[1]))
+        return misused("load() takes a path, a tuple of types and a capsule");
     exchange = args[2] == Py_None ? NULL : exchange_of(args[2]);
     if (exchange == NULL && args[2] != Py_None && !PyErr_Occurred())
         PyErr_SetString(PyExc_OSError, "PyTorch describes tensors by another version of DLPack");
@@ -143,7 +149,7 @@ static const char *const NAMES[KERNELS] = {
     "measure_last_4",   "measure_middle_2", "measure_middle_4", "measure_many_2", "measure_many_4",
     "norms",
 };
-static const char DTYPES[] = "fEe"; /* of the modules */
+static const char DTYPES[] = "feE"; /* of the modules */
 enum { MODULES = 3 };
 
 typedef struct {
@@ -223,13 +229,10 @@ static const char *load_module(const char *image, Function *functions, int *code
     int threads;
     if ((*code = driver.load_module(&module, image)))
         return "load the kernels";
-    for (int i = 0; i < KERNELS; i++) {
+    for (int i = 0; i < KERNELS; i++)
         if ((*code = driver.get_function(&functions[i], module, NAMES[i])) ||
             (*code = driver.get_function_attribute(&threads, THREADS_AT_MOST, functions[i])))
             return NAMES[i];
-        if (threads < THREADS && (*code = TOO_FEW_RESOURCES))
-            return NAMES[i];
-    }
     return NULL;
 }
 
@@ -255,10 +258,8 @@ static const char *open_device(Device *device, const char *const *images, int *c
 static PyObject *python_open(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;
-    if (arg_count != 2 || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) != MODULES) {
-        PyErr_SetString(PyExc_TypeError, "open() takes an int and an image for each dtype");
-        return NULL;
-    }
+    if (arg_count != 2 || !PyTuple_Check(args[1]) || PyTuple_Size(args[1]) != MODULES)
+        return misused("open() takes an int and an image for each dtype");
     const char *images[MODULES];
     for (int i = 0; i < MODULES; i++)
         if ((images[i] = PyBytes_AsString(PyTuple_GetItem(args[1], i))) == NULL)
@@ -353,11 +354,8 @@ static PyObject *python_buffer(PyObject *module, PyObject *const *args, Py_ssize
     (void)module;
     const Device *device = arg_count == 4 ? device_of(args[0]) : NULL;
     Buffer *buffer = device ? calloc(1, sizeof *buffer) : NULL;
-    if (buffer == NULL) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "buffer() takes a device and 3 numbers");
-        return NULL;
-    }
+    if (buffer == NULL)
+        return misused("buffer() takes a device and 3 numbers");
     uintptr_t memory = (uintptr_t)PyLong_AsVoidPtr(args[1]);
     int64_t rows = (PyLong_AsLongLong(args[2]) - WHOLE) / (ROW + UNITS * UNIT + PARTIALS * PARTIAL);
     Stream stream = PyLong_AsVoidPtr(args[3]);
@@ -507,11 +505,8 @@ static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssiz
 {
     (void)module;
     Buffer *buffer = arg_count == 5 ? buffer_of(args[0]) : NULL;
-    if (buffer == NULL) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "measure() takes a buffer and 4 other arguments");
-        return NULL;
-    }
+    if (buffer == NULL)
+        return misused("measure() takes a buffer and 4 other arguments");
     Values values;
     Entered entered;
     int powers = PyLong_AsLong(args[3]) == 2 ? 2 : 4, code = 0;
@@ -586,11 +581,8 @@ static PyObject *python_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     const Device *device = arg_count == 4 && PyList_Check(args[2]) ? device_of(args[0]) : NULL;
     Buffer *buffer = device && args[1] != Py_None ? buffer_of(args[1]) : NULL;
     Stream stream = device ? PyLong_AsVoidPtr(args[3]) : NULL;
-    if (device == NULL || PyErr_Occurred()) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "plan() takes a device, a buffer, a list, a stream");
-        return NULL;
-    }
+    if (device == NULL || PyErr_Occurred())
+        return misused("plan() takes a device, a buffer, a list, a stream");
     Py_ssize_t size = PyList_Size(args[2]);
     Values *tensors = calloc((size_t)size + 1, sizeof *tensors);
     int64_t *rows = calloc((size_t)size + 1, sizeof *rows);
@@ -633,11 +625,8 @@ static PyObject *python_launch_table(PyObject *module, PyObject *const *args, Py
     Buffer *buffer = device && args[1] != Py_None ? buffer_of(args[1]) : NULL;
     for (int i = 0; device && i < 7; i++)
         numbers[i] = PyLong_AsUnsignedLongLong(args[2 + i]);
-    if (device == NULL || PyErr_Occurred() || numbers[0] >= MODULES) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "launch_table() takes a device, a buffer, 7 numbers");
-        return NULL;
-    }
+    if (device == NULL || PyErr_Occurred() || numbers[0] >= MODULES)
+        return misused("launch_table() takes a device, a buffer, 7 numbers");
     void *rows = buffer ? (void *)&buffer->rows : (void *)&numbers[3];
     void *arguments[] = {&numbers[2], rows, &numbers[4], NULL};
     int kernel = buffer ? MEASURE_MANY + (numbers[5] == 4) : NORMS;
@@ -692,11 +681,8 @@ static PyObject *python_send(PyObject *module, PyObject *const *args, Py_ssize_t
     Buffer *buffer = arg_count == 2 ? buffer_of(args[0]) : NULL;
     void *host = buffer ? PyLong_AsVoidPtr(args[1]) : NULL;
     Arrival *arrival = host ? calloc(1, sizeof *arrival) : NULL;
-    if (arrival == NULL) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "send() takes a buffer and an address");
-        return NULL;
-    }
+    if (arrival == NULL)
+        return misused("send() takes a buffer and an address");
     Entered entered;
     PyThreadState *state = PyEval_SaveThread();
     int code = enter(buffer->device, &entered);
@@ -723,20 +709,6 @@ static PyObject *python_contents(PyObject *module, PyObject *capsule)
     contents_of(buffer, &size);
     return Py_BuildValue("LLn", (long long)buffer->row_count, (long long)buffer->unit_count,
                          (Py_ssize_t)size);
-}
-
-static PyObject *python_clear(PyObject *module, PyObject *capsule)
-{
-    (void)module;
-    Buffer *buffer = buffer_of(capsule);
-    if (buffer == NULL)
-        return NULL;
-    Entered entered;
-    int code = enter(buffer->device, &entered);
-    if (!code && !(code = join_streams(buffer)))
-        code = clear(buffer);
-    leave(&entered);
-    return code ? raise_error("clear a buffer", code) : Py_NewRef(Py_None);
 }
 
 /* Wait until a copy has arrived; or, if that is not wanted, only say whether it has. */
@@ -772,7 +744,6 @@ static PyMethodDef methods[] = {
     {"launch_table", METHOD(python_launch_table), METH_FASTCALL, NULL},
     {"contents", python_contents, METH_O, NULL},
     {"send", METHOD(python_send), METH_FASTCALL, NULL},
-    {"clear", python_clear, METH_O, NULL},
     {"wait", METHOD(python_wait), METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

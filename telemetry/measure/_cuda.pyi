@@ -26,7 +26,7 @@ def load(path: str | None, tensor_types: tuple[type, ...], exchange: object, /) 
     """
 
 def open(index: int, images: tuple[bytes, ...], /) -> _Device:
-    """Load the kernels for float32, for bfloat16 and for float16."""
+    """Load the kernels for float32, for float16 and for bfloat16."""
 
 def buffer(device: _Device, address: int, size: int, stream: int, /) -> _Buffer:
     """Make a buffer of so many bytes on the device, which come from a stream."""
@@ -84,9 +84,6 @@ def send(buffer: _Buffer, address: int, /) -> _Arrival:
     The copy holds the codes of units, and behind them the rows: see ``compact`` of the other
     extension. The buffer can be used again at once.
     """
-
-def clear(buffer: _Buffer, /) -> None:
-    """Forget what was measured."""
 
 def wait(arrival: _Arrival, waits: bool, /) -> bool:
     """Whether a copy has arrived, once it has or, if ``waits`` is false, now."""

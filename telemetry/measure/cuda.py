@@ -53,7 +53,7 @@ _LEAST_BYTES = 2**20
 _RETRY_S = 60
 
 # The modules of the kernels, as _cuda.c counts them.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = tuple(nvrtc.DTYPES)
 
 # Of a process that imports PyTorch and compares some hundred tensors; its exit status where that is
 # impossible, which says nothing about the kernels.
@@ -200,7 +200,7 @@ class Gpu:
             free = [buffer for buffer in self._buffers if buffer.owner() is None]
             for buffer in (free or self._allocate())[:1]:
                 if buffer.owner is not _nobody:  # whose step was given up
-                    _cuda.clear(buffer.handle)
+                    self.send(buffer)
                 buffer.owner = ref(owner)
                 return buffer
         return None

@@ -20,11 +20,7 @@ from typing import Any
 
 import torch
 
-DTYPES = {
-    torch.float32: "FLOAT32",
-    torch.float16: "FLOAT16",
-    torch.bfloat16: "BFLOAT16",
-}
+DTYPES = {torch.float32: "FLOAT32", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
 """What the kernels measure, and what ``kernels.cu`` calls it."""
 
 SOURCE = Path(__file__).with_name("kernels.cu")
