@@ -21,7 +21,6 @@ import torch
 from gpu import measure_host
 from machine import describe_machine
 
-from telemetry import torch_private
 from telemetry.measure import Measurer, cuda, native
 
 CALLS = 500
@@ -55,7 +54,6 @@ def main() -> None:
         patches.setattr(torch.Tensor, "get_device", lambda tensor: 0)
         patches.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patches.setattr(torch.cuda, "is_initialized", lambda: True)
-        patches.setattr(torch_private, "_device_types", lambda: ("cpu", "cuda"))
         tensor, many = torch.rand(8, 8), [torch.rand(30) for _ in range(148)]
         print(describe_machine(torch.device("cpu")))
         plain = microseconds(lambda measurer: measurer.add(tensor), CALLS)

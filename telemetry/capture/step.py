@@ -118,20 +118,20 @@ class Step:
         """Observe training from here on, in full; ``follows``: where a step has just ended."""
         capture = self._capture
         capture.table.refresh()
+        found = capture.table.all()
         if follows:
-            found = capture.table.all()
             self._left = {
                 i: p._version for i, p in found if p.requires_grad and not p.is_inference()
             }
         self._detail.random_states = _random_states()
         if capture.by_hand and capture.content.weights:
             # No optimizer will say when it is about to change them.
-            self._updates[_BY_HAND] = Updates(self._counting(capture.table.all()))
+            self._updates[_BY_HAND] = Updates(self._counting(found))
         compiled = self._backward_is_compiled()
         if not compiled:
             self._handles += [
                 parameter.register_post_accumulate_grad_hook(self.on_accumulated)
-                for _, parameter in capture.table.all()
+                for _, parameter in found
                 if not is_lazy(parameter) and parameter.requires_grad and parameter.is_leaf
             ]
         capture.output_grads = capture.content.activation_gradients and not compiled
