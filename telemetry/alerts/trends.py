@@ -77,7 +77,9 @@ class ExponentialTrend(Detector):
         shrunk = -levels[-1] > math.log10(self.shrinkage) / 2
         self.undecided = bool(shrunk and not learns and len(steps) < 2 * _LOOKS)
         shrinks = 0.0 if learns else _steady(steps, -levels, math.log10(self.shrinkage))
-        grows = 0.0 if loss.is_better else _steady(steps, levels, math.log10(self.weight_growth))
+        grows = 0.0
+        if not loss.is_better:
+            grows = _steady(steps, levels, math.log10(self.weight_growth), compound=_COMPOUND)
         if shrinks:
             return self._found(
                 "weights",
@@ -158,16 +160,31 @@ class ExponentialTrend(Detector):
         return Finding(seen=seen, advice=advice, value=value, limit=limit, told_once=True)
 
 
-def _steady(steps: NDArray[np.float64], levels: NDArray[np.float64], least: float) -> float:
-    """How fast levels rise per step: steadily up to the last, by ``least`` in all; 0 if not so."""
+def _steady(
+    steps: NDArray[np.float64],
+    levels: NDArray[np.float64],
+    least: float,
+    *,
+    compound: float = -math.inf,
+) -> float:
+    """Return how fast levels rise per step: steadily up to the last, by ``least``; 0 if not so.
+
+    Args:
+        levels: Logarithms to base 10.
+        compound: How much faster the last quarter has to rise than the one before, as a power of
+            the figure: 1 if each step adds a share of it, 0 if each adds the same amount.
+    """
     for first in range(len(levels) - _LOOKS, -1, -1):
         if levels[-1] - levels[first] < least:
             continue
         at = np.linspace(steps[first], steps[-1], _PARTS + 1)
-        parts = np.diff(np.interp(at, steps[first:], levels[first:]))
+        levels_at = np.interp(at, steps[first:], levels[first:])
+        parts, (*_, before, last) = np.diff(levels_at), np.diff(10 ** (levels_at - levels_at[-1]))
         with np.errstate(all="ignore"):
             faster = parts[1:] / parts[:-1]
-        if parts.min() > 0 and faster.min() >= _SLOWER and faster.max() <= _FASTER:
+            power = np.log10(last / before) / parts[-2:].mean()
+        is_steady = parts.min() > 0 and faster.min() >= _SLOWER and faster.max() <= _FASTER
+        if is_steady and power >= compound:
             return float((levels[-1] - levels[first]) / (steps[-1] - steps[first]))
     return 0.0
 
@@ -175,7 +192,7 @@ def _steady(steps: NDArray[np.float64], levels: NDArray[np.float64], least: floa
 _LOOKS = 5  # fewer points say nothing of a rate
 _PARTS = 4
 _SLOWER, _FASTER = 0.6, 3.0  # what learns slows down, what jumps does so at once
-_COMPOUND = 0.5  # 1 if it grows by a factor, 0 if by the same amount, as Adam moves weights
+_COMPOUND = 0.5  # Adam moves weights by nearly the same amount at each step; by eye
 _CHANGES = 4  # of the learning rate: two warm restarts or drops are fewer
 _LEARNED = 0.1  # of the first loss: text_decay_x1000 comes down by 6 % before its weights are gone
 

@@ -146,3 +146,18 @@ def test_a_density_is_no_such_loss() -> None:
     losses: list[float] = []
     assert run(UnboundedLoss(), 400, lambda m: losses.append(v := loss(m)) or v) == []  # type: ignore[func-returns-value]
     assert losses[-1] < -1.5
+
+
+@pytest.mark.parametrize(("unit", "rate"), [(1e5, 1e-2), (3e4, 3e-2), (1e6, 2e-2)])
+def test_weights_that_adam_moves_by_equal_amounts_towards_large_targets_are_none(
+    unit: float, rate: float
+) -> None:
+    def loss(model: nn.Module) -> Tensor:
+        points, _ = draw()
+        wanted = unit * points[:, :3]
+        return F.mse_loss(model(points), wanted)
+
+    def adam(model: nn.Module) -> Optimizer:
+        return Adam(model.parameters(), rate)
+
+    assert run(ExponentialTrend(), 200, loss, optimizer=adam) == []
