@@ -37,9 +37,10 @@ class LossSpike(Detector):
     - The learning rate has just jumped to three times all that the run has survived, and two losses
       are far above the past, or the last five are worse than that (a range is wide where the loss
       was falling fast). A warm restart returns to a rate that it has survived.
-    - Layers left their own past before the loss did, and three losses in a row are ``distance``
-      ranges above. Where the task or the data change, gradients change in the same step as the
-      loss, because both are of the same batch; if the weights went wrong, gradients went first.
+    - Gradients rose out of their past before the loss did, and three losses in a row are
+      ``distance`` ranges above. Where the task or the data change, gradients change in the same
+      step as the loss, because both are of the same batch; if the weights went wrong, gradients
+      went first.
     - One to five losses are ``batch_distance`` ranges above a hundred losses, and the next one is
       back: the batch. Where tails are so heavy that there is no mean (Pareto, index 1), one loss
       exceeds the highest of ``n`` by ``k`` times with a probability of ``1 / (k n)``: above fewer
@@ -95,7 +96,9 @@ class LossSpike(Detector):
             return self._for_good(record, base)
         since = high[0].step
         jump = base.loss.jump(since)
-        early = [mover for mover in base.layers.movers(since) if mover.step < since]
+        # Gradients that fall are those of a low loss.
+        movers = base.layers.movers(since)
+        early = [mover for mover in movers if mover.step < since and mover.factor > 1]
         if len(early) >= FEW * len(base.layers.names):
             self._rise = _rise(jump, base)
             ago = steps_in_words(since - early[0].step)
@@ -127,7 +130,7 @@ class LossSpike(Detector):
         return _found(
             jump,
             base,
-            reason="though neither the learning rate nor gradients had changed before: "
+            reason="though neither the learning rate nor gradients had grown before: "
             "the batches, their targets, the loss or the weights are others",
             advice="A new task, harder data or another weight of a term do that. If that is not "
             "meant, look at inputs and labels from this step on, their order and their unit, and "

@@ -207,6 +207,22 @@ def test_layers_that_moved_before_the_loss_are_named_first() -> None:
     assert "gradients had left their past" in alert.message
 
 
+def test_gradients_that_fell_before_the_loss_rose_are_no_reason() -> None:
+    model = net()
+    optimizer = Adam(model.parameters(), 3e-3)
+    torch.manual_seed(4)
+    with capture_run(model, every_n_steps=100, rules=[]) as run:
+        for step in range(230):
+            points, classes = draw()
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(points), classes)
+            (loss * 1e-4 if step >= 198 else loss).backward()
+            run.log(loss=loss if step < 204 else loss + 50)
+            optimizer.step()
+    [alert] = alerts_of(run.records, [LossSpike()])
+    assert (alert.step, alert.severity) == (204, "note")
+
+
 def test_the_state_continues_in_another_run() -> None:
     high = {205: 0.9, 206: 0.9, 207: 0.9}
     settings = rates(high)
